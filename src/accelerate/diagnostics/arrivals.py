@@ -45,7 +45,7 @@ class Note(RankState):
 
 @dataclass(frozen=True)
 class Question:
-    """What the ranks `asked` see of the missing ones."""
+    """A request to the ranks `asked` to post what they see of the missing ones."""
 
     number: str
     asked: list[int]
@@ -54,7 +54,7 @@ class Question:
 
 @dataclass(frozen=True)
 class SentReport:
-    """That the process `token` of a rank has reported missing ranks."""
+    """A message that the process `token` of a rank has reported missing ranks."""
 
     rank: int
     token: str
@@ -63,7 +63,7 @@ class SentReport:
 
 @dataclass(frozen=True)
 class End:
-    """That the process `token` is to end because of a report."""
+    """A message that the process `token` is to end because of a report."""
 
     token: str
     text: str
@@ -76,10 +76,8 @@ class ArrivalWatch:
     """
 
     def __init__(self, topology: Topology, opened: int, limits: Limits, environ: Mapping[str, str]) -> None:
-        self._topology = topology
+        self._topology, self._opened, self._limits = topology, opened, limits
         self._rank, self._size = topology.rank, topology.size
-        self._opened = opened
-        self._limits = limits
         self._outlet = Outlet(topology.rank, topology.size, environ)
         self._waiting_thread = threading.get_ident()
         self._token = uuid4().hex  # another one than that of the same rank before a restart
@@ -123,9 +121,10 @@ class ArrivalWatch:
             self._inquire(channel)
         elif self._reported is None:
             self._reported = {0}
-            self._publish([self._note(), self._rank_0_without_store()], _WITHOUT_RANK_0)
-
-    # The store
+            address = f"{self._topology.address}:{self._topology.port}"
+            state = next(iter(self._describe([0])), self._unseen(0))
+            state = replace(state, ending=f"{state.ending}; it does not answer at {address}")
+            self._publish([self._note(), state], _WITHOUT_RANK_0, {})
 
     def _connect(self) -> StoreChannel | None:
         # Restarts share this part of the store: their processes have other tokens.
@@ -157,26 +156,23 @@ class ArrivalWatch:
             self._take_part(channel)
         return False
 
-    def _find_waiting(self, channel: StoreChannel, ranks: Iterable[int]) -> dict[int, Note]:
+    def _find_waiting(self, channel: StoreChannel, ranks: list[int]) -> dict[int, Note]:
         """The ranks that post at this time that they wait; others may have posted before a restart."""
-        ranks = list(ranks)
         before = self._read_notes(channel, ranks)
         if not ranks or self._wait_for_notes(channel):
             return {}
         after = self._read_notes(channel, ranks)
         return {rank: note for rank, note in after.items() if note != before.get(rank)}
 
-    def _read_notes(self, channel: StoreChannel, ranks: Iterable[int]) -> dict[int, Note]:
-        posted = channel.gather("here", list(ranks), 0.0)
+    def _read_notes(self, channel: StoreChannel, ranks: list[int]) -> dict[int, Note]:
+        posted = channel.gather("here", ranks, 0.0)
         notes = {rank: as_dataclass(Note, value) for rank, value in posted.items()}
         return {rank: note for rank, note in notes.items() if note is not None}
 
-    # The report
-
     def _inquire(self, channel: StoreChannel) -> None:
-        if self._find_waiting(channel, range(self._rank)):
+        others = self._find_waiting(channel, [rank for rank in range(self._size) if rank != self._rank])
+        if min(others, default=self._size) < self._rank:
             return  # the lowest one reports
-        others = self._find_waiting(channel, range(self._rank + 1, self._size))
         missing = [rank for rank in range(self._size) if rank != self._rank and rank not in others]
         if self._done.is_set() or self._was_reported(channel, others, missing):
             return
@@ -194,7 +190,7 @@ class ArrivalWatch:
         self._reported = set(missing)
         channel.post("reported", asdict(SentReport(self._rank, self._token, missing)))
         advice = _advice([states[rank] for rank in missing])
-        self._publish([states[rank] for rank in sorted(states)], advice, channel, notes)
+        self._publish([states[rank] for rank in sorted(states)], advice, notes)
 
     def _was_reported(self, channel: StoreChannel, others: Mapping[int, Note], missing: list[int]) -> bool:
         """Whether this rank, or one that waits too, has reported all of these already."""
@@ -245,11 +241,6 @@ class ArrivalWatch:
     def _unseen(self, rank: int) -> RankState:
         return RankState(rank, SILENT, ending="did not come, and no rank that waits can see what it does")
 
-    def _rank_0_without_store(self) -> RankState:
-        address = f"{self._topology.address}:{self._topology.port}"
-        state = next(iter(self._describe([0])), self._unseen(0))
-        return replace(state, ending=f"{state.ending}; it does not answer at {address}")
-
     def _note(self) -> Note:
         frame = stacks.innermost(self._waiting_thread)
         position = None if frame is None else stacks.read_position(frame)
@@ -270,21 +261,15 @@ class ArrivalWatch:
     def _waited(self) -> float:
         return time.monotonic() - self._began
 
-    def _publish(
-        self,
-        states: list[RankState],
-        advice: str,
-        channel: StoreChannel | None = None,
-        notes: Mapping[int, Note] | None = None,
-    ) -> None:
+    def _publish(self, states: list[RankState], advice: str, notes: Mapping[int, Note]) -> None:
         text = f"{compose(states, os.getcwd())}\n{advice}"
         self._outlet.publish(self._report(text))
         if not self._limits.ends:
             return
-        if channel is not None:
-            for rank, note in (notes or {}).items():
-                channel.post(f"end/{rank}", asdict(End(note.token, text)))
-            if self._wait_for_notes(channel):
+        if self._channel is not None:
+            for rank, note in notes.items():
+                self._channel.post(f"end/{rank}", asdict(End(note.token, text)))
+            if self._wait_for_notes(self._channel):
                 return
         self._end(text)
 

@@ -127,7 +127,8 @@ def render(outcome: Outcome, folder: Path, log_dir: str | None = None) -> str:
     tail += ["", *([f"Logs of the ranks: {log_dir}"] if log_dir else [])]
     tail += [f"Exit code: {outcome.code}. For machines: {folder / REPORT}", "=" * _WIDTH]
     room = MOST_LINES - 1 - len(heading) - len(tail)
-    hang = _hang(outcome, first)
+    is_said = not outcome.hang or (first is not None and first.kind == Kind.HANG)
+    hang = [] if is_said else ["", "Reported before:", *outcome.hang.splitlines(), ""]
     hang = _cut(hang, room - min(len(text), _LEAST_TRACE), where)
     text = _cut(text, room - len(hang), where)
     lines = [" accelerate launch: the run failed ".center(_WIDTH, "="), *heading, *text, *hang, *tail]
@@ -208,13 +209,6 @@ def _own_line(failure: Failure) -> str:
         return ""
     source = f": {frames[-1]['source'].strip()}" if frames[-1]["source"] else ""
     return f"in {frames[-1]['file']}:{frames[-1]['line']}{source}"
-
-
-def _hang(outcome: Outcome, first: Suspect | None) -> list[str]:
-    """What was reported about waiting ranks before the run failed, unless the failure says it."""
-    if not outcome.hang or (first is not None and first.kind == Kind.HANG):
-        return []
-    return ["", "Reported before:", *outcome.hang.splitlines(), ""]
 
 
 def _others(outcome: Outcome, first: Suspect | None) -> dict[str, list[int]]:

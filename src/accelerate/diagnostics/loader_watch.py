@@ -143,66 +143,63 @@ def _workers_that_owe(iterator: Any) -> list[int]:
 
 def _own_frames(frames: list[Frame]) -> list[Frame]:
     """The frames of a worker below torch's loop: a forked one begins with those of the process it is from."""
-    loop = max(
-        (index for index, frame in enumerate(frames) if frame[2] == torch_private.WORKER_LOOP), default=-1
-    )
-    return frames[loop + 1 :]
+    after_loop = [i + 1 for i, frame in enumerate(frames) if frame[2] == torch_private.WORKER_LOOP]
+    return frames[max(after_loop, default=0) :]
 
 
 class LoaderWatch(WorkersObserver):
     """Watches the passes over loaders with workers, where there is one process."""
 
     def __init__(self, limits: Limits, outlet: Outlet) -> None:
-        self._limits = limits
-        self._outlet = outlet
+        self._limits, self._outlet = limits, outlet
 
     def follow(self, iterator: Any) -> None:
         """Watch a pass until its iterator is gone; called by the thread that waits for its batches."""
         over: list[bool] = []  # an event has a lock, which a fork could inherit held
         weakref.finalize(iterator, over.append, True)
-        watch = _Pass(torch_private.loader_workers(iterator)[0].pid, self._limits, self._outlet, over)
+        worker, thread = torch_private.loader_workers(iterator)[0].pid, threading.get_ident()
+        watch = _Pass(worker, self._limits, self._outlet, over, thread, self._limits.seconds)
         threading.Thread(target=watch.run, name="accelerate-loader", daemon=True).start()
 
 
+@dataclass
 class _Pass:
-    """One pass; nothing here holds its iterator."""
+    """One pass, which the thread reads; nothing here holds its iterator."""
 
-    def __init__(self, worker: int, limits: Limits, outlet: Outlet, over: list[bool]) -> None:
-        self._worker = worker
-        self._limits = limits
-        self._outlet = outlet
-        self._over = over
-        self._thread = threading.get_ident()
-        self._token: object = None
-        self._since = 0.0
-        self._limit = limits.seconds
-        self._was_reported = False
+    worker: int
+    limits: Limits
+    outlet: Outlet
+    over: list[bool]
+    thread: int
+    limit: float
+    token: object = None
+    since: float = 0.0
+    was_reported: bool = False
 
     def run(self) -> None:
-        """Look from time to time, until the pass is over."""
-        while not self._over:
-            time.sleep(self._limits.pause)
+        while not self.over:
+            time.sleep(self.limits.pause)
             self._look()
 
     def _look(self) -> None:
-        frame = stacks.innermost(self._thread)
+        frame = stacks.innermost(self.thread)
         wait = find_wait(frame)
-        if frame is None or wait is None or wait.token[0] != self._worker:
+        if frame is None or wait is None or wait.token[0] != self.worker:
             self._change(None)
             return
         self._change(wait.token)
-        seconds = time.monotonic() - self._since
-        if seconds >= self._limit:
-            self._limit = seconds * GROWTH  # a loader that is slow at each batch is not reported each time
+        seconds = time.monotonic() - self.since
+        if seconds >= self.limit:
+            self.limit = seconds * GROWTH  # a loader that is slow at each batch is not reported each time
             self._report(wait, stacks.read_position(frame), seconds)
 
     def _change(self, token: object) -> None:
-        if token == self._token:
+        if token == self.token:
             return
-        self._token, self._since = token, time.monotonic()
-        if self._was_reported:
-            self._outlet.withdraw("accelerate: the batch has come.")
-            self._was_reported = False
+        self.token, self.since = token, time.monotonic()
+        if self.was_reported:
+            self.outlet.withdraw("accelerate: the batch has come.")
+            self.was_reported = False
 
     def _report(self, wait: BatchWait, position: stacks.Position, seconds: float) -> None:
         state = RankState(
@@ -215,5 +212,5 @@ class _Pass:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        self._outlet.publish(Report(compose([state], os.getcwd()), 0, False, [0], []))
-        self._was_reported = True
+        self.outlet.publish(Report(compose([state], os.getcwd()), 0, False, [0], []))
+        self.was_reported = True

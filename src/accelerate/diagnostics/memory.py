@@ -117,7 +117,8 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    reduce_size = _reduction(reduce_batch_size_fn)
+    reduce_size: Callable[..., int] = reduce_batch_size_fn or (lambda size: size // 2)
+    takes_size = bool(inspect.signature(reduce_size).parameters)
     fitting = starting_batch_size
 
     @functools.wraps(function)
@@ -133,7 +134,7 @@ def find_executable_batch_size(
             if not attempts.agree(not fits):
                 fitting = size
                 return result
-            result, size = None, _next_size(size, reduce_size)
+            result, size = None, _checked_size(reduce_size(size) if takes_size else reduce_size(), size)
         raise NoExecutableBatchSizeError(
             f"No executable batch size found, reached zero. `{_name(function)}` ran out of memory with every "
             f"size from {fitting} downwards.{reason and ' The last time: ' + reason}"
@@ -160,23 +161,10 @@ def _attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any, st
         raise
 
 
-def _reduction(function: Callable[..., int] | None) -> Callable[[int], int]:
-    if function is None:
-        return lambda size: size // 2
-    if inspect.signature(function).parameters:
-        return function
-    return lambda size: function()
-
-
-def _next_size(size: int, reduce_size: Callable[[int], int]) -> int:
-    smaller = reduce_size(size)
+def _checked_size(smaller: int, size: int) -> int:
     if smaller >= size:
-        raise wrong_value(
-            "reduce_batch_size_fn",
-            smaller,
-            f"this is not smaller than {size}, with which memory ran out",
-            "Return a smaller batch size at each call",
-        )
+        reason = f"this is not smaller than {size}, with which memory ran out"
+        raise wrong_value("reduce_batch_size_fn", smaller, reason, "Return a smaller batch size at each call")
     return smaller
 
 
@@ -444,17 +432,13 @@ def snapshot_on_exhaustion(backend: DeviceBackend, folder: str | Path, rank: int
         yield
     except Exception as error:
         if should_reduce_batch_size(error):
-            _write(recorder, Path(folder), rank)
+            path = Path(folder) / SNAPSHOT.format(rank=rank)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch_private.dump_memory(recorder, str(path))
+            logger.warning(
+                f"Memory ran out. The allocations are in {path}; look at them at https://pytorch.org/memory_viz",
+                main_process_only=False,
+            )
         raise
     finally:
         torch_private.record_memory(recorder, enabled=None)
-
-
-def _write(recorder: Any, folder: Path, rank: int) -> None:
-    path = folder / SNAPSHOT.format(rank=rank)
-    folder.mkdir(parents=True, exist_ok=True)
-    torch_private.dump_memory(recorder, str(path))
-    logger.warning(
-        f"Memory ran out. The allocations are in {path}; look at them at https://pytorch.org/memory_viz",
-        main_process_only=False,
-    )

@@ -86,11 +86,9 @@ def _kernel_function(pid: int) -> str:
 
 def _spell_end(pid: int) -> str:
     """How a child of this process ended, without taking its exit code from whoever waits for it."""
-    if not hasattr(os, "waitid"):
-        return ENDED
     try:
         child = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:
+    except (AttributeError, ChildProcessError):  # no such call on this system, or no child of this process
         return ENDED
     if child is None:
         return ENDED
@@ -118,17 +116,20 @@ def find_siblings(rank: int) -> Siblings | None:
     Returns:
         None where the starter wrote no rank into the environment of this process.
     """
-    own = _variables(psutil.Process())
-    name = next((name for name in RANK_VARIABLES if own.get(name) == str(rank)), None)
-    starter = None if name is None else _find_starter(name, str(rank))
-    if name is None or starter is None:
+    process = psutil.Process()
+    own, value = _variables(process), str(rank)
+    name = next((name for name in RANK_VARIABLES if own.get(name) == value), "")
+    # The nearest ancestor that has no rank: a script may run inside of another program, such as a shell.
+    parents = process.parents() if name else []
+    starter = next((parent for parent in parents if _variables(parent).get(name) != value), None)
+    if starter is None:
         return None
     candidates: dict[int, list[psutil.Process]] = {}
-    for process in starter.children(recursive=True):
-        value = _variables(process).get(name, "")
-        if value.isdigit() and runs(process.pid):
-            candidates.setdefault(int(value), []).append(process)
-    pids = {number: _choose(several) for number, several in candidates.items()}
+    for child in starter.children(recursive=True):
+        number = _variables(child).get(name, "")
+        if number.isdigit() and runs(child.pid):
+            candidates.setdefault(int(number), []).append(child)
+    pids = {number: _choose(children) for number, children in candidates.items()}
     return Siblings(starter.pid, pids, is_complete=_AGENT_VARIABLE in own)
 
 
@@ -144,12 +145,6 @@ def _program(process: psutil.Process) -> str:
         return process.exe()
     except psutil.Error:  # of another user, or ended
         return ""
-
-
-def _find_starter(name: str, value: str) -> psutil.Process | None:
-    """The nearest ancestor that has no rank: a script may run inside of another program, such as a shell."""
-    parents = psutil.Process().parents()
-    return next((process for process in parents if _variables(process).get(name) != value), None)
 
 
 def _variables(process: psutil.Process) -> dict[str, str]:

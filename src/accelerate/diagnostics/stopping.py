@@ -142,7 +142,13 @@ def find_sources(
     now = time.monotonic()
     sources: list[Source] = []
     if settings.max_time is not None:
-        sources.append(deadline(TIME_IS_UP, now - age() + _read_max_time(settings.max_time)))
+        try:
+            budget = read_seconds(settings.max_time)
+        except ValueError:
+            fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
+            reason = "this is not a span of time"
+            raise wrong_value("ACCELERATE_MAX_TIME", settings.max_time, reason, fix) from None
+        sources.append(deadline(TIME_IS_UP, now - age() + budget))
     end = environ.get(_ALLOCATION_END, "")
     margin = DEFAULT_MARGIN if settings.stop_margin is None else settings.stop_margin
     if end.isdecimal() and margin:
@@ -152,14 +158,6 @@ def find_sources(
     if looks_at_files and settings.save_file:
         sources.append(seldom(save_file(settings.save_file)))
     return sources
-
-
-def _read_max_time(text: str) -> float:
-    try:
-        return read_seconds(text)
-    except ValueError:
-        fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
-        raise wrong_value("ACCELERATE_MAX_TIME", text, "this is not a span of time", fix) from None
 
 
 def rounds_between(step: float, cost: float) -> int:
@@ -277,20 +275,15 @@ class Agreement:
         combine: Combine = reduce_async,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._rank = rank
-        self._sources = sources
-        self._notes = notes
-        self._combine = combine
-        self._clock = clock
-        self._stop = False
-        self._save = False
+        self._rank, self._sources, self._notes = rank, sources, notes
+        self._combine, self._clock = combine, clock
+        self._stop = self._save = False
         self._read = 0  # which answers were read in this step
         self._left = 1  # steps until there is something to do; below 1 there never is
         self._every = 1
         self._answer: Answer | None = None
         self._cycles = 0
-        self._began = 0.0
-        self._spent = 0.0
+        self._began = self._spent = 0.0
 
     def read_stop(self) -> bool:
         """Whether to leave the training loop; once true it stays true."""

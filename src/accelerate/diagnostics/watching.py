@@ -38,7 +38,7 @@ from accelerate.diagnostics.peers import PATIENCE, Peers, own_identity
 from accelerate.ops import flight_recorder
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
-from accelerate.state import PartialState, StoreChannel, Topology, process_group, rendezvous, services
+from accelerate.state import PartialState, Topology, process_group, rendezvous, services
 
 DEFAULT_SECONDS = 60.0
 
@@ -60,10 +60,7 @@ class Watchdog:
         self.ending = "given up its state"
         self.failed = False
         self.lost: RankState | None = None  # where an operation with other ranks failed
-        self._limits = limits
-        self._peers = peers
-        self._observation = observation
-        self._outlet = outlet
+        self._limits, self._peers, self._observation, self._outlet = limits, peers, observation, outlet
         self._answered = 0  # last inquiry that this rank has answered
         self._read = 0  # last inquiry whose report it has read
         self._answered_at = 0.0
@@ -122,7 +119,10 @@ class Watchdog:
             self._token, self._next = token, self._patience_for_data if is_data else self._limits.seconds
         self._attend(seconds)
         self._report_end_of_hang()
-        if token is None or seconds < self._limits.death or self._is_inquiring():
+        # An inquiry whose report does not come has been begun by a rank that has died meanwhile.
+        since_answer = time.monotonic() - self._answered_at
+        is_inquiring = self._read < self._answered and since_answer < 3 * SECONDS_TO_ANSWER
+        if token is None or seconds < self._limits.death or is_inquiring:
             return
         if seconds >= self._next or self._peers.ended().keys() - self._named:
             self._inquire(seconds)
@@ -153,10 +153,6 @@ class Watchdog:
     def _enter(self, number: int, seconds: float) -> None:
         self._answered, self._answered_at = number, time.monotonic()
         self._next = max(self._next, seconds * GROWTH)
-
-    def _is_inquiring(self) -> bool:
-        """Whether the last inquiry has no report yet; one whose asker has died meanwhile does not count."""
-        return self._read < self._answered and time.monotonic() - self._answered_at < 3 * SECONDS_TO_ANSWER
 
     def _inquire(self, seconds: float) -> None:
         if not self._peers.ask(self._answered):
@@ -273,18 +269,22 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
     limits = read_limits(environ)
     if limits.seconds and state.num_processes == 1:
         services.put(WorkersObserver, LoaderWatch(limits, Outlet(0, 1, environ)))
-    if state.num_processes == 1 or not limits.seconds or not process_group.is_open():
-        return
-    if services.find(Watching) is not None:
+    is_alone = state.num_processes == 1 or not process_group.is_open()
+    if is_alone or not limits.seconds or services.find(Watching) is not None:
         return
     try:
         channel = rendezvous.connect_channel("hangs", PATIENCE)
     except RuntimeError as error:
         _logger.warning("Hangs will not be explained: the store of the run gives no connection (%s).", error)
         return
-    if channel is not None:
-        watching = Watching(_build(state, limits, channel, environ))
-        services.put(Watching, watching, close=partial(stop, "closed its process group"))
+    if channel is None:
+        return
+    rank, size, own, record = state.process_index, state.num_processes, own_identity(), flight_recorder()
+    record.reset()  # the thread that builds the state is the one that trains
+    peers = Peers(channel, rank, size, own)
+    observation = Observation(record, rank, own.host, own.pid)
+    watching = Watching(Watchdog(rank, limits, peers, observation, Outlet(rank, size, environ)))
+    services.put(Watching, watching, close=partial(stop, "closed its process group"))
 
 
 def stop(ending: str) -> None:
@@ -292,17 +292,6 @@ def stop(ending: str) -> None:
     watching = services.remove(Watching)
     if watching is not None:
         watching.stop(ending)
-
-
-def _build(
-    state: PartialState, limits: Limits, channel: StoreChannel, environ: Mapping[str, str]
-) -> Watchdog:
-    rank, size, own = state.process_index, state.num_processes, own_identity()
-    record = flight_recorder()
-    record.reset()  # the thread that builds the state is the one that trains
-    observation = Observation(record, rank, own.host, own.pid)
-    peers = Peers(channel, rank, size, own)
-    return Watchdog(rank, limits, peers, observation, Outlet(rank, size, environ))
 
 
 def lost_operation(rank: int, trace: TracebackType | None) -> RankState | None:

@@ -53,8 +53,8 @@ def gather(tensor: T) -> T:
     transport = current_transport()
     if transport.size == 1:
         return tensor
-    joined: T = gather_packed(tensor, transport, Call(f"{PUBLIC_MODULE}.gather", data=tensor))
-    return joined
+    call = Call(f"{PUBLIC_MODULE}.gather", data=tensor)
+    return gather_packed(tensor, transport, call)  # type: ignore[no-any-return]
 
 
 @overload
@@ -101,8 +101,7 @@ def broadcast(tensor: T, from_process: int = 0) -> T:
         return tensor
     source = _known_rank(from_process, transport)
     call = Call(f"{PUBLIC_MODULE}.broadcast", f"from_process={source}", tensor)
-    arrived: T = broadcast_packed(tensor, source, transport, call)
-    return arrived
+    return broadcast_packed(tensor, source, transport, call)  # type: ignore[no-any-return]
 
 
 @operation
@@ -146,19 +145,17 @@ def reduce(tensor: T, reduction: ReductionName = "mean", scale: float = 1.0) -> 
         DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
     """
     if reduction not in _REDUCTIONS:
-        raise wrong_value(
-            "reduction", reduction, "no such reduction", f"Use one of {', '.join(map(repr, _REDUCTIONS))}"
-        )
+        fix = f"Use one of {', '.join(map(repr, _REDUCTIONS))}"
+        raise wrong_value("reduction", reduction, "no such reduction", fix)
     if reduction in ("max", "min"):
         recursively_apply(_refuse_complex, tensor, reduction)
     transport = current_transport()
-    combined: T = tensor
     if reduction != "none" and transport.size > 1:
         call = Call(f"{PUBLIC_MODULE}.reduce", f"reduction={reduction!r}", tensor)
-        combined = reduce_packed(tensor, reduction, scale, transport, call)
-    elif scale != 1.0:
-        combined = recursively_apply(torch.mul, tensor, scale, error_on_other_type=True)
-    return combined
+        return reduce_packed(tensor, reduction, scale, transport, call)  # type: ignore[no-any-return]
+    if scale != 1.0:
+        tensor = recursively_apply(torch.mul, tensor, scale, error_on_other_type=True)
+    return tensor
 
 
 @operation
@@ -304,39 +301,28 @@ def _objects_of_all(obj: Any, transport: Transport, call: Call) -> list[Any]:
 
 def _refuse_complex(leaf: Tensor, reduction: str) -> Tensor:
     if leaf.is_complex():
-        raise wrong_value(
-            "reduction", reduction, "complex numbers have no order", "Reduce their absolute values"
-        )
+        reason = "complex numbers have no order"
+        raise wrong_value("reduction", reduction, reason, "Reduce their absolute values")
     return leaf
 
 
 def _check_counts(counts: Sequence[int], transport: Transport) -> None:
     if len(counts) != transport.size:
-        raise wrong_value(
-            "counts",
-            tuple(counts),
-            f"there are {transport.size} processes",
-            "Give the number of samples of each",
-        )
+        reason = f"there are {transport.size} processes"
+        raise wrong_value("counts", tuple(counts), reason, "Give the number of samples of each")
 
 
 def _only_owner(entries: list[Any]) -> int:
     owners = [rank for rank, entry in enumerate(entries) if entry is not None]
     if len(owners) != 1:
         reason = f"processes {owners} have one" if owners else "no process has one"
-        error = ConfigurationError(
-            f"tensor: {reason}. Pass the tensor on one process and None on all others."
-        )
-        raise as_builtin(error, IndexError)
+        text = f"tensor: {reason}. Pass the tensor on one process and None on all others."
+        raise as_builtin(ConfigurationError(text), IndexError)
     return owners[0]
 
 
 def _known_rank(rank: int, transport: Transport) -> int:
     if not 0 <= rank < transport.size:
-        raise wrong_value(
-            "from_process",
-            rank,
-            f"there are {transport.size} processes",
-            f"Use a rank from 0 to {transport.size - 1}",
-        )
+        reason = f"there are {transport.size} processes"
+        raise wrong_value("from_process", rank, reason, f"Use a rank from 0 to {transport.size - 1}")
     return rank

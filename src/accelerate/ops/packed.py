@@ -114,7 +114,8 @@ def _begin(
     Returns:
         The plan, and the header that contains the payload; None where it is sent otherwise.
     """
-    header = transport.header if _goes_over_cpu(parts, transport) else None
+    goes_over_cpu = transport.verifies or not parts.leaves or parts.leaves[0].is_cpu  # as the header does
+    header = transport.header if goes_over_cpu else None
     room = -1 if header is None else header.room
     name = f"{call.operation}({call.arguments})"
     plan = plan_for(name, parts, size=transport.size, room=room, mixed=mixed)
@@ -125,11 +126,6 @@ def _begin(
     elif debugging():
         agree(transport, checking_header(transport), plan.mark, call)
     return plan, header
-
-
-def _goes_over_cpu(parts: Parts, transport: Transport) -> bool:
-    """Whether the tensors are sent from the CPU, as the header is."""
-    return transport.verifies or not parts.leaves or parts.leaves[0].is_cpu
 
 
 def _combine(rows: Tensor, segment: DtypeSegment, how: str) -> Tensor:

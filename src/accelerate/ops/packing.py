@@ -105,7 +105,8 @@ class DtypeSegment:
         """Cut the payloads of all headers into its leaves, joined by rows."""
         rows = header.windows(self.start, self.stop, self.dtype)[1]
         self.uses += 1
-        if self.order is None and (self.uses == 1 or not _can_be_ordered(rows)):
+        can_be_ordered = rows.numel() <= _ORDERED and rows.dtype not in _NOT_SELECTABLE
+        if self.order is None and (self.uses == 1 or not can_be_ordered):
             self.split_rows(rows, results)
             return
         if self.order is None:
@@ -133,10 +134,6 @@ def _cut_of(rows: Tensor) -> Cut:
     return torch.unsafe_split_with_sizes if rows.nbytes <= _SHARED else _split_copy
 
 
-def _can_be_ordered(rows: Tensor) -> bool:
-    return rows.numel() <= _ORDERED and rows.dtype not in _NOT_SELECTABLE
-
-
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
     """Several leaves in one buffer of `width` bytes, with one segment for each dtype."""
@@ -148,11 +145,8 @@ class FlatBuffer:
         """Return the bytes of the leaves; may share the memory of a single leaf."""
         if len(self.segments) == 1 and self.segments[0].stop == self.width:
             return self.segments[0].flatten(leaves).view(torch.uint8)
-        buffer = torch.empty(
-            self.width,
-            dtype=torch.uint8,
-            device=leaves[self.segments[0].indices[0]].device if self.segments else "cpu",
-        )
+        device = leaves[self.segments[0].indices[0]].device if self.segments else "cpu"
+        buffer = torch.empty(self.width, dtype=torch.uint8, device=device)
         self.pack_into(leaves, buffer)
         return buffer
 
@@ -259,7 +253,11 @@ def take_apart(data: Any) -> Parts:
         device = parts.leaves[0].device
         for leaf in parts.leaves:
             if leaf.device != device:
-                raise _mixed_devices(parts.leaves)
+                devices = ", ".join(sorted({str(leaf.device) for leaf in parts.leaves}))
+                raise ConfigurationError(
+                    f"The tensors of one structure are on {devices}, and a collective takes them from one "
+                    "device. Move them to one with `send_to_device`, or make one call for each device."
+                )
     return parts
 
 
@@ -293,14 +291,6 @@ def not_a_tensor(data: object) -> TypeError:
     return TypeError(
         f"A collective takes tensors in lists, tuples and dictionaries, and was given {type(data).__name__}: "
         "use `gather_object` or `broadcast_object_list` for other objects."
-    )
-
-
-def _mixed_devices(leaves: list[Tensor]) -> ConfigurationError:
-    devices = ", ".join(sorted({str(leaf.device) for leaf in leaves}))
-    return ConfigurationError(
-        f"The tensors of one structure are on {devices}, and a collective takes them from one device. "
-        "Move them to one with `send_to_device`, or make one call for each device."
     )
 
 

@@ -147,12 +147,9 @@ def row_fact(tensor: Tensor) -> tuple[list[int], str]:
 
 def too_few_rows(rows: int, count: int) -> ConfigurationError:
     """Build the error for data with fewer samples than were announced."""
-    return wrong_value(
-        "counts",
-        count,
-        f"this process has {rows} samples and not {count}",
-        "Give one row for each sample of the batch; average only after gathering",
-    )
+    reason = f"this process has {rows} samples and not {count}"
+    fix = "Give one row for each sample of the batch; average only after gathering"
+    return wrong_value("counts", count, reason, fix)
 
 
 def _pad_rows(tensor: Tensor, counts: tuple[int, ...]) -> Tensor:

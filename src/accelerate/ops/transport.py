@@ -67,9 +67,7 @@ class TorchTransport(Transport):
         local = self._to_group_device(tensor)
         if local.ndim == 0:
             local = local.reshape(1)
-        joined = torch.empty(
-            (self.size * local.shape[0], *local.shape[1:]), dtype=local.dtype, device=local.device
-        )
+        joined = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
         if self._copies_results and local.is_cpu and local.nbytes >= IN_TURN:
             parts = joined.chunk(self.size)
             parts[self.rank].copy_(local)
@@ -186,10 +184,9 @@ class XlaTransport(Transport):
         return tensor
 
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:
-        parts = self._xm.mesh_reduce(
-            "accelerate.broadcast_object", obj if self.rank == source else None, list
-        )
-        return obj if self.rank == source else parts[source]
+        sent = obj if self.rank == source else None
+        objects = self._xm.mesh_reduce("accelerate.broadcast_object", sent, list)
+        return obj if self.rank == source else objects[source]
 
     def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
         kind = getattr(self._xm, f"REDUCE_{reduction_name(how)}")

@@ -118,7 +118,6 @@ def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def debugging() -> bool:
-    """Whether debug mode is on."""
     return bool(PartialState._shared_state.get("debug", False))
 
 
@@ -168,11 +167,9 @@ def summarize(call: Call) -> CallSummary:
     location = f"{running.file}:{running.line}" if running is not None and running.file else "an unknown line"
     if call.data is None:
         return CallSummary(call.operation, call.arguments, None, None, None, location)
-    shapes = outline(call.data, _shape_of)
-    compared = outline(call.data, _row_shape_of) if call.rows_only else shapes
-    return CallSummary(
-        call.operation, call.arguments, compared, outline(call.data, _dtype_of), shapes, location
-    )
+    shapes, dtypes = outline(call.data, _shape_of), outline(call.data, _dtype_of)
+    compared = outline(call.data, lambda leaf: _shape_of(leaf)[1:]) if call.rows_only else shapes
+    return CallSummary(call.operation, call.arguments, compared, dtypes, shapes, location)
 
 
 def mismatch(summaries: Sequence[CallSummary]) -> DistributedOperationException:
@@ -228,10 +225,6 @@ def _public_name(function: Callable[..., Any]) -> str:
 
 def _shape_of(tensor: Tensor) -> list[int] | str:
     return "nested" if tensor.is_nested else list(tensor.shape)
-
-
-def _row_shape_of(tensor: Tensor) -> list[int] | str:
-    return _shape_of(tensor)[1:]
 
 
 def _dtype_of(tensor: Tensor) -> str:
