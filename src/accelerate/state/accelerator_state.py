@@ -20,7 +20,7 @@ from accelerate.base import (
     parse_flag_from_env,
     wrong_value,
 )
-from accelerate.devices import DeviceBackend, of_device
+from accelerate.devices import of_device
 from accelerate.state.partial import FACTS, PartialState, RunState
 from accelerate.state.shared import SharedDict
 
@@ -90,14 +90,22 @@ class AcceleratorState(RunState):
             )
         asked = _precision_asked_for(mixed_precision)
         partial = PartialState(cpu, **kwargs)
-        _check_hardware(asked, partial.device_backend)
+        dtype = DTYPES.get(asked)
+        if dtype is not None and not partial.device_backend.supports(dtype):
+            label, name = partial.device_backend.label, str(dtype).removeprefix("torch.")
+            fix = "choose another number format, or the CPU with cpu=True"
+            raise wrong_value("mixed_precision", asked, f"this {label} does not compute in {name}", fix)
         plugins = {"fsdp_plugin": fsdp_plugin, "megatron_lm_plugin": megatron_lm_plugin}
+        mesh = None
+        if parallelism_config is not None:
+            parallelism_config._validate_accelerator(partial)
+            mesh = parallelism_config.get_device_mesh(partial.device.type)
         self.__dict__.update(
             partial.__dict__,
             deepspeed_plugins=deepspeed_plugin,
             torch_tp_plugin=torch_tp_plugin,
             parallelism_config=parallelism_config,
-            device_mesh=_build_mesh(parallelism_config, partial),
+            device_mesh=mesh,
             dynamo_plugin=dynamo_plugin,
             _mixed_precision=asked,
             distributed_type=_label(partial.distributed_type, deepspeed_plugin, **plugins),
@@ -243,14 +251,6 @@ def _precision_asked_for(
     return cast("PrecisionName", asked)
 
 
-def _check_hardware(mixed_precision: str, backend: DeviceBackend) -> None:
-    dtype = DTYPES.get(mixed_precision)
-    if dtype is not None and not backend.supports(dtype):
-        reason = f"this {backend.label} does not compute in {str(dtype).removeprefix('torch.')}"
-        fix = "choose another number format, or the CPU with cpu=True"
-        raise wrong_value("mixed_precision", mixed_precision, reason, fix)
-
-
 def _label(
     plain: DistributedType | str, deepspeed_plugin: Any, fsdp_plugin: Any, megatron_lm_plugin: Any
 ) -> DistributedType | str:
@@ -260,13 +260,6 @@ def _label(
         (megatron_lm_plugin, DistributedType.MEGATRON_LM),
     )
     return next((label for plugin, label in methods if plugin is not None), plain)
-
-
-def _build_mesh(parallelism_config: Any, partial: PartialState) -> Any:
-    if parallelism_config is None:
-        return None
-    parallelism_config._validate_accelerator(partial)
-    return parallelism_config.get_device_mesh(partial.device.type)
 
 
 def _publish_xla_bf16() -> bool:

@@ -148,6 +148,9 @@ def _fits(value: Any, hint: Any) -> bool:
 Judge = Callable[[list[Any]], Any]
 """Turns the values of all ranks, in their order, into the decision."""
 
+DescribeAbsence = Callable[[str, Sequence[int], float], str]
+"""Writes the error for ranks that did not come in time: of the name of the call, the ranks, the seconds."""
+
 
 class Consensus:
     """Rank 0 decides, and all ranks read the decision; here with one process, which decides alone.
@@ -166,15 +169,8 @@ class Consensus:
         Args:
             what: name of the call that needs all ranks, for messages.
             value: of this rank, which JSON can hold: tuples become lists.
-            judge: runs on rank 0; JSON can hold the decision as well.
-            patience: seconds to wait for the other ranks.
-
-        Returns:
-            The decision, the same on all ranks.
-
-        Raises:
-            StateError: a rank did not come in time; on all that did.
-            AccelerateError: what `judge` raised; on all ranks.
+            judge: runs on rank 0; JSON can hold the decision as well. What it raises is raised on all ranks.
+            patience: seconds to wait for the other ranks; those that came raise a `StateError` after them.
         """
         return judge([value])
 
@@ -182,20 +178,11 @@ class Consensus:
 class StoreConsensus(Consensus):
     """Over a connection to the store: a rank that does not come is named, and does not block the others.
 
-    Args:
-        channel: the connection; used by one thread at a time.
-        rank: of this process.
-        size: number of processes.
-        describe_absence: writes the error for ranks that did not come in time, from the name of the call, the
-            ranks and the seconds.
+    The connection is used by one thread at a time.
     """
 
     def __init__(
-        self,
-        channel: StoreChannel,
-        rank: int,
-        size: int,
-        describe_absence: Callable[[str, Sequence[int], float], str] | None = None,
+        self, channel: StoreChannel, rank: int, size: int, describe_absence: DescribeAbsence | None = None
     ) -> None:
         self.rank, self.size, self._channel = rank, size, channel
         self._describe_absence = describe_absence or _describe_absence
@@ -240,14 +227,12 @@ class StoreConsensus(Consensus):
         """Wait until all ranks that came have read it: rank 0 may end next, and the store with it."""
         posted = self._channel.gather(topic, range(1, self.size), 0.0)
         came = [rank for rank, value in posted.items() if value is not None]
-        if came:
-            self._channel.gather(f"{topic}/read", came, SECONDS_FOR_THE_VERDICT)
+        self._channel.gather(f"{topic}/read", came, SECONDS_FOR_THE_VERDICT)
 
     def _forget(self, number: int) -> None:
         """Remove what nobody reads any more: all ranks have come to the topic after it."""
         if number > 0:
-            topics = [f"{number}/{rank}" for rank in range(self.size)]
-            topics += [f"{number}/read/{rank}" for rank in range(self.size)]
+            topics = [f"{number}/{part}{rank}" for rank in range(self.size) for part in ("", "read/")]
             self._channel.remove(f"{number}/verdict", *topics)
 
 

@@ -63,9 +63,6 @@ class Topology:
         }
 
 
-Detector = Callable[[Mapping[str, str]], Topology | None]
-
-
 @dataclass(frozen=True)
 class Starter:
     """A starter that writes the rank of each process into variables; as a detector, it reads them.
@@ -95,8 +92,13 @@ class Starter:
         if size == 1 and rank == 0:
             return Topology(started_by=self.name, node=node or 0)
         address = environ.get("MASTER_ADDR") or None
-        if address is None and (local_size is not None or local_rank is not None):
-            _check_one_machine(rank, size, local_rank, local_size, node)
+        spans_machines = (node or 0) > 0 or (local_size or size) < size or local_rank not in (None, rank)
+        if address is None and (local_size is not None or local_rank is not None) and spans_machines:
+            reason = (
+                f"{size} processes on several machines take part, and this one (rank {rank}) does not know "
+            )
+            fix = "set MASTER_ADDR, on every machine, to the address of the machine of rank 0"
+            raise wrong_value("MASTER_ADDR", None, f"{reason}where rank 0 runs", fix)
         is_one_machine = address is None or _is_loopback(address)
         _check_below(self.rank, rank, self.size, size)
         port = _port(environ)
@@ -116,19 +118,6 @@ class Starter:
 
 def _first(names: str) -> str:
     return names.partition(" ")[0]
-
-
-def _check_one_machine(
-    rank: int, size: int, local_rank: int | None, local_size: int | None, node: int | None
-) -> None:
-    if (node or 0) > 0 or (local_size or size) < size or local_rank not in (None, rank):
-        raise wrong_value(
-            "MASTER_ADDR",
-            None,
-            f"{size} processes on several machines take part, and this one (rank {rank}) does not know "
-            "where rank 0 runs",
-            "set MASTER_ADDR, on every machine, to the address of the machine of rank 0",
-        )
 
 
 def _check_below(names: str, value: int, limit_names: str, limit: int) -> None:
@@ -245,10 +234,7 @@ def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
     if not uses_sagemaker(environ):
         return None
     hosts = _hosts(environ.get("SM_HOSTS") or "[]")
-    known = dict(environ)
-    if hosts:
-        known.setdefault("MASTER_ADDR", hosts[0])
-    topology = _sagemaker(known)
+    topology = _sagemaker({"MASTER_ADDR": hosts[0], **environ} if hosts else environ)
     if topology is None:
         raise ConfigurationError(
             "ACCELERATE_USE_SAGEMAKER asks for a data-parallel job, but neither RANK nor "
@@ -270,11 +256,9 @@ def _hosts(text: str) -> list[str]:
 
 def from_xla(environ: Mapping[str, str]) -> Topology | None:
     """Recognise a process of the XLA runtime, which no variables describe: the runtime is asked."""
-    if (
-        not hardware_table.XLA.installed()
-        or read_flag(environ, "ACCELERATE_USE_CPU")
-        or not hardware_table.detect().own_runtime
-    ):
+    if not hardware_table.XLA.installed() or read_flag(environ, "ACCELERATE_USE_CPU"):
+        return None
+    if not hardware_table.detect().own_runtime:
         return None
     runtime = import_module("torch_xla.runtime")
     return Topology(
@@ -300,15 +284,8 @@ def alone(environ: Mapping[str, str]) -> Topology:
     return Topology()
 
 
-DETECTORS: tuple[Detector, ...] = (
-    from_xla,
-    from_sagemaker,
-    from_torchrun,
-    from_open_mpi,
-    from_pmi,
-    from_mvapich,
-    from_slurm,
-)
+DETECTORS: tuple[Callable[[Mapping[str, str]], Topology | None], ...]
+DETECTORS = (from_xla, from_sagemaker, from_torchrun, from_open_mpi, from_pmi, from_mvapich, from_slurm)
 
 
 def recognise(environ: Mapping[str, str]) -> Topology | None:

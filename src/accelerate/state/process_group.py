@@ -125,18 +125,16 @@ def own_group() -> None:
 
 
 def close_group(group: dist.ProcessGroup | None = None) -> None:
-    """Close a process group, or the default one with all others; waits for no other process.
-
-    Nothing happens when none is open.
-    """
-    if is_open():
-        if group is None:
-            services.before_close()
-        # A thread of gloo that released the last reference would wait for itself, and abort the process.
-        held = group or dist.group.WORLD
-        dist.destroy_process_group(group)
-        _wait_for_threads()
-        del held
+    """Close a process group where it is open, or the default one with all others; waits for no process."""
+    if not is_open():
+        return
+    if group is None:
+        services.before_close()
+    # A thread of gloo that released the last reference would wait for itself, and abort the process.
+    held = group or dist.group.WORLD
+    dist.destroy_process_group(group)
+    _wait_for_threads()
+    del held
 
 
 def _wait_for_threads() -> None:
@@ -189,12 +187,8 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
 def _check_built(comm: str, backend: DeviceBackend) -> None:
     names = [part.rpartition(":")[2] for part in comm.split(",")]
     for missing in (name for name in names if not dist.is_backend_available(name)):
-        raise wrong_value(
-            "backend",
-            missing,
-            f"this build of torch ({torch.__version__}) cannot communicate with it on {backend.label}",
-            'install a torch that can, or pass backend="gloo"',
-        )
+        reason = f"this build of torch ({torch.__version__}) cannot communicate with it on {backend.label}"
+        raise wrong_value("backend", missing, reason, 'install a torch that can, or pass backend="gloo"')
 
 
 def failed() -> bool:
@@ -202,30 +196,20 @@ def failed() -> bool:
     return getattr(sys, "last_type", None) is not None
 
 
-def _abandon_group() -> None:
-    """Close the group of a process that failed: what it still sends is given up, not finished."""
-    if "nccl" in dist.get_backend():
-        torch_private.abort_process_group()
-    else:
-        dist.destroy_process_group()
-
-
 def _close_at_exit() -> None:
     if services.group_owner != os.getpid():
         return
-    if is_open():
-        _close_now()
-    _wait_for_threads()
-
-
-def _close_now() -> None:
-    if not failed():
+    if is_open() and not failed():
         dist.destroy_process_group()
-        return
-    # An operation that the others never join keeps the group from closing: do not wait for it for long.
-    closing = threading.Thread(target=_abandon_group, name="close-process-group", daemon=True)
-    closing.start()
-    closing.join(SECONDS_TO_CLOSE_AFTER_ERROR)
+    elif is_open():
+        # What this process still sends is given up. An operation that the others never join keeps the group
+        # from closing: do not wait for it for long.
+        has_nccl = "nccl" in dist.get_backend()
+        close = torch_private.abort_process_group if has_nccl else dist.destroy_process_group
+        closing = threading.Thread(target=close, name="close-process-group", daemon=True)
+        closing.start()
+        closing.join(SECONDS_TO_CLOSE_AFTER_ERROR)
+    _wait_for_threads()
 
 
 # Registered on import, so that what is registered later, and may still communicate, runs before.

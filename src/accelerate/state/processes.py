@@ -144,12 +144,8 @@ class ProcessControl:
         if function is None:
             return functools.partial(self.on_process, process_index=index)
         if index >= self.num_processes > 1 and self.is_main_process:
-            _logger.warning(
-                "%s is meant for process %d, but there are only %d: it will never run.",
-                getattr(function, "__name__", function),
-                index,
-                self.num_processes,
-            )
+            text = "%s is meant for process %d, but there are only %d: it will never run."
+            _logger.warning(text, getattr(function, "__name__", function), index, self.num_processes)
         return _keep(function, self.process_index == index or self.num_processes == 1)
 
     @overload
@@ -278,12 +274,8 @@ def share_of(inputs: Any, size: int, rank: int, apply_padding: bool = False) -> 
 def _share_mapping(inputs: Mapping[Any, Any], size: int, rank: int, apply_padding: bool) -> Any:
     lengths = {name: _mapping_length(value) for name, value in inputs.items()}
     if len(set(lengths.values())) > 1:
-        raise wrong_value(
-            "inputs",
-            lengths,
-            "the entries of a dictionary that is split must be of one length",
-            "make them equally long, or split them one by one",
-        )
+        reason = "the entries of a dictionary that is split must be of one length"
+        raise wrong_value("inputs", lengths, reason, "make them equally long, or split them one by one")
     shares = {name: share_of(value, size, rank, apply_padding) for name, value in inputs.items()}
     if type(inputs) is dict or not isinstance(inputs, MutableMapping):
         return shares

@@ -51,9 +51,7 @@ def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
         return None
     address, port = str(topology.address), int(topology.port or 0)
     store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-    if (
-        not on_one_machine
-    ):  # agents of several machines count restarts on their own: their ranks have to agree
+    if not on_one_machine:  # their agents count restarts on their own: the ranks have to agree
         channel = StoreChannel(store, "generation", environ.current())
         name = agree_on_generation(channel, topology.rank, topology.size, timeout)
     services.generation = name
@@ -90,9 +88,8 @@ def agree_on_generation(channel: StoreChannel, rank: int, size: int, timeout: ti
 
 
 def _absent(rank: int, timeout: timedelta) -> StateError:
-    return StateError(
-        f"{spell_absent([rank], round(timeout.total_seconds()), 'Rank')}: its machine may be down."
-    )
+    absent = spell_absent([rank], round(timeout.total_seconds()), "Rank")
+    return StateError(f"{absent}: its machine may be down.")
 
 
 def _restart_count() -> str:
@@ -109,11 +106,9 @@ def exchange_hosts(topology: Topology, store: Store, timeout: timedelta) -> Topo
     consensus = StoreConsensus(channel, topology.rank, topology.size, _describe_absent_hosts)
     hosts = consensus.decide("host names", socket.gethostname(), list, timeout.total_seconds())
     own = hosts[topology.rank]
-    ranks = [rank for rank, host in enumerate(hosts) if host == own]
-    node = list(dict.fromkeys(hosts)).index(own)
-    return replace(
-        topology, local_rank=ranks.index(topology.rank), local_size=len(ranks), node=node, needs_hosts=False
-    )
+    local_rank, node = hosts[: topology.rank].count(own), list(dict.fromkeys(hosts)).index(own)
+    local_size = hosts.count(own)
+    return replace(topology, local_rank=local_rank, local_size=local_size, node=node, needs_hosts=False)
 
 
 def _describe_absent_hosts(what: str, ranks: Sequence[int], seconds: float) -> str:

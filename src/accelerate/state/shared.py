@@ -114,8 +114,7 @@ class ProcessServices:
 
     def find(self, kind: type[Service]) -> Service | None:
         """Return the service of the run of this class; None where there is none."""
-        service: Service | None = self.of_run.get(kind)
-        return service
+        return self.of_run.get(kind)
 
     def get(self, kind: type[Service], make: Callable[[], Service], *, uses_group: bool = False) -> Service:
         """Return the service of the run of this class; the first call makes and registers it."""
@@ -150,15 +149,13 @@ class ProcessServices:
         """Forget the service of the run of this class, and return it."""
         self._group_users.pop(kind, None)
         self._closers.pop(kind, None)
-        service: Service | None = self.of_run.pop(kind, None)
-        return service
+        return self.of_run.pop(kind, None)  # type: ignore[no-any-return]
 
     def of_process(self, kind: type[Service]) -> Service:
         """Return the service of the process of this class; the first call makes it, without arguments."""
-        service: Service | None = self._of_process.get(kind)
-        if service is None:
-            service = self._of_process[kind] = kind()
-        return service
+        if kind not in self._of_process:
+            self._of_process[kind] = kind()
+        return self._of_process[kind]  # type: ignore[no-any-return]
 
     def next_number(self, purpose: str) -> int:
         """Count the calls for a purpose in this process, from 0; a reset does not start again."""
