@@ -78,7 +78,6 @@ class DeviceBackend:
         return reduce(getattr, self.module.split(".")[1:], torch)
 
     def count(self) -> int:
-        """Return how many devices this process sees."""
         return int(self.torch_module().device_count())
 
     def device(self, index: int | None = None) -> "torch.device":
@@ -92,15 +91,12 @@ class DeviceBackend:
         return torch.device(self.name, index)
 
     def set_current(self, index: int) -> None:
-        """Make one device the current one of this process."""
         self.torch_module().set_device(index)
 
     def current(self) -> int:
-        """Return the number of the current device."""
         return int(self.torch_module().current_device())
 
     def synchronize(self) -> None:
-        """Wait until the current device has done all work given to it."""
         self.torch_module().synchronize()
 
     def free_memory(self, index: int = 0) -> int:
@@ -108,7 +104,6 @@ class DeviceBackend:
         return self._memory(index)[0]
 
     def total_memory(self, index: int = 0) -> int:
-        """Return how many bytes a device has."""
         return self._memory(index)[1]
 
     def _memory(self, index: int) -> tuple[int, int]:
@@ -134,7 +129,6 @@ class DeviceBackend:
             empty()
 
     def seed(self, n: int) -> None:
-        """Seed the generators of all its devices."""
         self.torch_module().manual_seed_all(n)
 
     def rng_state(self) -> "torch.Tensor":
@@ -146,7 +140,6 @@ class DeviceBackend:
         self.torch_module().set_rng_state(s)
 
     def supports(self, dtype: "torch.dtype") -> bool:
-        """Return whether it computes in this dtype."""
         import torch
 
         if str(dtype).removeprefix("torch.") in self.lacks:

@@ -29,7 +29,6 @@ _logger = logging.getLogger(__name__)
 
 
 def executable() -> str | None:
-    """Return the path of nvidia-smi, or None when there is none."""
     path = shutil.which("nvidia-smi")
     if path is None and WINDOWS_NVIDIA_SMI.exists():
         return str(WINDOWS_NVIDIA_SMI)

@@ -9,13 +9,9 @@ from accelerate.diagnostics.digest import (
     write_report as write_report,
 )
 from accelerate.diagnostics.hang_report import (
-    COLLECTIVE as COLLECTIVE,
-    DATA as DATA,
     DEVICE as DEVICE,
-    ENDED as ENDED,
-    OTHER_CODE as OTHER_CODE,
-    SILENT as SILENT,
-    TORCH as TORCH,
+    Doing as Doing,
+    Limits as Limits,
     Outlet as Outlet,
     RankState as RankState,
     Report as Report,
@@ -24,7 +20,6 @@ from accelerate.diagnostics.hang_report import (
     is_hang as is_hang,
     odd_groups as odd_groups,
 )
-from accelerate.diagnostics.loader_watch import Limits as Limits, LoaderWatch as LoaderWatch
 from accelerate.diagnostics.memory import (
     CLEAR_REFS as CLEAR_REFS,
     MIB as MIB,
@@ -36,7 +31,7 @@ from accelerate.diagnostics.memory import (
     should_reduce_batch_size as should_reduce_batch_size,
     snapshot_on_exhaustion as snapshot_on_exhaustion,
 )
-from accelerate.diagnostics.observation import Observation as Observation
+from accelerate.diagnostics.observation import LoaderWatch as LoaderWatch, Observation as Observation
 from accelerate.diagnostics.peers import (
     Identity as Identity,
     Peers as Peers,

@@ -15,8 +15,7 @@ from dataclasses import asdict, dataclass, replace
 from uuid import uuid4
 
 from accelerate.diagnostics import processes, stacks
-from accelerate.diagnostics.hang_report import ENDED, SILENT, STARTING, Outlet, RankState, Report, compose
-from accelerate.diagnostics.loader_watch import Limits
+from accelerate.diagnostics.hang_report import Doing, Limits, Outlet, RankState, Report, compose
 from accelerate.diagnostics.peers import PATIENCE, own_identity, silent_state
 from accelerate.state import StoreChannel, Topology, as_dataclass, rendezvous
 
@@ -233,20 +232,22 @@ class ArrivalWatch:
         return [
             silent_state(rank, "did not come", host, pids[rank])
             if rank in pids
-            else RankState(rank, ENDED, ending=ended, host=host)
+            else RankState(rank, Doing.ENDED, ending=ended, host=host)
             for rank in missing
             if rank in pids or rank in started
         ]
 
     def _unseen(self, rank: int) -> RankState:
-        return RankState(rank, SILENT, ending="did not come, and no rank that waits can see what it does")
+        return RankState(
+            rank, Doing.SILENT, ending="did not come, and no rank that waits can see what it does"
+        )
 
     def _note(self) -> Note:
         frame = stacks.innermost(self._waiting_thread)
         position = None if frame is None else stacks.read_position(frame)
         return Note(
             self._rank,
-            STARTING,
+            Doing.STARTING,
             operation=_OPERATION,
             file=position.file if position else "",
             line=position.line if position else 0,
@@ -287,7 +288,7 @@ def _advice(missing: list[RankState]) -> str:
             "All ranks have come, and do not connect to each other: look at the network interfaces "
             "(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME), the addresses of the machines and their firewalls."
         )
-    if all(state.doing == ENDED for state in missing):
+    if all(state.doing == Doing.ENDED for state in missing):
         return "Every rank has to build an Accelerator: look at why the script ended before that."
     text = "Every rank has to build an Accelerator: look at what the script does before that."
     blind = [str(state.pid) for state in missing if state.pid and not state.stack]

@@ -193,7 +193,6 @@ def _first(outcome: Outcome, first: Suspect | None) -> tuple[list[str], list[str
 
 
 def _leaving(outcome: Outcome) -> str:
-    """Who finished, and where others waited for them."""
     waiting = [failure for failure in outcome.failures if HANG_KIND not in failure.kind]
     line = next((f" {line}" for line in map(_own_line, waiting) if line), "")
     gone = spell_ranks(outcome.finished)

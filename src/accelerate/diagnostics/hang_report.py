@@ -20,17 +20,24 @@ from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_o
 MOST_STACKS = 3
 EXIT_CODE = 1
 
-COLLECTIVE = "collective"
-TORCH = "torch"
-STARTING = "starting"
-DATA = "data"
-OTHER_CODE = "other code"
-SILENT = "silent"
-ENDED = "ended"
+SECONDS_BETWEEN_LOOKS = 1.0
+SECONDS_TO_NOTICE_A_DEATH = 2.0
 
 BACKWARD = "backward"
 DEVICE = "unfinished collectives of its device"
 _LONG = {BACKWARD, DEVICE}  # what may take long on all ranks, without a deadlock
+
+
+class Doing:
+    """What a rank may do; in this order reports name it."""
+
+    STARTING = "starting"  # waiting for the others to open the process group
+    COLLECTIVE = "collective"  # an operation of this package
+    TORCH = "torch"  # an operation that the script or torch calls itself
+    DATA = "data"  # waiting for a batch
+    OTHER_CODE = "other code"  # none of these
+    SILENT = "silent"  # its process runs and does not answer, or may run where it cannot be seen
+    ENDED = "ended"
 
 
 @dataclass(frozen=True)
@@ -38,10 +45,6 @@ class RankState:
     """What one rank does.
 
     Attributes:
-        doing: `COLLECTIVE`, an operation of this package; `TORCH`, one that the script or torch calls itself;
-            `STARTING`, it waits for the others to open the process group; `DATA`, it waits for a batch;
-            `OTHER_CODE`, none of these; `SILENT`, the process runs and does not answer, or may run where it
-            cannot be seen; `ENDED`.
         operation: name of the operation, or of the library function that the user's line called.
         sequence: number of the operation; 0 where they are not counted.
         facts: what the operation was called with.
@@ -71,7 +74,25 @@ class RankState:
     @property
     def waits(self) -> bool:
         """Whether it is in an operation that needs other ranks."""
-        return self.doing in (COLLECTIVE, TORCH, STARTING)
+        return self.doing in (Doing.COLLECTIVE, Doing.TORCH, Doing.STARTING)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """For how many seconds a rank may wait before it is reported, and whether all ranks end then."""
+
+    seconds: float
+    ends: bool
+
+    @property
+    def pause(self) -> float:
+        """Seconds between two looks."""
+        return min(SECONDS_BETWEEN_LOOKS, self.seconds / 10)
+
+    @property
+    def death(self) -> float:
+        """Seconds of waiting after which a rank looks whether the others still run."""
+        return min(SECONDS_TO_NOTICE_A_DEATH, self.seconds)
 
 
 @dataclass(frozen=True)
@@ -110,7 +131,7 @@ def compose(states: Sequence[RankState], folder: str) -> str:
     """
     groups = fold(states, folder)
     sentence = "; ".join(f"{spell_ranks([s.rank for s in group])} {text}" for text, group in groups)
-    is_slow = not is_hang(states) and any(state.doing == DATA for state in states)
+    is_slow = not is_hang(states) and any(state.doing == Doing.DATA for state in states)
     lines = [f"accelerate: {'waiting for data' if is_slow else 'hang'}: {sentence}."]
     # Of ranks that do the same one stack is enough; what each of them waits for differs.
     odd = odd_groups([group for _, group in groups])
@@ -119,17 +140,17 @@ def compose(states: Sequence[RankState], folder: str) -> str:
         who = f"rank {state.rank} (process {state.pid} on {state.host})"
         lines += [f"{who} is at:", state.stack.rstrip()] if state.stack else []
         lines += [f"{who} {state.details.rstrip()}"] if state.details else []
-    if any(state.doing == TORCH for state in states):
+    if any(state.doing == Doing.TORCH for state in states):
         lines += _compare_records(states)
     return "\n".join(lines)
 
 
 def fold(states: Sequence[RankState], folder: str) -> list[tuple[str, list[RankState]]]:
     """Ranks that do the same, with their description: those that wait first, those that ended last."""
-    order = (STARTING, COLLECTIVE, TORCH, DATA, OTHER_CODE, SILENT, ENDED)
+    order = list(vars(Doing).values())
     groups: dict[tuple[object, ...], list[RankState]] = {}
     for state in sorted(states, key=lambda state: order.index(state.doing)):
-        own = () if state.doing == OTHER_CODE else (state.sequence, state.ending)
+        own = () if state.doing == Doing.OTHER_CODE else (state.sequence, state.ending)
         same = (state.doing, state.operation, state.file, state.line, *own)
         groups.setdefault(same, []).append(state)
     return [(_describe(group, folder), group) for group in groups.values()]
@@ -162,18 +183,18 @@ def _compare_records(states: Sequence[RankState]) -> list[str]:
 
 def _describe(group: Sequence[RankState], folder: str) -> str:
     state, plural = group[0], len(group) > 1
-    if state.doing in (SILENT, ENDED):
-        return f"{'have' if plural else 'has'} {state.ending}" if state.doing == ENDED else state.ending
+    if state.doing in (Doing.SILENT, Doing.ENDED):
+        return f"{'have' if plural else 'has'} {state.ending}" if state.doing == Doing.ENDED else state.ending
     file = state.file.removeprefix(f"{folder}{os.sep}")
     line = f"{file}:{state.line}" if file else "an unknown line"
-    if state.doing == OTHER_CODE:
+    if state.doing == Doing.OTHER_CODE:
         where = f"at {line}" if state.operation.startswith("<") else f"in {state.operation}, {line}"
         return f"{'are' if plural else 'is'} {where} (not in a collective)"
     reason = {
-        COLLECTIVE: f"in {state.operation} #{state.sequence}",
-        TORCH: f"in {state.operation} (not through accelerate)",
-        STARTING: f"in {state.operation}",
-        DATA: "for a batch",
+        Doing.COLLECTIVE: f"in {state.operation} #{state.sequence}",
+        Doing.TORCH: f"in {state.operation} (not through accelerate)",
+        Doing.STARTING: f"in {state.operation}",
+        Doing.DATA: "for a batch",
     }[state.doing]
     seconds = max(member.seconds for member in group)
     return f"{'wait' if plural else 'waits'} {reason}, {line}, since {seconds:.0f} s"

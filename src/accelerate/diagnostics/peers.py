@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from accelerate.diagnostics import processes, stacks
-from accelerate.diagnostics.hang_report import ENDED, SILENT, RankState, Report
+from accelerate.diagnostics.hang_report import Doing, RankState, Report
 from accelerate.state import StoreChannel, as_dataclass
 
 PATIENCE = timedelta(seconds=5)
@@ -40,7 +40,6 @@ class Identity:
 
 
 def own_identity() -> Identity:
-    """The identity of this process."""
     space = os.readlink(_SPACE) if _SPACE.exists() else ""
     return Identity(socket.gethostname(), space, os.getpid(), psutil.Process().create_time())
 
@@ -49,7 +48,7 @@ def silent_state(rank: int, seen: str, host: str, pid: int) -> RankState:
     """Describe a process of this machine that does not answer, after what is `seen` of it."""
     stack = processes.spell_stack(stacks.without_runners(processes.stack_of(pid)))
     text = f"{seen}: its process {pid} on {host} {processes.describe(pid)}"
-    return RankState(rank, SILENT, ending=text, stack=stack, host=host, pid=pid)
+    return RankState(rank, Doing.SILENT, ending=text, stack=stack, host=host, pid=pid)
 
 
 class Peers:
@@ -74,7 +73,6 @@ class Peers:
         self._channel.gather("who", self.others, seconds)
 
     def leave(self, ending: str) -> None:
-        """Post that this process ends, and how."""
         self._channel.post(f"end/{self._rank}", ending)
 
     def inquiry(self) -> int:
@@ -89,7 +87,6 @@ class Peers:
         return True
 
     def answer(self, number: int, state: RankState) -> None:
-        """Post the state of this rank for an inquiry."""
         self._channel.post(f"state/{number}/{self._rank}", asdict(state))
 
     def answers(self, number: int, ranks: Sequence[int]) -> dict[int, RankState]:
@@ -99,11 +96,9 @@ class Peers:
         return {rank: state for rank, state in states.items() if state is not None}
 
     def announce(self, number: int, report: Report) -> None:
-        """Post the report of an inquiry."""
         self._channel.post(f"report/{number}", asdict(report))
 
     def report(self, number: int) -> Report | None:
-        """The report of an inquiry; None as long as there is none."""
         return as_dataclass(Report, self._channel.read(f"report/{number}"))
 
     def is_first_to_report(self) -> bool:
@@ -131,18 +126,17 @@ class Peers:
         return self._posted_ending(rank) or f"died without a message (process {who.pid} on {who.host})"
 
     def silent_state(self, rank: int) -> RankState:
-        """Describe a rank that gave no answer."""
         who = self._identity(rank)
         host, pid = (who.host, who.pid) if who else ("", 0)
         ending = self.ending(rank)
         if ending is not None:
-            return RankState(rank, ENDED, ending=ending, host=host, pid=pid)
+            return RankState(rank, Doing.ENDED, ending=ending, host=host, pid=pid)
         if who is not None and self._is_on_this_machine(who):
             return silent_state(rank, "runs but gives no answer", host, pid)
         text = f"gives no answer (process {pid} on {host}): it, its machine or the way to it is lost"
         if who is None:
             text = "has built no Accelerator yet, or none that watches for hangs"
-        return RankState(rank, SILENT, ending=text, host=host, pid=pid)
+        return RankState(rank, Doing.SILENT, ending=text, host=host, pid=pid)
 
     def _posted_ending(self, rank: int) -> str | None:
         ending = self._channel.read(f"end/{rank}")

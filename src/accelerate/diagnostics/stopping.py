@@ -122,7 +122,6 @@ def seldom(source: Source, clock: Callable[[], float] = time.monotonic) -> Sourc
 
 
 def process_age() -> float:
-    """Return how many seconds ago this process was started."""
     import psutil  # only a run with a time budget pays for it
 
     return time.time() - psutil.Process().create_time()
@@ -170,7 +169,6 @@ def rounds_between(step: float, cost: float) -> int:
 
 
 def asked(sources: Iterable[Source]) -> set[Trigger]:
-    """Return the triggers of those sources that ask now."""
     return {source.trigger for source in sources if source.asks()}
 
 
@@ -237,7 +235,6 @@ class SignalNotes:
         self._before.clear()
 
     def take(self) -> set[Trigger]:
-        """Return what was noted since the last call."""
         noted, self._noted = self._noted, set()
         return noted
 

@@ -22,18 +22,8 @@ from accelerate.base import environ as variables
 from accelerate.data_loader import WorkersObserver
 from accelerate.diagnostics import stacks
 from accelerate.diagnostics.arrivals import SECONDS_TO_ANSWER, SECONDS_TO_END, ArrivalWatch
-from accelerate.diagnostics.hang_report import (
-    COLLECTIVE,
-    DATA,
-    TORCH,
-    Outlet,
-    RankState,
-    Report,
-    compose,
-    is_hang,
-)
-from accelerate.diagnostics.loader_watch import GROWTH, Limits, LoaderWatch
-from accelerate.diagnostics.observation import Observation
+from accelerate.diagnostics.hang_report import Doing, Limits, Outlet, RankState, Report, compose, is_hang
+from accelerate.diagnostics.observation import GROWTH, LoaderWatch, Observation
 from accelerate.diagnostics.peers import PATIENCE, Peers, own_identity
 from accelerate.ops import flight_recorder
 from accelerate.settings import decode
@@ -115,7 +105,7 @@ class Watchdog:
         """Look once: answer others, read reports, and ask when this rank waits too long."""
         token, seconds = self._observation.waited()
         if token != self._token:
-            is_data = isinstance(token, tuple) and token[0] == DATA
+            is_data = isinstance(token, tuple) and token[0] == Doing.DATA
             self._token, self._next = token, self._patience_for_data if is_data else self._limits.seconds
         self._attend(seconds)
         self._report_end_of_hang()
@@ -165,7 +155,7 @@ class Watchdog:
         ranks = sorted((self.rank, *self._peers.others))
         states = [answers.get(rank) or self._peers.silent_state(rank) for rank in ranks]
         hang = is_hang(states) and self._observation.waited()[0] == self._token
-        slow = not hang and any(s.doing == DATA and s.seconds >= self._limits.seconds for s in states)
+        slow = not hang and any(s.doing == Doing.DATA and s.seconds >= self._limits.seconds for s in states)
         if slow:
             self._patience_for_data = seconds * GROWTH
         text = compose(states, os.getcwd()) if hang or slow else ""
@@ -175,7 +165,6 @@ class Watchdog:
         self._follow(self._answered, report)
 
     def _collect(self, own: RankState) -> dict[int, RankState]:
-        """The states of the ranks that answer in time."""
         states = {self.rank: own}
         deadline = time.monotonic() + SECONDS_TO_ANSWER
         while time.monotonic() < deadline:
@@ -253,7 +242,6 @@ class Watching:
 
 
 def read_limits(environ: Mapping[str, str]) -> Limits:
-    """Return for how long ranks may wait for each other, and what follows."""
     settings = decode(DiagnosticsSection, environ)
     return Limits(
         seconds=DEFAULT_SECONDS if settings.hang_timeout is None else settings.hang_timeout,
@@ -305,9 +293,9 @@ def lost_operation(rank: int, trace: TracebackType | None) -> RankState | None:
     position = stacks.read_position(trace.tb_frame)
     last = flight_recorder().entries()[-1:]
     if last and (last[0].file, last[0].line) == (position.file, position.line):
-        operation, sequence, doing = last[0].operation, last[0].sequence, COLLECTIVE
+        operation, sequence, doing = last[0].operation, last[0].sequence, Doing.COLLECTIVE
     else:
-        operation, sequence, doing = position.waits_in, 0, TORCH
+        operation, sequence, doing = position.waits_in, 0, Doing.TORCH
     return RankState(rank, doing, operation, sequence, file=position.file, line=position.line)
 
 

@@ -1,9 +1,3 @@
-from accelerate.ops.agreement import (
-    CollectiveConsensus as CollectiveConsensus,
-    open_consensus as open_consensus,
-    run_on_all_ranks as run_on_all_ranks,
-    run_on_rank_0 as run_on_rank_0,
-)
 from accelerate.ops.base import (
     Header as Header,
     Transport as Transport,
@@ -77,11 +71,15 @@ from accelerate.ops.padding import (
 from accelerate.ops.transport import (
     Answer as Answer,
     AsyncGroup as AsyncGroup,
+    CollectiveConsensus as CollectiveConsensus,
     NeuronTransport as NeuronTransport,
     TorchTransport as TorchTransport,
     XlaTransport as XlaTransport,
     current_transport as current_transport,
+    open_consensus as open_consensus,
     reduce_async as reduce_async,
+    run_on_all_ranks as run_on_all_ranks,
+    run_on_rank_0 as run_on_rank_0,
 )
 from accelerate.ops.verify import (
     Call as Call,

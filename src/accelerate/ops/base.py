@@ -249,7 +249,6 @@ class Header:
         return all(arrived[start // 8] == mark for start in self._starts)
 
     def lengths(self) -> list[int]:
-        """The lengths of all processes in the last exchange."""
         return [self._arrived_numbers[start // 8 + 1] for start in self._starts]
 
     def payloads(self) -> list[memoryview]:

@@ -94,7 +94,6 @@ class Ring:
 
     @property
     def owner(self) -> int | None:
-        """Identifier of the thread whose operations are recorded."""
         return self._owner
 
     def begin(self, operation: str, facts: object) -> None:

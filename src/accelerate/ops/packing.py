@@ -119,7 +119,6 @@ class DtypeSegment:
                 results[next(indices)] = leaf
 
     def overwrite(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
-        """Copy elements into its leaves, in place."""
         own = [leaves[index] for index in self.indices]
         theirs = list(torch_private.unflatten_dense_tensors(flat, own))
         if not any(leaf.is_conj() or leaf.is_neg() for leaf in own):
@@ -151,12 +150,10 @@ class FlatBuffer:
         return buffer
 
     def pack_into(self, leaves: Sequence[Tensor], buffer: Tensor) -> None:
-        """Write the leaves into the beginning of a byte buffer."""
         for segment in self.segments:
             segment.read(buffer).copy_(segment.flatten(leaves))
 
     def send(self, leaves: Sequence[Tensor], header: Header) -> None:
-        """Write the leaves into a header."""
         for segment in self.segments:
             header.windows(segment.start, segment.stop, segment.dtype)[0].copy_(segment.flatten(leaves))
 
@@ -262,7 +259,6 @@ def take_apart(data: Any) -> Parts:
 
 
 def put_together(data: Any, leaves: Iterator[Any]) -> Any:
-    """Return the nesting of `data` with other leaves, in its own types."""
     if isinstance(data, Tensor):
         return next(leaves)
     if isinstance(data, (list, tuple)):
@@ -287,7 +283,6 @@ def _collect(data: Any, leaves: list[Tensor], facts: list[Any], skeleton: list[A
 
 
 def not_a_tensor(data: object) -> TypeError:
-    """Build the error for a leaf that is something else."""
     return TypeError(
         f"A collective takes tensors in lists, tuples and dictionaries, and was given {type(data).__name__}: "
         "use `gather_object` or `broadcast_object_list` for other objects."

@@ -136,17 +136,14 @@ def first_rows(tensor: Tensor, count: int) -> Tensor:
 
 
 def at_least_1d(tensor: Tensor) -> Tensor:
-    """Return a 0-d tensor as one row, any other as it is."""
     return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 def row_fact(tensor: Tensor) -> tuple[list[int], str]:
-    """Describe the rows of a tensor, whatever their number."""
     return list(tensor.shape[1:]), str(tensor.dtype)
 
 
 def too_few_rows(rows: int, count: int) -> ConfigurationError:
-    """Build the error for data with fewer samples than were announced."""
     reason = f"this process has {rows} samples and not {count}"
     fix = "Give one row for each sample of the batch; average only after gathering"
     return wrong_value("counts", count, reason, fix)

@@ -3,21 +3,23 @@
 `reduce_async` reduces a few numbers of all ranks while compute goes on. They are float64 on the CPU, in a
 gloo group of their own: no device waits for them, and their order among the collectives of the default group
 is free. Where there can be no such group (one process, MPI, XLA) they are reduced at once over the transport.
+Below are the ways in which ranks that run the same calls agree over it.
 """
 
 from __future__ import annotations
 
 import copyreg
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from accelerate.base import AccelerateError, CheckpointError, describe
 from accelerate.devices import mark_step, of_device
 from accelerate.ops.base import (
     Header,
@@ -29,7 +31,19 @@ from accelerate.ops.base import (
     reduction_name,
 )
 from accelerate.ops.flight_record import flight_recorder
-from accelerate.state import PartialState, process_group, services
+from accelerate.state import (
+    Consensus,
+    Judge,
+    PartialState,
+    StoreChannel,
+    StoreConsensus,
+    pack_verdict,
+    process_group,
+    services,
+    unpack,
+)
+
+Result = TypeVar("Result")
 
 # Older versions of torch know the call by its other name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -306,3 +320,65 @@ def reduce_async(numbers: Sequence[float], how: str, purpose: str) -> Answer:
         return Answer(transport.reduce(tensor, how))
     work = dist.all_reduce(tensor, getattr(dist.ReduceOp, reduction_name(how)), group=group, async_op=True)
     return Answer(tensor, work, purpose)
+
+
+class CollectiveConsensus(Consensus):
+    """Over the collectives of a run, where it has no store."""
+
+    is_threaded = False
+
+    def __init__(self, transport: Transport) -> None:
+        self.rank, self.size, self._transport = transport.rank, transport.size, transport
+
+    def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
+        values = self._transport.gather_object(value)
+        verdict = pack_verdict(judge, values) if self.rank == 0 else None
+        return unpack(self._transport.broadcast_object(verdict))
+
+
+def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consensus:
+    """Choose the way in which the ranks of a run agree; `channel` is a connection of its own to the store."""
+    if transport.size == 1:
+        return Consensus()
+    if channel is None:
+        return CollectiveConsensus(transport)
+    return StoreConsensus(channel, transport.rank, transport.size)
+
+
+def run_on_all_ranks(action: Callable[[], Result]) -> Result:
+    """Run an action that does not communicate on each rank, and return what it returned on this one.
+
+    Raises:
+        CheckpointError: It failed on a rank; on all.
+    """
+    result, failure = None, ""
+    try:
+        result = action()
+    except Exception as error:  # raised again, on all ranks
+        failure = describe(error)
+    failures = [text for text in current_transport().gather_object(failure) if text]
+    if failures:
+        raise CheckpointError("; ".join(dict.fromkeys(failures)))
+    return result  # type: ignore[return-value]  # None only where the action returned it
+
+
+def run_on_rank_0(action: Callable[[], Result]) -> Result | None:
+    """Run an action that does not communicate on rank 0, and return what it returned; None on the others.
+
+    Raises:
+        AccelerateError: What it raised, on all ranks; a `CheckpointError` for an error of another kind.
+    """
+    transport = current_transport()
+    result: Result | None = None
+    failure: AccelerateError | None = None
+    if transport.rank == 0:
+        try:
+            result = action()
+        except AccelerateError as error:
+            failure = error
+        except Exception as error:  # raised again, on all ranks
+            failure = CheckpointError(describe(error))
+    failure = transport.broadcast_object(failure)
+    if failure is not None:
+        raise failure
+    return result

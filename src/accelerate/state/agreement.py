@@ -89,7 +89,6 @@ class StoreChannel:
         return int(self._store.add(self._name(name), more))
 
     def remove(self, *names: str) -> None:
-        """Delete values."""
         for name in names:
             self._store.delete_key(self._name(name))
 

@@ -79,7 +79,6 @@ class Starter:
     node: str = ""
 
     def __call__(self, environ: Mapping[str, str]) -> Topology | None:
-        """Return which rank this process is, or None when this starter did not start it."""
         rank, size = _number(environ, self.rank), _number(environ, self.size)
         if rank is None or size is None:
             return None

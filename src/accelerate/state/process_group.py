@@ -41,7 +41,6 @@ PROVIDERS = {
 
 
 def is_open() -> bool:
-    """Return whether this process has a default process group."""
     return dist.is_available() and dist.is_initialized()
 
 

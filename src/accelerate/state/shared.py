@@ -113,7 +113,6 @@ class ProcessServices:
         self.barrier: Callable[[], None] | None = None
 
     def find(self, kind: type[Service]) -> Service | None:
-        """Return the service of the run of this class; None where there is none."""
         return self.of_run.get(kind)
 
     def get(self, kind: type[Service], make: Callable[[], Service], *, uses_group: bool = False) -> Service:
@@ -173,7 +172,6 @@ class ProcessServices:
             self.remove(kind)
 
     def reset(self) -> None:
-        """Forget the services of the run."""
         for registered in (self.of_run, self._group_users, self._closers):
             registered.clear()
 

@@ -6,37 +6,33 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.diagnostics import (
-    COLLECTIVE,
-    DEVICE,
-    ENDED,
-    OTHER_CODE,
-    SILENT,
-    TORCH,
-    RankState,
-    compose,
-    fold,
-    is_hang,
-    odd_groups,
-)
+from accelerate.diagnostics import DEVICE, Doing, RankState, compose, fold, is_hang, odd_groups
 
 
 def in_gather(rank: int, sequence: int = 581, seconds: float = 60.4) -> RankState:
     return RankState(
-        rank, COLLECTIVE, "gather", sequence, "[2] float32", "/job/eval.py", 44, seconds, stack="waiting\n"
+        rank,
+        Doing.COLLECTIVE,
+        "gather",
+        sequence,
+        "[2] float32",
+        "/job/eval.py",
+        44,
+        seconds,
+        stack="waiting\n",
     )
 
 
 def in_save(rank: int) -> RankState:
     stack = '  File "/job/train.py", line 120, in main\n'
     return RankState(
-        rank, OTHER_CODE, "save_state", 0, "", "/job/train.py", 120, stack=stack, host="a", pid=7
+        rank, Doing.OTHER_CODE, "save_state", 0, "", "/job/train.py", 120, stack=stack, host="a", pid=7
     )
 
 
 def test_one_sentence_and_the_stack_of_the_odd_rank() -> None:
     states = [in_gather(0), in_save(1), in_gather(2), in_gather(3, seconds=61.0)]
-    states.append(RankState(4, ENDED, ending="exited with ValueError"))
+    states.append(RankState(4, Doing.ENDED, ending="exited with ValueError"))
     assert compose(states, "/job").splitlines() == [
         "accelerate: hang: ranks 0, 2-3 wait in gather #581, eval.py:44, since 61 s; "
         "rank 1 is in save_state, train.py:120 (not in a collective); rank 4 has exited with ValueError.",
@@ -46,7 +42,7 @@ def test_one_sentence_and_the_stack_of_the_odd_rank() -> None:
 
 
 def test_different_operations_are_all_shown_when_no_group_is_the_largest() -> None:
-    other = RankState(1, COLLECTIVE, "reduce", 581, "", "/job/train.py", 50, 60.0, stack="there\n")
+    other = RankState(1, Doing.COLLECTIVE, "reduce", 581, "", "/job/train.py", 50, 60.0, stack="there\n")
     text = compose([in_gather(0), other], "/elsewhere")
     assert "rank 0 waits in gather #581, /job/eval.py:44, since 60 s; rank 1 waits in reduce #581, " in text
     assert text.count("is at:") == 2
@@ -58,9 +54,9 @@ def test_the_minority_is_odd() -> None:
 
 
 def test_operations_of_torch_and_lines_without_a_function() -> None:
-    backward = RankState(0, TORCH, "backward", file="/job/train.py", line=44, seconds=9)
-    script = RankState(1, OTHER_CODE, "<module>", file="/job/train.py", line=3)
-    silent = RankState(2, SILENT, ending="gives no answer")
+    backward = RankState(0, Doing.TORCH, "backward", file="/job/train.py", line=44, seconds=9)
+    script = RankState(1, Doing.OTHER_CODE, "<module>", file="/job/train.py", line=3)
+    silent = RankState(2, Doing.SILENT, ending="gives no answer")
     assert compose([backward, script, silent], "/job").startswith(
         "accelerate: hang: rank 0 waits in backward (not through accelerate), train.py:44, since 9 s; "
         "rank 1 is at train.py:3 (not in a collective); rank 2 gives no answer."
@@ -73,10 +69,12 @@ def test_operations_of_torch_and_lines_without_a_function() -> None:
         pytest.param([in_save(0), in_save(1)], False, id="nobody waits"),
         pytest.param([in_gather(0), in_gather(1)], True, id="all wait for the wire"),
         pytest.param([in_gather(0), in_save(1)], True, id="one runs other code"),
-        pytest.param([RankState(n, TORCH, "backward") for n in (0, 1)], False, id="long step"),
-        pytest.param([RankState(0, TORCH, "backward"), in_save(1)], True, id="one has no backward"),
-        pytest.param([RankState(0, TORCH, "backward"), in_gather(1)], True, id="two operations"),
-        pytest.param([RankState(0, TORCH, "backward"), RankState(1, ENDED)], True, id="one has ended"),
+        pytest.param([RankState(n, Doing.TORCH, "backward") for n in (0, 1)], False, id="long step"),
+        pytest.param([RankState(0, Doing.TORCH, "backward"), in_save(1)], True, id="one has no backward"),
+        pytest.param([RankState(0, Doing.TORCH, "backward"), in_gather(1)], True, id="two operations"),
+        pytest.param(
+            [RankState(0, Doing.TORCH, "backward"), RankState(1, Doing.ENDED)], True, id="one has ended"
+        ),
     ],
 )
 def test_what_is_a_hang(states: list[RankState], expected: bool) -> None:
@@ -85,9 +83,11 @@ def test_what_is_a_hang(states: list[RankState], expected: bool) -> None:
 
 def test_what_torch_recorded_is_told_where_ranks_differ() -> None:
     states = [
-        RankState(0, TORCH, "backward", file="/job/train.py", line=44, recorded="default_pg: 7 of 8"),
-        RankState(1, OTHER_CODE, "<module>", file="/job/train.py", line=3, recorded="default_pg: 7 of 7"),
-        RankState(2, TORCH, "backward", file="/job/train.py", line=44, recorded="default_pg: 7 of 8"),
+        RankState(0, Doing.TORCH, "backward", file="/job/train.py", line=44, recorded="default_pg: 7 of 8"),
+        RankState(
+            1, Doing.OTHER_CODE, "<module>", file="/job/train.py", line=3, recorded="default_pg: 7 of 7"
+        ),
+        RankState(2, Doing.TORCH, "backward", file="/job/train.py", line=44, recorded="default_pg: 7 of 8"),
     ]
     lines = compose(states, "/job").splitlines()
     assert lines[-2:] == [
@@ -98,5 +98,5 @@ def test_what_torch_recorded_is_told_where_ranks_differ() -> None:
 
 
 def test_a_device_that_takes_long_on_all_ranks_is_no_hang() -> None:
-    assert not is_hang([RankState(rank, TORCH, DEVICE) for rank in range(2)])
-    assert is_hang([RankState(0, TORCH, DEVICE), RankState(1, TORCH, "backward")])
+    assert not is_hang([RankState(rank, Doing.TORCH, DEVICE) for rank in range(2)])
+    assert is_hang([RankState(0, Doing.TORCH, DEVICE), RankState(1, Doing.TORCH, "backward")])

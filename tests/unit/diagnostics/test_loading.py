@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelerate.base import stack_dumps
 from accelerate.data_loader import ReadAhead
-from accelerate.diagnostics import DATA, Observation, loader_watch, stacks
+from accelerate.diagnostics import Doing, Observation, observation, stacks
 from accelerate.ops import Ring
 
 SOURCE = Path(__file__).read_text().splitlines()
@@ -71,7 +71,7 @@ def waiting(work: Callable[[], object]) -> Iterator[threading.Thread]:
 def look_until(thread: threading.Thread, is_it: Callable[[Any], bool]) -> Any:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        wait = loader_watch.find_wait(stacks.innermost(thread.ident or 0))
+        wait = observation.find_wait(stacks.innermost(thread.ident or 0))
         if is_it(wait):
             return wait
         time.sleep(0.01)
@@ -84,14 +84,17 @@ def is_for_batch(number: int) -> Callable[[Any], bool]:
 
 def describe_until(wait: Any, said: str) -> str:
     deadline = time.monotonic() + 20
-    while not re.search(said, text := loader_watch.describe(wait), re.DOTALL) and time.monotonic() < deadline:
+    while (
+        not re.search(said, text := observation.describe_wait(wait), re.DOTALL)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.05)
     return text
 
 
 def test_a_thread_without_a_loader_waits_for_nothing() -> None:
-    assert loader_watch.find_wait(stacks.innermost(threading.get_ident())) is None
-    assert loader_watch.find_wait(None) is None
+    assert observation.find_wait(stacks.innermost(threading.get_ident())) is None
+    assert observation.find_wait(None) is None
 
 
 def test_a_worker_is_named_with_its_line_and_what_is_not_stuck_with_none() -> None:
@@ -105,7 +108,7 @@ def test_a_worker_is_named_with_its_line_and_what_is_not_stuck_with_none() -> No
             r".*worker 0 \(process \d+\) sleeps[^:]*$"  # its batch has arrived
         )
         text = describe_until(wait, said)
-        again = loader_watch.find_wait(stacks.innermost(thread.ident or 0))
+        again = observation.find_wait(stacks.innermost(thread.ident or 0))
         gate.release()
     assert re.search(said, text, re.DOTALL), text
     assert "line 1 in" not in text
@@ -157,7 +160,7 @@ def test_a_thread_that_reads_ahead_is_looked_at() -> None:
     reader = ReadAhead(read(), lambda: False)
     with waiting(lambda: [reader.take() for _ in range(3)]) as thread:
         expected = f"line {line_of('READS')}, in read"
-        look_until(thread, lambda wait: wait is not None and expected in loader_watch.describe(wait))
+        look_until(thread, lambda wait: wait is not None and expected in observation.describe_wait(wait))
         gate.set()
     reader.close()
 
@@ -179,7 +182,7 @@ def test_an_observation_counts_the_seconds_of_one_wait() -> None:
         second, state = observation.waited(), observation.state()
         gate.release()
     assert first[0] == second[0]
-    assert (first[0][0], first[1] < 0.01 < second[1]) == (DATA, True)  # type: ignore[index]
-    assert (state.doing, state.rank, state.file) == (DATA, 2, __file__)
+    assert (first[0][0], first[1] < 0.01 < second[1]) == (Doing.DATA, True)  # type: ignore[index]
+    assert (state.doing, state.rank, state.file) == (Doing.DATA, 2, __file__)
     assert "waits for the workers of its loader" in state.details
     assert observation.waited() == (None, 0.0)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from accelerate.diagnostics import COLLECTIVE, DEVICE, OTHER_CODE, TORCH, Observation, stacks
+from accelerate.diagnostics import DEVICE, Doing, Observation, stacks
 from accelerate.ops import Ring
 
 
@@ -25,10 +25,10 @@ def test_an_operation_is_a_wait_with_its_name_and_line(ring: Ring) -> None:
     token, seconds = observation.waited()
     state = observation.state()
     ring.end()
-    assert (token, state.doing, state.operation, state.sequence) == (1, COLLECTIVE, "gather", 1)
+    assert (token, state.doing, state.operation, state.sequence) == (1, Doing.COLLECTIVE, "gather", 1)
     assert seconds >= 0.01
     assert (state.rank, state.host, state.pid, state.file) == (1, "host", 7, __file__)
-    assert observation.state().doing == OTHER_CODE
+    assert observation.state().doing == Doing.OTHER_CODE
 
 
 def test_a_backward_waits_only_while_the_processors_rest(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,4 +76,4 @@ def test_a_still_line_waits_for_the_device_while_its_collectives_are_unfinished(
     monkeypatch.setattr(stacks, "innermost", lambda _: frame)
     monkeypatch.setattr(Observation, "waited", lambda self: (("device", 0.0), 50.0))
     state = observation.state()
-    assert (state.doing, state.operation, state.file) == (TORCH, DEVICE, __file__)
+    assert (state.doing, state.operation, state.file) == (Doing.TORCH, DEVICE, __file__)

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import ENDED, SILENT, Peers, own_identity
+from accelerate.diagnostics import Doing, Peers, own_identity
 from accelerate.state import StoreChannel
 
 
@@ -25,8 +25,8 @@ def test_the_living_the_dead_and_those_out_of_sight() -> None:
     dead = f"died without a message (process {ended.pid} on {own.host})"
     assert peers.ended() == {2: dead, 4: "exited with ValueError"}
     states = {rank: peers.silent_state(rank) for rank in peers.others}
-    assert [rank for rank, state in states.items() if state.doing == ENDED] == [2, 4]
-    assert states[1].doing == SILENT
+    assert [rank for rank, state in states.items() if state.doing == Doing.ENDED] == [2, 4]
+    assert states[1].doing == Doing.SILENT
     assert "runs but gives no answer" in states[1].ending
     assert "gives no answer (process" in states[3].ending
     assert "has built no Accelerator yet" in states[5].ending

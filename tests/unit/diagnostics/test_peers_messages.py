@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import COLLECTIVE, OTHER_CODE, Identity, Peers, RankState, Report, peers
+from accelerate.diagnostics import Doing, Identity, Peers, RankState, Report, peers
 from accelerate.state import StoreChannel
 
 WHO = Identity("a", "b", 7, 1.0)
@@ -32,7 +32,10 @@ def test_one_of_two_that_ask_at_the_same_time_is_the_first(pair: Pair) -> None:
 
 def test_states_and_reports_arrive_as_they_were_sent(pair: Pair) -> None:
     first, second = pair
-    states = [RankState(0, COLLECTIVE, "gather", 3, "[2]", "a.py", 7, 1.5), RankState(1, OTHER_CODE)]
+    states = [
+        RankState(0, Doing.COLLECTIVE, "gather", 3, "[2]", "a.py", 7, 1.5),
+        RankState(1, Doing.OTHER_CODE),
+    ]
     first.answer(1, states[0])
     assert second.answers(1, [0, 1]) == {0: states[0]}
     second.answer(1, states[1])

@@ -9,16 +9,7 @@ from dataclasses import asdict
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import (
-    COLLECTIVE,
-    OTHER_CODE,
-    Limits,
-    Peers,
-    RankState,
-    Report,
-    Watchdog,
-    own_identity,
-)
+from accelerate.diagnostics import Doing, Limits, Peers, RankState, Report, Watchdog, own_identity
 from accelerate.launch import KEY_VARIABLE
 from accelerate.state import StoreChannel
 
@@ -34,7 +25,7 @@ class Seen:
         return self.wait
 
     def state(self) -> RankState:
-        doing = OTHER_CODE if self.wait[0] is None else COLLECTIVE
+        doing = Doing.OTHER_CODE if self.wait[0] is None else Doing.COLLECTIVE
         return RankState(self.rank, doing, "gather", file="a.py", line=self.rank, seconds=self.wait[1])
 
 
@@ -131,7 +122,7 @@ def test_an_end_is_named_at_once() -> None:
 def test_the_last_words_name_those_whose_end_was_the_reason() -> None:
     pair = Pair(ends=False)
     pair.peers[1].leave("exited with ValueError")
-    lost = RankState(0, COLLECTIVE, "gather", 1, file="a.py", line=9)
+    lost = RankState(0, Doing.COLLECTIVE, "gather", 1, file="a.py", line=9)
     pair.dogs[0].post_end("exited with RuntimeError", True, lost)
     (text,) = pair.kept[0].texts
     assert "rank 1 has exited with ValueError" in text
