@@ -132,20 +132,15 @@ def visible_indices(environ: Mapping[str, str]) -> list[int]:
         return [int(index) for index, _ in gpus]
     indices: list[int] = []
     for entry in (part.strip() for part in entries.split(",")):
-        index = _find(entry, gpus)
-        if index is None:
+        numbers = [number for number, uuid in gpus if entry == number or _begins(uuid, entry)]
+        if not numbers and not entry.startswith("MIG-"):
             break
-        indices.append(index)
+        indices.append(int(numbers[0]) if numbers else 0)
     return indices
 
 
-def _find(entry: str, gpus: tuple[tuple[str, ...], ...]) -> int | None:
-    if entry.startswith("MIG-"):
-        return 0
-    for index, uuid in gpus:
-        if entry == index or (entry.startswith("GPU-") and uuid.startswith(entry)):
-            return int(index)
-    return None
+def _begins(uuid: str, entry: str) -> bool:
+    return entry.startswith("GPU-") and uuid.startswith(entry)
 
 
 def parse_cpu_list(text: str) -> list[int]:

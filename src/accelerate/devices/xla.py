@@ -97,14 +97,8 @@ class RowSharding:
 
 def upload_options() -> dict[str, Any]:
     """Return options of torch_xla's loader: under SPMD, that each device gets its rows."""
-    if not is_shared():
-        return {}
-    mesh = import_module("torch_xla.distributed.spmd").get_global_mesh()
+    mesh = import_module("torch_xla.distributed.spmd").get_global_mesh() if is_shared() else None
     return {} if mesh is None else {"input_sharding": RowSharding(mesh)}
-
-
-FLOAT16 = ("GPU", "CUDA")
-"""What computes in float16, and what torch_xla has a gradient scaler for."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +155,7 @@ class XlaBackend(DeviceBackend):
     def supports(self, dtype: "torch.dtype") -> bool:
         import torch
 
-        return dtype != torch.float16 or self.hardware() in FLOAT16
+        return dtype != torch.float16 or self.hardware() in ("GPU", "CUDA")
 
     def grad_scaler(self, **kw: Any) -> "torch.amp.GradScaler":
         return import_module("torch_xla.amp").GradScaler(**kw)  # type: ignore[no-any-return]

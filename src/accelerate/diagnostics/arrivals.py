@@ -23,23 +23,16 @@ SECONDS_TO_ANSWER = 3.0
 SECONDS_TO_END = 10.0
 _PAUSES = 3
 """Pauses within which every rank that waits has posted so anew."""
-_OPERATION = "init_process_group"
 _WITHOUT_RANK_0 = "Rank 0 keeps the store of the run, so no other rank can be asked before it comes."
 
 
 @dataclass(frozen=True)
 class Note(RankState):
-    """What a rank posts as long as it waits.
+    """What a rank posts as long as it waits."""
 
-    Attributes:
-        token: of its process.
-        beat: how often it has posted.
-        space: differs between machines, and between containers on them.
-    """
-
-    token: str = ""
-    beat: int = 0
-    space: str = ""
+    token: str = ""  # of its process
+    beat: int = 0  # how often it has posted
+    space: str = ""  # differs between machines, and between containers on them
 
 
 @dataclass(frozen=True)
@@ -248,7 +241,7 @@ class ArrivalWatch:
         return Note(
             self._rank,
             Doing.STARTING,
-            operation=_OPERATION,
+            operation="init_process_group",
             file=position.file if position else "",
             line=position.line if position else 0,
             seconds=self._waited(),

@@ -42,34 +42,22 @@ class Doing:
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank does.
-
-    Attributes:
-        operation: name of the operation, or of the library function that the user's line called.
-        sequence: number of the operation; 0 where they are not counted.
-        facts: what the operation was called with.
-        file: the user's file; `line` is the line there.
-        seconds: how long it has been there; 0 where that is not known.
-        ending: how it ended, after "has"; for `SILENT` what is known of it.
-        stack: of the thread that trains.
-        recorded: what torch's flight recorder says of it.
-        details: lines about what it waits for, such as the workers of its loader.
-    """
+    """What one rank does."""
 
     rank: int
-    doing: str
-    operation: str = ""
-    sequence: int = 0
-    facts: str = ""
-    file: str = ""
+    doing: str  # one of `Doing`
+    operation: str = ""  # its name, or that of the library function that the user's line called
+    sequence: int = 0  # number of the operation; 0 where they are not counted
+    facts: str = ""  # what the operation was called with
+    file: str = ""  # the user's file
     line: int = 0
-    seconds: float = 0.0
-    ending: str = ""
-    stack: str = ""
+    seconds: float = 0.0  # how long it has been there; 0 where that is not known
+    ending: str = ""  # how it ended, after "has"; for `SILENT` what is known of it
+    stack: str = ""  # of the thread that trains
     host: str = ""
     pid: int = 0
-    recorded: str = ""
-    details: str = ""
+    recorded: str = ""  # what torch's flight recorder says of it
+    details: str = ""  # lines about what it waits for, such as the workers of its loader
 
     @property
     def waits(self) -> bool:
@@ -97,22 +85,14 @@ class Limits:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of an inquiry.
+    """The result of an inquiry."""
 
-    Attributes:
-        text: the report itself; empty where there is nothing to report.
-        printer: rank that prints it.
-        ends: whether all ranks end now.
-        answered: ranks that answered; `ended` are those that have ended.
-        moment: seconds since the epoch at which it was made.
-    """
-
-    text: str
-    printer: int
-    ends: bool
-    answered: list[int]
-    ended: list[int]
-    moment: float = field(default_factory=time.time)
+    text: str  # the report itself; empty where there is nothing to report
+    printer: int  # rank that prints it
+    ends: bool  # all ranks end now
+    answered: list[int]  # ranks that answered
+    ended: list[int]  # ranks that have ended
+    moment: float = field(default_factory=time.time)  # seconds since the epoch
 
 
 def is_hang(states: Sequence[RankState]) -> bool:
@@ -140,8 +120,10 @@ def compose(states: Sequence[RankState], folder: str) -> str:
         who = f"rank {state.rank} (process {state.pid} on {state.host})"
         lines += [f"{who} is at:", state.stack.rstrip()] if state.stack else []
         lines += [f"{who} {state.details.rstrip()}"] if state.details else []
-    if any(state.doing == Doing.TORCH for state in states):
-        lines += _compare_records(states)
+    # How far the collectives of torch have come on the ranks, where that differs.
+    records = group_ranks((state.recorded, state.rank) for state in states if state.recorded)
+    if len(records) > 1 and any(state.doing == Doing.TORCH for state in states):
+        lines += [f"torch recorded on {spell_ranks(ranks)}: {text}." for text, ranks in records.items()]
     return "\n".join(lines)
 
 
@@ -171,14 +153,6 @@ def group_ranks(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
     for text, rank in pairs:
         groups.setdefault(text, []).append(rank)
     return groups
-
-
-def _compare_records(states: Sequence[RankState]) -> list[str]:
-    """How far the collectives of torch have come on the ranks, where that differs."""
-    groups = group_ranks((state.recorded, state.rank) for state in states if state.recorded)
-    if len(groups) < 2:
-        return []
-    return [f"torch recorded on {spell_ranks(ranks)}: {text}." for text, ranks in groups.items()]
 
 
 def _describe(group: Sequence[RankState], folder: str) -> str:

@@ -227,12 +227,13 @@ class StoreAttempts(Attempts):
         self._search = self._store.add(f"accelerate/attempts/{state.process_index}", 1)
         self._attempt = 0
         self._channel = self._open_channel()
-        self._watcher: _Watcher | None = None
+        self._watcher: threading.Thread | None = None
+        self._stopped = self._left = threading.Event()
 
     def begin(self) -> None:
         self._attempt += 1
         self._channel = self._open_channel()
-        self._watcher = _Watcher(self._channel)
+        self._start_watcher()
 
     def was_interrupted(self) -> bool:
         try:
@@ -246,13 +247,13 @@ class StoreAttempts(Attempts):
         except dist.DistError:  # as above: the caller raises the error itself
             return
         finally:
-            self._stop_watching()
+            self._stop_watcher()
 
     def agree(self, ran_out: bool) -> bool:
         try:
             return self._agree(ran_out)
         finally:
-            self._stop_watching()
+            self._stop_watcher()
 
     def _agree(self, ran_out: bool) -> bool:
         self._report("ran out" if ran_out else "done", _collectives_issued())
@@ -281,8 +282,9 @@ class StoreAttempts(Attempts):
 
     def _reopen_group(self) -> None:
         """Leave the old group on all ranks and meet in a new one."""
-        self._watcher = self._watcher or _Watcher(self._channel)  # none where the state is new
-        if not self._watcher.left.wait(SECONDS_TO_LEAVE):
+        if self._watcher is None:  # the state is new
+            self._start_watcher()
+        if not self._left.wait(SECONDS_TO_LEAVE):
             raise StateError(
                 "A process ran out of memory, and the process group cannot be closed: collectives that were "
                 "started wait for each other. Start the run again with a smaller batch size."
@@ -313,36 +315,32 @@ class StoreAttempts(Attempts):
         """Wait for the reports of all ranks; None for those that did not come in time."""
         return list(self._channel.gather("ended", self._ranks, seconds).values())
 
-    def _stop_watching(self) -> None:
+    def _start_watcher(self) -> None:
+        """Start a thread that aborts the process group when a rank decides so: this one may hang in it."""
+        self._stopped, self._left = threading.Event(), threading.Event()
+        arguments = (self._channel, self._stopped, self._left)
+        self._watcher = threading.Thread(
+            target=_watch, args=arguments, name="accelerate-attempt", daemon=True
+        )
+        self._watcher.start()
+
+    def _stop_watcher(self) -> None:
         if self._watcher is not None:
-            self._watcher.stop()
+            self._stopped.set()
+            self._watcher.join(SECONDS_TO_LEAVE)
             self._watcher = None
 
 
-class _Watcher:
-    """A thread that aborts the process group when a rank decides so: the main thread may be stuck in it."""
-
-    def __init__(self, channel: StoreChannel) -> None:
-        self._channel = channel
-        self._stopped = threading.Event()
-        self.left = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="accelerate-attempt", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self._thread.join(SECONDS_TO_LEAVE)
-
-    def _watch(self) -> None:
-        try:
-            while not _is_closing(self._channel):
-                if self._stopped.wait(_PAUSE):
-                    return
-        except dist.DistError:  # the store is gone; the main thread raises the same error
-            return
-        if dist.is_initialized():
-            torch_private.abort_process_group()
-        self.left.set()
+def _watch(channel: StoreChannel, stopped: threading.Event, left: threading.Event) -> None:
+    try:
+        while not _is_closing(channel):
+            if stopped.wait(_PAUSE):
+                return
+    except dist.DistError:  # the store is gone; the main thread raises the same error
+        return
+    if dist.is_initialized():
+        torch_private.abort_process_group()
+    left.set()
 
 
 def join_attempts() -> Attempts:
@@ -358,22 +356,15 @@ def _is_closing(channel: StoreChannel) -> bool:
 
 def _collectives_issued() -> int | None:
     """How many collectives this process has issued on the default group; None when it was closed."""
-    if not dist.is_initialized():
-        return None
-    return torch_private.num_collectives(dist.group.WORLD)
+    return torch_private.num_collectives(dist.group.WORLD) if dist.is_initialized() else None
 
 
 class PeakMemory:
-    """What a block used at most; filled in at its end.
-
-    Attributes:
-        peak: Bytes of this rank: of the device, or on the CPU of the process.
-        peaks: Bytes of each rank, in order.
-    """
+    """What a block used at most; filled in at its end."""
 
     def __init__(self) -> None:
-        self.peak = 0
-        self.peaks: list[int] = []
+        self.peak = 0  # bytes of this rank: of the device, or on the CPU of the process
+        self.peaks: list[int] = []  # bytes of each rank, in order
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {peak / MIB:,.0f} MiB" for rank, peak in enumerate(self.peaks))

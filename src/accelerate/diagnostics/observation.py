@@ -48,17 +48,11 @@ _TASK_QUEUE = "get"  # what the loop of a worker calls when it has nothing to re
 
 @dataclass(frozen=True)
 class BatchWait:
-    """A thread that waits for a batch.
+    """A thread that waits for a batch."""
 
-    Attributes:
-        token: identifies the wait.
-        iterator: torch's iterator, which has the workers; None where a thread reads without any.
-        reader: the frame of the thread that reads, where that is another one.
-    """
-
-    token: tuple[object, ...]
-    iterator: Any = field(repr=False)
-    reader: FrameType | None = field(repr=False)
+    token: tuple[object, ...]  # identifies the wait
+    iterator: Any = field(repr=False)  # torch's, which has the workers; None where a thread reads without any
+    reader: FrameType | None = field(repr=False)  # of the thread that reads, where that is another one
 
 
 def find_wait(frame: FrameType | None) -> BatchWait | None:
@@ -70,8 +64,10 @@ def find_wait(frame: FrameType | None) -> BatchWait | None:
             return _wait_for_reader(frame.f_locals["self"])
         if frame.f_code.co_name == torch_private.WAIT_FOR_BATCH:
             iterator = frame.f_locals.get("self")
-            if torch_private.loader_workers(iterator):
-                return BatchWait(_token(iterator), iterator, None)
+            if workers := torch_private.loader_workers(iterator):
+                # The token keeps nothing of the iterator: its workers end with the last reference to it.
+                token = (workers[0].pid, *torch_private.loader_progress(iterator))
+                return BatchWait(token, iterator, None)
         frame = frame.f_back
     return None
 
@@ -94,13 +90,10 @@ def _wait_for_reader(reader: Any) -> BatchWait | None:
     return inner or BatchWait(("reader", id(reader), reader.takes), None, frame)
 
 
-def _token(iterator: Any) -> tuple[object, ...]:
-    # Nothing of the iterator is kept: its workers end with the last reference to it.
-    return (torch_private.loader_workers(iterator)[0].pid, *torch_private.loader_progress(iterator))
-
-
 def _describe_workers(iterator: Any) -> str:
-    workers, owing = torch_private.loader_workers(iterator), _workers_that_owe(iterator)
+    workers, tasks = torch_private.loader_workers(iterator), torch_private.loader_tasks(iterator)
+    # Those that have been asked for batches and gave none yet, the one of the next batch first.
+    owing = list(dict.fromkeys(task[0] for task in tasks if len(task) == 1))
     numbers = [*owing, *(n for n in range(len(workers)) if n not in owing)]
     lines = ["waits for the workers of its loader:"]
     for number in numbers[:MOST_WORKERS]:
@@ -127,12 +120,6 @@ def _stack_of_worker(pid: int) -> str:
     others = [thread for thread in threads[1:] if thread and thread[:1] != own[:1]]
     texts = [processes.spell_stack(thread).rstrip() for thread in (own, *others)]
     return "\nanother thread of it is at:\n".join(texts)
-
-
-def _workers_that_owe(iterator: Any) -> list[int]:
-    """Numbers of the workers that have been asked for batches and gave none yet, the next batch first."""
-    tasks = torch_private.loader_tasks(iterator)
-    return list(dict.fromkeys(task[0] for task in tasks if len(task) == 1))
 
 
 def _own_frames(frames: list[Frame]) -> list[Frame]:
@@ -224,7 +211,19 @@ class Observation:
 
 def describe_recorded() -> str:
     """Describe the progress of torch's collectives in each process group; empty without a record."""
-    return "; ".join(text for name in _DUMPS for text in _describe_groups(_read(name)))
+    texts = []
+    for trace in map(_read, _DUMPS):
+        last_entries = {entry["process_group"]: entry for entry in _entries(trace)}
+        for (number, description), entry in last_entries.items():
+            status = trace.get("pg_status", {}).get(number, {})
+            enqueued = status.get("last_enqueued_collective", -1)
+            completed = max(status.get("last_completed_collective", -1), 0)
+            progress = f"{completed} of {enqueued} collectives completed, " if enqueued > 0 else ""
+            inputs = zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
+            given = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in inputs) or "nothing"
+            last = f"#{entry['collective_seq_id']} {entry['profiling_name']} of {given}"
+            texts.append(f"{description or number}: {progress}the last one is {last}")
+    return "; ".join(texts)
 
 
 def seconds_on_device() -> float:
@@ -239,34 +238,11 @@ def seconds_on_device() -> float:
 
 def _read(name: str) -> dict[str, Any]:
     dump = getattr(torch_private, name)
-    if dump is None:
-        return {}
-    trace: dict[str, Any] = pickle.loads(dump(includeStackTraces=False))
-    return trace
+    return {} if dump is None else pickle.loads(dump(includeStackTraces=False))
 
 
 def _entries(trace: dict[str, Any]) -> Iterable[dict[str, Any]]:
     return (entry for entry in trace.get("entries", ()) if not entry["is_p2p"])
-
-
-def _describe_groups(trace: dict[str, Any]) -> list[str]:
-    last = {entry["process_group"]: entry for entry in _entries(trace)}
-    status = trace.get("pg_status", {})
-    return [
-        f"{description or number}: {_progress(status.get(number, {}))}the last one is {_spell(entry)}"
-        for (number, description), entry in last.items()
-    ]
-
-
-def _progress(status: dict[str, int]) -> str:
-    enqueued, completed = (status.get(f"last_{kind}_collective", -1) for kind in ("enqueued", "completed"))
-    return f"{max(completed, 0)} of {enqueued} collectives completed, " if enqueued > 0 else ""
-
-
-def _spell(entry: dict[str, Any]) -> str:
-    name, shapes, dtypes = entry["profiling_name"], entry["input_sizes"], entry["input_dtypes"]
-    inputs = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in zip(shapes, dtypes, strict=False))
-    return f"#{entry['collective_seq_id']} {name} of {inputs or 'nothing'}"
 
 
 class LoaderWatch(WorkersObserver):

@@ -26,17 +26,12 @@ _SPACE = Path("/proc/self/ns/pid")
 
 @dataclass(frozen=True)
 class Identity:
-    """How a process is found by others on its machine.
-
-    Attributes:
-        space: differs between machines, and between containers on them.
-        born: when the process was started, as the operating system says.
-    """
+    """How a process is found by others on its machine."""
 
     host: str
-    space: str
+    space: str  # differs between machines, and between containers on them
     pid: int
-    born: float
+    born: float  # when the process was started, as the operating system says
 
 
 def own_identity() -> Identity:
@@ -52,18 +47,14 @@ def silent_state(rank: int, seen: str, host: str, pid: int) -> RankState:
 
 
 class Peers:
-    """What one rank posts for the others, and what it reads and sees of them.
+    """What one rank posts for the others, its identity first, and what it reads and sees of them.
 
-    Args:
-        channel: a connection that no other thread uses.
-        rank: of this process.
-        size: number of processes.
-        own: identity of this process; it is posted.
+    No other thread uses its connection.
     """
 
     def __init__(self, channel: StoreChannel, rank: int, size: int, own: Identity) -> None:
         self.is_signed = channel.is_signed
-        self.others = tuple(other for other in range(size) if other != rank)
+        self.others = tuple(peer for peer in range(size) if peer != rank)
         self._channel, self._rank, self._own = channel, rank, own
         self._identities: dict[int, Identity] = {}
         channel.post(f"who/{rank}", asdict(own))

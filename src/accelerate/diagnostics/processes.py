@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import psutil
 
 from accelerate.base import Frame, ask, ask_all, stack_dumps
+
+T = TypeVar("T")
 
 ENDED = "has ended"
 _WORDS = {
@@ -69,10 +72,7 @@ def spell_stack(frames: Iterable[Frame]) -> str:
 
 
 def _status(pid: int) -> str:
-    try:
-        return str(psutil.Process(pid).status())
-    except psutil.NoSuchProcess:
-        return str(psutil.STATUS_DEAD)
+    return _read(lambda: str(psutil.Process(pid).status()), str(psutil.STATUS_DEAD))
 
 
 def _kernel_function(pid: int) -> str:
@@ -98,16 +98,11 @@ def _spell_end(pid: int) -> str:
 
 @dataclass(frozen=True)
 class Siblings:
-    """The ranks that the process `starter` has started on this machine.
+    """The ranks that one process has started on this machine."""
 
-    Attributes:
-        pids: the processes that run by their ranks, this one included.
-        is_complete: whether a rank of this machine that is not among them has ended.
-    """
-
-    starter: int
-    pids: Mapping[int, int]
-    is_complete: bool
+    starter: int  # the process
+    pids: Mapping[int, int]  # the processes that run by their ranks, this one included
+    is_complete: bool  # a rank of this machine that is not among them has ended
 
 
 def find_siblings(rank: int) -> Siblings | None:
@@ -135,21 +130,18 @@ def find_siblings(rank: int) -> Siblings | None:
 
 def _choose(processes: list[psutil.Process]) -> int:
     """The process of a rank that runs the script; others of it start that one, or were started by it."""
-    program = _program(psutil.Process())
-    alike = [process for process in processes if _program(process) == program] or processes
+    program = _read(psutil.Process().exe, "")
+    alike = [process for process in processes if _read(process.exe, "") == program] or processes
     return next((process.pid for process in alike if stack_dumps.offers(process.pid)), alike[0].pid)
-
-
-def _program(process: psutil.Process) -> str:
-    try:
-        return process.exe()
-    except psutil.Error:  # of another user, or ended
-        return ""
 
 
 def _variables(process: psutil.Process) -> dict[str, str]:
     """The environment that a process was started with; empty where it cannot be read."""
+    return _read(process.environ, {})
+
+
+def _read(fact: Callable[[], T], unknown: T) -> T:
     try:
-        return process.environ()
+        return fact()
     except psutil.Error:  # of another user, or ended
-        return {}
+        return unknown

@@ -9,6 +9,7 @@ import sys
 import traceback
 from dataclasses import dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 
@@ -27,21 +28,13 @@ _WRAPPERS = ("wrapper", "inner", "_fn", "decorate_context")
 
 @dataclass(frozen=True)
 class Position:
-    """Where a thread is.
+    """Where a thread is."""
 
-    Attributes:
-        file: of the user's innermost frame; of the outermost one where all belong to libraries.
-        function: the library function that the user's line called, the user's own function without one.
-        waits_in: the operation of torch that may wait for other processes: "backward", "all_reduce", ...;
-            empty for any other.
-        stack: as Python prints it, the innermost line last.
-    """
-
-    file: str
+    file: str  # of the user's innermost frame; of the outermost one where all belong to libraries
     line: int
-    function: str
-    waits_in: str
-    stack: str
+    function: str  # the library function that the user's line called, the user's own function without one
+    waits_in: str  # the operation of torch that may wait for other processes, such as "all_reduce", or empty
+    stack: str  # as Python prints it, the innermost line last
 
 
 def innermost(thread: int) -> FrameType | None:
@@ -51,7 +44,8 @@ def innermost(thread: int) -> FrameType | None:
 
 def read_position(frame: FrameType) -> Position:
     """Describe where a thread is, from its innermost frame."""
-    frames = _outwards(frame)
+    outwards = (f for f, _ in traceback.walk_stack(frame))
+    frames = list(takewhile(lambda f: not _file(f).startswith(_RUNNERS), outwards))
     index = next((i for i, f in enumerate(frames) if not _file(f).startswith(_libraries())), len(frames) - 1)
     user = frames[index]
     called = frames[index - 1] if index else user
@@ -91,14 +85,6 @@ def waiting_operation(frames: list[FrameType]) -> str:
 def without_runners(frames: list[Frame]) -> list[Frame]:
     """The frames of a stack without those of the launcher, which the user did not write."""
     return [frame for frame in frames if not frame[0].startswith(_RUNNERS)]
-
-
-def _outwards(frame: FrameType | None) -> list[FrameType]:
-    frames: list[FrameType] = []
-    while frame is not None and not _file(frame).startswith(_RUNNERS):
-        frames.append(frame)
-        frame = frame.f_back
-    return frames
 
 
 def _file(frame: FrameType) -> str:

@@ -193,9 +193,8 @@ class SignalNotes:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._triggers = {
-            getattr(signal, trigger.name): trigger for trigger in SIGNALS if hasattr(signal, trigger.name)
-        }
+        known = (trigger for trigger in SIGNALS if hasattr(signal, trigger.name))
+        self._triggers = {getattr(signal, trigger.name): trigger for trigger in known}
         self._noted: set[Trigger] = set()
         self._before: dict[int, Any] = {}
         self._first_end: float | None = None
@@ -207,11 +206,11 @@ class SignalNotes:
         Notes of an earlier run in this process end.
         """
         if threading.current_thread() is not threading.main_thread():
-            logger.warning(
+            text = (
                 "should_stop and should_save are asked for in a thread, where Python cannot watch signals: "
-                "only time and files count. Ask for them in the main thread first.",
-                main_process_only=False,
+                "only time and files count. Ask for them in the main thread first."
             )
+            logger.warning(text, main_process_only=False)
             return
         installed = services.of_process(_Installed)
         for notes in list(installed):
@@ -246,7 +245,9 @@ class SignalNotes:
             return
         self._noted.add(self._triggers[number])
         before = self._before.get(number)
-        if callable(before) and before != NOTES.note and not _belongs_to_agent(before):
+        # A process forked from torch's agent inherits its handler, which is not meant for it.
+        is_agent = str(getattr(before, "__module__", "")).startswith(_AGENT)
+        if callable(before) and before != NOTES.note and not is_agent:
             before(number, frame)
 
     def _is_second(self) -> bool:
@@ -254,11 +255,6 @@ class SignalNotes:
         if self._first_end is None:
             self._first_end = now
         return now - self._first_end > SECONDS_ALIKE
-
-
-def _belongs_to_agent(handler: Any) -> bool:
-    """Whether a handler is that of torch's agent: a process forked from it inherits it, and is not meant."""
-    return str(getattr(handler, "__module__", "")).startswith(_AGENT)
 
 
 class Agreement:
@@ -351,13 +347,11 @@ class Agreement:
 
 def agreement_of_run(environ: Mapping[str, str]) -> Agreement:
     """Return the answers of this run, a service that a reset of the state forgets."""
-    return services.get(Agreement, partial(_open_agreement, environ))
-
-
-def _open_agreement(environ: Mapping[str, str]) -> Agreement:
-    state, notes = PartialState(), SignalNotes()
-    settings = decode(StoppingSection, environ)
-    sources = find_sources(settings, environ, looks_at_files=state.is_local_main_process)
-    agreement = Agreement(state.process_index, sources, notes)
-    weakref.finalize(agreement, notes.restore).atexit = False
+    agreement = services.find(Agreement)
+    if agreement is None:
+        state, notes = PartialState(), SignalNotes()
+        settings = decode(StoppingSection, environ)
+        sources = find_sources(settings, environ, looks_at_files=state.is_local_main_process)
+        agreement = services.put(Agreement, Agreement(state.process_index, sources, notes))
+        weakref.finalize(agreement, notes.restore).atexit = False
     return agreement

@@ -292,11 +292,10 @@ def lost_operation(rank: int, trace: TracebackType | None) -> RankState | None:
         return None
     position = stacks.read_position(trace.tb_frame)
     last = flight_recorder().entries()[-1:]
+    what: tuple[str, str, int] = (Doing.TORCH, position.waits_in, 0)
     if last and (last[0].file, last[0].line) == (position.file, position.line):
-        operation, sequence, doing = last[0].operation, last[0].sequence, Doing.COLLECTIVE
-    else:
-        operation, sequence, doing = position.waits_in, 0, Doing.TORCH
-    return RankState(rank, doing, operation, sequence, file=position.file, line=position.line)
+        what = (Doing.COLLECTIVE, last[0].operation, last[0].sequence)
+    return RankState(rank, *what, file=position.file, line=position.line)
 
 
 def _stop_at_exit() -> None:

@@ -55,25 +55,15 @@ def calling_frame(frame: FrameType) -> FrameType:
 
 @dataclass(frozen=True)
 class Entry:
-    """One operation, as reports show it.
+    """One operation, as reports show it."""
 
-    Attributes:
-        sequence: Its number in this process, from 1; equal on all ranks as long as they do the same.
-        operation: Name of the outermost operation.
-        facts: What it was called with, such as shapes.
-        started: `time.monotonic()` when it began.
-        file: The user's file that called it; empty where all frames are in this package or torch.
-        line: The line there; 0 where it is not known.
-        running: Whether it has not returned yet.
-    """
-
-    sequence: int
-    operation: str
-    facts: str
-    started: float
-    file: str
-    line: int
-    running: bool
+    sequence: int  # its number in this process, from 1; equal on all ranks as long as they do the same
+    operation: str  # name of the outermost operation
+    facts: str  # what it was called with, such as shapes
+    started: float  # `time.monotonic()` when it began
+    file: str  # the user's file that called it; empty where all frames are in this package or torch
+    line: int  # the line there; 0 where it is not known
+    running: bool  # it has not returned yet
 
 
 _Raw = tuple[int, str, object, float, CodeType, int]
@@ -99,9 +89,7 @@ class Ring:
     def begin(self, operation: str, facts: object) -> None:
         """Record that an operation begins; inside another one it is a part of that one.
 
-        Args:
-            operation: Its name.
-            facts: What it is called with, as small objects without tensors.
+        `facts` is what it is called with, as small objects without tensors.
         """
         if threading.get_ident() != self._owner:
             return
@@ -158,12 +146,7 @@ os.register_at_fork(after_in_child=lambda: flight_recorder().reset())
 
 
 def recorded(function: Callable[P, R], argument: int = 0) -> Callable[P, R]:
-    """Record each call of a function.
-
-    Args:
-        function: Called on all ranks.
-        argument: Index of the argument whose shape and dtype, or type, is recorded.
-    """
+    """Record each call of a function, with the shape and dtype, or the type, of one argument by index."""
     name = function.__name__
 
     @functools.wraps(function)
@@ -202,6 +185,4 @@ def _spell(facts: object) -> str:
             return ""
         case (torch.Size() as shape, torch.dtype() as dtype):
             return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-        case type():
-            return facts.__name__
-    return str(facts)
+    return facts.__name__ if isinstance(facts, type) else str(facts)

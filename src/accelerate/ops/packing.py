@@ -34,43 +34,29 @@ _split_copy: Cut = torch.split_with_sizes_copy  # type: ignore[assignment]
 
 
 class RowGroup(NamedTuple):
-    """Neighbours in a segment that differ in the first dimension only: they are cut apart in one call.
-
-    Attributes:
-        lengths: Number of rows of each leaf; a 0-d leaf counts as one row.
-        joined: The same for the leaves of all processes together.
-        scalars: Whether the leaves are 0-d.
-    """
+    """Neighbours in a segment that differ in the first dimension only: they are cut apart in one call."""
 
     start: int
     stop: int
     tail: tuple[int, ...]
-    lengths: list[int]
-    joined: list[int]
-    scalars: bool
+    lengths: list[int]  # number of rows of each leaf; a 0-d leaf counts as one row
+    joined: list[int]  # the same for the leaves of all processes together
+    scalars: bool  # the leaves are 0-d
 
 
 @dataclass(slots=True)
 class DtypeSegment:
-    """All leaves of one dtype in a buffer, from byte `start` to `stop`.
-
-    Attributes:
-        indices: Which leaves; those of one group are neighbours.
-        counts: Number of elements of each.
-        joined: Shape of each when those of all processes are joined.
-        groups: Its leaves, by the shape of their rows.
-        order: Where the elements of all processes are in their headers, leaf by leaf; computed at the second
-            use, so that a structure that is used once does not pay for it.
-        uses: How often it was received with a header.
-    """
+    """All leaves of one dtype in a buffer, from byte `start` to `stop`."""
 
     dtype: torch.dtype
     start: int
     stop: int
-    indices: tuple[int, ...]
-    counts: list[int]
-    joined: tuple[tuple[int, ...], ...]
+    indices: tuple[int, ...]  # which leaves; those of one group are neighbours
+    counts: list[int]  # number of elements of each
+    joined: tuple[tuple[int, ...], ...]  # shape of each when those of all processes are joined
     groups: tuple[RowGroup, ...]
+    # Where the elements of all processes are in their headers, leaf by leaf; computed when it is received for
+    # the second time, so that a structure that is used once does not pay for it.
     order: Tensor | None = None
     uses: int = 0
 
@@ -229,17 +215,11 @@ Facts = tuple[Any, ...]
 
 @dataclass(slots=True)
 class Parts:
-    """Nested tensors taken apart.
-
-    Attributes:
-        leaves: The tensors, in order.
-        facts: Shape and dtype of each, one after the other.
-        skeleton: The containers: how many leaves came before, and its length or its keys.
-    """
+    """Nested tensors taken apart."""
 
     leaves: list[Tensor]
-    facts: list[Any]
-    skeleton: list[Any]
+    facts: list[Any]  # shape and dtype of each, one after the other
+    skeleton: list[Any]  # the containers: how many leaves came before, and its length or its keys
 
 
 def take_apart(data: Any) -> Parts:
@@ -291,21 +271,13 @@ def not_a_tensor(data: object) -> TypeError:
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """How the leaves of one structure are sent.
+    """How the leaves of one structure are sent; those without elements are not."""
 
-    Attributes:
-        mark: A number that identifies the operation, the structure, the shapes and the dtypes.
-        whole: All leaves in one buffer, where that fits into the header.
-        buffers: The small leaves, where it does not.
-        alone: The leaves that are sent by themselves.
-        empty: The leaves without elements, which are not sent.
-    """
-
-    mark: int
-    whole: FlatBuffer | None
-    buffers: tuple[FlatBuffer, ...]
-    alone: tuple[int, ...]
-    empty: tuple[int, ...]
+    mark: int  # identifies the operation, the structure, the shapes and the dtypes
+    whole: FlatBuffer | None  # all leaves in one buffer, where that fits into the header
+    buffers: tuple[FlatBuffer, ...]  # the small leaves, where it does not
+    alone: tuple[int, ...]  # the leaves that are sent by themselves
+    empty: tuple[int, ...]  # the leaves without elements
 
 
 def mark_of(*facts: object) -> int:

@@ -109,8 +109,13 @@ class TorchTransport(Transport):
 
     def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
         operation = getattr(dist.ReduceOp, reduction_name(how))
-        if self._adds_in_turn(tensor, how):
-            return finished_reduction(self._add_in_turn(tensor), how, self.size, tensor)
+        large = self.size == 2 and self._copies_results and tensor.nbytes >= IN_TURN
+        if large and operation == dist.ReduceOp.SUM and tensor.is_cpu and tensor.dtype in _ADDED_IN_TURN:
+            # Two processes broadcast their tensors to each other; gloo's own sum works on a copy.
+            local = self._to_group_device(tensor)
+            received = torch.empty_like(local)
+            self._broadcast_in_turn([local, received] if self.rank == 0 else [received, local])
+            return finished_reduction(received.add_(local), how, self.size, tensor)
         total = tensor.detach().to(
             device=self._group_device(tensor.device),
             dtype=reducible_dtype(tensor.dtype),
@@ -137,17 +142,6 @@ class TorchTransport(Transport):
         works = [dist.broadcast(as_supported(part), src, async_op=True) for src, part in enumerate(parts)]
         for work in works:
             work.wait()
-
-    def _adds_in_turn(self, tensor: Tensor, how: str) -> bool:
-        large = self.size == 2 and self._copies_results and tensor.nbytes >= IN_TURN
-        return large and how in ("sum", "mean") and tensor.is_cpu and tensor.dtype in _ADDED_IN_TURN
-
-    def _add_in_turn(self, tensor: Tensor) -> Tensor:
-        """Let two processes broadcast their tensors to each other; gloo's own sum works on a copy."""
-        local = self._to_group_device(tensor)
-        received = torch.empty_like(local)
-        self._broadcast_in_turn([local, received] if self.rank == 0 else [received, local])
-        return received.add_(local)
 
     def _group_device(self, device: torch.device) -> torch.device:
         return device if device.type in self._supported and of_device(device).is_host else self._fallback
@@ -267,13 +261,7 @@ for _kind in (Transport, TorchTransport, NeuronTransport, XlaTransport):
 
 
 class Answer:
-    """Numbers of all ranks, which may still be on their way; `wait` is to be called once.
-
-    Args:
-        numbers: Overwritten by the group as long as it reduces them.
-        work: What the group returned for the operation; None where the numbers are known.
-        purpose: The name under which waiting is recorded.
-    """
+    """Numbers of all ranks; `work` reduces them, None where they are known. `wait` is to be called once."""
 
     def __init__(self, numbers: Tensor, work: Any = None, purpose: str = "") -> None:
         self._numbers, self._work, self._purpose = numbers, work, purpose
@@ -290,8 +278,8 @@ class Answer:
 class AsyncGroup:
     """The gloo group for these numbers, a service of the run; None where there can be no such group.
 
-    Args:
-        purpose: Of the first numbers, for the flight record: a rank may wait here for one that never asks.
+    To open it is in the flight record under the purpose of the first numbers: a rank may wait here for one
+    that never asks.
     """
 
     def __init__(self, purpose: str) -> None:

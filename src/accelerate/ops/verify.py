@@ -36,17 +36,12 @@ class DistributedOperationException(AccelerateError):
 
 @dataclass(slots=True)
 class Call:
-    """What a refusal says of the call that a process makes.
-
-    Attributes:
-        arguments: Those besides the data that must be the same on all processes.
-        rows_only: Whether the first dimensions of the data may differ.
-    """
+    """What a refusal says of the call that a process makes."""
 
     operation: str
-    arguments: str = ""
+    arguments: str = ""  # those besides the data that must be the same on all processes
     data: Any = None
-    rows_only: bool = False
+    rows_only: bool = False  # the first dimensions of the data may differ
 
 
 class CallSummary(NamedTuple):

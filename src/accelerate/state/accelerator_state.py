@@ -96,6 +96,12 @@ class AcceleratorState(RunState):
             fix = "choose another number format, or the CPU with cpu=True"
             raise wrong_value("mixed_precision", asked, f"this {label} does not compute in {name}", fix)
         plugins = {"fsdp_plugin": fsdp_plugin, "megatron_lm_plugin": megatron_lm_plugin}
+        labels = (
+            (deepspeed_plugin, DistributedType.DEEPSPEED),
+            (fsdp_plugin, DistributedType.FSDP),
+            (megatron_lm_plugin, DistributedType.MEGATRON_LM),
+        )
+        methods = (label for plugin, label in labels if plugin is not None)
         mesh = None
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(partial)
@@ -108,7 +114,7 @@ class AcceleratorState(RunState):
             device_mesh=mesh,
             dynamo_plugin=dynamo_plugin,
             _mixed_precision=asked,
-            distributed_type=_label(partial.distributed_type, deepspeed_plugin, **plugins),
+            distributed_type=next(methods, partial.distributed_type),
             **{name: plugin for name, plugin in plugins.items() if plugin is not None},
         )
         if partial.device_backend.own_runtime and asked == PrecisionType.BF16:
@@ -249,17 +255,6 @@ def _precision_asked_for(
         formats = ", ".join(PrecisionType.list())
         raise wrong_value(source, value, "no such number format", f"choose one of {formats}")
     return cast("PrecisionName", asked)
-
-
-def _label(
-    plain: DistributedType | str, deepspeed_plugin: Any, fsdp_plugin: Any, megatron_lm_plugin: Any
-) -> DistributedType | str:
-    methods = (
-        (deepspeed_plugin, DistributedType.DEEPSPEED),
-        (fsdp_plugin, DistributedType.FSDP),
-        (megatron_lm_plugin, DistributedType.MEGATRON_LM),
-    )
-    return next((label for plugin, label in methods if plugin is not None), plain)
 
 
 def _publish_xla_bf16() -> bool:

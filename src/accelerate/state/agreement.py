@@ -152,15 +152,11 @@ DescribeAbsence = Callable[[str, Sequence[int], float], str]
 
 
 class Consensus:
-    """Rank 0 decides, and all ranks read the decision; here with one process, which decides alone.
-
-    Attributes:
-        is_threaded: whether a background thread may use it while the main thread trains.
-    """
+    """Rank 0 decides, and all ranks read the decision; here with one process, which decides alone."""
 
     rank = 0
     size = 1
-    is_threaded = True
+    is_threaded = True  # a background thread may use it while the main thread trains
 
     def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
         """Let rank 0 decide from the values of all ranks; called on all ranks in the same order.
@@ -204,7 +200,10 @@ class StoreConsensus(Consensus):
             verdict = self._judge(topic, what, judge, patience)
             self._channel.post(f"{topic}/verdict", verdict)
             self._forget(self._number - 2)
-            self._wait_for_readers(topic)
+            # Wait until all ranks that came have read it: this process may end next, and the store with it.
+            posted = self._channel.gather(topic, range(1, self.size), 0.0)
+            came = [rank for rank, value in posted.items() if value is not None]
+            self._channel.gather(f"{topic}/read", came, SECONDS_FOR_THE_VERDICT)
             return unpack(verdict)
         key = f"{topic}/verdict"
         verdict = self._channel.wait([key], patience + SECONDS_FOR_THE_VERDICT)[key]
@@ -221,12 +220,6 @@ class StoreConsensus(Consensus):
             lines = "\n".join(f"  - Process {rank}: {name}" for rank, (name, _) in posted.items())
             return pack_error(StateError(f"The processes do different things at the same time:\n{lines}"))
         return pack_verdict(judge, [value for _, value in posted.values()])
-
-    def _wait_for_readers(self, topic: str) -> None:
-        """Wait until all ranks that came have read it: rank 0 may end next, and the store with it."""
-        posted = self._channel.gather(topic, range(1, self.size), 0.0)
-        came = [rank for rank, value in posted.items() if value is not None]
-        self._channel.gather(f"{topic}/read", came, SECONDS_FOR_THE_VERDICT)
 
     def _forget(self, number: int) -> None:
         """Remove what nobody reads any more: all ranks have come to the topic after it."""

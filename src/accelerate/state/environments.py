@@ -29,25 +29,17 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Topology:
-    """Which process this is, out of how many, and where the others meet.
-
-    Attributes:
-        node: index of this machine, from 0.
-        address: where rank 0 can be reached, at `port`; None for a single process.
-        started_by: name of the detector that recognised the process.
-        needs_hosts: whether `local_rank`, `local_size` and `node` are not known yet: the ranks have to
-            exchange host names.
-    """
+    """Which process this is, out of how many, and where the others meet."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    node: int = 0
-    address: str | None = None
+    node: int = 0  # index of this machine
+    address: str | None = None  # where rank 0 can be reached; None for a single process
     port: int | None = None
-    started_by: str = "nobody"
-    needs_hosts: bool = False
+    started_by: str = "nobody"  # name of the detector that recognised the process
+    needs_hosts: bool = False  # the ranks have to exchange host names: the local rank and node are not known
 
     def variables(self) -> dict[str, str]:
         """Return these facts under the names that torch and others read; none for a single process."""
@@ -163,24 +155,16 @@ def _resolves_to_loopback(name: str) -> bool:
         return False
 
 
+def _mpi(name: str, prefix: str) -> Starter:
+    return Starter(name, f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE")
+
+
 from_torchrun = Starter(
     "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", node="GROUP_RANK NODE_RANK"
 )
-from_open_mpi = Starter(
-    "openmpi",
-    rank="OMPI_COMM_WORLD_RANK",
-    size="OMPI_COMM_WORLD_SIZE",
-    local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-    local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-)
+from_open_mpi = _mpi("openmpi", "OMPI_COMM_WORLD")
 _pmi = Starter("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-from_mvapich = Starter(
-    "mvapich",
-    rank="MV2_COMM_WORLD_RANK",
-    size="MV2_COMM_WORLD_SIZE",
-    local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-    local_size="MV2_COMM_WORLD_LOCAL_SIZE",
-)
+from_mvapich = _mpi("mvapich", "MV2_COMM_WORLD")
 _sagemaker = Starter(
     "sagemaker",
     rank="RANK OMPI_COMM_WORLD_RANK",

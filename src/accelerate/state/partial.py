@@ -113,7 +113,11 @@ class PartialState(RunState):
         device_backend, wanted = _choose_hardware(use_cpu, environ)
         if device_backend.is_host:  # so that no runtime of other hardware is asked
             environ = {**environ, "ACCELERATE_USE_CPU": "true"}
-        topology = process_group.find_hosts(_find_topology(environ), kwargs)
+        if process_group.is_open():
+            topology = environments.detect_in_group(environ, dist.get_rank(), dist.get_world_size())
+        else:
+            topology = environments.detect(environ)
+        topology = process_group.find_hosts(topology, kwargs)
         device = wanted or _own_device(device_backend, topology)
         _prepare_process(device_backend, device, topology, environ)
         comm = _join_group(topology, device_backend, device, kwargs)
@@ -230,13 +234,6 @@ def _cores() -> int:
     process = psutil.Process()
     allowed = len(process.cpu_affinity() or ()) if hasattr(process, "cpu_affinity") else 0
     return min(physical, allowed) if allowed else physical
-
-
-def _find_topology(environ: Mapping[str, str]) -> Topology:
-    """Return the rank in the group that is open already, or else the one that the starter gave."""
-    if process_group.is_open():
-        return environments.detect_in_group(environ, dist.get_rank(), dist.get_world_size())
-    return environments.detect(environ)
 
 
 def _join_group(

@@ -50,17 +50,17 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
     Args:
         topology: which process this is and where the others meet.
         backend: the hardware whose tensors are sent.
-        comm: name of the communication library; None is the one that suits the hardware.
+        comm: name of the communication library, which is returned; None is the one that suits the hardware.
         **kwargs: further arguments of `torch.distributed.init_process_group`; None counts as not given.
-
-    Returns:
-        The name of the communication library.
     """
     comm = comm or backend.comm or "gloo"
     provider = PROVIDERS.get(comm) or PROVIDERS.get(backend.name)
     if provider and comm != "gloo":
         import_module(provider)
-    _check_built(comm, backend)
+    names = [part.rpartition(":")[2] for part in comm.split(",")]
+    for missing in (name for name in names if not dist.is_backend_available(name)):
+        reason = f"this build of torch ({torch.__version__}) cannot communicate with it on {backend.label}"
+        raise wrong_value("backend", missing, reason, 'install a torch that can, or pass backend="gloo"')
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     with _watched(topology, kwargs):
         _open(topology, comm, kwargs)
@@ -84,8 +84,7 @@ def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
 
 
 def _timeout(kwargs: Mapping[str, Any]) -> timedelta:
-    timeout: timedelta = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
-    return timeout
+    return kwargs.get("timeout") or distributed_c10d.default_pg_timeout
 
 
 def _watched(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:
@@ -181,13 +180,6 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
     timeout = kwargs.get("timeout")
     if timeout is not None and not isinstance(timeout, timedelta):
         raise wrong_value("timeout", timeout, "not a datetime.timedelta", "write timedelta(seconds=...)")
-
-
-def _check_built(comm: str, backend: DeviceBackend) -> None:
-    names = [part.rpartition(":")[2] for part in comm.split(",")]
-    for missing in (name for name in names if not dist.is_backend_available(name)):
-        reason = f"this build of torch ({torch.__version__}) cannot communicate with it on {backend.label}"
-        raise wrong_value("backend", missing, reason, 'install a torch that can, or pass backend="gloo"')
 
 
 def failed() -> bool:

@@ -6,7 +6,7 @@ import copy
 import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
 
 import numpy as np
@@ -169,23 +169,19 @@ class ProcessControl:
             return functools.partial(self.on_local_process, local_process_index=index)
         return _keep(function, self.local_process_index == index or self.num_processes == 1)
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Let the first process run the block before all others, for work whose result the others find done.
 
         Called on every rank. When the block raises on the first process, the others go on.
         """
-        with self._first(self.is_main_process):
-            yield
+        return self._first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Let the first process of each machine run the block before the others of that machine.
 
         Called on every rank. When the block raises on such a process, the others go on.
         """
-        with self._first(self.is_local_main_process):
-            yield
+        return self._first(self.is_local_main_process)
 
     @contextmanager
     def _first(self, leads: bool) -> Iterator[None]:

@@ -40,8 +40,7 @@ def generation() -> str:
 def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
     """Connect to the part of the agent's store that this generation uses. Called on all ranks.
 
-    Returns:
-        The store; None where no store outlives a restart, or nothing was restarted yet.
+    None where no store outlives a restart, or nothing was restarted yet.
     """
     services.generation = None
     if environ.current().get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -128,8 +127,7 @@ def open_store(topology: Topology, init_method: str | None, timeout: timedelta) 
     """Open the store through which ranks meet, before the group."""
     assign_missing({"MASTER_ADDR": str(topology.address), "MASTER_PORT": str(topology.port)})
     opened = rendezvous(init_method or "env://", topology.rank, topology.size, timeout=timeout)
-    store: Store = next(opened)[0]
-    return store
+    return next(opened)[0]  # type: ignore[no-any-return]
 
 
 def listen_on_loopback(topology: Topology) -> object:
@@ -150,11 +148,8 @@ def listen_on_loopback(topology: Topology) -> object:
 def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
     """Open a connection of its own to the store of the default group; None where it has no such store.
 
-    The connection that the group uses is locked while a thread waits in it; a thread needs its own.
-
-    Args:
-        purpose: distinguishes its keys from those of others.
-        timeout: how long one request may take.
+    The connection that the group uses is locked while a thread waits in it; a thread needs its own. A
+    request may take as long as `timeout`.
     """
     store = _connect() if dist.is_available() and dist.is_initialized() else None
     if store is None:
@@ -168,8 +163,7 @@ def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
 def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> StoreChannel | None:
     """Open a connection to the store through which ranks are about to open the default group.
 
-    Returns:
-        None as long as nobody answers there: rank 0 may be the one that keeps the store, and come late.
+    None as long as nobody answers there: rank 0 may be the one that keeps the store, and come late.
     """
     address, port = str(topology.address), int(topology.port or 0)
     try:  # torch's own connection would wait for an answer, and print warnings meanwhile
@@ -184,8 +178,7 @@ def _connect() -> Store | None:
     store: Any = torch_private.default_store()
     if hasattr(store, "clone"):
         try:
-            connection: Store = store.clone()
-            return connection
+            return store.clone()  # type: ignore[no-any-return]
         except (RuntimeError, NotImplementedError):  # a kind of store that has one connection only
             return None
     while isinstance(store, PrefixStore):  # older torch

@@ -87,29 +87,24 @@ class ProcessServices:
     A package registers an object under its class (the transport, the consensus, the watcher of hangs, the
     background writer), so `state` imports none of them. `PartialState._reset_state()` forgets the services of
     the run; those of the process last until it ends.
-
-    Attributes:
-        of_run: the services of the run, by their class.
-        groups_opened: number of default process groups that this process has opened.
-        group_owner: number of the process that uses the default group; a fork inherits the group, and does
-            not close it.
-        generation: name of the restart generation that the ranks agreed on; None where they did not have to.
-        while_opening: contexts that this rank enters while it waits for the others to open the default
-            group; each gets the topology and `groups_opened`.
-        barrier: what `wait_for_everyone` calls while a group is open; None waits without a record.
     """
 
-    of_run: ClassVar[dict[type[Any], Any]] = SharedDict()
+    of_run: ClassVar[dict[type[Any], Any]] = SharedDict()  # services of the run by their class
     _group_users: ClassVar[dict[type[Any], None]] = SharedDict()
     _closers: ClassVar[dict[type[Any], Callable[[], None]]] = SharedDict()
 
     def __init__(self) -> None:
         self._of_process: dict[type[Any], Any] = {}
         self._counters: dict[str, Iterator[int]] = {}
-        self.groups_opened = 0
+        self.groups_opened = 0  # number of default process groups that this process has opened
+        # The process that uses the default group: a fork inherits the group, and does not close it.
         self.group_owner: int | None = None
+        # The restart generation that the ranks agreed on; None where they did not have to.
         self.generation: str | None = None
+        # Contexts that this rank enters while it waits for the others to open the default group; each gets
+        # the topology and `groups_opened`.
         self.while_opening: list[Callable[[Any, int], AbstractContextManager[object]]] = []
+        # What `wait_for_everyone` calls while a group is open; None waits without a record.
         self.barrier: Callable[[], None] | None = None
 
     def find(self, kind: type[Service]) -> Service | None:
