@@ -258,8 +258,7 @@ def _precision_asked_for(
 
 
 def _publish_xla_bf16() -> bool:
-    """Tell torch_xla which floats become bfloat16: all (as a variable of ours or the launcher's says), or
-    float32 only."""
+    """Say to torch_xla which floats become bfloat16: all, as a variable of ours says, or float32 only."""
     downcast = parse_flag_from_env("ACCELERATE_DOWNCAST_BF16") or parse_flag_from_env("XLA_DOWNCAST_BF16")
     environ.assign({"XLA_USE_BF16": str(int(not downcast)), "XLA_DOWNCAST_BF16": str(int(downcast))})
     return downcast

@@ -199,7 +199,10 @@ class StoreConsensus(Consensus):
         if self.rank == 0:
             verdict = self._judge(topic, what, judge, patience)
             self._channel.post(f"{topic}/verdict", verdict)
-            self._forget(self._number - 2)
+            if self._number > 2:  # nobody reads that topic any more: all ranks have come to the one after it
+                old = self._number - 2
+                topics = [f"{old}/{part}{rank}" for rank in range(self.size) for part in ("", "read/")]
+                self._channel.remove(f"{old}/verdict", *topics)
             # Wait until all ranks that came have read it: this process may end next, and the store with it.
             posted = self._channel.gather(topic, range(1, self.size), 0.0)
             came = [rank for rank, value in posted.items() if value is not None]
@@ -220,12 +223,6 @@ class StoreConsensus(Consensus):
             lines = "\n".join(f"  - Process {rank}: {name}" for rank, (name, _) in posted.items())
             return pack_error(StateError(f"The processes do different things at the same time:\n{lines}"))
         return pack_verdict(judge, [value for _, value in posted.values()])
-
-    def _forget(self, number: int) -> None:
-        """Remove what nobody reads any more: all ranks have come to the topic after it."""
-        if number > 0:
-            topics = [f"{number}/{part}{rank}" for rank in range(self.size) for part in ("", "read/")]
-            self._channel.remove(f"{number}/verdict", *topics)
 
 
 def pack_verdict(judge: Judge, values: Sequence[Any]) -> dict[str, Any]:

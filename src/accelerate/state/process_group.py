@@ -145,14 +145,6 @@ def _wait_for_threads() -> None:
     time.sleep(SECONDS_FOR_THREADS)
 
 
-def wait_for_everyone(device: torch.device) -> None:
-    """Wait until all ranks have come here, through `ProcessServices.barrier` where it is set."""
-    if services.barrier is not None and is_open():
-        services.barrier()
-    else:
-        wait(device)
-
-
 def wait(device: torch.device) -> None:
     """Wait until all ranks of the default group have come here; refused where the group is closed."""
     if is_open():

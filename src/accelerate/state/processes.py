@@ -14,7 +14,7 @@ import torch
 
 from accelerate.base import ConfigurationError, wrong_value
 from accelerate.state import process_group
-from accelerate.state.shared import do_nothing
+from accelerate.state.shared import do_nothing, services
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -60,8 +60,10 @@ class ProcessControl:
         Raises:
             StateError: the process group is closed.
         """
-        if self.num_processes > 1:
-            process_group.wait_for_everyone(self.device)
+        if self.num_processes > 1 and services.barrier is not None and process_group.is_open():
+            services.barrier()
+        elif self.num_processes > 1:
+            process_group.wait(self.device)
 
     @contextmanager
     def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:
