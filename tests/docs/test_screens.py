@@ -19,7 +19,7 @@ CHANGING = re.compile(r"^( *[\^~]+|Reported before:|accelerate: hang: rank 0 .*|
 def normalize(text: str) -> list[str]:
     """Return the lines without folders, names of hosts and numbers that differ from run to run."""
     text = re.sub(r"[^\s\"]*/([a-z]+\.(py|json))", r"\1", text)
-    text = re.sub(r" on [\w.-]+(?= failed first|\) stands)", "", text)
+    text = re.sub(r" on [\w.-]+(?= failed first|\) is at)", "", text)
     return re.sub(r"(process |since |#|\d+ of )\d+|\d+(?= of \d)", r"\1N", text).splitlines()
 
 
