@@ -77,22 +77,22 @@ def _changes(replica: DistributedDataParallel) -> bool:
 
 
 @contextmanager
-def exchanging(model: nn.Module) -> Iterator[None]:
-    """Let sharded units exchange gradients inside the block although the forwards ran under `no_sync`."""
+def exchanging(model: nn.Module, on: bool = True) -> Iterator[None]:
+    """Let sharded units exchange gradients inside the block, or not; afterwards FSDP 2 does the opposite."""
     modules: list[Any] = list(model.modules())
-    wrappers = [(unit, on) for unit in modules if (on := torch_private.gradient_sync(unit)) is not None]
+    wrappers = [(unit, kept) for unit in modules if (kept := torch_private.gradient_sync(unit)) is not None]
     in_place = [unit for unit in modules if hasattr(unit, "set_requires_gradient_sync")]
     for unit, _ in wrappers:
-        torch_private.set_gradient_sync(unit, True)
+        torch_private.set_gradient_sync(unit, on)
     for unit in in_place:
-        unit.set_requires_gradient_sync(True, recurse=False)
+        unit.set_requires_gradient_sync(on, recurse=False)
     try:
         yield
     finally:
         for unit, kept in wrappers:
             torch_private.set_gradient_sync(unit, kept)
         for unit in in_place:
-            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.set_requires_gradient_sync(not on, recurse=False)
 
 
 def _replica(model: nn.Module) -> DistributedDataParallel | None:

@@ -18,7 +18,7 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
-from accelerate.strategies.axes.base import Axis
+from accelerate.strategies.axes.sequence import Axis
 
 logger = get_logger(__name__)
 

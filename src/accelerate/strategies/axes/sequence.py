@@ -1,19 +1,52 @@
-"""The axis along which ranks share each sequence: how it is chosen, and Ulysses sequence parallelism.
+"""The axis along which ranks share each sequence: its interface, and Ulysses sequence parallelism.
 
 Source: https://www.deepspeed.ai/tutorials/ulysses-alst-sequence-parallelism/
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
+
+from torch import Tensor, nn
 
 from accelerate.base import PreparationError
 from accelerate.nested import send_to_device
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies.axes.base import Axis
 from accelerate.strategies.bundle import mark_prepared
+
+
+class Axis:
+    """Ranks that share each sequence; the base class is one rank, which has whole sequences.
+
+    All ranks call the same methods in the same order: `transform` for each model before it is wrapped,
+    `transform_loader` for each loader after its model, `batch` around forward and backward.
+    """
+
+    size: int = 1
+    splits_buffers: bool = False  # whether `batch` splits tensors of the training loop
+    groups: Any = None  # process groups as an engine takes them; None where torch's mesh has them
+
+    def transform(self, models: Iterable[nn.Module], micro_batch_size: int = 1) -> None:
+        """Let models share sequences of batches with so many samples on a rank, in place, before wrapping."""
+
+    def transform_loader(self, loader: Any, model: Any) -> Any:
+        """Return a loader that gives this rank its part of each batch; the very one without an axis."""
+        return loader
+
+    def batch(
+        self,
+        buffers: Sequence[Tensor] | None = None,
+        buffer_seq_dims: Sequence[int] | None = None,
+        no_restore_buffers: set[Tensor] | None = None,
+    ) -> AbstractContextManager[Any]:
+        """Return a context for forward and backward in which this rank holds its part of the sequences.
+
+        Buffers are equal on all ranks, and split in place; those named last need not be whole afterwards.
+        """
+        return nullcontext()
 
 
 def resolve_sequence_axis(parallelism: ParallelismConfig | None, mesh: Any) -> Axis:

@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from torch import nn
 
 from accelerate.base import PreparationError, listed
 from accelerate.logging import get_logger
-from accelerate.strategies.axes.base import Axis
 from accelerate.weights import find_tied_parameters, retie_parameters
 
 logger = get_logger(__name__)
@@ -26,26 +25,20 @@ SHARDED_IN_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding
 """Styles that shard the first dimension of a weight: modules of these may have the same weight."""
 
 
-class TensorAxis(Axis):
-    """Splits layers over the ranks of an axis; without a mesh, or an axis in it, models stay as they are."""
+def share_layers(model: nn.Module, mesh: Any) -> None:
+    """Split the layers in the plan of a model over the axis "tp" of a mesh, in place.
 
-    def __init__(self, mesh: Any) -> None:
-        has_axis = mesh is not None and AXIS in mesh.mesh_dim_names
-        self._mesh = mesh[AXIS] if has_axis else None
+    Without a mesh, or such an axis in it, the model stays as it is; so does one that is split already.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import parallelize_module
 
-    def transform(self, models: Iterable[nn.Module], micro_batch_size: int = 1) -> None:
-        """Split the layers in the plan of each model; models that are split already stay as they are."""
-        from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor.parallel import parallelize_module
-
-        if self._mesh is None:
-            return
-        for model in models:
-            if any(isinstance(p, DTensor) for p in model.parameters()):
-                continue
-            tied = find_tied_parameters(model)
-            parallelize_module(model, self._mesh, plan_of(model))
-            retie_parameters(model, tied)
+    has_axis = mesh is not None and AXIS in mesh.mesh_dim_names
+    if not has_axis or any(isinstance(p, DTensor) for p in model.parameters()):
+        return
+    tied = find_tied_parameters(model)
+    parallelize_module(model, mesh[AXIS], plan_of(model))
+    retie_parameters(model, tied)
 
 
 def _styles() -> dict[str, Callable[[], Any]]:
@@ -66,15 +59,11 @@ def _styles() -> dict[str, Callable[[], Any]]:
 
 
 def plan_of(model: nn.Module) -> dict[str, Any]:
-    """Return which modules of a model are shared, and how.
+    """Return the names of the modules of a model that are shared, with torch's style for each.
 
-    Args:
-        model: has a `tp_plan`: patterns of module names, in which `*` matches one part, and for each a
-            style: "colwise", "rowwise" or a variant of them, or one of torch's.
-
-    Returns:
-        Module name -> torch's style. Modules that share a parameter with one outside of the plan are left
-        out: they are whole on each rank, which gives the same results.
+    The plan of a model, `tp_plan`, has patterns of module names, in which `*` matches one part, and a style
+    for each: "colwise", "rowwise" or a variant of them, or one of torch's. Modules that share a parameter
+    with one outside of the plan are left out: they are whole on each rank, which gives the same results.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = type(model).__name__
@@ -120,13 +109,10 @@ def _matches(name: str, pattern: str) -> bool:
 
 def _tied_outside(model: nn.Module, matched: Mapping[str, Any]) -> list[str]:
     """Return the matched modules that share a parameter with a module that is not."""
-    owners: dict[int, list[str]] = {}
-    for name, module in model.named_modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), []).append(name)
     whole: set[str] = set()
-    for names in owners.values():
+    for names in find_tied_parameters(model):
+        owners = {name.rpartition(".")[0] for name in names}
         # all owners of a tied parameter have to be sharded in the same way: along their rows
-        if len(names) > 1 and any(matched.get(name) not in SHARDED_IN_ROWS for name in names):
-            whole.update(names)
+        if any(matched.get(owner) not in SHARDED_IN_ROWS for owner in owners):
+            whole |= owners
     return [name for name in matched if name in whole]

@@ -44,7 +44,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    from accelerate.strategies.axes import TensorAxis
+    from accelerate.strategies.axes import share_layers
 
     if issubclass(type(model), FSDPModule):  # the class that torch gave it
         return model
@@ -57,7 +57,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     units = split_by_dtype(model, [*exact, *chosen], ignored)
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = MainWeights(model) if streams else None
-    TensorAxis(accelerator.torch_device_mesh).transform([model])
+    share_layers(model, accelerator.torch_device_mesh)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
     parameters = named_parameters(model)

@@ -16,9 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from accelerate.strategies.axes import TensorAxis
+from accelerate.strategies.axes import share_layers
 from accelerate.strategies.base import Fill
 from accelerate.strategies.bundle import Bundle, Kind
+from accelerate.strategies.ddp import exchanging
 from accelerate.strategies.fsdp.base import GatheredOptimizer, Sharded
 from accelerate.strategies.fsdp.parameters import named_parameters
 from accelerate.strategies.fsdp.sharding import split_by_dtype
@@ -94,7 +95,7 @@ class FullyShard(DistributedTensors):
                 unit.reshard()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return _keeping_gradients(model)
+        return exchanging(model, on=False)
 
 
 class TensorParallel(DistributedTensors):
@@ -107,7 +108,7 @@ class TensorParallel(DistributedTensors):
         return self.follow(model, lambda: self._share(model), named_parameters)
 
     def _share(self, model: nn.Module) -> nn.Module:
-        TensorAxis(self.context.mesh).transform([model])
+        share_layers(model, self.context.mesh)
         return model
 
 
@@ -115,7 +116,7 @@ class CopiedTensorParallel(TensorParallel):
     """Groups of processes share each layer; the backward pass averages gradients over the groups."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return _keeping_gradients(model)
+        return exchanging(model, on=False)
 
     def _share(self, model: nn.Module) -> nn.Module:
         """Let FSDP 2 average: to shard over one process is to hold a copy."""
@@ -123,7 +124,7 @@ class CopiedTensorParallel(TensorParallel):
         shape = (mesh.size() // shared, 1, shared)
         mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", "tp"))
         units = split_by_dtype(model, [], set())
-        TensorAxis(mesh).transform([model])
+        share_layers(model, mesh)
         for unit in (*units, model):
             fully_shard(unit, mesh=mesh["copies", "one"], reshard_after_forward=False)
         return model
@@ -147,18 +148,18 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
     """Return the whole state of an optimizer on the CPU, gathered tensor by tensor; empty unless kept. On all
     ranks."""
     state: dict[str, Any] = optimizer.state_dict()
+
+    def gather(value: Any) -> Any:
+        if not isinstance(value, DTensor):
+            return value
+        whole = value.full_tensor()
+        return whole.cpu() if keep else None
+
     whole = {
-        index: {name: _gathered(value, keep) for name, value in values.items()}
+        index: {name: gather(value) for name, value in values.items()}
         for index, values in state["state"].items()
     }
     return {**state, "state": whole if keep else {}}
-
-
-def _gathered(value: Any, keep: bool) -> Any:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-        return value.cpu() if keep else None
-    return value
 
 
 def distribute_like(value: Any, like: Tensor) -> Any:
@@ -172,15 +173,3 @@ def distribute_like(value: Any, like: Tensor) -> Any:
 def units_of(model: nn.Module) -> list[FSDPModule]:
     """Return all units of a sharded model, also under torch.compile's wrapper."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
-
-
-@contextmanager
-def _keeping_gradients(model: nn.Module) -> Iterator[None]:
-    units = units_of(model)
-    for unit in units:
-        unit.set_requires_gradient_sync(False, recurse=False)
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.set_requires_gradient_sync(True, recurse=False)
