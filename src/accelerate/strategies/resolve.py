@@ -6,45 +6,35 @@ from accelerate.base import ConfigurationError, wrong_value
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import FullyShardedDataParallelPlugin, version_of
 from accelerate.state import Topology
+from accelerate.strategies import deepspeed, fsdp, megatron
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DataParallel
 from accelerate.strategies.session import RunRequest
 
 
 def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
-    """Return the strategy for a run on a row of the hardware table."""
+    """Return the strategy for a run on a row of the hardware table; only its module is imported."""
+    mesh = request.parallelism
     if request.megatron is not None:
         _check_megatron(request, hardware)
-        from accelerate.strategies.megatron import MegatronLM
-
-        return MegatronLM
+        return megatron.MegatronLM
     if request.deepspeed is not None:
-        _check_with_engine(request, hardware)
-        from accelerate.strategies.deepspeed import DeepSpeed
-
-        return DeepSpeed
-    if request.parallelism is not None:
-        _check_mesh(request.parallelism, request.fsdp)
+        _check_deepspeed(request, hardware)
+        return deepspeed.DeepSpeed
+    if mesh is not None:
+        _check_mesh(mesh, request.fsdp)
     if hardware == "xla":
         return _on_xla(request)
     if topology.size == 1:
         return Strategy
     if request.fsdp is not None:
-        return _of_fsdp({1: "FullySharded", 2: "FullyShard"}[request.fsdp.fsdp_version])
-    if request.parallelism is not None and request.parallelism.tp_enabled:
-        return _of_fsdp("CopiedTensorParallel" if request.parallelism.dp_cp_dim_names else "TensorParallel")
+        return fsdp.FullySharded if request.fsdp.fsdp_version == 1 else fsdp.FullyShard
+    if mesh is not None and mesh.tp_enabled:
+        return fsdp.CopiedTensorParallel if mesh.dp_cp_dim_names else fsdp.TensorParallel
     return DataParallel
 
 
-def _of_fsdp(name: str) -> type[Strategy]:
-    """Return a strategy that distributes tensors; torch's part of it takes a second to import."""
-    from accelerate.strategies import fsdp
-
-    kind: type[Strategy] = getattr(fsdp, name)
-    return kind
-
-
-def _check_with_engine(request: RunRequest, hardware: str) -> None:
+def _check_deepspeed(request: RunRequest, hardware: str) -> None:
     """Refuse what DeepSpeed's engine does not go together with."""
     if hardware == "xla":
         raise ConfigurationError(
@@ -85,12 +75,8 @@ def _check_megatron(request: RunRequest, hardware: str) -> None:
             "megatron_lm_plugin on XLA devices: Megatron-LM computes on CUDA devices. Leave it out; "
             "fsdp_plugin with fsdp_version=2 shards parameters and batches over all XLA devices."
         )
-    others = {
-        "fsdp_plugin": request.fsdp,
-        "deepspeed_plugin": request.deepspeed,
-        "parallelism_config": request.parallelism,
-    }
-    given = [name for name, value in others.items() if value is not None]
+    fields = {"fsdp_plugin": "fsdp", "deepspeed_plugin": "deepspeed", "parallelism_config": "parallelism"}
+    given = [name for name, field in fields.items() if getattr(request, field) is not None]
     if given:
         raise ConfigurationError(
             f"megatron_lm_plugin and {' and '.join(given)} both say how processes share a model. Pass one of "
@@ -105,22 +91,15 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
         raise wrong_value("sp_size", mesh.sp_size, reason, fix)
     if plugin is None:
         if mesh.dp_shard_enabled:
-            raise wrong_value(
-                "dp_shard_size",
-                mesh.dp_shard_size,
-                "nothing says how parameters are sharded",
-                "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or launch with --use_fsdp "
-                "--fsdp_version 2",
-            )
+            plugin_fix = "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
+            fix = f"{plugin_fix}, or launch with --use_fsdp --fsdp_version 2"
+            reason = "nothing says how parameters are sharded"
+            raise wrong_value("dp_shard_size", mesh.dp_shard_size, reason, fix)
         return
     if not mesh.dp_shard_cp_dim_names:
-        raise wrong_value(
-            "dp_shard_size",
-            mesh.dp_shard_size,
-            "fsdp_plugin shards parameters, and the mesh has no axis for it",
-            "Set dp_shard_size to the number of processes that share a copy of the model, or leave "
-            "fsdp_plugin out",
-        )
+        reason = "fsdp_plugin shards parameters, and the mesh has no axis for it"
+        fix = "Set it to the number of processes that share a copy of the model, or leave fsdp_plugin out"
+        raise wrong_value("dp_shard_size", mesh.dp_shard_size, reason, fix)
     if version_of(plugin).takes_any_mesh:
         return
     strategy = plugin.sharding_strategy.name
