@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -35,21 +33,15 @@ Tensors = dict[KeyPath, Tensor]
 """Tensors of a sharded checkpoint by their keys in its index, on the meta device."""
 
 
-@dataclass(frozen=True)
-class Format:
-    """How weights are written."""
+Format = tuple[str, str, Callable[[dict[str, Tensor], Path], None]]
+"""The pattern of file names, the name of the index, and the function that writes a file."""
 
-    pattern: str
-    index: str
-    save: Callable[[dict[str, Tensor], Path], None]
-
-
-SAFETENSORS = Format(
+SAFETENSORS: Format = (
     SAFE_WEIGHTS_PATTERN_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     lambda tensors, path: write_whole_tensors(tensors, {}, path),
 )
-PICKLE = Format(WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, torch.save)
+PICKLE: Format = (WEIGHTS_PATTERN_NAME, WEIGHTS_INDEX_NAME, torch.save)
 
 
 @progress_bar("Merging weights")
@@ -76,32 +68,35 @@ def merge_fsdp_weights(
             folder is to be removed.
         CheckpointError: a file of it is missing, cut off or damaged; it is named.
     """
-    if remove_checkpoint_dir:
-        _refuse_losing(Path(checkpoint_dir).resolve(), Path(output_path).resolve())
+    source, target = Path(checkpoint_dir), Path(output_path)
+    if remove_checkpoint_dir and target.resolve().is_relative_to(source.resolve()):
+        reason = "the result would be removed together with the checkpoint"
+        raise wrong_value(
+            "output_path", str(target.resolve()), reason, "Choose a folder outside the checkpoint"
+        )
     joined = dist.is_available() and dist.is_initialized()
     if not joined or dist.get_rank() == 0:
-        _merge(Path(checkpoint_dir), Path(output_path), SAFETENSORS if safe_serialization else PICKLE)
+        _merge(source, target, SAFETENSORS if safe_serialization else PICKLE)
         if remove_checkpoint_dir:
-            shutil.rmtree(checkpoint_dir)
+            shutil.rmtree(source)
     if joined:
         dist.barrier()
-
-
-def _refuse_losing(source: Path, target: Path) -> None:
-    if target == source or source in target.parents:
-        reason = "the result would be removed together with the checkpoint"
-        raise wrong_value("output_path", str(target), reason, "Choose a folder outside the checkpoint")
 
 
 def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    index, keys = _read_index(_find(source))
+    pattern, index_name, save = form
+    index = _read_index(source)
+    keys = {_name(key): key for key in index.paths}
     tensors = {name: stored for name, key in keys.items() if (stored := index.stored(key)) is not None}
+    if not tensors:
+        reason, fix = "it holds no tensors", "Name a model's checkpoint"
+        raise wrong_value("checkpoint_directory", str(index.folder), reason, fix)
     split = split_state_dict_into_shards_factory(
         tensors,
         get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern=form.pattern,
+        filename_pattern=pattern,
         max_shard_size=shard_bytes,
     )
     files = split.filename_to_tensors
@@ -109,33 +104,22 @@ def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_
     target.mkdir(parents=True, exist_ok=True)
     with replace_files([target / file for file in files]) as temporary:
         for names, path in zip(files.values(), temporary, strict=True):
-            form.save(_load(index, {keys[name]: tensors[name] for name in names}), path)
+            save(_load(index, {keys[name]: tensors[name] for name in names}), path)
             advance(sum(tensors[name].nbytes for name in names))
     if split.is_sharded:
         weight_map = dict(sorted(split.tensor_to_filename.items()))
         content = {"metadata": split.metadata, "weight_map": weight_map}
-        with replace_files([target / form.index]) as (path,):
+        with replace_files([target / index_name]) as (path,):
             path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _find(source: Path) -> Path:
-    candidates = (source, source / f"{FSDP_MODEL_NAME}_0")
-    folder = next((path for path in candidates if os.path.isfile(path / shard_index.NAME)), None)
-    if folder is None:
-        reason = f"this is no folder with a sharded checkpoint: it has no file {shard_index.NAME}"
-        fix = "Name the folder with the model's shards"
-        raise wrong_value("checkpoint_directory", str(source), reason, fix)
-    return folder
-
-
-def _read_index(folder: Path) -> tuple[ShardIndex, dict[str, KeyPath]]:
-    """Read which tensors a checkpoint has: name in the result -> key in the index."""
-    index = shard_index.read(folder, MODEL)
-    keys = {_name(key): key for key in index.paths if index.stored(key) is not None}
-    if not keys:
-        reason, fix = "it holds no tensors", "Name a model's checkpoint"
-        raise wrong_value("checkpoint_directory", str(folder), reason, fix)
-    return index, keys
+def _read_index(source: Path) -> ShardIndex:
+    """Read which tensors the checkpoint in a folder, or in that of a whole checkpoint, has."""
+    for folder in (source, source / f"{FSDP_MODEL_NAME}_0"):
+        if (folder / shard_index.NAME).is_file():
+            return shard_index.read(folder, MODEL)
+    reason = f"this is no folder with a sharded checkpoint: it has no file {shard_index.NAME}"
+    raise wrong_value("checkpoint_directory", str(source), reason, "Name the folder with the model's shards")
 
 
 def _name(key: KeyPath) -> str:
