@@ -6,7 +6,7 @@ A whole run is saved by `Accelerator.save_state`, which also verifies what it lo
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +45,6 @@ from accelerate.checkpointing import (
 )
 from accelerate.ops import current_transport, run_on_all_ranks, run_on_rank_0
 from accelerate.plugins import version_of
-from accelerate.strategies.base import Strategy
 from accelerate.strategies.fsdp.base import saves_shards
 from accelerate.unwrapping import extract_model_from_parallel, is_peft_model
 from accelerate.weights import read_torch, write_torch
@@ -77,7 +76,7 @@ def save_fsdp_model(
     Raises:
         CheckpointError: something could not be written; on all ranks. What was there before is unchanged.
     """
-    strategy, folder = _strategy(accelerator), Path(output_dir)
+    strategy, folder = accelerator._runtime.strategy, Path(output_dir)
     if saves_shards(fsdp_plugin):
         state = strategy.model_shards(model).state()
         chosen = chosen_names(model, [key[1] for key in state], adapter_only)
@@ -117,19 +116,25 @@ def load_fsdp_model(
         ConfigurationError: the folder holds no such weights.
         CheckpointError: they are damaged, or fit another model; on all ranks. Nothing was changed.
     """
-    strategy = _strategy(accelerator)
+    strategy = accelerator._runtime.strategy
     owner = strategy.model_shards(model)
     own = {str(key[1]) for key in owner.state()}
     names = chosen_names(model, list(own), adapter_only)
     options = Load(Path(input_dir), model={"strict": not adapter_only})
     path = _find(fsdp_plugin, Path(input_dir), MODEL, model_index)
     if path.is_dir():
-        index = run_on_all_ranks(lambda: _renamed(shard_index.read(path, MODEL), names))
-        _load_shards(index, owner, options)
-        stored = {str(key[1]) for key in index.paths}
+        index = run_on_all_ranks(lambda: shard_index.read(path, MODEL))
+        paths = {(MODEL, names.get(key[1], key[1])): file for key, file in index.paths.items()}
+        _load_shards(replace(index, paths=paths), owner, options)
+        stored = {str(name) for _, name in paths}
     else:
         state = run_on_all_ranks(lambda: _read_whole(path, names))
-        apply_all([run_on_all_ranks(lambda: _whole_change(strategy, model, state, path, options))], _agree)
+
+        def fill_module(module: nn.Module, weights: Mapping[str, Any]) -> None:
+            fill(module, weights, path, options.model)
+
+        load = partial(strategy.load_weights, model, state, fill_module)
+        _apply(lambda: weights_change(load, model, strategy.live_weights(model), state, path, options))
         stored = set(state)
     wanted = set(names.values())
     return torch_private.IncompatibleKeys(sorted(wanted - stored), sorted(stored - own))
@@ -160,7 +165,7 @@ def save_fsdp_optimizer(
     Raises:
         CheckpointError: something could not be written; on all ranks. What was there before is unchanged.
     """
-    strategy, folder = _strategy(accelerator), Path(output_dir)
+    strategy, folder = accelerator._runtime.strategy, Path(output_dir)
     if saves_shards(fsdp_plugin):
         state = strategy.optimizer_shards(optimizer, [model]).state()
         _write_shards(folder / folder_of(OPTIMIZER, optimizer_index), state)
@@ -197,7 +202,7 @@ def load_fsdp_optimizer(
         ConfigurationError: the folder holds no such state.
         CheckpointError: it is damaged, or that of another optimizer; on all ranks. Nothing was changed.
     """
-    strategy, folder = _strategy(accelerator), Path(input_dir)
+    strategy, folder = accelerator._runtime.strategy, Path(input_dir)
     path = _find(fsdp_plugin, folder, OPTIMIZER, optimizer_index)
     if path.is_dir():
         owner = strategy.optimizer_shards(optimizer, [model])
@@ -206,28 +211,15 @@ def load_fsdp_optimizer(
     (whole,) = strategy.optimizer_owners([optimizer], gather=False)
     names = strategy.parameter_names(optimizer, [model])
     part = StatePart(path.name, ByOrder(whole, lambda: names), is_optimizer=True)
-    apply_all([run_on_all_ranks(lambda: part.read(Load(path.parent)))], _agree)
-
-
-FILES = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
-"""Names of the files with whole states, without number and suffix."""
-
-
-def _strategy(accelerator: Any) -> Strategy:
-    strategy: Strategy = accelerator._runtime.strategy
-    return strategy
-
-
-def _renamed(index: ShardIndex, names: Mapping[str, str]) -> ShardIndex:
-    paths = {(MODEL, names.get(key[1], key[1])): stored for key, stored in index.paths.items()}
-    return replace(index, paths=paths)
+    _apply(lambda: part.read(Load(path.parent)))
 
 
 def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:
     """Return the folder of shards or the file; the form that the plugin says, where there are both."""
     if (folder / shard_index.NAME).is_file():
         return folder
-    shards, whole = folder_of(kind, index), number(FILES[kind], index, ".bin")
+    name = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}[kind]
+    shards, whole = folder_of(kind, index), number(name, index, ".bin")
     markers = {f"{shards}/{shard_index.NAME}": shards, whole: whole}
     paths = [folder / path for marker, path in markers.items() if (folder / marker).is_file()]
     if not paths:
@@ -279,10 +271,23 @@ def _write_shards(target: Path, state: shard_files.State) -> None:
 
 
 def _load_shards(index: ShardIndex, owner: ShardOwner, options: Load) -> None:
-    change = run_on_all_ranks(
-        lambda: owner.plan(shard_files.read(index, owner.targets(index, options), options.reading), options)
-    )
-    apply_all([change], _agree)
+    def plan() -> Change:
+        return owner.plan(shard_files.read(index, owner.targets(index, options), options.reading), options)
+
+    _apply(plan)
+
+
+def _apply(plan: Callable[[], Change]) -> None:
+    """Plan a change and apply it, unless a rank fails; called on all ranks."""
+
+    def agree(failure: str) -> None:
+        def fail() -> None:
+            if failure:
+                raise CheckpointError(failure)
+
+        run_on_all_ranks(fail)
+
+    apply_all([run_on_all_ranks(plan)], agree)
 
 
 def _read_whole(path: Path, names: Mapping[str, str]) -> dict[str, Any]:
@@ -290,24 +295,6 @@ def _read_whole(path: Path, names: Mapping[str, str]) -> dict[str, Any]:
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path} holds a {type(state).__name__} instead of weights by name.")
     return {names.get(name, name): value for name, value in state.items()}
-
-
-def _whole_change(
-    strategy: Strategy, model: nn.Module, state: Mapping[str, Any], path: Path, options: Load
-) -> Change:
-    def fill_module(module: nn.Module, weights: Mapping[str, Any]) -> None:
-        fill(module, weights, path, options.model)
-
-    apply = partial(strategy.load_weights, model, state, fill_module)
-    return weights_change(apply, model, strategy.live_weights(model), state, path, options)
-
-
-def _agree(failure: str) -> None:
-    def fail() -> None:
-        if failure:
-            raise CheckpointError(failure)
-
-    run_on_all_ranks(fail)
 
 
 def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> Any:
