@@ -20,15 +20,15 @@ from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_sequence_axis
-from accelerate.strategies.bundle import (
+from accelerate.strategies.fsdp import names_by_group
+from accelerate.strategies.session import (
     Bundle,
+    Context,
     Kind,
     find_unrelated_optimizers,
     find_unstepped_models,
     placeholder_kind,
 )
-from accelerate.strategies.fsdp import names_by_group
-from accelerate.strategies.session import Context
 from accelerate.unwrapping import extract_model_from_parallel
 
 logger = get_logger(__name__)

@@ -21,8 +21,7 @@ from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
-from accelerate.strategies.bundle import as_list
-from accelerate.strategies.session import Context
+from accelerate.strategies.session import Context, as_list
 from accelerate.weights import addressable, find_tied_parameters, retie_parameters
 
 

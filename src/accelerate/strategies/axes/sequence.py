@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accelerate.base import PreparationError
 from accelerate.nested import send_to_device
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies.bundle import mark_prepared
+from accelerate.strategies.session import mark_prepared
 
 
 class Axis:

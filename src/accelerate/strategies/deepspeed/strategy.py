@@ -19,7 +19,6 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
-from accelerate.strategies.bundle import Bundle, Kind, as_list
 from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.configuration import (
     MICRO,
@@ -38,7 +37,7 @@ from accelerate.strategies.deepspeed.engine import (
     gathered_parameters,
     whole_state,
 )
-from accelerate.strategies.session import Context
+from accelerate.strategies.session import Bundle, Context, Kind, as_list
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:

@@ -16,9 +16,8 @@ from torch.distributed.tensor import DTensor
 from accelerate.base import ConfigurationError, DistributedType, wrong_value
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
-from accelerate.strategies.bundle import as_list
 from accelerate.strategies.fsdp.parameters import ParameterRemapper
-from accelerate.strategies.session import Context
+from accelerate.strategies.session import Context, as_list
 
 IN_SHARDS = ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
 

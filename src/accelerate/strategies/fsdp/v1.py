@@ -27,7 +27,6 @@ from accelerate.checkpointing import ShardOwner
 from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import Fill
-from accelerate.strategies.bundle import parameter_ids
 from accelerate.strategies.fsdp.base import Groups, Sharded
 from accelerate.strategies.fsdp.flat_states import (
     FlatModuleShards,
@@ -41,7 +40,7 @@ from accelerate.strategies.fsdp.flat_states import (
 from accelerate.strategies.fsdp.loading import ensure_weights_retied, send_from_main
 from accelerate.strategies.fsdp.parameters import clean_name, get_parameters_from_modules, named_parameters
 from accelerate.strategies.fsdp.sharding import Holding, holdings, plan_units, recompute
-from accelerate.strategies.session import Context
+from accelerate.strategies.session import Context, parameter_ids
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
 

@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accelerate.strategies.axes import share_layers
 from accelerate.strategies.base import Fill
-from accelerate.strategies.bundle import Bundle, Kind
 from accelerate.strategies.ddp import exchanging
 from accelerate.strategies.fsdp.base import GatheredOptimizer, Sharded
 from accelerate.strategies.fsdp.parameters import named_parameters
 from accelerate.strategies.fsdp.sharding import split_by_dtype
+from accelerate.strategies.session import Bundle, Kind
 
 
 class DistributedTensors(Sharded):

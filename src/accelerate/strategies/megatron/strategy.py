@@ -27,7 +27,6 @@ from accelerate.plugins import (
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy
-from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
 from accelerate.strategies.megatron import initialize as starting, library
 from accelerate.strategies.megatron.data import (
     MegatronLMDummyDataLoader,
@@ -43,7 +42,7 @@ from accelerate.strategies.megatron.engine import (
     MegatronLMSchedulerWrapper,
     MegatronPart,
 )
-from accelerate.strategies.session import Context
+from accelerate.strategies.session import Bundle, Context, Kind, mark_prepared
 
 logger = get_logger(__name__)
 
