@@ -44,33 +44,22 @@ class Strategy:
     All ranks build the same strategy and call its methods in the same order: `check` and `prepare` for each
     `prepare` call, then `no_sync`, `backward` and `clip_grad_norm` in each step, `unwrap` to get a model
     back, `release` once.
-
-    Attributes:
-        distributed_type: the label users see; `None` leaves the one of the hardware.
-        saves_shards: whether each process saves its own part of models and optimizers.
-        holds_whole_models: whether each process holds all parameters of a prepared model.
-        replicas: number of processes whose gradients the backward pass averages.
-        holds_gradients: whether gradients are in the parameters between backward passes, where they may be
-            changed.
-        gathers_shards: whether weights are shards that are gathered for each forward, maybe in another dtype.
-        make_scaler: builds the gradient scaler of float16; `None` takes the one of the hardware.
-        engine_wrapped: the engine that holds model and optimizer; None without one.
-        backward: computes gradients of a loss already divided by the accumulation steps; on all ranks.
     """
 
-    distributed_type: ClassVar[DistributedType | None] = None
-    saves_shards: bool = False
-    holds_whole_models: bool = True
-    replicas: int = 1
-    holds_gradients: bool = True
-    gathers_shards: bool = False
-    make_scaler: Callable[..., torch.amp.GradScaler] | None = None
+    distributed_type: ClassVar[DistributedType | None] = None  # the label users see; None: the hardware's
+    saves_shards: bool = False  # whether each process saves its own part of models and optimizers
+    holds_whole_models: bool = True  # whether each process holds all parameters of a prepared model
+    replicas: int = 1  # number of processes whose gradients the backward pass averages
+    holds_gradients: bool = True  # whether gradients are in parameters between steps, and may be changed
+    gathers_shards: bool = False  # whether shards are gathered for each forward, maybe in another dtype
+    make_scaler: Callable[..., torch.amp.GradScaler] | None = None  # for float16; None: the hardware's
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.session = context.session
         self.sequences = resolve_sequence_axis(context.request.parallelism, context.mesh)
         self.precision = self.choose_precision()
+        # computes gradients of a loss already divided by the accumulation steps; called on all ranks
         self.backward: Callable[..., None] = self.precision.backward
 
     def choose_precision(self) -> Precision:
@@ -96,6 +85,7 @@ class Strategy:
 
     @property
     def engine_wrapped(self) -> Any:
+        """The engine that holds model and optimizer; None without one."""
         return None
 
     @property
@@ -222,12 +212,9 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
-        """Return what saves and loads a model together with its optimizer and scheduler; None where each is
-        saved by itself.
+        """Return what saves (to a folder) and loads a model with its optimizer and scheduler.
 
-        Args:
-            index: number of the model among those of which this is true.
-            folder: the checkpoint, where it is to be saved.
+        None where each is saved by itself; `index` counts the models where it is not None.
         """
         return None
 

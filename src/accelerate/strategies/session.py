@@ -165,22 +165,15 @@ class RunRequest:
 
     The plugins in it are the user's own objects: clients change their fields after construction, and a change
     counts from the next `prepare` on.
-
-    Args:
-        mixed_precision: name of the number format, `None` to take the one that is already set, or "no".
-        cpu: whether the run stays on the CPU although the machine has something faster.
-        rng_types: generators that are synchronised at the start of each epoch; `None` for the default.
-        deepspeed: how DeepSpeed trains: a plugin, or several by name; `None` trains without it.
-        fp8_library: which library computes in FP8; `None` leaves it open.
-        handlers: all handlers the user gave, also those of other number formats.
-        notes: what the user should know about how the request came about, one line each.
     """
 
-    mixed_precision: PrecisionType | PrecisionName | None = None
-    cpu: bool = False
+    mixed_precision: PrecisionType | PrecisionName | None = (
+        None  # None takes the one that is already set, or "no"
+    )
+    cpu: bool = False  # also where the machine has something faster
     device_placement: bool = True
     step_scheduler_with_optimizer: StepPolicy = True
-    rng_types: Sequence[RNGName | RNGType] | None = None
+    rng_types: Sequence[RNGName | RNGType] | None = None  # synchronised for each epoch; None for the default
     dataloader_config: DataLoaderConfiguration = field(default_factory=DataLoaderConfiguration)
     accumulation: GradientAccumulationPlugin = field(default_factory=GradientAccumulationPlugin)
     project: plugins.ProjectConfiguration = field(default_factory=plugins.ProjectConfiguration)
@@ -194,9 +187,9 @@ class RunRequest:
     deepspeed: plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None = None
     megatron: plugins.MegatronLMPlugin | None = None
     parallelism: ParallelismConfig | None = None
-    fp8_library: str | None = None
-    handlers: tuple[plugins.KwargsHandler, ...] = ()
-    notes: tuple[str, ...] = ()
+    fp8_library: str | None = None  # None leaves it open
+    handlers: tuple[plugins.KwargsHandler, ...] = ()  # also those of other number formats
+    notes: tuple[str, ...] = ()  # what the user should know about how the request came about, one line each
 
 
 @dataclass(eq=False)
@@ -216,7 +209,7 @@ class Prepared:
 
 
 class ReplacedParameters(WeakIdKeyDictionary):
-    """Maps an old parameter, while it is in use, to the one that has taken its place: found by identity.
+    """Maps an old parameter, while it is in use, to the one that has taken its place, by identity.
 
     A copy or a pickle holds the same pairs; an old parameter stays in it where something else that is pickled
     with it, such as an optimizer, holds that too.
@@ -230,20 +223,16 @@ class ReplacedParameters(WeakIdKeyDictionary):
 class PrepareSession:
     """What the `prepare` calls of one run share, and what is known only while one of them runs.
 
-    Attributes:
-        preparer: the `Accelerator`. Strategies call its `prepare_model`, `prepare_optimizer`,
-            `prepare_scheduler` and `prepare_data_loader`, so a client that replaces one of them takes effect.
-        functions: returns the module `accelerate.accelerator`, whose functions clients may replace.
-        replaced: old parameter -> the one that has taken its place, for as long as the old one is in use.
-        waiting: during a call, the optimizers that follow when parameters of models are replaced.
+    Strategies call `prepare_model`, `prepare_optimizer`, `prepare_scheduler` and `prepare_data_loader` of the
+    `Accelerator`, and functions of the module `accelerate.accelerator`, so those that clients replace count.
     """
 
     def __init__(self, preparer: Any, functions: Callable[[], Any]) -> None:
         self.preparer = preparer
-        self.functions = functions
+        self.functions = functions  # returns the module
         self.prepared = Prepared()
         self.replaced = ReplacedParameters()
-        self.waiting: Sequence[Any] = ()
+        self.waiting: Sequence[Any] = ()  # during a call, optimizers that follow replaced parameters
 
     @contextmanager
     def following(self, optimizers: Iterable[Any]) -> Iterator[None]:

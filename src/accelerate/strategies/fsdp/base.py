@@ -19,8 +19,6 @@ from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
 from accelerate.strategies.fsdp.parameters import ParameterRemapper
 from accelerate.strategies.session import Context, as_list
 
-IN_SHARDS = ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
-
 Groups = tuple[dist.ProcessGroup, ...]
 """The groups of ranks over which a parameter is sharded; none for a replicated one."""
 
@@ -130,28 +128,25 @@ class GatheredOptimizer:
 
 def saves_shards(plugin: Any) -> bool:
     """Whether states are saved in shards, as a plugin says."""
-    return plugin.state_dict_type.name in IN_SHARDS
-
-
-def align_placements(parameters: Parameters) -> None:
-    """Give gradients the placements of their parameters, in place; called on all ranks.
-
-    The backward pass leaves some replicated, or as partial sums.
-    """
-    for parameter in parameters:
-        gradient = parameter.grad
-        if (
-            isinstance(parameter, DTensor)
-            and isinstance(gradient, DTensor)
-            and gradient.placements != parameter.placements
-        ):
-            parameter.grad = gradient.redistribute(placements=parameter.placements)
+    return plugin.state_dict_type.name in ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
 
 
 def local_parts(parameters: Parameters) -> list[Tensor]:
-    """Return the local shards of the gradients that exist; writing to them changes the gradients."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return [grad.to_local() if isinstance(grad, DTensor) else grad for grad in gradients]
+    """Return the local shards of the gradients that exist; writing to them changes the gradients.
+
+    The backward pass leaves some gradients replicated, or as partial sums: these get the placements of their
+    parameters first, in place, so all ranks call this.
+    """
+    parts = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
+            if gradient.placements != parameter.placements:
+                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
+            gradient = gradient.to_local()
+        if gradient is not None:
+            parts.append(gradient)
+    return parts
 
 
 def groups_of(parameter: Tensor) -> Groups:
@@ -170,20 +165,13 @@ def gradient_norm(
     device: torch.device,
     find_groups: Callable[[Tensor], Groups] = groups_of,
 ) -> Tensor:
-    """Return the norm of all gradients together, as if each were whole; called on all ranks.
+    """Return the p-norm of all gradients together, as if each were whole: a 0-d float32 tensor.
 
-    One collective for each set of groups, however many gradients there are.
-
-    Args:
-        parameters: the same on all ranks, in the same order; gradients may be missing.
-        norm_type: the p of the p-norm, above 0.
-
-    Returns:
-        A 0-d float32 tensor, the same on all ranks.
+    Called on all ranks, with the same parameters in the same order; gradients may be missing. There is one
+    collective for each set of groups, however many gradients there are.
     """
     if norm_type <= 0:
         raise wrong_value("norm_type", norm_type, "it is no p of a p-norm", "Give a number above 0, or inf")
-    align_placements(parameters)
     # A rank without gradients must call the same collectives as the others: parameters decide which.
     by_groups: dict[tuple[str, ...], tuple[Groups, list[Tensor]]] = {}
     for parameter in parameters:
@@ -219,7 +207,5 @@ def scale_down(parameters: Parameters, norm: Tensor, max_norm: float) -> None:
 @torch.no_grad()
 def clip_values(parameters: Tensor | Parameters, clip_value: float) -> None:
     """Cut each gradient element to the range from `-clip_value` to `clip_value`, in place."""
-    parameters = as_list(parameters)
-    align_placements(parameters)
-    for part in local_parts(parameters):
+    for part in local_parts(as_list(parameters)):
         part.clamp_(-clip_value, clip_value)

@@ -60,11 +60,9 @@ Names = Sequence[Sequence[str]]
 
 @contextmanager
 def whole_states(root: FSDP, offload: bool, first_only: bool = False) -> Iterator[None]:
-    """Let the states of a model, and of optimizers that step it, be whole inside the block.
+    """Let the states of a model and of its optimizers be whole inside the block, maybe on rank 0 only.
 
-    Args:
-        offload: whether they come to the CPU; on a CPU torch crashes when there is nothing to offload.
-        first_only: whether only rank 0 of all machines gets them.
+    They may come to the CPU; on a CPU torch crashes when there is nothing to offload.
     """
     options = {"offload_to_cpu": offload, "rank0_only": first_only}
     with warnings.catch_warnings():
@@ -135,25 +133,16 @@ def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, k
 
 @dataclass(frozen=True)
 class LocalRange:
-    """The elements of one parameter that are on this rank.
+    """The elements of one parameter that are on this rank."""
 
-    Attributes:
-        names: all names of the parameter, without wrappers; the usual one first.
-        start: number of its first element on this rank.
-        stepped: what an optimizer steps: the parameter itself, or the flat one that it is a part of.
-        total: elements of `stepped` on this rank.
-        at: where those of the parameter begin in them.
-        copies: number of processes that have the same elements, and the number of this one among them.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # all names of the parameter, without wrappers; the usual one first
     shape: Shape
-    start: int
+    start: int  # number of its first element on this rank
     values: Tensor
-    stepped: Tensor
-    total: int
-    at: int
-    copies: tuple[int, int]
+    stepped: Tensor  # what an optimizer steps: the parameter itself, or the flat one that it is a part of
+    total: int  # elements of `stepped` on this rank
+    at: int  # where those of the parameter begin in them
+    copies: tuple[int, int]  # number of processes with the same elements, and of this one among them
 
     def to_shards(self, values: Tensor, turn: int) -> LocalShards:
         """Return elements as local shards of the parameter; processes with the same elements save them by
@@ -171,34 +160,24 @@ class LocalRange:
         return flat.view(-1).narrow(0, self.at, self.values.numel())
 
 
-def local_ranges(root: nn.Module) -> list[LocalRange]:
-    """Return the local range of all parameters in units, also of those without an element here."""
-    ranges: list[LocalRange] = []
+def local_ranges(root: nn.Module) -> Iterator[LocalRange]:
+    """Iterate over the local ranges of all parameters in units, also of those without an element here."""
     for prefix, unit in torch_private.flat_units(root):
         unit.reshard()
-        ranges += _ranges_of(unit, prefix)
-    return ranges
-
-
-def _ranges_of(unit: torch_private.FlatUnit, prefix: str) -> Iterator[LocalRange]:
-    shard, own = unit.shard, unit.originals
-    for index, (names, shape) in enumerate(zip(_names_in(unit, prefix), unit.shapes, strict=True)):
-        if not unit.are_contiguous[index]:
+        shard, own, all_names = unit.shard, unit.originals, _names_in(unit, prefix)
+        strided = [
+            names[0] for names, is_dense in zip(all_names, unit.are_contiguous, strict=True) if not is_dense
+        ]
+        if strided:
             raise ConfigurationError(
-                f"{names[0]} is not contiguous in memory (channels_last?), and FSDP 1 cannot save it in "
+                f"{strided[0]} is not contiguous in memory (channels_last?), and FSDP 1 cannot save it in "
                 "shards. Save whole states: FSDP_STATE_DICT_TYPE=FULL_STATE_DICT; or set fsdp_version=2."
             )
-        start, at, size = unit.local_range(index)
-        yield LocalRange(
-            names,
-            tuple(shape),
-            start,
-            shard.narrow(0, at, size),
-            unit.flat if own is None else own[index],
-            shard.numel() if own is None else size,
-            at if own is None else 0,
-            unit.replicas,
-        )
+        for index, names in enumerate(all_names):
+            start, at, size = unit.local_range(index)
+            values, shape = shard.narrow(0, at, size), tuple(unit.shapes[index])
+            stepped, total, at = (unit.flat, shard.numel(), at) if own is None else (own[index], size, 0)
+            yield LocalRange(names, shape, start, values, stepped, total, at, unit.replicas)
 
 
 def _names_in(unit: torch_private.FlatUnit, prefix: str) -> list[tuple[str, ...]]:

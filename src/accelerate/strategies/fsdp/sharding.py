@@ -17,8 +17,13 @@ from accelerate.base import PreparationError, listed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
-from accelerate.strategies.fsdp.loading import MainWeights, fsdp2_load_full_state_dict
-from accelerate.strategies.fsdp.parameters import check_ignored, get_parameters_from_modules, named_parameters
+from accelerate.strategies.fsdp.parameters import (
+    MainWeights,
+    check_ignored,
+    fsdp2_load_full_state_dict,
+    get_parameters_from_modules,
+    named_parameters,
+)
 
 # torch.distributed.fsdp takes a second to import, and names of this file are public: so inside functions.
 if TYPE_CHECKING:

@@ -14,7 +14,6 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -37,23 +36,17 @@ from accelerate.strategies.fsdp.flat_states import (
     whole_shapes,
     whole_states,
 )
-from accelerate.strategies.fsdp.loading import ensure_weights_retied, send_from_main
-from accelerate.strategies.fsdp.parameters import clean_name, get_parameters_from_modules, named_parameters
+from accelerate.strategies.fsdp.parameters import (
+    clean_name,
+    ensure_weights_retied,
+    get_parameters_from_modules,
+    named_parameters,
+    send_from_main,
+)
 from accelerate.strategies.fsdp.sharding import Holding, holdings, plan_units, recompute
 from accelerate.strategies.session import Context, parameter_ids
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
-
-PASSED_ON = (
-    "sharding_strategy",
-    "backward_prefetch",
-    "param_init_fn",
-    "sync_module_states",
-    "forward_prefetch",
-    "limit_all_gathers",
-    "use_orig_params",
-)
-"""Fields of the plugin that torch takes under the same name."""
 
 
 class FullySharded(Sharded):
@@ -78,8 +71,10 @@ class FullySharded(Sharded):
         for held in holdings(model, units, ignored):
             self._check_unit(model, held)
         sharded = self.follow(model, partial(self._shard, model, units, exact), joined_parameters)
-        for parameter, group in sharded_parameters(sharded):
-            self._groups[parameter] = (group,)
+        for _, unit in torch_private.flat_units(sharded):
+            if unit.group is not None and unit.is_sharded:
+                stepped = [unit.flat] if unit.originals is None else unit.originals
+                self._groups.update(dict.fromkeys(stepped, (unit.group,)))
         self._roots.add(sharded)  # type: ignore[arg-type]
         if plugin.activation_checkpointing:
             recompute(sharded, chosen)
@@ -105,14 +100,20 @@ class FullySharded(Sharded):
         plugin, device = self.plugin, self.context.device
         on_host = of_device(device).is_host
         chosen: dict[int, Any] = dict.fromkeys(map(id, units), True)
-        for module in exact:
-            chosen[id(module)] = {"mixed_precision": _in_float32(plugin.mixed_precision_policy)}
-        arguments = {name: getattr(plugin, name) for name in PASSED_ON}
-        if on_host and arguments.pop("sync_module_states"):
+        for module in exact:  # among units that compute by another policy
+            in_float32 = {
+                "param_dtype": torch.float32,
+                "buffer_dtype": torch.float32,
+                "cast_forward_inputs": True,
+            }
+            policy = dataclasses.replace(plugin.mixed_precision_policy, **in_float32)
+            chosen[id(module)] = {"mixed_precision": policy}
+        initialize, sends = plugin.param_init_fn, plugin.sync_module_states
+        if on_host and sends:
             send_from_main(model, device)  # torch itself sends between accelerators only
-        elif plugin.sync_module_states and any(p.is_meta for p in model.parameters()):
-            initialize = plugin.param_init_fn or (lambda m: m.to_empty(device=device, recurse=False))
-            arguments["param_init_fn"] = ensure_weights_retied(initialize, model, device)
+        elif sends and any(p.is_meta for p in model.parameters()):
+            initialize = initialize or (lambda m: m.to_empty(device=device, recurse=False))
+            initialize = ensure_weights_retied(initialize, model, device)
         ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
         return FSDP(
             model,
@@ -122,7 +123,13 @@ class FullySharded(Sharded):
             ignored_states=list(ignored) or None,
             device_id=device if device.index is not None else torch.device(device.type),
             device_mesh=self._mesh(plugin.sharding_strategy),
-            **arguments,
+            sharding_strategy=plugin.sharding_strategy,
+            backward_prefetch=plugin.backward_prefetch,
+            param_init_fn=initialize,
+            sync_module_states=sends and not on_host,
+            forward_prefetch=plugin.forward_prefetch,
+            limit_all_gathers=plugin.limit_all_gathers,
+            use_orig_params=plugin.use_orig_params,
         )
 
     def _mesh(self, strategy: ShardingStrategy) -> DeviceMesh | None:
@@ -230,14 +237,6 @@ def root_of(model: nn.Module) -> FSDP | None:
     return inner if isinstance(inner, FSDP) else None
 
 
-def sharded_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, ProcessGroup]]:
-    """Iterate over the sharded parameters of a model, with the ranks that have their shards."""
-    for _, unit in torch_private.flat_units(model):
-        if unit.group is not None and unit.is_sharded:
-            for parameter in (unit.flat,) if unit.originals is None else unit.originals:
-                yield parameter, unit.group
-
-
 def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
     """Return the parameters of a sharded model under the clean names they had before.
 
@@ -264,12 +263,6 @@ def _names_of(optimizer: Any, root: FSDP) -> Names:
     return [
         [name for p in group["params"] for name in names[id(p)][:count]] for group in optimizer.param_groups
     ]
-
-
-def _in_float32(policy: Any) -> Any:
-    """Return the policy of a unit that computes in float32 among others that compute by another one."""
-    exact = {"param_dtype": torch.float32, "buffer_dtype": torch.float32, "cast_forward_inputs": True}
-    return dataclasses.replace(policy, **exact)
 
 
 def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from accelerate.strategies.axes import share_layers
 from accelerate.strategies.base import Fill
 from accelerate.strategies.ddp import exchanging
 from accelerate.strategies.fsdp.base import GatheredOptimizer, Sharded
-from accelerate.strategies.fsdp.parameters import named_parameters
+from accelerate.strategies.fsdp.parameters import distribute_like, named_parameters
 from accelerate.strategies.fsdp.sharding import split_by_dtype
 from accelerate.strategies.session import Bundle, Kind
 
@@ -160,14 +160,6 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
         for index, values in state["state"].items()
     }
     return {**state, "state": whole if keep else {}}
-
-
-def distribute_like(value: Any, like: Tensor) -> Any:
-    """Return the shard of a whole tensor that is distributed like another of its shape; anything else as it
-    is."""
-    if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
-        return value
-    return distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def units_of(model: nn.Module) -> list[FSDPModule]:
