@@ -82,16 +82,15 @@ def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
     pieces = PARTS * size
     for buffer, dim in zip(buffers, dims, strict=True):
         if not -buffer.ndim <= dim < buffer.ndim:
-            raise wrong_value(
-                "buffer_seq_dims", dim, f"a buffer has shape {list(buffer.shape)}", "Name one of its dims"
-            )
+            reason = f"a buffer has shape {list(buffer.shape)}"
+            raise wrong_value("buffer_seq_dims", dim, reason, "Name one of its dims")
         if buffer.shape[dim] % pieces:
+            reason = (
+                f"a sequence of {buffer.shape[dim]} is not cut evenly in {pieces} pieces, {PARTS} for each"
+            )
+            reason += f" of the {size} processes that share it"
             raise wrong_value(
-                "buffers",
-                list(buffer.shape),
-                f"a sequence of {buffer.shape[dim]} is not cut evenly in {pieces} pieces, {PARTS} for each "
-                f"of the {size} processes that share it",
-                f"Pad sequences to a multiple of {pieces}",
+                "buffers", list(buffer.shape), reason, f"Pad sequences to a multiple of {pieces}"
             )
 
 

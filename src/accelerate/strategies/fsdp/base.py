@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -113,17 +114,17 @@ class Sharded(Strategy, ABC):
         clip_values(parameters, clip_value)
 
 
+@dataclass(eq=False)
 class GatheredOptimizer:
     """Saves and loads an optimizer as one process would: with whole tensors, by the order of parameters."""
 
-    def __init__(self, optimizer: Any, state: Mapping[str, Any] | None = None) -> None:
-        self.optimizer = optimizer
-        self._state = state
+    optimizer: Any
+    state: Mapping[str, Any] | None  # gathered; None where nothing is saved
 
     def state_dict(self) -> Mapping[str, Any]:
         """Return the state that was gathered."""
-        assert self._state is not None
-        return self._state
+        assert self.state is not None
+        return self.state
 
 
 def saves_shards(plugin: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate import torch_private
+from accelerate import checkpointing, torch_private
 from accelerate.base import (
     FSDP_MODEL_NAME,
     OPTIMIZER_NAME,
@@ -23,26 +23,7 @@ from accelerate.base import (
     sync_file,
     wrong_value,
 )
-from accelerate.checkpointing import (
-    MODEL,
-    OPTIMIZER,
-    ByOrder,
-    Change,
-    Load,
-    ShardIndex,
-    ShardOwner,
-    StagingFolder,
-    StatePart,
-    apply_all,
-    by_name,
-    fill,
-    folder_of,
-    number,
-    plan_staging_folder,
-    shard_files,
-    shard_index,
-    weights_change,
-)
+from accelerate.checkpointing import MODEL, OPTIMIZER, Change, Load, shard_files, shard_index, weights_change
 from accelerate.ops import current_transport, run_on_all_ranks, run_on_rank_0
 from accelerate.plugins import version_of
 from accelerate.strategies.fsdp.base import saves_shards
@@ -81,11 +62,11 @@ def save_fsdp_model(
         state = strategy.model_shards(model).state()
         chosen = chosen_names(model, [key[1] for key in state], adapter_only)
         content = {(MODEL, name): state[MODEL, own] for name, own in chosen.items()}
-        _write_shards(folder / folder_of(MODEL, model_index), content)
+        _write_shards(folder / checkpointing.folder_of(MODEL, model_index), content)
         return
     whole = strategy.state_dict(model, unwrap=True)
     chosen = chosen_names(model, list(whole), adapter_only)
-    path = folder / number(FSDP_MODEL_NAME, model_index, ".bin")
+    path = folder / checkpointing.number(FSDP_MODEL_NAME, model_index, ".bin")
     _write_whole(path, {name: whole[own] for name, own in chosen.items()})
 
 
@@ -131,7 +112,7 @@ def load_fsdp_model(
         state = run_on_all_ranks(lambda: _read_whole(path, names))
 
         def fill_module(module: nn.Module, weights: Mapping[str, Any]) -> None:
-            fill(module, weights, path, options.model)
+            checkpointing.fill(module, weights, path, options.model)
 
         load = partial(strategy.load_weights, model, state, fill_module)
         _apply(lambda: weights_change(load, model, strategy.live_weights(model), state, path, options))
@@ -168,12 +149,12 @@ def save_fsdp_optimizer(
     strategy, folder = accelerator._runtime.strategy, Path(output_dir)
     if saves_shards(fsdp_plugin):
         state = strategy.optimizer_shards(optimizer, [model]).state()
-        _write_shards(folder / folder_of(OPTIMIZER, optimizer_index), state)
+        _write_shards(folder / checkpointing.folder_of(OPTIMIZER, optimizer_index), state)
         return
     (owner,) = strategy.optimizer_owners([optimizer], gather=True)
     names = strategy.parameter_names(optimizer, [model])
-    content = by_name(owner.state_dict(), names)
-    _write_whole(folder / number(OPTIMIZER_NAME, optimizer_index, ".bin"), content)
+    content = checkpointing.by_name(owner.state_dict(), names)
+    _write_whole(folder / checkpointing.number(OPTIMIZER_NAME, optimizer_index, ".bin"), content)
 
 
 def load_fsdp_optimizer(
@@ -210,7 +191,7 @@ def load_fsdp_optimizer(
         return
     (whole,) = strategy.optimizer_owners([optimizer], gather=False)
     names = strategy.parameter_names(optimizer, [model])
-    part = StatePart(path.name, ByOrder(whole, lambda: names), is_optimizer=True)
+    part = checkpointing.StatePart(path.name, checkpointing.ByOrder(whole, lambda: names), is_optimizer=True)
     _apply(lambda: part.read(Load(path.parent)))
 
 
@@ -219,7 +200,7 @@ def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:
     if (folder / shard_index.NAME).is_file():
         return folder
     name = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}[kind]
-    shards, whole = folder_of(kind, index), number(name, index, ".bin")
+    shards, whole = checkpointing.folder_of(kind, index), checkpointing.number(name, index, ".bin")
     markers = {f"{shards}/{shard_index.NAME}": shards, whole: whole}
     paths = [folder / path for marker, path in markers.items() if (folder / marker).is_file()]
     if not paths:
@@ -243,8 +224,8 @@ def _write_shards(target: Path, state: shard_files.State) -> None:
     """Write a folder of shards under a hidden name, and rename it when all ranks have written theirs."""
     transport = current_transport()
     payload = shard_files.payload(target.name, transport.rank, state)
-    own = run_on_rank_0(partial(plan_staging_folder, target))
-    staging: StagingFolder = transport.broadcast_object(own, 0)
+    own = run_on_rank_0(partial(checkpointing.plan_staging_folder, target))
+    staging: checkpointing.StagingFolder = transport.broadcast_object(own, 0)
 
     def write() -> Any:
         path = staging.folder / Path(payload.name).name
@@ -270,7 +251,7 @@ def _write_shards(target: Path, state: shard_files.State) -> None:
             own.discard()
 
 
-def _load_shards(index: ShardIndex, owner: ShardOwner, options: Load) -> None:
+def _load_shards(index: checkpointing.ShardIndex, owner: checkpointing.ShardOwner, options: Load) -> None:
     def plan() -> Change:
         return owner.plan(shard_files.read(index, owner.targets(index, options), options.reading), options)
 
@@ -287,7 +268,7 @@ def _apply(plan: Callable[[], Change]) -> None:
 
         run_on_all_ranks(fail)
 
-    apply_all([run_on_all_ranks(plan)], agree)
+    checkpointing.apply_all([run_on_all_ranks(plan)], agree)
 
 
 def _read_whole(path: Path, names: Mapping[str, str]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +24,9 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from accelerate import torch_private
+from accelerate import checkpointing, torch_private
 from accelerate.base import ConfigurationError
-from accelerate.checkpointing import (
-    GROUPS,
-    MODEL,
-    OPTIMIZER,
-    STATE,
-    Change,
-    KeyPath,
-    Load,
-    LocalShards,
-    ModuleShards,
-    Shape,
-    ShardIndex,
-    Stage,
-    Value,
-    check_shapes,
-    group_paths,
-    loaded_groups,
-    memory_for,
-    optimizer_change,
-    refuse_other_optimizer,
-    rejoin,
-    shards_of_range,
-    whole,
-)
+from accelerate.checkpointing import GROUPS, MODEL, OPTIMIZER, STATE, Change, KeyPath, Load, LocalShards
 from accelerate.strategies.fsdp.base import GatheredOptimizer
 from accelerate.strategies.fsdp.parameters import clean_name
 from accelerate.weights import is_extra
@@ -80,34 +57,31 @@ def whole_states(root: FSDP, offload: bool, first_only: bool = False) -> Iterato
             yield
 
 
+@dataclass(eq=False)
 class WholeFlatOptimizer(GatheredOptimizer):
     """Saves and loads an optimizer that steps the flat parameters of one model."""
 
-    needs_all_ranks = True
-
-    def __init__(
-        self, optimizer: Any, root: FSDP, names: Names, offload: bool, state: Mapping[str, Any] | None
-    ) -> None:
-        super().__init__(optimizer, state)
-        self._root = root
-        self._names = names
-        self._offload = offload
+    root: FSDP
+    names: Names
+    offload: bool
+    needs_all_ranks: ClassVar[bool] = True
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load this rank's part of a whole state; called on all ranks."""
-        flat = [name for group in self._names for name in group]
-        shapes = whole_shapes(self._root)  # torch shards a tensor of any shape
+        flat = [name for group in self.names for name in group]
+        shapes = whole_shapes(self.root)  # torch shards a tensor of any shape
         for index, values in state["state"].items():
-            check_shapes(f"The state of {flat[index]}", values, tuple(shapes[flat[index]].shape))
+            shape = tuple(shapes[flat[index]].shape)
+            checkpointing.check_shapes(f"The state of {flat[index]}", values, shape)
         named = {
             "state": {flat[index]: dict(values) for index, values in state["state"].items()},
             "param_groups": [
                 {**group, "params": list(names)}
-                for group, names in zip(state["param_groups"], self._names, strict=True)
+                for group, names in zip(state["param_groups"], self.names, strict=True)
             ],
         }
-        with whole_states(self._root, self._offload):
-            own = FSDP.optim_state_dict_to_load(self._root, self.optimizer.optimizer, named)
+        with whole_states(self.root, self.offload):
+            own = FSDP.optim_state_dict_to_load(self.root, self.optimizer.optimizer, named)
         self.optimizer.load_state_dict(own)
 
 
@@ -136,7 +110,7 @@ class LocalRange:
     """The elements of one parameter that are on this rank."""
 
     names: tuple[str, ...]  # all names of the parameter, without wrappers; the usual one first
-    shape: Shape
+    shape: checkpointing.Shape
     start: int  # number of its first element on this rank
     values: Tensor
     stepped: Tensor  # what an optimizer steps: the parameter itself, or the flat one that it is a part of
@@ -147,7 +121,7 @@ class LocalRange:
     def to_shards(self, values: Tensor, turn: int) -> LocalShards:
         """Return elements as local shards of the parameter; processes with the same elements save them by
         turns."""
-        shards = shards_of_range(values, self.shape, self.start)
+        shards = checkpointing.shards_of_range(values, self.shape, self.start)
         return LocalShards(self.shape, values.dtype, shards, self.owns(turn))
 
     def owns(self, turn: int) -> bool:
@@ -216,7 +190,7 @@ def whole_shapes(root: FSDP) -> dict[str, Any]:
     return {**shapes, **dict(_outside_units(root, set(shapes)))}
 
 
-class FlatModuleShards(ModuleShards):
+class FlatModuleShards(checkpointing.ModuleShards):
     """The weights of a model under FSDP 1, whose outermost unit is `module`."""
 
     def state(self) -> dict[KeyPath, Any]:
@@ -227,17 +201,17 @@ class FlatModuleShards(ModuleShards):
         return {(MODEL, name): value for name, value in state.items()}
 
     def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
-        return Change(partial(self._load, values), f"{MODEL} under FSDP 1", stage=Stage.LAST)
+        return Change(partial(self._load, values), f"{MODEL} under FSDP 1", stage=checkpointing.Stage.LAST)
 
     @torch.no_grad()
     def _load(self, values: Mapping[KeyPath, Any]) -> None:
         current = self.state()
         for key, value in values.items():
             if is_extra(key[1]):
-                _owner_of(self.module, key[1]).set_extra_state(rejoin(value))
+                _owner_of(self.module, key[1]).set_extra_state(checkpointing.rejoin(value))
                 continue
             own = current[key]
-            shards = own.shards if isinstance(own, LocalShards) else whole(own).shards
+            shards = own.shards if isinstance(own, LocalShards) else checkpointing.whole(own).shards
             for target, read in zip(shards, value.shards, strict=True):
                 target.tensor.copy_(read.tensor.view_as(target.tensor))
 
@@ -271,11 +245,11 @@ class FlatOptimizerShards:
             if local.values.numel():
                 for key, value in values.items():
                     state[OPTIMIZER, STATE, local.names[0], key] = _state_of(local, value, turn)
-        return {**state, **group_paths(saved[GROUPS], self.names)}
+        return {**state, **checkpointing.group_paths(saved[GROUPS], self.names)}
 
-    def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
+    def targets(self, index: checkpointing.ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
         ranges = self._by_name()
-        refuse_other_optimizer(index, ranges, len(self.names), self.optimizer)
+        checkpointing.refuse_other_optimizer(index, ranges, len(self.names), self.optimizer)
         return {
             key: self._target(key, ranges.get(key[2]) if key[1] == STATE else None, index.stored(key))
             for key in index.paths
@@ -284,7 +258,7 @@ class FlatOptimizerShards:
 
     def _target(self, key: KeyPath, local: LocalRange | None, stored: Tensor | None) -> LocalShards | None:
         if stored is None or local is None or local.shape != tuple(stored.shape) or key[3] == "step":
-            return memory_for(stored)
+            return checkpointing.memory_for(stored)
         flat = (id(local.stepped), key[3])
         if flat not in self._read:
             self._read[flat] = torch.zeros(local.total, dtype=stored.dtype)
@@ -297,9 +271,10 @@ class FlatOptimizerShards:
         for key, value in values.items():
             if key[1] == STATE:
                 flat = self._read.get((id(ranges[key[2]].stepped), key[3]))
-                states.setdefault(numbers[key[2]], {})[key[3]] = rejoin(value) if flat is None else flat
-        groups = loaded_groups(self.optimizer, values, numbers)
-        return optimizer_change(self.optimizer, states, groups, options)
+                own = states.setdefault(numbers[key[2]], {})
+                own[key[3]] = checkpointing.rejoin(value) if flat is None else flat
+        groups = checkpointing.loaded_groups(self.optimizer, values, numbers)
+        return checkpointing.optimizer_change(self.optimizer, states, groups, options)
 
     def _numbers(self) -> dict[int, int]:
         """Return the numbers of what the optimizer steps, by identity."""
@@ -312,11 +287,11 @@ class FlatOptimizerShards:
         return {name: local for local in ranges for name in local.names}
 
 
-def _state_of(local: LocalRange, value: Any, turn: int) -> LocalShards | Value:
+def _state_of(local: LocalRange, value: Any, turn: int) -> LocalShards | checkpointing.Value:
     """Return what is saved of a value that an optimizer keeps for a parameter."""
     first = local.start == 0 and local.owns(turn)
     if not isinstance(value, Tensor):
-        return Value(value, first)
+        return checkpointing.Value(value, first)
     if value.ndim and value.numel() == local.total:
         return local.to_shards(local.narrow(value.detach()), turn)
-    return whole(value.detach(), first)
+    return checkpointing.whole(value.detach(), first)

@@ -7,10 +7,11 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from accelerate import torch_private
 from accelerate.base import PreparationError, listed
@@ -26,9 +27,6 @@ from accelerate.strategies.fsdp.parameters import (
 )
 
 # torch.distributed.fsdp takes a second to import, and names of this file are public: so inside functions.
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 Model = TypeVar("Model", bound=nn.Module)
 
 logger = get_logger(__name__)
@@ -134,8 +132,6 @@ def _shard(
 
 def _sharding_mesh(accelerator: Any) -> DeviceMesh:
     """Return the mesh over which parameters are sharded (its last axis) and replicated (the one before)."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     mesh = accelerator.torch_device_mesh
     if mesh is None:
         size = accelerator.state.num_processes

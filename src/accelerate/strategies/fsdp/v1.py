@@ -26,16 +26,8 @@ from accelerate.checkpointing import ShardOwner
 from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import Fill
+from accelerate.strategies.fsdp import flat_states
 from accelerate.strategies.fsdp.base import Groups, Sharded
-from accelerate.strategies.fsdp.flat_states import (
-    FlatModuleShards,
-    FlatOptimizerShards,
-    Names,
-    WholeFlatOptimizer,
-    gather_flat_state,
-    whole_shapes,
-    whole_states,
-)
 from accelerate.strategies.fsdp.parameters import (
     clean_name,
     ensure_weights_retied,
@@ -168,12 +160,13 @@ class FullySharded(Sharded):
             if stepped is None:
                 owners.append(optimizer)
                 continue
-            arguments = (optimizer, *stepped, self._offloads)
-            state = gather_flat_state(*arguments, self.keeps_whole_states) if gather else None
-            owners.append(WholeFlatOptimizer(*arguments, state))
+            of = (*stepped, self._offloads)
+            keep = self.keeps_whole_states
+            state = flat_states.gather_flat_state(optimizer, *of, keep) if gather else None
+            owners.append(flat_states.WholeFlatOptimizer(optimizer, state, *of))
         return owners
 
-    def _find_root(self, optimizer: Any) -> tuple[FSDP, Names] | None:
+    def _find_root(self, optimizer: Any) -> tuple[FSDP, flat_states.Names] | None:
         """Return the model that an optimizer steps, with the names of the parameters; None without units."""
         stepped = parameter_ids([optimizer])
         roots = [root for root in self._roots if any(id(p) in stepped for p in root.parameters())]
@@ -193,17 +186,17 @@ class FullySharded(Sharded):
 
     def model_shards(self, model: nn.Module) -> ShardOwner:
         root = root_of(model)
-        return super().model_shards(model) if root is None else FlatModuleShards(root)
+        return super().model_shards(model) if root is None else flat_states.FlatModuleShards(root)
 
     def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
         root = root_of(model)
-        return super().live_weights(model) if root is None else whole_shapes(root)
+        return super().live_weights(model) if root is None else flat_states.whole_shapes(root)
 
     def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
         stepped = self._find_root(optimizer)
         if stepped is None:
             return super().optimizer_shards(optimizer, models)
-        return FlatOptimizerShards(optimizer, *stepped)
+        return flat_states.FlatOptimizerShards(optimizer, *stepped)
 
     def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
         """Return the names that the parameters had before they were joined, in the order they had."""
@@ -217,7 +210,7 @@ class FullySharded(Sharded):
         if root is None:
             super().load_weights(model, state, fill)
             return
-        with whole_states(root, self._offloads):
+        with flat_states.whole_states(root, self._offloads):
             fill(root, state)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
@@ -226,7 +219,7 @@ class FullySharded(Sharded):
         if root is None:
             return super().state_dict(model, unwrap=unwrap)
         topology = self.context.topology
-        with whole_states(root, self._offloads, first_only=topology.size == topology.local_size):
+        with flat_states.whole_states(root, self._offloads, first_only=topology.size == topology.local_size):
             state = root.state_dict()
             return state if self.keeps_whole_states else {}
 
@@ -253,7 +246,7 @@ def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
     return parameters
 
 
-def _names_of(optimizer: Any, root: FSDP) -> Names:
+def _names_of(optimizer: Any, root: FSDP) -> flat_states.Names:
     """Return the names of the parameters that an optimizer was built on after they were sharded."""
     names: dict[int, list[str]] = {}
     for name, parameter in joined_parameters(root).items():
