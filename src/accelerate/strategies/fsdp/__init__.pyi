@@ -1,10 +1,3 @@
-from accelerate.strategies.fsdp.base import (
-    clip_values as clip_values,
-    gradient_norm as gradient_norm,
-    groups_of as groups_of,
-    local_parts as local_parts,
-    scale_down as scale_down,
-)
 from accelerate.strategies.fsdp.checkpoint import (
     load_fsdp_model as load_fsdp_model,
     load_fsdp_optimizer as load_fsdp_optimizer,
@@ -43,12 +36,17 @@ from accelerate.strategies.fsdp.sharding import (
     recompute as recompute,
     split_by_dtype as split_by_dtype,
 )
-from accelerate.strategies.fsdp.v1 import FullySharded as FullySharded
-from accelerate.strategies.fsdp.v2 import (
+from accelerate.strategies.fsdp.strategies import (
     CopiedTensorParallel as CopiedTensorParallel,
     DistributedTensors as DistributedTensors,
     FullyShard as FullyShard,
     TensorParallel as TensorParallel,
     WholeOptimizer as WholeOptimizer,
+    clip_values as clip_values,
     gather_state as gather_state,
+    gradient_norm as gradient_norm,
+    groups_of as groups_of,
+    local_parts as local_parts,
+    scale_down as scale_down,
 )
+from accelerate.strategies.fsdp.v1 import FullySharded as FullySharded

@@ -27,8 +27,8 @@ from torch.distributed.fsdp import (
 from accelerate import checkpointing, torch_private
 from accelerate.base import ConfigurationError
 from accelerate.checkpointing import GROUPS, MODEL, OPTIMIZER, STATE, Change, KeyPath, Load, LocalShards
-from accelerate.strategies.fsdp.base import GatheredOptimizer
 from accelerate.strategies.fsdp.parameters import clean_name
+from accelerate.strategies.fsdp.strategies import GatheredOptimizer
 from accelerate.weights import is_extra
 
 Names = Sequence[Sequence[str]]

@@ -133,11 +133,9 @@ class ParameterRemapper:
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Any]) -> None:
-        names: dict[int, str] = {}
-        self._old = WeakIdKeyDictionary()
-        for name, parameter in named_parameters(model).items():
-            names.setdefault(id(parameter), name)
-            self._old[parameter] = names[id(parameter)]
+        # a tied parameter goes by its first name
+        names = {id(p): name for name, p in reversed(named_parameters(model).items())}
+        self._old = WeakIdKeyDictionary({p: names[id(p)] for p in model.parameters()})
         # Optimizer -> for each group its members: names of this model's parameters, or other parameters.
         self._members: dict[Any, list[list[Any]]] = {}
         for optimizer in (getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers):

@@ -27,7 +27,6 @@ from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import Fill
 from accelerate.strategies.fsdp import flat_states
-from accelerate.strategies.fsdp.base import Groups, Sharded
 from accelerate.strategies.fsdp.parameters import (
     clean_name,
     ensure_weights_retied,
@@ -36,6 +35,7 @@ from accelerate.strategies.fsdp.parameters import (
     send_from_main,
 )
 from accelerate.strategies.fsdp.sharding import Holding, holdings, plan_units, recompute
+from accelerate.strategies.fsdp.strategies import Groups, Sharded
 from accelerate.strategies.session import Context, parameter_ids
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
