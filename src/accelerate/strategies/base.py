@@ -20,7 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_sequence_axis
-from accelerate.strategies.fsdp import names_by_group
+from accelerate.strategies.fsdp import named_parameters, names_by_group
 from accelerate.strategies.session import (
     Bundle,
     Context,
@@ -244,7 +244,8 @@ class Strategy:
 
     def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
         """Return for each group of an optimizer, for each parameter, the names that it has in some models."""
-        return names_by_group(optimizer, [self.unwrap(model, keep_compiled=False) for model in models])
+        inner = [self.unwrap(model, keep_compiled=False) for model in models]
+        return names_by_group(optimizer, [named_parameters(model) for model in inner])
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         """Load whole weights into a prepared model; called on all ranks, each of which has them."""

@@ -48,12 +48,8 @@ def whole_states(root: FSDP, offload: bool, first_only: bool = False) -> Iterato
         torchs_own = ("When using ``NO_SHARD``", "`_get_pg_default_device` will be", "Multiple backends are")
         for text in torchs_own:
             warnings.filterwarnings("ignore", text, UserWarning)
-        with FSDP.state_dict_type(
-            root,
-            StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(**options),
-            FullOptimStateDictConfig(**options),
-        ):
+        of_models, of_optimizers = FullStateDictConfig(**options), FullOptimStateDictConfig(**options)
+        with FSDP.state_dict_type(root, StateDictType.FULL_STATE_DICT, of_models, of_optimizers):
             yield
 
 

@@ -37,12 +37,11 @@ def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return fsdp2_canonicalize_names(dict(model.named_parameters(remove_duplicate=False)))
 
 
-def names_by_group(optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
-    """Return for each group of an optimizer, for each parameter, all names that it has in some unwrapped
-    models, the usual one first; with the number of the model where it steps several."""
+def names_by_group(optimizer: Any, named: Sequence[Mapping[str, nn.Parameter]]) -> list[list[list[str]]]:
+    """Return for each group of an optimizer, for each parameter, all names that it has in some models,
+    the usual one first; with the number of the model where it steps several."""
     names: dict[int, list[str]] = {}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    named = [named_parameters(model) for model in models]
     several = sum(any(id(p) in stepped for p in parameters.values()) for parameters in named) > 1
     for index, parameters in enumerate(named):
         for name, parameter in parameters.items():
@@ -126,10 +125,8 @@ def _modules_by_name(expression: str, model: nn.Module) -> list[nn.Module]:
 class ParameterRemapper:
     """Records where optimizers hold the parameters of a model, while sharding gives it new ones.
 
-    Optimizers release the old parameters meanwhile: otherwise the whole model would stay in memory.
-
-    Args:
-        optimizers: prepared or not; those of other models are left alone.
+    Its optimizers, prepared or not, release the old parameters until they get the new ones: otherwise the
+    whole model would stay in memory. Optimizers of other models are left alone.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Any]) -> None:
@@ -149,12 +146,8 @@ class ParameterRemapper:
                     "load an optimizer's state afterwards."
                 )
             self._members[optimizer] = groups
-
-    def release(self) -> None:
-        """Take all parameters out of the optimizers."""
-        for optimizer in self._members:
-            for group in optimizer.param_groups:
-                group["params"] = []
+        for group in (group for optimizer in self._members for group in optimizer.param_groups):
+            group["params"] = []
 
     def rejoin(self, parameters: Mapping[str, nn.Parameter]) -> None:
         """Give the optimizers the new parameters."""

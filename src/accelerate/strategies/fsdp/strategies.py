@@ -93,7 +93,6 @@ class Sharded(Strategy, ABC):
     ) -> nn.Module:
         """Return a sharded model whose optimizers step its new parameters, listed by their old names."""
         remapper = ParameterRemapper(model, self.session.waiting)
-        remapper.release()
         sharded = shard()
         parameters = list_parameters(sharded)
         remapper.rejoin(parameters)

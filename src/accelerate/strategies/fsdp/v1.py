@@ -32,6 +32,7 @@ from accelerate.strategies.fsdp.parameters import (
     ensure_weights_retied,
     get_parameters_from_modules,
     named_parameters,
+    names_by_group,
     send_from_main,
 )
 from accelerate.strategies.fsdp.sharding import Holding, holdings, plan_units, recompute
@@ -248,14 +249,10 @@ def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
 
 def _names_of(optimizer: Any, root: FSDP) -> flat_states.Names:
     """Return the names of the parameters that an optimizer was built on after they were sharded."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in joined_parameters(root).items():
-        names.setdefault(id(parameter), []).append(name)
     # A tied parameter counts once, and a flat parameter once for each parameter in it.
     count = 1 if torch_private.uses_original_parameters(root) else None
-    return [
-        [name for p in group["params"] for name in names[id(p)][:count]] for group in optimizer.param_groups
-    ]
+    groups = names_by_group(optimizer, [joined_parameters(root)])
+    return [[name for names in group for name in names[:count]] for group in groups]
 
 
 def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
@@ -47,7 +45,6 @@ def test_an_optimizer_follows_by_name_and_lets_go_meanwhile() -> None:
     optimizer = torch.optim.SGD(groups, lr=1.0)
     stranger = torch.optim.SGD(other.parameters(), lr=1.0)
     remapper = ParameterRemapper(model, [optimizer, stranger])
-    remapper.release()
     assert held(optimizer) == [[], []]
     assert held(stranger) == [[id(other.weight), id(other.bias)]]
     parameters = renew(model)
@@ -77,12 +74,13 @@ def test_joined_parameters_are_stepped_once() -> None:
 
 def test_groups_that_sharding_has_joined_are_refused() -> None:
     model, flat = nn.Linear(2, 2), nn.Parameter(torch.zeros(6))
-    groups: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
-    optimizer = torch.optim.SGD(groups, lr=1.0)
+    first, second = (
+        torch.optim.SGD([{"params": [model.weight]}, {"params": [model.bias]}], lr=1.0) for _ in range(2)
+    )
     with pytest.raises(PreparationError, match="groups of SGD share .* Set use_orig_params=True"):
-        ParameterRemapper(model, [optimizer]).rejoin({"weight": flat, "bias": flat})
+        ParameterRemapper(model, [first]).rejoin({"weight": flat, "bias": flat})
     with pytest.raises(PreparationError, match="groups of SGD share"):
-        fsdp2_switch_optimizer_parameters(optimizer, {model.weight: flat, model.bias: flat})
+        fsdp2_switch_optimizer_parameters(second, {model.weight: flat, model.bias: flat})
 
 
 def test_a_lost_parameter_is_named() -> None:
