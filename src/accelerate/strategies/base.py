@@ -158,8 +158,7 @@ class Strategy:
         return loader
 
     def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
-        """Return `model` placed, converted to the number format, wrapped and compiled; for evaluation only
-        compiled."""
+        """Return `model` placed, converted, wrapped and compiled; for evaluation not wrapped."""
         if to_device:
             model = model.to(self.context.device)
         model = self.convert(model)
@@ -212,10 +211,8 @@ class Strategy:
         torch.nn.utils.clip_grad_value_(parameters, clip_value)
 
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
-        """Return what saves (to a folder) and loads a model with its optimizer and scheduler.
-
-        None where each is saved by itself; `index` counts the models where it is not None.
-        """
+        """Return what saves (to a folder) and loads a model, number `index` of those in engines, with
+        its optimizer and scheduler; None where each is saved by itself."""
         return None
 
     def gradient_order(self, model: nn.Module) -> list[int]:

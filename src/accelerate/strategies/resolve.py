@@ -58,14 +58,14 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
 
 def _on_xla(request: RunRequest) -> type[Strategy]:
     """Return the class for XLA devices, where one process may drive many."""
-    from accelerate.strategies.xla import XlaFullyShard, XlaFullySharded, XlaReplicas
+    from accelerate.strategies import xla
 
     if request.parallelism is not None:
         fix = "Leave it out; fsdp_plugin with fsdp_version=2 shards parameters and batches over all devices"
         raise wrong_value("parallelism_config", request.parallelism, "on XLA devices there is one axis", fix)
     if request.fsdp is None:
-        return XlaReplicas
-    return XlaFullyShard if version_of(request.fsdp).is_spmd_on_xla else XlaFullySharded
+        return xla.XlaReplicas
+    return xla.XlaFullyShard if version_of(request.fsdp).is_spmd_on_xla else xla.XlaFullySharded
 
 
 def _check_megatron(request: RunRequest, hardware: str) -> None:

@@ -87,8 +87,7 @@ def mark_prepared(obj: T) -> T:
 
 
 class Bundle:
-    """The objects of one `prepare` call, with whether each is moved to the device; `None` leaves it to the
-    run."""
+    """The objects of one `prepare` call; `placement` has whether each is moved, None leaves it to the run."""
 
     def __init__(self, objects: Sequence[Any], placement: Sequence[bool | None] | None = None) -> None:
         self.objects = list(objects)

@@ -89,8 +89,7 @@ class SequenceAxis(Axis):
             )
 
     def transform_loader(self, loader: Any, model: Any) -> Any:
-        """Return a loader that gives each rank its part of the input_ids, position_ids and labels of its
-        group."""
+        """Return a loader that gives each rank its part of input_ids, position_ids and labels."""
         if self.groups is None:
             raise PreparationError("Loaders share sequences after the model: prepare the model first.")
         groups = self.groups

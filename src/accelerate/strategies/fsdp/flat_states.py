@@ -115,8 +115,7 @@ class LocalRange:
     copies: tuple[int, int]  # number of processes with the same elements, and of this one among them
 
     def to_shards(self, values: Tensor, turn: int) -> LocalShards:
-        """Return elements as local shards of the parameter; processes with the same elements save them by
-        turns."""
+        """Return elements as local shards of the parameter; processes that have them save them by turns."""
         shards = checkpointing.shards_of_range(values, self.shape, self.start)
         return LocalShards(self.shape, values.dtype, shards, self.owns(turn))
 

@@ -301,8 +301,7 @@ def _check_whole(targets: Mapping[str, Tensor], specs: Mapping[str, Any]) -> Non
 
 
 def distribute_like(value: Any, like: Tensor) -> Any:
-    """Return the shard of a whole tensor that is distributed like another of its shape; anything else as it
-    is."""
+    """Return the shard of a whole tensor, distributed like another of its shape; anything else as it is."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
@@ -311,8 +310,7 @@ def distribute_like(value: Any, like: Tensor) -> Any:
 
 
 def send_from_main(model: nn.Module, device: torch.device) -> None:
-    """Give all ranks the weights of rank 0, whole and one tensor at a time, also for tensors on the meta
-    device."""
+    """Give all ranks the whole weights of rank 0, tensor by tensor; those on the meta device get memory."""
     transport = current_transport()
 
     @torch.no_grad()

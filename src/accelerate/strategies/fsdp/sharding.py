@@ -76,8 +76,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
 def plan_units(
     plugin: Any, model: nn.Module, mixed_precision: str, device: torch.device | None
 ) -> tuple[set[nn.Parameter], list[nn.Module], list[nn.Module]]:
-    """Return a model's ignored parameters, moved to a device if one is given, its units, and those in
-    float32."""
+    """Return a model's ignored parameters, maybe moved to a device, its units, and those in float32."""
     if mixed_precision != "no":
         keep_master_weights(model)
     check_ignored(plugin.ignored_modules, model)
@@ -275,8 +274,7 @@ def choose_units(plugin: Any, model: nn.Module) -> list[nn.Module]:
 
 
 def kept_in_float32(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that compute in float32 in all number formats: those that transformers' models name
-    in `_keep_in_fp32_modules` or `_keep_in_fp32_modules_strict`."""
+    """Return the modules that transformers' models want in float32 in all number formats."""
     wanted = {
         name
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")

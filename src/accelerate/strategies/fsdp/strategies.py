@@ -255,8 +255,7 @@ class WholeOptimizer(GatheredOptimizer):
 
 @torch.no_grad()
 def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
-    """Return the whole state of an optimizer on the CPU, gathered tensor by tensor; empty unless kept. On all
-    ranks."""
+    """Return the whole state of an optimizer on the CPU, empty unless kept; called on all ranks."""
     state: dict[str, Any] = optimizer.state_dict()
 
     def gather(value: Any) -> Any:

@@ -155,17 +155,15 @@ class FullySharded(Sharded):
         return groups
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        owners: list[Any] = []
-        for optimizer in optimizers:
-            stepped = self._find_root(optimizer)
-            if stepped is None:
-                owners.append(optimizer)
-                continue
-            of = (*stepped, self._offloads)
-            keep = self.keeps_whole_states
-            state = flat_states.gather_flat_state(optimizer, *of, keep) if gather else None
-            owners.append(flat_states.WholeFlatOptimizer(optimizer, state, *of))
-        return owners
+        return [self._owner(optimizer, gather) for optimizer in optimizers]
+
+    def _owner(self, optimizer: Any, gather: bool) -> Any:
+        stepped = self._find_root(optimizer)
+        if stepped is None:
+            return optimizer
+        of, keep = (*stepped, self._offloads), self.keeps_whole_states
+        state = flat_states.gather_flat_state(optimizer, *of, keep) if gather else None
+        return flat_states.WholeFlatOptimizer(optimizer, state, *of)
 
     def _find_root(self, optimizer: Any) -> tuple[FSDP, flat_states.Names] | None:
         """Return the model that an optimizer steps, with the names of the parameters; None without units."""
