@@ -12,7 +12,6 @@ import os
 import signal
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import FrameType
@@ -346,12 +345,12 @@ class Agreement:
 
 
 def agreement_of_run(environ: Mapping[str, str]) -> Agreement:
-    """Return the answers of this run, a service that a reset of the state forgets."""
+    """Return the answers of this run, a service that a reset of the state closes."""
     agreement = services.find(Agreement)
     if agreement is None:
         state, notes = PartialState(), SignalNotes()
         settings = decode(StoppingSection, environ)
         sources = find_sources(settings, environ, looks_at_files=state.is_local_main_process)
-        agreement = services.put(Agreement, Agreement(state.process_index, sources, notes))
-        weakref.finalize(agreement, notes.restore).atexit = False
+        agreement = Agreement(state.process_index, sources, notes)
+        services.put(Agreement, agreement, end=agreement.close)
     return agreement

@@ -85,13 +85,14 @@ class ProcessServices:
     """What this process holds for a run besides its state: one object of each class, made at its first use.
 
     A package registers an object under its class (the transport, the consensus, the watcher of hangs, the
-    background writer), so `state` imports none of them. `PartialState._reset_state()` forgets the services of
-    the run; those of the process last until it ends.
+    background writer), so `state` imports none of them. `PartialState._reset_state()` ends and forgets the
+    services of the run; those of the process last until it ends.
     """
 
     of_run: ClassVar[dict[type[Any], Any]] = SharedDict()  # services of the run by their class
     _group_users: ClassVar[dict[type[Any], None]] = SharedDict()
     _closers: ClassVar[dict[type[Any], Callable[[], None]]] = SharedDict()
+    _endings: ClassVar[dict[type[Any], Callable[[], None]]] = SharedDict()
 
     def __init__(self) -> None:
         self._of_process: dict[type[Any], Any] = {}
@@ -122,6 +123,7 @@ class ProcessServices:
         *,
         uses_group: bool = False,
         close: Callable[[], None] | None = None,
+        end: Callable[[], None] | None = None,
     ) -> Service:
         """Register a service of the run, in place of the one of this class.
 
@@ -131,18 +133,21 @@ class ProcessServices:
             uses_group: whether it holds the default process group: it is forgotten when another group takes
                 the place of that one.
             close: called before the default process group is closed.
+            end: called when the state is reset; for what must not wait for the garbage collector.
         """
         self.of_run[kind] = service
         if uses_group:
             self._group_users[kind] = None
         if close is not None:
             self._closers[kind] = close
+        if end is not None:
+            self._endings[kind] = end
         return service
 
     def remove(self, kind: type[Service]) -> Service | None:
         """Forget the service of the run of this class, and return it."""
-        self._group_users.pop(kind, None)
-        self._closers.pop(kind, None)
+        for registered in (self._group_users, self._closers, self._endings):
+            registered.pop(kind, None)
         return self.of_run.pop(kind, None)  # type: ignore[no-any-return]
 
     def of_process(self, kind: type[Service]) -> Service:
@@ -167,7 +172,9 @@ class ProcessServices:
             self.remove(kind)
 
     def reset(self) -> None:
-        for registered in (self.of_run, self._group_users, self._closers):
+        for end in list(self._endings.values()):
+            end()
+        for registered in (self.of_run, self._group_users, self._closers, self._endings):
             registered.clear()
 
 

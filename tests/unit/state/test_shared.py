@@ -141,6 +141,16 @@ def test_a_reset_of_the_state_forgets_services_of_the_run_only(held: ProcessServ
     assert held.of_process(Note) is note
 
 
+def test_a_reset_of_the_state_ends_services(held: ProcessServices) -> None:
+    ended: list[str] = []
+    held.put(Note, Note(), end=lambda: ended.append("note"))
+    held.put(Wire, Wire(), end=lambda: ended.append("wire"))
+    held.remove(Note)
+    PartialState._reset_state()
+    PartialState._reset_state()
+    assert ended == ["wire"]
+
+
 def test_what_holds_a_process_group_goes_with_it(
     held: ProcessServices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
