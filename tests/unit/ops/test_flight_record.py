@@ -140,12 +140,12 @@ def test_an_instruction_without_a_line() -> None:
     assert line_of(test_an_instruction_without_a_line.__code__, 10**6) == 0
 
 
-def test_noting_is_cheap() -> None:
-    rounds, best = 2000, 1.0
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(rounds):
-            flight_recorder().begin("gather", None)
-            flight_recorder().end()
-        best = min(best, (time.perf_counter() - start) / rounds)
-    assert best < 2e-6
+def test_recording_computes_no_names_or_lines() -> None:
+    record, calls = flight_recorder(), []
+    record.begin("gather", None)
+    record.end()
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    record.begin("gather", None)
+    record.end()
+    sys.setprofile(None)
+    assert calls == ["begin", "calling_frame", "end"]
