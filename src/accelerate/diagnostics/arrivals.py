@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from uuid import uuid4
 
-from accelerate.diagnostics import processes, stacks
+from accelerate.diagnostics import processes
 from accelerate.diagnostics.hang_report import Doing, Limits, Outlet, RankState, Report, compose
 from accelerate.diagnostics.peers import PATIENCE, own_identity, silent_state
 from accelerate.state import StoreChannel, Topology, as_dataclass, rendezvous
@@ -236,8 +236,8 @@ class ArrivalWatch:
         )
 
     def _note(self) -> Note:
-        frame = stacks.innermost(self._waiting_thread)
-        position = None if frame is None else stacks.read_position(frame)
+        frame = processes.innermost(self._waiting_thread)
+        position = None if frame is None else processes.read_position(frame)
         return Note(
             self._rank,
             Doing.STARTING,

@@ -22,7 +22,7 @@ from typing import Any
 from accelerate import torch_private
 from accelerate.base import Frame
 from accelerate.data_loader import ReadAhead, WorkersObserver
-from accelerate.diagnostics import processes, stacks
+from accelerate.diagnostics import processes
 from accelerate.diagnostics.hang_report import DEVICE, Doing, Limits, Outlet, RankState, Report, compose
 from accelerate.ops import Ring
 
@@ -78,14 +78,14 @@ def describe_wait(wait: BatchWait) -> str:
         return _describe_workers(wait.iterator)
     if wait.reader is None:
         return "waits for its thread that reads batches, which has ended"
-    stack = stacks.read_position(wait.reader).stack
+    stack = processes.read_position(wait.reader).stack
     return f"waits for its thread that reads batches, which is at:\n{stack}"
 
 
 def _wait_for_reader(reader: Any) -> BatchWait | None:
     if reader.thread is None:  # this thread reads by itself
         return None
-    frame = stacks.innermost(reader.thread.ident or 0)
+    frame = processes.innermost(reader.thread.ident or 0)
     inner = find_wait(frame)
     return inner or BatchWait(("reader", id(reader), reader.takes), None, frame)
 
@@ -148,7 +148,7 @@ class Observation:
         if entry is not None:
             self._last_seen = None
             return entry.sequence, time.monotonic() - entry.started
-        frame = stacks.innermost(self._ring.owner or 0)
+        frame = processes.innermost(self._ring.owner or 0)
         if frame is None:
             self._last_seen = None
             return None, 0.0
@@ -156,10 +156,10 @@ class Observation:
         if batch is not None:
             return (Doing.DATA, batch.token), self._seconds_in(batch.token, 0)
         seconds = self._seconds_in(frame, frame.f_lasti)
-        if not stacks.may_wait(frame):
+        if not processes.may_wait(frame):
             seconds = min(seconds, seconds_on_device()) if seconds > STILL else 0.0
             return (("device", self._since), seconds) if seconds else (None, 0.0)
-        if stacks.may_compute(frame) and time.process_time() - self._used > MOST_WORK * seconds:
+        if processes.may_compute(frame) and time.process_time() - self._used > MOST_WORK * seconds:
             return None, 0.0
         return ("torch", self._since), seconds
 
@@ -173,11 +173,11 @@ class Observation:
 
     def state(self) -> RankState:
         entry = self._ring.running()
-        frame = stacks.innermost(self._ring.owner or 0)
+        frame = processes.innermost(self._ring.owner or 0)
         if frame is None:
             ended = "no code: its training thread has ended"
             return RankState(doing=Doing.OTHER_CODE, operation=ended, **self._process)
-        position = stacks.read_position(frame)
+        position = processes.read_position(frame)
         source = entry if entry is not None and entry.file else position
         facts: dict[str, Any] = {"file": source.file, "line": source.line, **self._process}
         if entry is not None:
@@ -280,7 +280,7 @@ class _Pass:
             self._look()
 
     def _look(self) -> None:
-        frame = stacks.innermost(self.thread)
+        frame = processes.innermost(self.thread)
         wait = find_wait(frame)
         if frame is None or wait is None or wait.token[0] != self.worker:
             self._change(None)
@@ -289,7 +289,7 @@ class _Pass:
         seconds = time.monotonic() - self.since
         if seconds >= self.limit:
             self.limit = seconds * GROWTH  # a loader that is slow at each batch is not reported each time
-            self._report(wait, stacks.read_position(frame), seconds)
+            self._report(wait, processes.read_position(frame), seconds)
 
     def _change(self, token: object) -> None:
         if token == self.token:
@@ -299,7 +299,7 @@ class _Pass:
             self.outlet.withdraw("accelerate: the batch has come.")
             self.was_reported = False
 
-    def _report(self, wait: BatchWait, position: stacks.Position, seconds: float) -> None:
+    def _report(self, wait: BatchWait, position: processes.Position, seconds: float) -> None:
         state = RankState(
             0,
             Doing.DATA,

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from accelerate.diagnostics import processes, stacks
+from accelerate.diagnostics import processes
 from accelerate.diagnostics.hang_report import Doing, RankState, Report
 from accelerate.state import StoreChannel, as_dataclass
 
@@ -41,7 +41,7 @@ def own_identity() -> Identity:
 
 def silent_state(rank: int, seen: str, host: str, pid: int) -> RankState:
     """Describe a process of this machine that does not answer, after what is `seen` of it."""
-    stack = processes.spell_stack(stacks.without_runners(processes.stack_of(pid)))
+    stack = processes.spell_stack(processes.without_runners(processes.stack_of(pid)))
     text = f"{seen}: its process {pid} on {host} {processes.describe(pid)}"
     return RankState(rank, Doing.SILENT, ending=text, stack=stack, host=host, pid=pid)
 

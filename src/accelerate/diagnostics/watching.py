@@ -20,7 +20,7 @@ from types import TracebackType
 
 from accelerate.base import environ as variables
 from accelerate.data_loader import WorkersObserver
-from accelerate.diagnostics import stacks
+from accelerate.diagnostics import processes
 from accelerate.diagnostics.arrivals import SECONDS_TO_ANSWER, SECONDS_TO_END, ArrivalWatch
 from accelerate.diagnostics.hang_report import Doing, Limits, Outlet, RankState, Report, compose, is_hang
 from accelerate.diagnostics.observation import GROWTH, LoaderWatch, Observation
@@ -288,9 +288,9 @@ def lost_operation(rank: int, trace: TracebackType | None) -> RankState | None:
         return None
     while trace.tb_next is not None:
         trace = trace.tb_next
-    if not stacks.may_wait(trace.tb_frame):
+    if not processes.may_wait(trace.tb_frame):
         return None
-    position = stacks.read_position(trace.tb_frame)
+    position = processes.read_position(trace.tb_frame)
     last = flight_recorder().entries()[-1:]
     what: tuple[str, str, int] = (Doing.TORCH, position.waits_in, 0)
     if last and (last[0].file, last[0].line) == (position.file, position.line):

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelerate.base import stack_dumps
 from accelerate.data_loader import ReadAhead
-from accelerate.diagnostics import Doing, Observation, observation, stacks
+from accelerate.diagnostics import Doing, Observation, observation, processes
 from accelerate.ops import Ring
 
 SOURCE = Path(__file__).read_text().splitlines()
@@ -71,7 +71,7 @@ def waiting(work: Callable[[], object]) -> Iterator[threading.Thread]:
 def look_until(thread: threading.Thread, is_it: Callable[[Any], bool]) -> Any:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
-        wait = observation.find_wait(stacks.innermost(thread.ident or 0))
+        wait = observation.find_wait(processes.innermost(thread.ident or 0))
         if is_it(wait):
             return wait
         time.sleep(0.01)
@@ -93,7 +93,7 @@ def describe_until(wait: Any, said: str) -> str:
 
 
 def test_a_thread_without_a_loader_waits_for_nothing() -> None:
-    assert observation.find_wait(stacks.innermost(threading.get_ident())) is None
+    assert observation.find_wait(processes.innermost(threading.get_ident())) is None
     assert observation.find_wait(None) is None
 
 
@@ -108,7 +108,7 @@ def test_a_worker_is_named_with_its_line_and_what_is_not_stuck_with_none() -> No
             r".*worker 0 \(process \d+\) sleeps[^:]*$"  # its batch has arrived
         )
         text = describe_until(wait, said)
-        again = observation.find_wait(stacks.innermost(thread.ident or 0))
+        again = observation.find_wait(processes.innermost(thread.ident or 0))
         gate.release()
     assert re.search(said, text, re.DOTALL), text
     assert "line 1 in" not in text

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from accelerate.diagnostics import DEVICE, Doing, Observation, stacks
+from accelerate.diagnostics import DEVICE, Doing, Observation, processes
 from accelerate.ops import Ring
 
 
@@ -33,12 +33,12 @@ def test_an_operation_is_a_wait_with_its_name_and_line(ring: Ring) -> None:
 
 def test_a_backward_waits_only_while_the_processors_rest(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
     observation = Observation(ring, 0, "host", 7)
-    frame = stacks.innermost(ring.owner or 0)
+    frame = processes.innermost(ring.owner or 0)
     used = [0.0]
     clock = [0.0]
-    monkeypatch.setattr(stacks, "innermost", lambda _: frame)
-    monkeypatch.setattr(stacks, "may_wait", lambda _: True)
-    monkeypatch.setattr(stacks, "may_compute", lambda _: True)
+    monkeypatch.setattr(processes, "innermost", lambda _: frame)
+    monkeypatch.setattr(processes, "may_wait", lambda _: True)
+    monkeypatch.setattr(processes, "may_compute", lambda _: True)
     # The frame goes on by itself within this function: it is made to look still.
     monkeypatch.setattr("accelerate.diagnostics.observation.time.process_time", lambda: used[0])
     monkeypatch.setattr("accelerate.diagnostics.observation.time.monotonic", lambda: clock[0])
@@ -56,15 +56,15 @@ def test_a_still_line_waits_for_the_device_while_its_collectives_are_unfinished(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observation = Observation(ring, 0, "host", 7)
-    frame = stacks.innermost(ring.owner or 0)
+    frame = processes.innermost(ring.owner or 0)
     clock, on_device = [0.0], [0.0]
-    monkeypatch.setattr(stacks, "innermost", lambda _: frame)
+    monkeypatch.setattr(processes, "innermost", lambda _: frame)
     monkeypatch.setattr("accelerate.diagnostics.observation.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("accelerate.diagnostics.observation.seconds_on_device", lambda: on_device[0])
     assert frame is not None
     standing = {"f_lasti": 1, "f_code": frame.f_code, "f_back": None}
     still = type("Frame", (), standing)()  # the real one goes on by itself
-    monkeypatch.setattr(stacks, "innermost", lambda _: still)
+    monkeypatch.setattr(processes, "innermost", lambda _: still)
 
     found = []
     for seconds, unfinished in ((0.0, 9.0), (1.0, 9.0), (30.0, 0.0), (40.0, 35.0), (50.0, 70.0)):
@@ -73,7 +73,7 @@ def test_a_still_line_waits_for_the_device_while_its_collectives_are_unfinished(
     assert [seconds for _, seconds in found] == [0.0, 0.0, 0.0, 35.0, 50.0]
     assert found[-1][0] == ("device", 0.0)
 
-    monkeypatch.setattr(stacks, "innermost", lambda _: frame)
+    monkeypatch.setattr(processes, "innermost", lambda _: frame)
     monkeypatch.setattr(Observation, "waited", lambda self: (("device", 0.0), 50.0))
     state = observation.state()
     assert (state.doing, state.operation, state.file) == (Doing.TORCH, DEVICE, __file__)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from accelerate.diagnostics import stacks
+from accelerate.diagnostics import processes
 
 HERE = __file__
 
@@ -24,11 +24,11 @@ def test_a_thread_is_found_at_the_users_line_with_the_library_function_that_it_c
     thread = threading.Thread(target=hold)
     thread.start()
     try:
-        frame = stacks.innermost(thread.ident or 0)
+        frame = processes.innermost(thread.ident or 0)
         while frame is not None and frame.f_code.co_name != "wait":
-            frame = stacks.innermost(thread.ident or 0)
+            frame = processes.innermost(thread.ident or 0)
         assert frame is not None
-        position = stacks.read_position(frame)
+        position = processes.read_position(frame)
     finally:
         gate.set()
         thread.join()
@@ -42,11 +42,11 @@ def test_a_thread_that_has_ended_has_no_frame() -> None:
     thread = threading.Thread(target=int)
     thread.start()
     thread.join()
-    assert stacks.innermost(thread.ident or 0) is None
+    assert processes.innermost(thread.ident or 0) is None
 
 
 def test_a_line_of_the_users_own_function() -> None:
-    position = stacks.read_position(sys._getframe())
+    position = processes.read_position(sys._getframe())
     assert position.function == "test_a_line_of_the_users_own_function"
     assert position.waits_in == ""
 
@@ -56,10 +56,10 @@ def test_backward_is_named() -> None:
 
     def look(gradient: torch.Tensor) -> None:
         frame: FrameType | None = sys._getframe().f_back
-        while frame is not None and not stacks.may_wait(frame):
+        while frame is not None and not processes.may_wait(frame):
             frame = frame.f_back
         assert frame is not None
-        found.append(stacks.read_position(frame))
+        found.append(processes.read_position(frame))
 
     leaf = torch.ones(1, requires_grad=True)
     leaf.register_hook(look)
@@ -69,9 +69,9 @@ def test_backward_is_named() -> None:
 
 READ = """
 import sys
-from accelerate.diagnostics import observation, stacks
+from accelerate.diagnostics import observation, processes
 before = set(sys.modules)
-stacks.read_position(sys._getframe())
+processes.read_position(sys._getframe())
 observation.describe_recorded()
 print(sorted(set(sys.modules) - before))
 """

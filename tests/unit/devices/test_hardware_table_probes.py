@@ -5,15 +5,15 @@ import sys
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.devices import BACKENDS, CPU, CUDA, HPU, XLA, availability, hardware_table
+from accelerate.devices import BACKENDS, CPU, CUDA, HPU, XLA, hardware_table
 
 BY_NAME = {
     **{
-        backend.name: getattr(availability, f"is_{backend.name}_available")
+        backend.name: getattr(hardware_table, f"is_{backend.name}_available")
         for backend in BACKENDS
         if backend not in (XLA, CPU)
     },
-    "xla": availability.is_torch_xla_available,
+    "xla": hardware_table.is_torch_xla_available,
 }
 """Every accelerator has a probe."""
 
@@ -21,7 +21,7 @@ BY_NAME = {
 @pytest.fixture(autouse=True)
 def forget():
     """Ask anew in every test."""
-    kept = [probe for probe in vars(availability).values() if hasattr(probe, "cache_clear")]
+    kept = [probe for probe in vars(hardware_table).values() if hasattr(probe, "cache_clear")]
     for probe in kept:
         probe.cache_clear()
     yield
@@ -50,43 +50,43 @@ def test_nothing_is_there_on_a_cpu_machine(monkeypatch):
     monkeypatch.setattr(hardware_table, "detect", lambda: CPU)
     for name in set(BY_NAME) - {"cuda", "xpu", "mps"}:
         assert BY_NAME[name]() is False
-    assert availability.is_habana_gaudi1() is False
-    assert availability.is_fp8_available() in (True, False)
-    assert availability.is_torch_distributed_available() is True
+    assert hardware_table.is_habana_gaudi1() is False
+    assert hardware_table.is_fp8_available() in (True, False)
+    assert hardware_table.is_torch_distributed_available() is True
 
 
 def test_xla_can_be_turned_off_and_asked_what_it_drives(fake_torch, monkeypatch):
-    assert availability.USE_TORCH_XLA is True
-    assert availability.is_torch_xla_available(check_is_tpu=True)
-    assert not availability.is_torch_xla_available(check_is_gpu=True)
+    assert hardware_table.USE_TORCH_XLA is True
+    assert hardware_table.is_torch_xla_available(check_is_tpu=True)
+    assert not hardware_table.is_torch_xla_available(check_is_gpu=True)
     with pytest.raises(ConfigurationError, match="check_is_tpu is true too"):
-        availability.is_torch_xla_available(True, True)
-    availability.is_torch_xla_available.cache_clear()
+        hardware_table.is_torch_xla_available(True, True)
+    hardware_table.is_torch_xla_available.cache_clear()
     monkeypatch.setenv("USE_TORCH_XLA", "false")
-    assert availability.USE_TORCH_XLA is False
-    assert not availability.is_torch_xla_available()
+    assert hardware_table.USE_TORCH_XLA is False
+    assert not hardware_table.is_torch_xla_available()
 
 
 def test_bf16_and_tpus(fake_torch, monkeypatch):
-    monkeypatch.setattr(availability, "detect", lambda: XLA)
-    assert availability.is_bf16_available()
-    assert not availability.is_bf16_available(ignore_tpu=True)
+    monkeypatch.setattr(hardware_table, "detect", lambda: XLA)
+    assert hardware_table.is_bf16_available()
+    assert not hardware_table.is_bf16_available(ignore_tpu=True)
 
 
 def test_low_precision_on_the_processor(monkeypatch):
-    monkeypatch.setattr(availability, "detect", lambda: CPU)
-    assert availability.is_bf16_available()
-    assert availability.is_fp16_available()
+    monkeypatch.setattr(hardware_table, "detect", lambda: CPU)
+    assert hardware_table.is_bf16_available()
+    assert hardware_table.is_fp16_available()
 
 
 def test_first_gaudi_has_no_fp16(fake_torch, monkeypatch):
-    monkeypatch.setattr(availability, "detect", lambda: HPU)
+    monkeypatch.setattr(hardware_table, "detect", lambda: HPU)
     fake_torch.answers["get_device_name"] = "GAUDI2"
-    assert availability.is_fp16_available()
-    availability.is_habana_gaudi1.cache_clear()
+    assert hardware_table.is_fp16_available()
+    hardware_table.is_habana_gaudi1.cache_clear()
     fake_torch.answers["get_device_name"] = "GAUDI"
-    assert availability.is_habana_gaudi1()
-    assert not availability.is_fp16_available()
+    assert hardware_table.is_habana_gaudi1()
+    assert not hardware_table.is_fp16_available()
 
 
 def test_amd_gpus(monkeypatch):
@@ -94,35 +94,35 @@ def test_amd_gpus(monkeypatch):
 
     monkeypatch.setattr(type(CUDA), "available", lambda self: True)
     monkeypatch.setattr(torch.version, "hip", None)
-    assert not availability.is_rocm_available()
+    assert not hardware_table.is_rocm_available()
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    assert availability.is_rocm_available()
+    assert hardware_table.is_rocm_available()
 
 
 def test_old_torch_has_no_mps(fake_torch):
-    assert availability.is_mps_available("1.12")
-    assert not availability.is_mps_available("99.0")
+    assert hardware_table.is_mps_available("1.12")
+    assert not hardware_table.is_mps_available("99.0")
 
 
 def test_libraries_for_fp8(monkeypatch):
-    assert availability.is_transformer_engine_mxfp8_available() is False
-    monkeypatch.setattr(availability, "is_transformer_engine_available", lambda: False)
-    monkeypatch.setattr(availability, "is_msamp_available", lambda: False)
-    monkeypatch.setattr(availability, "is_torchao_available", lambda: True)
-    assert availability.is_fp8_available()
-    monkeypatch.setattr(availability, "is_torchao_available", lambda: False)
-    assert not availability.is_fp8_available()
+    assert hardware_table.is_transformer_engine_mxfp8_available() is False
+    monkeypatch.setattr(hardware_table, "is_transformer_engine_available", lambda: False)
+    monkeypatch.setattr(hardware_table, "is_msamp_available", lambda: False)
+    monkeypatch.setattr(hardware_table, "is_torchao_available", lambda: True)
+    assert hardware_table.is_fp8_available()
+    monkeypatch.setattr(hardware_table, "is_torchao_available", lambda: False)
+    assert not hardware_table.is_fp8_available()
 
 
 def test_gaudi_process_group_is_imported_on_request(fake_torch, monkeypatch):
     with pytest.raises(ImportError, match="habana_frameworks"):
-        availability.is_hpu_available(init_hccl=True)
+        hardware_table.is_hpu_available(init_hccl=True)
     name = "habana_frameworks.torch.distributed"
     monkeypatch.setitem(sys.modules, name, fake_torch.module(name))
     monkeypatch.setitem(sys.modules, f"{name}.hccl", fake_torch.module(f"{name}.hccl"))
-    assert availability.is_hpu_available(init_hccl=True)
+    assert hardware_table.is_hpu_available(init_hccl=True)
 
 
 def test_other_names_do_not_exist():
     with pytest.raises(AttributeError, match="USE_NOTHING"):
-        availability.USE_NOTHING  # noqa: B018
+        hardware_table.USE_NOTHING  # noqa: B018
