@@ -16,7 +16,7 @@ UNPICKLING = {
 }
 """Each file that may import such a module, and what for."""
 
-STORE = ("state/agreement.py", "state/process_group.py", "state/rendezvous.py", "diagnostics/memory.py")
+STORE = ("state/agreement.py", "state/process_group.py", "diagnostics/memory.py")
 """The files that hold a store of torch."""
 
 REQUESTS = {"get", "multi_get", "compare_set", "wait"}

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.diagnostics import render
 from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect, report
-from accelerate.state import AcceleratorState, GradientState, PartialState, rendezvous
+from accelerate.state import AcceleratorState, GradientState, PartialState, process_group
 from accelerate.utils import gather, gather_object, patch_environment, reduce
 
 Run = Callable[..., Any]
@@ -380,13 +380,13 @@ def load_in_forks() -> list[int]:
 
 def leave_before_the_other_connects() -> None:
     if os.environ["RANK"] == "1":
-        connect = rendezvous.connect_channel
+        connect = process_group.connect_channel
 
         def connect_late(purpose: str, timeout: timedelta) -> Any:
             time.sleep(1.0)
             return connect(purpose, timeout)
 
-        rendezvous.connect_channel = connect_late
+        process_group.connect_channel = connect_late
     Accelerator()
 
 

@@ -33,7 +33,7 @@ from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors
 from accelerate.ops import current_transport, open_consensus
-from accelerate.state import Consensus, rendezvous, services
+from accelerate.state import Consensus, process_group, services
 
 logger = get_logger(__name__)
 
@@ -459,4 +459,4 @@ class StagingArea:
 def _open_consensus() -> Consensus:
     # All ranks open theirs in the same order; the store may still hold values from before a reset.
     purpose = f"checkpoints/{services.next_number('checkpoints')}"
-    return open_consensus(current_transport(), rendezvous.connect_channel(purpose, STORE_TIMEOUT))
+    return open_consensus(current_transport(), process_group.connect_channel(purpose, STORE_TIMEOUT))

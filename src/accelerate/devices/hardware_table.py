@@ -1,4 +1,4 @@
-"""The one ordered table of backends, look-up in it, and public probes: the only place that chooses hardware."""
+"""The one ordered table of backends, look-up in it, public probes: the only place that chooses hardware."""
 
 import gc
 import platform

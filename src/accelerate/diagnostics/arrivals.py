@@ -17,7 +17,7 @@ from uuid import uuid4
 from accelerate.diagnostics import processes
 from accelerate.diagnostics.hang_report import Doing, Limits, Outlet, RankState, Report, compose
 from accelerate.diagnostics.peers import PATIENCE, own_identity, silent_state
-from accelerate.state import StoreChannel, Topology, as_dataclass, rendezvous
+from accelerate.state import StoreChannel, Topology, as_dataclass, process_group
 
 SECONDS_TO_ANSWER = 3.0
 SECONDS_TO_END = 10.0
@@ -120,7 +120,7 @@ class ArrivalWatch:
 
     def _connect(self) -> StoreChannel | None:
         # Restarts share this part of the store: their processes have other tokens.
-        return rendezvous.connect_before(self._topology, f"arrivals/{self._opened}", PATIENCE)
+        return process_group.connect_before(self._topology, f"arrivals/{self._opened}", PATIENCE)
 
     def _take_part(self, channel: StoreChannel) -> None:
         """Post that this rank waits, and do what another one asks for."""

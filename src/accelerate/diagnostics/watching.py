@@ -28,7 +28,7 @@ from accelerate.diagnostics.peers import PATIENCE, Peers, own_identity
 from accelerate.ops import flight_recorder
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
-from accelerate.state import PartialState, Topology, process_group, rendezvous, services
+from accelerate.state import PartialState, Topology, process_group, services
 
 DEFAULT_SECONDS = 60.0
 
@@ -261,7 +261,7 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
     if is_alone or not limits.seconds or services.find(Watching) is not None:
         return
     try:
-        channel = rendezvous.connect_channel("hangs", PATIENCE)
+        channel = process_group.connect_channel("hangs", PATIENCE)
     except RuntimeError as error:
         _logger.warning("Hangs will not be explained: the store of the run gives no connection (%s).", error)
         return

@@ -13,17 +13,24 @@ from accelerate.ops.casting import (
     convert_to_fp32 as convert_to_fp32,
 )
 from accelerate.ops.collectives import (
+    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
     ReductionName as ReductionName,
+    at_least_1d as at_least_1d,
     broadcast as broadcast,
     broadcast_object_list as broadcast_object_list,
     copy_tensor_to_devices as copy_tensor_to_devices,
+    first_rows as first_rows,
     gather as gather,
     gather_object as gather_object,
+    gather_rows as gather_rows,
     gather_tensor_shape as gather_tensor_shape,
     gather_uneven as gather_uneven,
     gather_valid as gather_valid,
     gather_valid_objects as gather_valid_objects,
+    pad_across_processes as pad_across_processes,
+    pad_input_tensors as pad_input_tensors,
     reduce as reduce,
+    row_fact as row_fact,
     wait_for_everyone as wait_for_everyone,
 )
 from accelerate.ops.flight_record import (
@@ -58,15 +65,6 @@ from accelerate.ops.packing import (
     put_together as put_together,
     take_apart as take_apart,
     views_of as views_of,
-)
-from accelerate.ops.padding import (
-    CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
-    at_least_1d as at_least_1d,
-    first_rows as first_rows,
-    gather_rows as gather_rows,
-    pad_across_processes as pad_across_processes,
-    pad_input_tensors as pad_input_tensors,
-    row_fact as row_fact,
 )
 from accelerate.ops.transport import (
     Answer as Answer,

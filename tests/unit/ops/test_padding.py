@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate.ops import CannotPadNestedTensorWarning, pad_across_processes, pad_input_tensors
-from accelerate.ops.padding import _pad, _size_to_pad
+from accelerate.ops.collectives import _pad, _size_to_pad
 
 
 @pytest.mark.usefixtures("states")

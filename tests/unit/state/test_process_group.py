@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from accelerate.base import ConfigurationError, StateError
 from accelerate.devices import hardware_table
-from accelerate.state import Topology, process_group, rendezvous, services
+from accelerate.state import Topology, process_group, services
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -114,7 +114,7 @@ def test_restarted_ranks_see_nothing_of_earlier_lives(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(
-        rendezvous, "agree_on_generation", lambda *_: "met"
+        process_group, "agree_on_generation", lambda *_: "met"
     )  # agents of several machines count on their own
     opened: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda comm, **arguments: opened.update(arguments))
@@ -137,11 +137,11 @@ def test_a_store_is_reached_before_the_group_is_open_once_somebody_answers() -> 
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))  # bound, and nobody listens
         nobody = Topology(1, 2, address="127.0.0.1", port=holder.getsockname()[1])
-        assert rendezvous.connect_before(nobody, "test", patience) is None
+        assert process_group.connect_before(nobody, "test", patience) is None
     store = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
     somebody = Topology(1, 2, address="127.0.0.1", port=store.port)
-    first = rendezvous.connect_before(somebody, "test", patience)
-    second = rendezvous.connect_before(somebody, "test", patience)
+    first = process_group.connect_before(somebody, "test", patience)
+    second = process_group.connect_before(somebody, "test", patience)
     assert first is not None
     assert second is not None
     first.post("word", [1])

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 from accelerate.base import StateError
-from accelerate.state import StoreChannel, Topology, agreement, rendezvous
+from accelerate.state import StoreChannel, Topology, agreement, process_group
 
 SECOND = timedelta(seconds=20)
 
@@ -29,7 +29,7 @@ def start(agent: dist.TCPStore, delays: dict[int, float], size: int) -> list[str
     def come(rank: int) -> str:
         time.sleep(delays[rank])
         client = dist.TCPStore("127.0.0.1", agent.port, is_master=False, wait_for_workers=False)
-        return rendezvous.agree_on_generation(StoreChannel(client, "", {}), rank, size, SECOND)
+        return process_group.agree_on_generation(StoreChannel(client, "", {}), rank, size, SECOND)
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(come, delays))
@@ -69,7 +69,7 @@ def test_who_does_not_come_is_named(rank: int, missing: int) -> None:
     channel.post("name", "earlier")
     channel.post("earlier/all", ["earlier", "another word"])
     with pytest.raises(StateError, match=f"Rank {missing} did not come within 1 s"):
-        rendezvous.agree_on_generation(channel, rank, 2, timedelta(seconds=1))
+        process_group.agree_on_generation(channel, rank, 2, timedelta(seconds=1))
 
 
 def topology(rank: int, size: int) -> Topology:
@@ -88,12 +88,12 @@ def topology(rank: int, size: int) -> Topology:
 def test_ranks_of_one_host_are_counted_together(
     names: str, places: list[tuple[int, int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous.socket, "gethostname", lambda: current_thread().name)
+    monkeypatch.setattr(process_group.socket, "gethostname", lambda: current_thread().name)
     store, size = HashStore(), len(names)
 
     def find(rank: int) -> Topology:
         current_thread().name = names[rank]
-        return rendezvous.exchange_hosts(topology(rank, size), store, timedelta(seconds=20))
+        return process_group.exchange_hosts(topology(rank, size), store, timedelta(seconds=20))
 
     with ThreadPoolExecutor(size) as threads:
         found = list(threads.map(find, range(size)))
@@ -108,7 +108,7 @@ def test_a_rank_whose_host_does_not_come_is_named(
 ) -> None:
     monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.05)
     with pytest.raises(StateError, match=f"Rank {absent} did not come within 0 s to .* set LOCAL_RANK"):
-        rendezvous.exchange_hosts(topology(rank, 2), HashStore(), timedelta(seconds=0.1))
+        process_group.exchange_hosts(topology(rank, 2), HashStore(), timedelta(seconds=0.1))
 
 
 @pytest.mark.parametrize(("size", "who"), [(3, "Rank 1"), (4, "Ranks 1, 3")])
@@ -117,7 +117,7 @@ def test_all_ranks_name_those_that_rank_0_waits_for(size: int, who: str) -> None
 
     def find(rank: int) -> None:
         with pytest.raises(StateError, match=f"{who} did not come within 0 s"):
-            rendezvous.exchange_hosts(topology(rank, size), store, timedelta(seconds=0.1))
+            process_group.exchange_hosts(topology(rank, size), store, timedelta(seconds=0.1))
 
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(find, (2, 0)))
