@@ -28,17 +28,13 @@ class Transport:
     """One process: nothing is sent, every call returns what it was given.
 
     The calls of subclasses are in the flight record.
-
-    Attributes:
-        verifies: Whether comparing shapes before a collective is cheap here (no device to wait for),
-            so that it is always done and not only in debug mode.
-        header: The header with which collectives of CPU tensors begin; None where those are not supported.
     """
 
     size: int = 1
     rank: int = 0
+    # Shapes are compared before each collective, also outside debug mode: there is no device to wait for.
     verifies: bool = False
-    header: Header | None = None
+    header: Header | None = None  # begins collectives of CPU tensors; None where those are not supported
 
     def __init_subclass__(cls) -> None:
         for name, member in list(vars(cls).items()):
@@ -46,14 +42,7 @@ class Transport:
                 setattr(cls, name, recorded(member, argument=1))
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Join the tensors of all processes along the first dimension, in rank order, on every process.
-
-        Args:
-            tensor: Of the same shape and dtype on all ranks; a 0-d tensor counts as one of shape `[1]`.
-
-        Returns:
-            A tensor of shape `[size * n, ...]` on the device of the argument.
-        """
+        """Join tensors of one shape and dtype along their first dimension, by rank; 0-d counts as `[1]`."""
         return tensor
 
     def gather_object(self, obj: Any) -> list[Any]:
@@ -69,27 +58,17 @@ class Transport:
         return obj
 
     def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
-        """Combine the tensors of all processes element by element, on every process.
+        """Combine tensors of one shape and dtype element by element: "sum", "mean", "max" or "min".
 
-        Args:
-            tensor: Of the same shape and dtype on all ranks; it is not changed.
-            how: "sum", "mean", "max" or "min". Sums of half-precision numbers are formed in float32. Integers
-                and booleans are summed in int64, as `torch.sum` does; their mean has the default floating
-                dtype.
-
-        Returns:
-            A tensor of the same shape on the device of the argument; on one process the argument itself.
+        Sums of half-precision numbers are formed in float32. Integers and booleans are summed in int64, as
+        `torch.sum` does; their mean has the default floating dtype. One process returns the argument itself.
         """
         return tensor
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
-        """Give each process its part of what rank `source` has; here by a broadcast of all parts.
+        """Fill `out` with the part of this process of what rank `source` has; here by a broadcast of all.
 
-        Args:
-            parts: On the source one tensor for each process, in rank order, all of the shape and dtype of
-                `out`; not used on the others.
-            out: Filled with the part of this process, and returned.
-            source: The rank that sends.
+        On the source `parts` has one tensor for each process, of the shape and dtype of `out`.
         """
         if self.rank == source:
             stacked = torch.stack(list(one_for_each(parts, self.size)))
@@ -165,16 +144,8 @@ class Header:
 
     A header is a small all-gather of fixed size. It contains a number that identifies the operation, so that
     all processes detect a mismatch; a length; and the payload itself where that is small, so that nothing
-    else has to be sent.
-
-    Args:
-        size: Number of processes.
-        gather: Fills its first argument with the second one of all processes, in rank order; on the CPU.
-
-    Attributes:
-        room: Bytes of payload in a header.
-        payload: The payload of this process, to be written before an exchange.
-        rows: The payloads of all processes after it, one row each; valid until the next exchange.
+    else has to be sent. `gather` fills its first argument with the second one of all processes, in rank
+    order; on the CPU.
     """
 
     def __init__(self, size: int, gather: Callable[[Tensor, Tensor], object]) -> None:
@@ -183,8 +154,9 @@ class Header:
             self._sent = torch.zeros(width, dtype=torch.uint8, device="cpu")
             self._arrived = torch.zeros(size * width, dtype=torch.uint8, device="cpu")
         self._gather = gather
-        self.room = width - _PREFIX
-        self.payload = self._sent[_PREFIX:]
+        self.room = width - _PREFIX  # bytes of payload in a header
+        self.payload = self._sent[_PREFIX:]  # of this process, to be written before an exchange
+        # The payloads of all processes after it; valid until the next exchange.
         self.rows = self._arrived.view(size, width)[:, _PREFIX:]
         self._sent_bytes = self._sent.numpy().data
         self._arrived_bytes = self._arrived.numpy().data
@@ -219,10 +191,7 @@ class Header:
     def positions(self, start: int, dtype: torch.dtype, counts: list[int]) -> Tensor:
         """Return where in `elements` leaves are: for each leaf its elements of all processes, in rank order.
 
-        Args:
-            start: First byte of the leaves in a payload.
-            dtype: Of the leaves, which are neighbours.
-            counts: Number of elements of each.
+        The leaves are neighbours in a payload, from byte `start` on, with `counts` elements.
         """
         firsts = (
             torch.tensor(self._starts, device="cpu")
@@ -233,14 +202,10 @@ class Header:
         return torch.cat([part.reshape(-1) for part in rows.split_with_sizes(counts, 1)])
 
     def exchange(self, mark: int, length: int = 0) -> bool:
-        """Send the header of this process and receive all; called on all ranks.
+        """Send the header of this process and receive all; return, equally on all, whether all marks agree.
 
-        Args:
-            mark: Identifies what this process does; 64 bits, signed.
-            length: Bytes of its payload, which is not in the header where it is larger than `room`.
-
-        Returns:
-            Whether the marks of all processes are the same; the result is equal on all of them.
+        `mark` identifies what this process does, in 64 bits, signed; `length` is the bytes of its payload,
+        which is not in the header where it is larger than `room`.
         """
         self._sent_numbers[0] = mark
         self._sent_numbers[1] = length

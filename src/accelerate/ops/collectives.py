@@ -62,8 +62,7 @@ def gather(tensor: T) -> T:
     transport = current_transport()
     if transport.size == 1:
         return tensor
-    call = Call(f"{PUBLIC_MODULE}.gather", data=tensor)
-    return gather_packed(tensor, transport, call)  # type: ignore[no-any-return]
+    return gather_packed(tensor, transport, Call(f"{PUBLIC_MODULE}.gather", data=tensor))  # type: ignore[no-any-return]
 
 
 @overload
@@ -169,17 +168,9 @@ def reduce(tensor: T, reduction: ReductionName = "mean", scale: float = 1.0) -> 
 
 @operation
 def gather_uneven(tensor: Any) -> Any:
-    """Join tensors whose first dimension differs between processes.
+    """Join nested tensors whose first dimension differs between processes, in rank order without filling.
 
-    Args:
-        tensor: Nested tensors that agree on all ranks in everything but the length of the first dimension.
-
-    Returns:
-        The same nesting; along the first dimension the parts of all ranks in rank order, without any filling.
-
-    Raises:
-        DistributedOperationException: Another dimension than the first differs (detected on CPU, or in
-            debug mode).
+    A difference in another dimension is refused where it is detected: on CPU, or in debug mode.
     """
     transport = current_transport()
     if transport.size == 1:
@@ -194,18 +185,10 @@ def gather_uneven(tensor: Any) -> Any:
 
 @operation
 def gather_valid(data: Any, counts: Sequence[int]) -> Any:
-    """Gather per-sample tensors and keep the first samples of each process only.
+    """Gather nested tensors of one row for each sample, and keep the first `counts[rank]` of each process.
 
-    Args:
-        data: Nested tensors with one row for each sample; rank r has at least `counts[r]` of them, and ranks
-            may have different numbers.
-        counts: How many leading samples of each rank are real; the same on all ranks.
-
-    Returns:
-        The same nesting with `sum(counts)` rows in rank order, on every process.
-
-    Raises:
-        ConfigurationError: Not one count for each process, or a tensor with fewer rows than its count.
+    Ranks may have different numbers of rows; `counts` is the same on all. Refused without one count for each
+    process, or with fewer rows than the count.
     """
     transport = current_transport()
     _check_counts(counts, transport)
@@ -219,18 +202,7 @@ def gather_valid(data: Any, counts: Sequence[int]) -> Any:
 
 @operation
 def gather_valid_objects(items: Sequence[T], counts: Sequence[int]) -> list[T]:
-    """Gather lists with one object for each sample and keep the first ones of each process only.
-
-    Args:
-        items: At least `counts[r]` picklable objects on rank r.
-        counts: How many leading items of each rank are real; the same on all ranks.
-
-    Returns:
-        The kept items of all ranks in rank order, on every process.
-
-    Raises:
-        ConfigurationError: Not one count for each process, or fewer items than their count.
-    """
+    """Gather lists with one picklable object for each sample, as `gather_valid` does tensors."""
     transport = current_transport()
     _check_counts(counts, transport)
     own = counts[transport.rank]
@@ -424,13 +396,9 @@ def _repeat_last(tensor: Tensor, batch_size: int, missing: int, dim: int) -> Ten
 
 
 def gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transport, call: Call) -> Any:
-    """Join tensors along their first dimension: padded to the longest to be sent, and cut again.
+    """Join nested tensors along their first dimension: padded to the longest to be sent, and cut again.
 
-    Args:
-        data: Nested tensors that agree on all ranks in everything but the number of rows.
-        counts: For each tensor the number of its rows on each rank; the same on all ranks.
-        transport: Between several processes.
-        call: For the message when the processes disagree.
+    `counts` gives for each tensor the number of its rows on each rank.
     """
     first, second = tee(counts)
     filled = recursively_apply(lambda leaf: _pad_rows(leaf, next(first)), data, error_on_other_type=True)

@@ -80,18 +80,14 @@ class Ring:
         self._sequence = 0
         self._depth = 0
         self._running: _Raw | None = None
-        self._owner = threading.main_thread().ident
-
-    @property
-    def owner(self) -> int | None:
-        return self._owner
+        self.owner = threading.main_thread().ident  # the thread that trains
 
     def begin(self, operation: str, facts: object) -> None:
         """Record that an operation begins; inside another one it is a part of that one.
 
         `facts` is what it is called with, as small objects without tensors.
         """
-        if threading.get_ident() != self._owner:
+        if threading.get_ident() != self.owner:
             return
         self._depth += 1
         if self._depth > 1:
@@ -103,7 +99,7 @@ class Ring:
 
     def end(self) -> None:
         """Record that the operation begun last has returned or failed."""
-        if threading.get_ident() != self._owner:
+        if threading.get_ident() != self.owner:
             return
         if self._depth == 1:
             self._running = None
@@ -124,7 +120,7 @@ class Ring:
         self._entries.clear()
         self._sequence = self._depth = 0
         self._running = None
-        self._owner = threading.get_ident()
+        self.owner = threading.get_ident()
 
     def running(self) -> Entry | None:
         """The operation that has not returned yet; None without one. May be called from any thread."""

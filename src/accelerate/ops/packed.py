@@ -111,8 +111,7 @@ def _begin(
 ) -> tuple[TransferPlan, Header | None]:
     """Plan how a structure is sent, and exchange headers where this transport begins with them.
 
-    Returns:
-        The plan, and the header that contains the payload; None where it is sent otherwise.
+    The header is the one that contains the payload; None where it is sent otherwise.
     """
     goes_over_cpu = transport.verifies or not parts.leaves or parts.leaves[0].is_cpu  # as the header does
     header = transport.header if goes_over_cpu else None
@@ -157,10 +156,7 @@ def whole_tensors(data: Any) -> Any:
 def gather_values(data: Any, transport: Transport, gather: Callable[[Any], Any]) -> Any:
     """Join nested tensors of which some are distributed: one whole tensor of each group that shares one.
 
-    Args:
-        data: Nested tensors.
-        transport: Between several processes.
-        gather: Joins nested plain tensors of all processes along their first dimension.
+    `gather` joins nested plain tensors of all processes along their first dimension.
     """
 
     def join(leaf: Tensor) -> Tensor:
@@ -179,11 +175,7 @@ def gather_values(data: Any, transport: Transport, gather: Callable[[Any], Any])
 def reduce_values(data: Any, how: str, transport: Transport, reduce: Callable[[Any, str], Any]) -> Any:
     """Combine nested tensors of which some are distributed: each group that shares one counts once.
 
-    Args:
-        data: Nested tensors; not changed.
-        how: "sum", "mean", "max" or "min".
-        transport: Between several processes.
-        reduce: Combines nested plain tensors of all processes.
+    `reduce` combines nested plain tensors of all processes.
     """
 
     def combine(leaf: Tensor) -> Tensor:
@@ -244,10 +236,7 @@ def broadcast_object(obj: Any, source: int, transport: Transport, call: Call) ->
 def share_numbers(
     numbers: Sequence[int], transport: Transport, call: Call, *facts: object
 ) -> list[list[int]]:
-    """Gather the integers of all processes, as many on each, in rank order.
-
-    `facts` is what else has to be the same on all processes, by its `repr`.
-    """
+    """Gather the integers of all processes, as many on each, in rank order; `facts` as in `agree_on_call`."""
     header = transport.header
     if header is not None and (transport.verifies or debugging()):
         parts = _share(array("q", numbers).tobytes(), header, transport, call, *facts)

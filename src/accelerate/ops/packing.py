@@ -289,12 +289,8 @@ def mark_of(*facts: object) -> int:
 def plan_for(operation: str, parts: Parts, *, size: int, room: int, mixed: bool = True) -> TransferPlan:
     """Plan how a structure is sent; cached for the structures used last.
 
-    Args:
-        operation: Its name with the arguments that must agree on all processes.
-        parts: The structure.
-        size: Number of processes.
-        room: Bytes of payload in the header.
-        mixed: Whether several dtypes may share one buffer (bytes are only moved).
+    `operation` includes the arguments that must agree on all processes; `room` is the bytes of payload in the
+    header. With `mixed` several dtypes may share one buffer: bytes are only moved.
     """
     return _plan(operation, tuple(parts.facts), tuple(parts.skeleton), size, room, mixed)
 

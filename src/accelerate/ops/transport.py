@@ -292,12 +292,9 @@ class AsyncGroup:
 
 
 def reduce_async(numbers: Sequence[float], how: str, purpose: str) -> Answer:
-    """Start to reduce numbers of all ranks, element by element; called on all ranks in the same order.
+    """Start to reduce numbers, exact up to 2**53, element by element: "sum" or "max"; called on all ranks.
 
-    Args:
-        numbers: Equally many on all ranks; exact up to 2**53.
-        how: "sum" or "max".
-        purpose: What for, as the flight record and the reports of hangs name it.
+    The flight record and the reports of hangs name the `purpose`.
     """
     tensor = torch.tensor(numbers, dtype=torch.float64)
     transport = current_transport()
@@ -334,11 +331,7 @@ def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consen
 
 
 def run_on_all_ranks(action: Callable[[], Result]) -> Result:
-    """Run an action that does not communicate on each rank, and return what it returned on this one.
-
-    Raises:
-        CheckpointError: It failed on a rank; on all.
-    """
+    """Run an action that does not communicate on each rank; if one fails, all raise a `CheckpointError`."""
     result, failure = None, ""
     try:
         result = action()
@@ -353,8 +346,7 @@ def run_on_all_ranks(action: Callable[[], Result]) -> Result:
 def run_on_rank_0(action: Callable[[], Result]) -> Result | None:
     """Run an action that does not communicate on rank 0, and return what it returned; None on the others.
 
-    Raises:
-        AccelerateError: What it raised, on all ranks; a `CheckpointError` for an error of another kind.
+    All ranks raise what it raised; a `CheckpointError` for an error of another package.
     """
     transport = current_transport()
     result: Result | None = None
@@ -362,10 +354,8 @@ def run_on_rank_0(action: Callable[[], Result]) -> Result | None:
     if transport.rank == 0:
         try:
             result = action()
-        except AccelerateError as error:
-            failure = error
         except Exception as error:  # raised again, on all ranks
-            failure = CheckpointError(describe(error))
+            failure = error if isinstance(error, AccelerateError) else CheckpointError(describe(error))
     failure = transport.broadcast_object(failure)
     if failure is not None:
         raise failure

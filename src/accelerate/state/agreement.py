@@ -60,17 +60,17 @@ class StoreChannel:
 
     def read(self, name: str) -> Any:
         """Return a value; None where there is none, or one that is not of this run."""
-        return self._get([name])[name] if self._has([name]) else None
+        return self._get([name]).get(name)
 
     def read_all(self, names: Sequence[str]) -> dict[str, Any]:
         """Return values by name, as `read` does; two requests where all are there."""
-        return self._get(names) if self._has(names) else {name: self.read(name) for name in names}
+        return self._get(names) or {name: self.read(name) for name in names}
 
     def wait(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
         """Wait until values are there, and return them by name; None for those that did not come in time."""
         end, pause = time.monotonic() + seconds, FIRST_PAUSE
         while (left := end - time.monotonic()) > 0:
-            values = self._get(names) if self._has(names) else {}
+            values = self._get(names)
             if values and None not in values.values():
                 return values
             time.sleep(min(pause, left))
@@ -92,12 +92,11 @@ class StoreChannel:
         for name in names:
             self._store.delete_key(self._name(name))
 
-    def _has(self, names: Sequence[str]) -> bool:
-        return bool(self._store.check([self._name(name) for name in names]))
-
     def _get(self, names: Sequence[str]) -> dict[str, Any]:
-        content = self._store.multi_get([self._name(name) for name in names])
-        return {name: self._decode(name, data) for name, data in zip(names, content, strict=True)}
+        """Return values by name; none at all where one is absent."""
+        keys = [self._name(name) for name in names]
+        content = self._store.multi_get(keys) if self._store.check(keys) else []
+        return {name: self._decode(name, data) for name, data in zip(names, content, strict=False)}
 
     def _name(self, name: str) -> str:
         return f"{self._scope}/{name}"
@@ -161,11 +160,8 @@ class Consensus:
     def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
         """Let rank 0 decide from the values of all ranks; called on all ranks in the same order.
 
-        Args:
-            what: name of the call that needs all ranks, for messages.
-            value: of this rank, which JSON can hold: tuples become lists.
-            judge: runs on rank 0; JSON can hold the decision as well. What it raises is raised on all ranks.
-            patience: seconds to wait for the other ranks; those that came raise a `StateError` after them.
+        JSON holds values and decision: tuples become lists. What the judge raises is raised on all ranks.
+        After `patience` seconds without a rank, those that came to `what` raise a `StateError`.
         """
         return judge([value])
 
@@ -236,7 +232,6 @@ def pack_verdict(judge: Judge, values: Sequence[Any]) -> dict[str, Any]:
 
 
 def pack_error(error: AccelerateError) -> dict[str, str]:
-    """Return an error of this package as JSON; `unpack` raises it."""
     return {"error": type(error).__name__, "text": str(error)}
 
 

@@ -160,8 +160,7 @@ def open_store(topology: Topology, init_method: str | None, timeout: timedelta) 
 def listen_on_loopback(topology: Topology) -> object:
     """Keep what this process opens for a run on one machine from the other interfaces of the machine.
 
-    Returns:
-        What keeps the store open until the group has it; None where another process opens it.
+    What is returned keeps the store open until the group has it; None where another process opens it.
     """
     if topology.size == 1 or topology.local_size < topology.size or topology.address not in LOOPBACK:
         return None
@@ -222,11 +221,8 @@ def is_open() -> bool:
 def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = None, **kwargs: Any) -> str:
     """Open the default process group. Called on every rank, once; returns when all ranks have come.
 
-    Args:
-        topology: which process this is and where the others meet.
-        backend: the hardware whose tensors are sent.
-        comm: name of the communication library, which is returned; None is the one that suits the hardware.
-        **kwargs: further arguments of `torch.distributed.init_process_group`; None counts as not given.
+    The name of the communication library is returned; None for `comm` is the one that suits the hardware.
+    `kwargs` are further arguments of `torch.distributed.init_process_group`; None counts as not given.
     """
     comm = comm or backend.comm or "gloo"
     provider = PROVIDERS.get(comm) or PROVIDERS.get(backend.name)
@@ -249,17 +245,13 @@ def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
     """
     if not topology.needs_hosts:
         return topology
-    timeout = _timeout(kwargs)
+    timeout = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
     if is_open():
         return exchange_hosts(topology, torch_private.default_store(), timeout)
     with _watched(topology, kwargs):
         if not kwargs.get("store"):
             kwargs["store"] = open_store(topology, kwargs.pop("init_method", None), timeout)
         return exchange_hosts(topology, kwargs["store"], timeout)
-
-
-def _timeout(kwargs: Mapping[str, Any]) -> timedelta:
-    return kwargs.get("timeout") or distributed_c10d.default_pg_timeout
 
 
 def _watched(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:
@@ -277,7 +269,8 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
     else:
         assign_missing(topology.variables())
         if not {"init_method", "store"} & set(kwargs):
-            store = store_of_generation(topology, _timeout(kwargs))
+            timeout = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
+            store = store_of_generation(topology, timeout)
             kwargs.update({"store": store} if store else {})
     # DistributedDataParallel imports this module; imported while a group is open, its functions would keep
     # that group as a default argument, and the threads of a closed group would never end.

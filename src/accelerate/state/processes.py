@@ -94,8 +94,6 @@ class ProcessControl:
         Args:
             function: the function; leave it out to decorate with brackets.
         """
-        if function is None:
-            return self.on_main_process
         return _keep(function, self.is_main_process)
 
     @overload
@@ -108,8 +106,6 @@ class ProcessControl:
         Args:
             function: the function; leave it out to decorate with brackets.
         """
-        if function is None:
-            return self.on_local_main_process
         return _keep(function, self.is_local_main_process)
 
     @overload
@@ -122,8 +118,6 @@ class ProcessControl:
         Args:
             function: the function; leave it out to decorate with brackets.
         """
-        if function is None:
-            return self.on_last_process
         return _keep(function, self.is_last_process)
 
     @overload
@@ -167,8 +161,6 @@ class ProcessControl:
             ConfigurationError: no index is given.
         """
         index = _given("local_process_index", local_process_index)
-        if function is None:
-            return functools.partial(self.on_local_process, local_process_index=index)
         return _keep(function, self.local_process_index == index or self.num_processes == 1)
 
     def main_process_first(self) -> AbstractContextManager[None]:
@@ -206,7 +198,10 @@ class ProcessControl:
             print(*args, **kwargs)
 
 
-def _keep(function: Callable[..., Any], runs_here: bool) -> Callable[..., Any]:
+def _keep(function: Callable[..., Any] | None, runs_here: bool) -> Callable[..., Any]:
+    """Return a function that does nothing unless it runs on this process; a decorator without a function."""
+    if function is None:
+        return functools.partial(_keep, runs_here=runs_here)
     if not callable(function):
         raise wrong_value("function", function, "it cannot be called", "decorate a function", TypeError)
     if runs_here:

@@ -125,15 +125,10 @@ class ProcessServices:
         close: Callable[[], None] | None = None,
         end: Callable[[], None] | None = None,
     ) -> Service:
-        """Register a service of the run, in place of the one of this class.
+        """Register a service of the run, in place of the one of this class, and return it.
 
-        Args:
-            kind: the class under which it is registered.
-            service: the object, which is returned.
-            uses_group: whether it holds the default process group: it is forgotten when another group takes
-                the place of that one.
-            close: called before the default process group is closed.
-            end: called when the state is reset; for what must not wait for the garbage collector.
+        One that `uses_group` is forgotten when another default process group takes the place of that one.
+        `close` is called before that group is closed, `end` when the state is reset.
         """
         self.of_run[kind] = service
         if uses_group:
