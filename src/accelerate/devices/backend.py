@@ -140,14 +140,9 @@ class DeviceBackend:
         self.torch_module().set_rng_state(s)
 
     def supports(self, dtype: "torch.dtype") -> bool:
-        import torch
-
-        if str(dtype).removeprefix("torch.") in self.lacks:
-            return False
-        if dtype != torch.bfloat16:
-            return True
-        ask = getattr(self.torch_module(), "is_bf16_supported", None)
-        return ask is None or bool(ask())
+        name = str(dtype).removeprefix("torch.")
+        ask = getattr(self.torch_module(), "is_bf16_supported", None) if name == "bfloat16" else None
+        return name not in self.lacks and (ask is None or bool(ask()))
 
     def grad_scaler(self, **kw: Any) -> "torch.amp.GradScaler":
         """Return a gradient scaler; takes the arguments of `torch.amp.GradScaler` without the device."""
@@ -167,9 +162,7 @@ class GaudiBackend(DeviceBackend):
         return str(self.torch_module().get_device_name()).strip().upper() == "GAUDI"
 
     def supports(self, dtype: "torch.dtype") -> bool:
-        import torch
-
-        return super().supports(dtype) and not (dtype == torch.float16 and self.is_first_generation())
+        return super().supports(dtype) and not (str(dtype) == "torch.float16" and self.is_first_generation())
 
 
 @dataclass(frozen=True)
@@ -202,19 +195,13 @@ class CpuBackend(OneDeviceBackend):
     """The processor, whose generator is torch's default one."""
 
     def seed(self, n: int) -> None:
-        import torch
-
-        torch.default_generator.manual_seed(n)
+        import_module("torch").default_generator.manual_seed(n)
 
     def rng_state(self) -> "torch.Tensor":
-        import torch
-
-        return torch.get_rng_state()
+        return import_module("torch").get_rng_state()  # type: ignore[no-any-return]
 
     def set_rng_state(self, s: "torch.Tensor") -> None:
-        import torch
-
-        torch.set_rng_state(s)
+        import_module("torch").set_rng_state(s)
 
 
 @dataclass(frozen=True)
@@ -232,8 +219,6 @@ class MpsBackend(OneDeviceBackend):
     def supports(self, dtype: "torch.dtype") -> bool:
         import torch
 
-        return (
-            torch.backends.mps.is_macos_or_newer(14, 0)
-            if dtype == torch.bfloat16
-            else super().supports(dtype)
-        )
+        if dtype == torch.bfloat16:
+            return torch.backends.mps.is_macos_or_newer(14, 0)
+        return super().supports(dtype)

@@ -5,7 +5,7 @@ import platform
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.base import (
     PACKAGES,
@@ -27,12 +27,20 @@ if TYPE_CHECKING:
 
     USE_TORCH_XLA: bool
 
+Backend = TypeVar("Backend", bound=DeviceBackend)
 
-def _row(name: str, label: str, **columns: Any) -> DeviceBackend:
+
+def _row(name: str, label: str, backend: type[Backend] = DeviceBackend, **columns: Any) -> Backend:
     """A row whose distributed type, torch module and generator have the name of the device type."""
     upper = name.upper()
     kind, generator = DistributedType[f"MULTI_{upper}"], RNGType[upper]
-    return DeviceBackend(name, label, kind, f"torch.{name}", rng_type=generator, **columns)
+    return backend(name, label, kind, f"torch.{name}", rng_type=generator, **columns)
+
+
+def _extension(name: str, label: str, comm: str, visible_env: str, **columns: Any) -> DeviceBackend:
+    """A row whose package `torch_NAME` adds it to torch, with a gradient scaler of its own."""
+    columns |= {"comm": comm, "visible_env": visible_env, "extension": f"torch_{name}", "own_scaler": True}
+    return _row(name, label, **columns)
 
 
 CUDA = DeviceBackend(
@@ -52,47 +60,22 @@ CUDA = DeviceBackend(
 XPU = _row(
     "xpu", "Intel XPU", comm="xccl", visible_env="ZE_AFFINITY_MASK", has_float64=True, has_streams=True
 )
-NPU = _row(
-    "npu",
-    "Ascend NPU",
-    comm="hccl",
-    visible_env="ASCEND_RT_VISIBLE_DEVICES",
-    extension="torch_npu",
-    own_scaler=True,
-)
-MLU = _row(
+NPU = _extension("npu", "Ascend NPU", "hccl", "ASCEND_RT_VISIBLE_DEVICES")
+MLU = _extension(
     "mlu",
     "Cambricon MLU",
-    comm="cncl",
-    visible_env="MLU_VISIBLE_DEVICES",
-    extension="torch_mlu",
-    own_scaler=True,
+    "cncl",
+    "MLU_VISIBLE_DEVICES",
     probe_variables=(("PYTORCH_CNDEV_BASED_MLU_CHECK", "1"),),
 )
-SDAA = _row(
-    "sdaa",
-    "Tecorigin SDAA",
-    comm="tccl",
-    visible_env="SDAA_VISIBLE_DEVICES",
-    extension="torch_sdaa",
-    own_scaler=True,
-)
-MUSA = _row(
-    "musa",
-    "Moore Threads MUSA",
-    comm="mccl",
-    visible_env="MUSA_VISIBLE_DEVICES",
-    extension="torch_musa",
-    own_scaler=True,
-)
-HPU = GaudiBackend(
-    name="hpu",
-    label="Intel Gaudi HPU",
-    distributed_type=DistributedType.MULTI_HPU,
+SDAA = _extension("sdaa", "Tecorigin SDAA", "tccl", "SDAA_VISIBLE_DEVICES")
+MUSA = _extension("musa", "Moore Threads MUSA", "mccl", "MUSA_VISIBLE_DEVICES")
+HPU = _row(
+    "hpu",
+    "Intel Gaudi HPU",
+    GaudiBackend,
     comm="hccl",
     visible_env="HABANA_VISIBLE_MODULES",
-    module="torch.hpu",
-    rng_type=RNGType.HPU,
     extension="habana_frameworks.torch",
     deepspeed_variables=(("DEEPSPEED_USE_HPU", "true"),),
 )

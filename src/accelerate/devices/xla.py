@@ -153,9 +153,7 @@ class XlaBackend(DeviceBackend):
         self.torch_module().set_rng_state(int(s) % 2**64)
 
     def supports(self, dtype: "torch.dtype") -> bool:
-        import torch
-
-        return dtype != torch.float16 or self.hardware() in ("GPU", "CUDA")
+        return str(dtype) != "torch.float16" or self.hardware() in ("GPU", "CUDA")
 
     def grad_scaler(self, **kw: Any) -> "torch.amp.GradScaler":
         return import_module("torch_xla.amp").GradScaler(**kw)  # type: ignore[no-any-return]

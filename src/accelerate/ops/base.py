@@ -89,18 +89,8 @@ def one_for_each(parts: Sequence[Tensor] | None, size: int) -> Sequence[Tensor]:
 
 
 # What both gloo and NCCL support. Other dtypes are sent as bytes when they are only moved.
-_SUPPORTED_DTYPES = frozenset(
-    {
-        torch.float32,
-        torch.float64,
-        torch.float16,
-        torch.bfloat16,
-        torch.uint8,
-        torch.int8,
-        torch.int32,
-        torch.int64,
-    }
-)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_SUPPORTED_DTYPES = frozenset((*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64))
 
 
 def as_supported(tensor: Tensor) -> Tensor:
