@@ -137,10 +137,8 @@ class Peers:
         """The identity of another rank; None when it has not posted it."""
         if rank not in self._identities:
             who = as_dataclass(Identity, self._channel.read(f"who/{rank}"))
-            if who is None:
-                return None
-            self._identities[rank] = who
-        return self._identities[rank]
+            self._identities |= {} if who is None else {rank: who}
+        return self._identities.get(rank)
 
     def _is_on_this_machine(self, who: Identity) -> bool:
         return (who.host, who.space) == (self._own.host, self._own.space)

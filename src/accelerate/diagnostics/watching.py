@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
@@ -39,7 +38,7 @@ SECONDS_TO_CONNECT = 5.0
 
 
 class Watchdog:
-    """What the thread that watches one rank does; it holds nothing that holds `Watching`."""
+    """Watches one rank in a thread, until `stop` or `end` is called; a service of the run."""
 
     def __init__(
         self, rank: int, limits: Limits, peers: Peers, observation: Observation, outlet: Outlet
@@ -60,10 +59,24 @@ class Watchdog:
         self._reported: object = None  # the wait that this rank had reported last
         self._over = False
         self._patience_for_data = limits.seconds  # grows: a loader that is slow at each batch is no fault
+        self._pid = os.getpid()
+        self._thread = threading.Thread(target=self.run, name="accelerate-watchdog", daemon=True)
 
-    def end_in(self, pid: int) -> None:
-        """End the watcher in its own process only: a fork may have the lock of the event as it was held."""
-        if os.getpid() == pid:
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, ending: str) -> None:
+        """End, and post that this process takes no further part, after "rank 1 has"."""
+        self.ending = ending
+        if process_group.failed():
+            self.failed = True
+            self.lost = lost_operation(self.rank, sys.last_traceback)
+        self.end()
+        self._thread.join(SECONDS_TO_END)
+
+    def end(self) -> None:
+        """End in its own process only: a fork may have the lock of the event as it was held."""
+        if os.getpid() == self._pid:
             self.ended.set()
 
     def run(self) -> None:
@@ -219,28 +232,6 @@ class Watchdog:
         self._reported = None
 
 
-class Watching:
-    """A running watcher, a service of the run; it ends with `stop`, or when this object is no longer held."""
-
-    def __init__(self, watchdog: Watchdog) -> None:
-        self._pid = os.getpid()
-        self._watchdog = watchdog
-        self._thread = threading.Thread(target=watchdog.run, name="accelerate-watchdog", daemon=True)
-        self._thread.start()
-        weakref.finalize(self, watchdog.end_in, self._pid)
-
-    def stop(self, ending: str) -> None:
-        """End the watcher, and post that this process takes no further part, after "rank 1 has"."""
-        if os.getpid() != self._pid:  # a fork has no watcher
-            return
-        self._watchdog.ending = ending
-        if process_group.failed():
-            self._watchdog.failed = True
-            self._watchdog.lost = lost_operation(self._watchdog.rank, sys.last_traceback)
-        self._watchdog.ended.set()
-        self._thread.join(SECONDS_TO_END)
-
-
 def read_limits(environ: Mapping[str, str]) -> Limits:
     settings = decode(DiagnosticsSection, environ)
     return Limits(
@@ -258,7 +249,7 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
     if limits.seconds and state.num_processes == 1:
         services.put(WorkersObserver, LoaderWatch(limits, Outlet(0, 1, environ)))
     is_alone = state.num_processes == 1 or not process_group.is_open()
-    if is_alone or not limits.seconds or services.find(Watching) is not None:
+    if is_alone or not limits.seconds or services.find(Watchdog) is not None:
         return
     try:
         channel = process_group.connect_channel("hangs", PATIENCE)
@@ -271,15 +262,16 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
     record.reset()  # the thread that builds the state is the one that trains
     peers = Peers(channel, rank, size, own)
     observation = Observation(record, rank, own.host, own.pid)
-    watching = Watching(Watchdog(rank, limits, peers, observation, Outlet(rank, size, environ)))
-    services.put(Watching, watching, close=partial(stop, "closed its process group"))
+    watchdog = Watchdog(rank, limits, peers, observation, Outlet(rank, size, environ))
+    watchdog.start()
+    services.put(Watchdog, watchdog, close=partial(stop, "closed its process group"), end=watchdog.end)
 
 
 def stop(ending: str) -> None:
     """End the watcher of this process, if there is one; `ending` is what follows "rank 1 has"."""
-    watching = services.remove(Watching)
-    if watching is not None:
-        watching.stop(ending)
+    watchdog = services.remove(Watchdog)
+    if watchdog is not None:
+        watchdog.stop(ending)
 
 
 def lost_operation(rank: int, trace: TracebackType | None) -> RankState | None:
