@@ -190,9 +190,10 @@ def _short(value: Any) -> str:
 
 
 class Attempts:
-    """One process: how its attempt ended is how the attempt ended.
+    """Agreement over the transport, where there is one process or no store.
 
-    Each attempt is one `begin`, then one of `agree` and `fail`.
+    Each attempt is one `begin`, then one of `agree` and `fail`. Without a store no rank may be stuck in a
+    collective meanwhile.
     """
 
     def begin(self) -> None:
@@ -207,14 +208,7 @@ class Attempts:
 
     def agree(self, ran_out: bool) -> bool:
         """Wait for all processes, and return whether any of them ran out of memory. Called on all ranks."""
-        return ran_out
-
-
-class CollectiveAttempts(Attempts):
-    """Several processes without a store: they agree in a collective, so none may be stuck in another one."""
-
-    def agree(self, ran_out: bool) -> bool:
-        return any(current_transport().gather_object(ran_out))
+        return any(current_transport().gather_object(ran_out)) if PartialState._shared_state else ran_out
 
 
 class StoreAttempts(Attempts):
@@ -345,9 +339,8 @@ def _watch(channel: StoreChannel, stopped: threading.Event, left: threading.Even
 
 def join_attempts() -> Attempts:
     """Return how this process agrees with the others: alone when there is no state or no other process."""
-    if not PartialState._shared_state or PartialState().num_processes == 1:
-        return Attempts()
-    return StoreAttempts(PartialState()) if process_group.is_open() else CollectiveAttempts()
+    has_others = bool(PartialState._shared_state) and PartialState().num_processes > 1
+    return StoreAttempts(PartialState()) if has_others and process_group.is_open() else Attempts()
 
 
 def _is_closing(channel: StoreChannel) -> bool:

@@ -50,26 +50,22 @@ Combine = Callable[[Sequence[float], str, str], Answer]
 
 
 class Trigger(NamedTuple):
-    """One kind of request, by the name of the signal or setting.
-
-    `reason` says what has happened, as messages say it; a process number follows.
-    """
+    """One kind of request to save, by the name of the signal or setting."""
 
     name: str
-    reason: str
-    stops: bool
-    saves: bool
+    reason: str  # what has happened, as messages say it; a process number follows
+    stops: bool  # the run stops as well
 
 
 SIGNALS = (
-    Trigger("SIGTERM", "SIGTERM reached", stops=True, saves=True),
-    Trigger("SIGUSR1", "SIGUSR1 reached", stops=True, saves=True),
-    Trigger("SIGUSR2", "SIGUSR2 reached", stops=False, saves=True),
+    Trigger("SIGTERM", "SIGTERM reached", stops=True),
+    Trigger("SIGUSR1", "SIGUSR1 reached", stops=True),
+    Trigger("SIGUSR2", "SIGUSR2 reached", stops=False),
 )
-TIME_IS_UP = Trigger("max_time", "max_time is over, says", stops=True, saves=True)
-ALLOCATION_ENDS = Trigger("allocation", "the SLURM allocation ends soon, says", stops=True, saves=True)
-STOP_FILE = Trigger("stop_file", "the stop_file was found by", stops=True, saves=True)
-SAVE_FILE = Trigger("save_file", "the save_file was touched, says", stops=False, saves=True)
+TIME_IS_UP = Trigger("max_time", "max_time is over, says", stops=True)
+ALLOCATION_ENDS = Trigger("allocation", "the SLURM allocation ends soon, says", stops=True)
+STOP_FILE = Trigger("stop_file", "the stop_file was found by", stops=True)
+SAVE_FILE = Trigger("save_file", "the save_file was touched, says", stops=False)
 
 TRIGGERS = (*SIGNALS, TIME_IS_UP, ALLOCATION_ENDS, STOP_FILE, SAVE_FILE)
 """All of them, in the order of the numbers that ranks exchange."""
@@ -337,8 +333,8 @@ class Agreement:
         *requests, step, cost = numbers
         for trigger, process in zip(TRIGGERS, requests, strict=True):
             if process:
+                self._save = True
                 self._stop |= trigger.stops
-                self._save |= trigger.saves
                 what = "save and stop" if trigger.stops else "save"
                 logger.warning(f"All processes {what} now: {trigger.reason} process {process - 1:.0f}.")
         self._every = rounds_between(step, -cost)

@@ -7,7 +7,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import numpy as np
 import torch
@@ -222,21 +222,16 @@ def _given(name: str, index: int | None) -> int:
     return index
 
 
-class Share(NamedTuple):
-    """Which elements one process takes: `start` up to `end`, then `padding` times the last one it has."""
+def plan_share(length: int, size: int, rank: int, apply_padding: bool) -> tuple[int, int, int]:
+    """Return the start and end of the elements that a process takes, and how often it repeats its last one.
 
-    start: int
-    end: int
-    padding: int
-
-
-def plan_share(length: int, size: int, rank: int, apply_padding: bool) -> Share:
-    """Return which of `length` elements a process takes; the first ones take one more if need be."""
+    The first processes take one more if need be.
+    """
     per_process, extra = divmod(length, size)
     start = rank * per_process + min(rank, extra)
     end = start + per_process + (rank < extra)
     longest = per_process + (extra > 0)
-    return Share(start, end, longest - (end - start) if apply_padding else 0)
+    return start, end, longest - (end - start) if apply_padding else 0
 
 
 def share_of(inputs: Any, size: int, rank: int, apply_padding: bool = False) -> Any:

@@ -17,11 +17,11 @@ from accelerate.state import plan_share, share_of
 @given(st.integers(0, 40), st.integers(1, 7), st.booleans())
 def test_every_element_once_and_the_first_take_more(length: int, size: int, apply_padding: bool) -> None:
     shares = [plan_share(length, size, rank, apply_padding) for rank in range(size)]
-    assert [index for share in shares for index in range(share.start, share.end)] == list(range(length))
-    taken = [share.end - share.start for share in shares]
+    assert [index for start, end, _ in shares for index in range(start, end)] == list(range(length))
+    taken = [end - start for start, end, _ in shares]
     assert taken == sorted(taken, reverse=True)
     assert max(taken) - min(taken) <= 1
-    padded = {count + share.padding for count, share in zip(taken, shares, strict=True)}
+    padded = {end - start + padding for start, end, padding in shares}
     assert padded == ({max(taken)} if apply_padding else set(taken))
 
 
