@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Backend = TypeVar("Backend", bound=DeviceBackend)
 
 
-def _row(name: str, label: str, backend: type[Backend] = DeviceBackend, **columns: Any) -> Backend:
+def _row(backend: type[Backend], name: str, label: str, **columns: Any) -> Backend:
     """A row whose distributed type, torch module and generator have the name of the device type."""
     upper = name.upper()
     kind, generator = DistributedType[f"MULTI_{upper}"], RNGType[upper]
@@ -40,7 +40,7 @@ def _row(name: str, label: str, backend: type[Backend] = DeviceBackend, **column
 def _extension(name: str, label: str, comm: str, visible_env: str, **columns: Any) -> DeviceBackend:
     """A row whose package `torch_NAME` adds it to torch, with a gradient scaler of its own."""
     columns |= {"comm": comm, "visible_env": visible_env, "extension": f"torch_{name}", "own_scaler": True}
-    return _row(name, label, **columns)
+    return _row(DeviceBackend, name, label, **columns)
 
 
 CUDA = DeviceBackend(
@@ -58,7 +58,13 @@ CUDA = DeviceBackend(
     checks_fork=True,
 )
 XPU = _row(
-    "xpu", "Intel XPU", comm="xccl", visible_env="ZE_AFFINITY_MASK", has_float64=True, has_streams=True
+    DeviceBackend,
+    "xpu",
+    "Intel XPU",
+    comm="xccl",
+    visible_env="ZE_AFFINITY_MASK",
+    has_float64=True,
+    has_streams=True,
 )
 NPU = _extension("npu", "Ascend NPU", "hccl", "ASCEND_RT_VISIBLE_DEVICES")
 MLU = _extension(
@@ -71,15 +77,16 @@ MLU = _extension(
 SDAA = _extension("sdaa", "Tecorigin SDAA", "tccl", "SDAA_VISIBLE_DEVICES")
 MUSA = _extension("musa", "Moore Threads MUSA", "mccl", "MUSA_VISIBLE_DEVICES")
 HPU = _row(
+    GaudiBackend,
     "hpu",
     "Intel Gaudi HPU",
-    GaudiBackend,
     comm="hccl",
     visible_env="HABANA_VISIBLE_MODULES",
     extension="habana_frameworks.torch",
     deepspeed_variables=(("DEEPSPEED_USE_HPU", "true"),),
 )
 NEURON = _row(
+    DeviceBackend,
     "neuron",
     "AWS Neuron",
     comm="neuron",
