@@ -21,12 +21,7 @@ S = TypeVar("S", bound=Section)
 
 
 def encode(settings: Settings, sections: Iterable[type[Section]] | None = None) -> dict[str, str]:
-    """Return the variables that the workers read; sections that are not active have none.
-
-    Args:
-        settings: all of them.
-        sections: only these; default: all.
-    """
+    """Return the variables that the workers read of some sections, or of all; only active ones have any."""
     from accelerate.settings.layers import SECTIONS
 
     written: dict[str, str] = {}

@@ -40,17 +40,11 @@ FLAG = "flag"
 
 @dataclass(frozen=True)
 class Layer:
-    """Values from one source, by option name, already of the right type.
+    """Values from one source, by option name, already of the right type."""
 
-    Attributes:
-        source: its name for the user: "flag", "environment", a configuration file's path.
-        values: only those that the source sets.
-        notes: what the user should know about how the source was read.
-    """
-
-    source: str
-    values: Mapping[str, Any]
-    notes: tuple[str, ...] = ()
+    source: str  # its name for the user: "flag", "environment", a configuration file's path
+    values: Mapping[str, Any]  # only those that the source sets
+    notes: tuple[str, ...] = ()  # what the user should know about how the source was read
 
 
 @cache

@@ -56,53 +56,30 @@ def only_true(text: str) -> Spelling:
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Everything known about one option; what a declaration leaves out follows from its field and section.
+    """Everything known about one option; what a declaration leaves out follows from its field and section."""
 
-    Attributes:
-        name: unique over all sections; the attribute that a parsed flag is stored under.
-        kind: ``bool``, ``int``, ``float``, ``str``, ``tuple`` or ``dict`` (of the user's own, in files only).
-        help: one sentence for ``-h`` and the docs.
-        spell: value to text of the variable; ``None`` means that the variable is not written.
-        flags: spellings on the command line; empty means that there is no flag.
-        flag_default: what an absent flag leaves in the namespace (part of the interface, not a setting).
-        flag_type: how argparse converts the text of the flag.
-        action: what argparse does with the flag.
-        key: name in the configuration file; ``None`` keeps the option out of files.
-        offers: values that the questionnaire lists; empty means the choices.
-        variables: environment variables; several when the value is a tuple with a variable for each element.
-        aliases: further variables that are read (in this order) where the first is absent, and never written.
-        choices: accepted values; empty means any.
-        limits: smallest and largest number that is accepted; ``None``: any that 64 bits hold.
-        negations: flags that say no, where a switch has one of its own.
-        ask: the question of the questionnaire; ``None`` means that it is not asked.
-        when: asked only if this holds for the answers so far (a mapping by option name).
-        advanced: asked only when the user wants to see everything.
-        secret: never printed.
-        foreign: the variable belongs to another program; a value that this package cannot read is ignored.
-    """
-
-    name: str
-    kind: type
+    name: str  # unique over all sections; the attribute that a parsed flag is stored under
+    kind: type  # bool, int, float, str, tuple or dict (of the user's own, in files only)
     default: Any
-    help: str
+    help: str  # one sentence for `-h` and the docs
     spell: Spelling
-    flags: tuple[str, ...]
-    flag_default: Any
-    flag_type: Callable[[str], Any]
-    action: str
-    group: str
-    key: str | None
-    offers: tuple[str, ...]
-    variables: tuple[str, ...]
-    aliases: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    limits: tuple[float, float] | None = None
-    negations: tuple[str, ...] = ()
-    ask: str | None = None
-    when: Callable[[Mapping[str, Any]], bool] | None = None
-    advanced: bool = False
-    secret: bool = False
-    foreign: bool = False
+    flags: tuple[str, ...]  # spellings on the command line; empty: there is no flag
+    flag_default: Any  # what an absent flag leaves in the namespace (part of the interface, not a setting)
+    flag_type: Callable[[str], Any]  # how argparse converts the text of the flag
+    action: str  # what argparse does with the flag
+    group: str  # heading of the flag in the help
+    key: str | None  # name in the configuration file; None keeps the option out of files
+    offers: tuple[str, ...]  # values that the questionnaire lists
+    variables: tuple[str, ...]  # several when the value is a tuple with a variable for each element
+    aliases: tuple[str, ...] = ()  # variables that are read where the first is absent, and never written
+    choices: tuple[str, ...] = ()  # accepted values; empty: any
+    limits: tuple[float, float] | None = None  # smallest and largest number; None: any that 64 bits hold
+    negations: tuple[str, ...] = ()  # flags that say no, where a switch has one of its own
+    ask: str | None = None  # the question of the questionnaire; None: it is not asked
+    when: Callable[[Mapping[str, Any]], bool] | None = None  # asked only if it holds for the answers so far
+    advanced: bool = False  # asked only when the user wants to see everything
+    secret: bool = False  # never printed
+    foreign: bool = False  # the variable of another program; a value that cannot be read is ignored
 
     def read(self, value: object, where: str) -> Any:
         """Turn a value of the flag, key or variable `where` into the option's type; any kind may be text."""
@@ -218,28 +195,19 @@ optional = partial(option, None)
 
 
 class Section:
-    """Base of all sections; each is a frozen dataclass with keyword-only fields made by :func:`option`.
+    """Base of all sections; each is a frozen dataclass with keyword-only fields made by :func:`option`."""
 
-    Attributes:
-        title: heading in the help and the docs.
-        file_key: the nested mapping of the configuration file that holds the section; ``None``: top level.
-        switch: the flag that makes the section active, as a user writes it; empty: it always is.
-        env_prefix: beginning of the variables whose ends are the options' names in upper case; ``None``: an
-            option has only the variables that it declares.
-        makes_flags: whether options have a flag unless they say otherwise.
-        takes_words: whether the flags of yes/no options take ``true`` or ``false`` instead of being switches.
-        spell: how options are written into variables unless they say otherwise.
-        spell_optional: the same for options whose default is ``None``.
-    """
-
-    title: ClassVar[str]
-    file_key: ClassVar[str | None] = None
-    switch: ClassVar[str] = ""
+    title: ClassVar[str]  # heading in the help and the docs
+    file_key: ClassVar[str | None] = None  # the mapping of the file that holds the section; None: top level
+    switch: ClassVar[str] = ""  # the flag that makes the section active, as a user writes it; empty: always
+    key_prefix: ClassVar[str] = ""  # beginning of the options' names that their keys leave out
+    # Beginning of the variables, which end with the names of options in upper case; None: an option has only
+    # the variables that it declares.
     env_prefix: ClassVar[str | None] = None
-    makes_flags: ClassVar[bool] = True
-    takes_words: ClassVar[bool] = False
-    spell: ClassVar[Spelling] = as_text
-    spell_optional: ClassVar[Spelling] = as_text
+    makes_flags: ClassVar[bool] = True  # options have a flag by default
+    takes_words: ClassVar[bool] = False  # flags of yes/no options take true or false, and are no switches
+    spell: ClassVar[Spelling] = as_text  # how options are written into variables by default
+    spell_optional: ClassVar[Spelling] = as_text  # the same for options whose default is None
 
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
@@ -283,7 +251,7 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         "flag_type": str if kind in (bool, tuple) else kind,
         "action": "store_true" if is_switch else "store",
         "group": section.title,
-        "key": field.name,
+        "key": field.name.removeprefix(section.key_prefix),
         "offers": declared.get("choices", ()),
         "variables": (env,) if isinstance(env, str) else env,
         "spell": section.spell_optional if default is None else section.spell,

@@ -26,12 +26,7 @@ LONGEST_REPORT = 400
 
 
 def read_text(path: Path) -> str:
-    """Read the text of a configuration file.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger than any configuration, or not UTF-8.
-    """
+    """Read the text of a configuration file; raise a `ValueError` where it is too large or not UTF-8."""
     with path.open("rb") as file:
         content = file.read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:

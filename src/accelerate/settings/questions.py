@@ -127,12 +127,8 @@ COUNTS = ("num_processes", "num_machines")
 class Questionnaire:
     """The questions of sections, in their order, asked once.
 
-    Args:
-        prompt: asks.
-        sections: whose questions.
-        suggested: defaults by option name, instead of the built-in ones.
-        offers: by option name: the values that are listed, instead of the declared ones.
-        left_out: names of options that are not asked, because `suggested` answers them.
+    By option name, `suggested` has defaults instead of the built-in ones, and `offers` the values that are
+    listed instead of the declared ones; `left_out` are not asked, because `suggested` answers them.
     """
 
     def __init__(
@@ -151,14 +147,7 @@ class Questionnaire:
         self._asked: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        """Ask the usual questions, and the advanced ones if the user wants to see them.
-
-        Returns:
-            Option name -> value, of every question that was asked.
-
-        Raises:
-            ConfigurationError: on a pipe, an answer is wrong or missing.
-        """
+        """Ask the usual questions, and the advanced ones if the user wants them; return the answers."""
         self._walk(advanced=False)
         if self._next(advanced=True) and self._prompt.confirm(ADVANCED, False):
             self._walk(advanced=True)

@@ -1,4 +1,4 @@
-"""One file for each subject; `settings.layers` lists all, a worker loads only what it reads."""
+"""Sections of settings, by subject; `settings.layers` lists all, a worker loads the files that it reads."""
 
 from accelerate.base import attach
 

@@ -1,20 +1,15 @@
-from accelerate.settings.sections.deepspeed import (
-    DEVICES as DEVICES,
-    DeepSpeedSection as DeepSpeedSection,
-    OffloadDevice as OffloadDevice,
-)
-from accelerate.settings.sections.fsdp import FsdpSection as FsdpSection
 from accelerate.settings.sections.launch import (
     EXCLUSIVE as EXCLUSIVE,
     GENERAL as GENERAL,
     PARADIGM_OF_TYPE as PARADIGM_OF_TYPE,
+    DiagnosticsSection as DiagnosticsSection,
     LaunchSection as LaunchSection,
-)
-from accelerate.settings.sections.megatron import MegatronSection as MegatronSection
-from accelerate.settings.sections.parallelism import (
-    ContextParallelSection as ContextParallelSection,
-    ParallelismSection as ParallelismSection,
-    SequenceParallelSection as SequenceParallelSection,
+    MpirunSection as MpirunSection,
+    RendezvousSection as RendezvousSection,
+    SageMakerSection as SageMakerSection,
+    SlurmSection as SlurmSection,
+    StoppingSection as StoppingSection,
+    TpuSection as TpuSection,
 )
 from accelerate.settings.sections.precision import (
     BACKENDS as BACKENDS,
@@ -23,14 +18,13 @@ from accelerate.settings.sections.precision import (
     Fp8Section as Fp8Section,
     PrecisionSection as PrecisionSection,
 )
-from accelerate.settings.sections.programs import (
-    MpirunSection as MpirunSection,
-    SageMakerSection as SageMakerSection,
-    SlurmSection as SlurmSection,
-    TpuSection as TpuSection,
-)
-from accelerate.settings.sections.rendezvous import (
-    DiagnosticsSection as DiagnosticsSection,
-    RendezvousSection as RendezvousSection,
-    StoppingSection as StoppingSection,
+from accelerate.settings.sections.strategies import (
+    DEVICES as DEVICES,
+    ContextParallelSection as ContextParallelSection,
+    DeepSpeedSection as DeepSpeedSection,
+    FsdpSection as FsdpSection,
+    MegatronSection as MegatronSection,
+    OffloadDevice as OffloadDevice,
+    ParallelismSection as ParallelismSection,
+    SequenceParallelSection as SequenceParallelSection,
 )

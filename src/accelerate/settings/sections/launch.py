@@ -1,4 +1,4 @@
-"""Which way of training, how many processes and machines, on which devices."""
+"""What is started, on which machines and devices, how processes meet, and when they stop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from accelerate.base import DistributedType
+from accelerate.base import (
+    SAGEMAKER_PYTHON_VERSION,
+    SAGEMAKER_PYTORCH_VERSION,
+    SAGEMAKER_TRANSFORMERS_VERSION,
+    DistributedType,
+)
 from accelerate.settings.option import Section, only_true, option, optional
 
 HARDWARE = "Hardware Selection Arguments"
@@ -33,6 +38,11 @@ EXCLUSIVE = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 def several_processes(answers: Mapping[str, Any]) -> bool:
     """Whether the way of training takes more than one process."""
     return bool(answers["distributed_type"] != "NO")
+
+
+def several_machines(answers: Mapping[str, Any]) -> bool:
+    """Whether more than one machine takes part."""
+    return bool(answers["num_machines"] > 1)
 
 
 def data_parallel_on_devices(answers: Mapping[str, Any]) -> bool:
@@ -143,3 +153,276 @@ class LaunchSection(Section):
         ask="Which function of the script is run in each process?",
         when=lambda answers: answers["distributed_type"] == "XLA",
     )
+
+
+_machines_option = partial(option, when=several_machines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RendezvousSection(Section):
+    """Addresses, ports, restarts and logs."""
+
+    title = "Distributed GPUs"
+
+    same_network: bool = _machines_option(
+        False,
+        "The machines are on one local network. Kept for configuration files: addresses are used as given.",
+        advanced=True,
+        ask="Are the machines on one local network?",
+    )
+    machine_rank: int = _machines_option(
+        0,
+        "Rank of this machine, from 0.",
+        limits=(0, 10**6),
+        flag_default=None,
+        ask="What is the rank of this machine?",
+    )
+    main_process_ip: str | None = _machines_option(
+        None, "Address of the machine of rank 0.", ask="What is the address of the machine of rank 0?"
+    )
+    main_process_port: int | None = _machines_option(
+        None,
+        "Port of the machine of rank 0 where processes meet (29500). On one machine a busy port is replaced, "
+        "and 0 takes any free one; on several machines a busy port is an error.",
+        limits=(0, 65535),
+        ask="Which port do the processes meet on?",
+    )
+    tee: str = option(
+        "0",
+        "Standard streams that go to the log folder and to the terminal: 0 none, 1 out, 2 err, 3 both; "
+        "or for single ranks, as in 0:3,1:2.",
+        flags=("-t", "--tee"),
+        key=None,
+    )
+    log_dir: str | None = optional("Folder for the logs of the processes.", key=None)
+    role: str = option("default", "Name of these workers in logs.", key=None)
+    rdzv_backend: str = _machines_option(
+        "static",
+        "How the processes meet: static (fixed machines) or c10d (elastic).",
+        advanced=True,
+        ask="How do the processes meet (static: fixed machines, c10d: elastic)?",
+        offers=("static", "c10d"),
+    )
+    rdzv_conf: str = option("", "Further settings of the meeting: key1=value1,key2=value2.", key=None)
+    max_restarts: int = option(
+        0, "How often failed processes are started again.", limits=(0, 10**6), key=None
+    )
+    monitor_interval: float = option(
+        0.1, "Seconds between two looks at the processes.", limits=(0.001, 86400), key=None
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosticsSection(Section):
+    """Hangs: after what time they are reported, and whether the run goes on."""
+
+    title = "Diagnostics Arguments"
+    env_prefix = "ACCELERATE_"
+
+    hang_timeout: int | None = optional(
+        "Seconds that a process may wait for the others before a report says where each of them is (60); "
+        "0 for no reports.",
+        limits=(0, 10**6),
+    )
+    hang_action: str | None = optional(
+        "What follows a report: report (the default) lets the run go on, abort ends all processes with an "
+        "error.",
+        choices=("report", "abort"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoppingSection(Section):
+    """What `accelerator.should_stop` and `accelerator.should_save` watch beside signals."""
+
+    title = "Stopping Arguments"
+    env_prefix = "ACCELERATE_"
+
+    max_time: str | None = optional(
+        "Time after its start when a process is asked to save and stop: seconds, HH:MM:SS or D-HH:MM:SS."
+    )
+    stop_margin: int | None = optional(
+        "Seconds before the end of an allocation of SLURM when processes are asked to save and stop (120); "
+        "0 leaves that to signals.",
+        limits=(0, 10**6),
+    )
+    stop_file: str | None = optional("A file that asks all processes to save and stop as soon as it exists.")
+    save_file: str | None = optional(
+        "A file that asks all processes to save and go on, each time that it is touched."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MpirunSection(Section):
+    """Processes started by mpirun."""
+
+    title = "MPI Arguments"
+    file_key = "mpirun_config"
+    switch = "--mpirun_hostfile"
+
+    mpirun_hostfile: str | None = optional(
+        "Host file for mpirun; processes are then started by it.",
+        ask="Host file for mpirun (empty: processes are not started by mpirun)?",
+    )
+    mpirun_ccl: int | None = optional(
+        "Threads of oneCCL in each process (CCL_WORKER_COUNT).",
+        flags=(),
+        env="CCL_WORKER_COUNT",
+        foreign=True,
+        advanced=True,
+    )
+
+    @classmethod
+    def asked(cls, answers: Mapping[str, Any]) -> bool:
+        """Only for CPU processes on several machines, where mpirun may be the one that starts them."""
+        return answers["distributed_type"] == "MULTI_CPU" and several_machines(answers)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmSection(Section):
+    """SLURM: one agent on each machine of the allocation, or a job that is submitted."""
+
+    title = "SLURM Arguments"
+    file_key = "slurm_config"
+    switch = "--slurm"
+
+    slurm: bool = option(
+        False,
+        "Inside an allocation of SLURM: start one agent on each of its machines with srun; addresses and "
+        "counts are those of the allocation. In a configuration file it has no effect outside of one.",
+        negations=("--no_slurm",),
+        ask="Start the processes on all machines of the allocation, when inside one of SLURM?",
+        advanced=True,
+    )
+    submit: bool = option(
+        False, "With --slurm: write a batch script for --num_machines machines and submit it.", key=None
+    )
+    slurm_options: str = option(
+        "", "Further options for srun, or with --submit for sbatch, in one text: '--partition=gpu --time=60'."
+    )
+    slurm_script: str | None = optional(
+        "With --submit: where the batch script is written (the script's name, with .sbatch).", key=None
+    )
+
+    @classmethod
+    def asked(cls, answers: Mapping[str, Any]) -> bool:
+        """Wherever there may be several processes."""
+        return several_processes(answers)
+
+
+_pod_option = partial(optional, when=lambda answers: answers["tpu_use_cluster"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class TpuSection(Section):
+    """A TPU host, or the hosts of a pod."""
+
+    title = "TPU"
+    switch = "--tpu"
+
+    tpu: bool = option(False, "Run on TPU.", group=HARDWARE, key=None)
+    tpu_use_cluster: bool = option(
+        False,
+        "Start the script on all hosts of a TPU pod.",
+        flags=("--tpu_cluster",),
+        negations=("--no_tpu_cluster",),
+        ask="Start the script on all hosts of a TPU pod?",
+    )
+    tpu_use_sudo: bool = option(
+        False,
+        "Run as root on the hosts of the pod.",
+        ask=True,
+        when=lambda answers: answers["tpu_use_cluster"],
+    )
+    vm: tuple[str, ...] | None = _pod_option(
+        "Hosts of the pod; once for each.",
+        action="append",
+        key="tpu_vm",
+        ask="Which hosts of the pod (separated by commas, empty for all)?",
+    )
+    env: tuple[str, ...] | None = _pod_option(
+        "Variables (NAME=value) for the hosts of the pod; once for each.",
+        action="append",
+        key="tpu_env",
+        ask="Which variables for the hosts (NAME=value, separated by commas)?",
+    )
+    downcast_bf16: bool = option(
+        False,
+        "Compute float32 and float64 in bfloat16 on TPU; without it only float32.",
+        ask="Compute float32 and float64 in bfloat16?",
+        when=lambda answers: answers["mixed_precision"] == "bf16",
+    )
+    tpu_name: str | None = _pod_option("Name of the TPU.", flags=(), ask="What is the name of the TPU?")
+    tpu_zone: str | None = _pod_option("Zone of the TPU.", flags=(), ask="In which zone is the TPU?")
+    command_file: str | None = _pod_option(
+        "File of commands that set up each host.",
+        flags=(),
+        ask="File of commands that set up each host (empty for none)?",
+    )
+    commands: tuple[str, ...] | None = _pod_option(
+        "Commands that set up each host.",
+        flags=(),
+        ask="Commands that set up each host (separated by commas, empty for none)?",
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SageMakerSection(Section):
+    """A training job on Amazon SageMaker."""
+
+    title = "AWS Arguments"
+    makes_flags = False
+
+    aws_access_key_id: str | None = optional(
+        "Access key for AWS.", flags=("--aws_access_key_id",), key=None, secret=True
+    )
+    aws_secret_access_key: str | None = optional(
+        "Secret key for AWS.", flags=("--aws_secret_access_key",), key=None, secret=True
+    )
+    ec2_instance_type: str | None = optional("Instance type.", ask="Which instance type?")
+    iam_role_name: str | None = optional(
+        "Role that the job runs as.", ask="Which IAM role does the job run as?"
+    )
+    image_uri: str | None = optional(
+        "Container image of your own.", ask="Container image of your own (empty for none)?"
+    )
+    profile: str | None = optional(
+        "Profile of the AWS configuration.",
+        ask="Which profile of the AWS configuration (empty for the default one)?",
+    )
+    region: str = option("us-east-1", "AWS region.", ask="Which AWS region?")
+    base_job_name: str = option(
+        "accelerate-sagemaker-1", "Beginning of the job's name.", ask="How does the job's name begin?"
+    )
+    pytorch_version: str = option(
+        SAGEMAKER_PYTORCH_VERSION,
+        "PyTorch version of the image.",
+        ask="Which PyTorch version of the image?",
+        advanced=True,
+    )
+    transformers_version: str = option(
+        SAGEMAKER_TRANSFORMERS_VERSION,
+        "Transformers version of the image.",
+        ask="Which Transformers version of the image?",
+        advanced=True,
+    )
+    py_version: str = option(
+        SAGEMAKER_PYTHON_VERSION,
+        "Python version of the image.",
+        ask="Which Python version of the image?",
+        advanced=True,
+    )
+    sagemaker_inputs_file: str | None = optional(
+        "Table of input channels.", ask="Table of input channels (empty for none)?"
+    )
+    sagemaker_metrics_file: str | None = optional(
+        "Table of metric definitions.", ask="Table of metric definitions (empty for none)?"
+    )
+    additional_args: dict[str, Any] | None = optional(
+        "Further arguments for the estimator of SageMaker, as they are."
+    )
+
+    @classmethod
+    def active(cls, values: Mapping[str, Any]) -> bool:
+        """Only for a job on Amazon SageMaker."""
+        return bool(values["compute_environment"] == "AMAZON_SAGEMAKER")

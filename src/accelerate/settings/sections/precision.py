@@ -59,30 +59,27 @@ class Fp8Section(Section):
     title = "FP8 Arguments"
     file_key = "fp8_config"
     switch = "--mixed_precision fp8"
+    key_prefix = "fp8_"
     env_prefix = "ACCELERATE_"
 
     fp8_backend: str | None = optional(
         "Library that computes in FP8: ao (torchao), te (Transformer Engine) or msamp (MS-AMP).",
         choices=("ao", "te", "msamp"),
-        key="backend",
         ask="Which library computes in FP8?",
     )
     fp8_use_autocast_during_eval: bool = _te_option(
         False,
         "Transformer Engine: compute in FP8 during evaluation too.",
-        key="use_autocast_during_eval",
         ask=True,
     )
     fp8_margin: int = _te_option(
         0,
         "Transformer Engine: margin of the scaling factor.",
-        key="margin",
         ask="What is the margin of the scaling factor?",
     )
     fp8_interval: int = _te_option(
         1,
         "Transformer Engine: steps between two scaling factors.",
-        key="interval",
         ask="How many steps between two scaling factors?",
     )
     fp8_format: str = _te_option(
@@ -109,7 +106,6 @@ class Fp8Section(Section):
     fp8_override_linear_precision: tuple[bool, bool, bool] = option(
         (False, False, False),
         "Transformer Engine: products kept in higher precision, as three words: forward,dgrad,wgrad.",
-        key="override_linear_precision",
         flag_type=_three_choices,
         env=(
             "ACCELERATE_FP8_OVERRIDE_FPROP",
@@ -125,11 +121,9 @@ class Fp8Section(Section):
         ask="How much is kept in FP8 (O1: communication, O2: optimizer states too)?",
         when=lambda answers: answers["fp8_backend"] == "msamp",
     )
-    fp8_enable_fsdp_float8_all_gather: bool = _ao_option(
-        True, "torchao: gather FSDP2 parameters in FP8.", key="enable_fsdp_float8_all_gather"
-    )
+    fp8_enable_fsdp_float8_all_gather: bool = _ao_option(True, "torchao: gather FSDP2 parameters in FP8.")
     fp8_pad_inner_dim: bool = _ao_option(
-        True, "torchao: pad matrices whose inner size is not a multiple of 16.", key="pad_inner_dim"
+        True, "torchao: pad matrices whose inner size is not a multiple of 16."
     )
 
     @classmethod
