@@ -1,5 +1,6 @@
 from accelerate.plugins.checks import (
     at_least as at_least,
+    fill as fill,
     member as member,
     one_of as one_of,
     read_flag as read_flag,
@@ -16,6 +17,7 @@ from accelerate.plugins.deepspeed_config import (
     leaves as leaves,
     same_value as same_value,
     show_to_transformers as show_to_transformers,
+    undo_filling as undo_filling,
     without_auto as without_auto,
 )
 from accelerate.plugins.fsdp import (
@@ -58,15 +60,13 @@ from accelerate.plugins.megatron_models import (
     parse_llama_config as parse_llama_config,
     parse_t5_config as parse_t5_config,
 )
-from accelerate.plugins.parallel import (
-    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
-    TorchContextParallelConfig as TorchContextParallelConfig,
-    TorchTensorParallelConfig as TorchTensorParallelConfig,
-    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
-)
 from accelerate.plugins.training import (
     DataLoaderConfiguration as DataLoaderConfiguration,
+    DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     GradientAccumulationPlugin as GradientAccumulationPlugin,
     ProjectConfiguration as ProjectConfiguration,
+    TorchContextParallelConfig as TorchContextParallelConfig,
     TorchDynamoPlugin as TorchDynamoPlugin,
+    TorchTensorParallelConfig as TorchTensorParallelConfig,
+    TorchTensorParallelPlugin as TorchTensorParallelPlugin,
 )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from numbers import Number
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from accelerate.base import FALSE_WORDS, TRUE_WORDS, current, wrong_value
 from accelerate.settings import Section, decode
@@ -17,17 +17,9 @@ Member = TypeVar("Member", bound=Enum)
 def one_of(
     name: str, value: Choice, choices: Iterable[Choice], given: object = None, *kinds: type[BaseException]
 ) -> Choice:
-    """Return a value that is among the choices.
+    """Return a value that is among the choices, and otherwise raise an error that is one of `kinds` too.
 
-    Args:
-        name: the argument, key or variable that holds the value.
-        value: the value.
-        choices: every value that can be given.
-        given: what the user wrote, where `value` is another spelling of it.
-        kinds: built-in classes that the error is an instance of, too.
-
-    Raises:
-        ConfigurationError: the value is not among them.
+    `given` is what the user wrote, where `value` is another spelling of it.
     """
     choices = list(choices)
     if value not in choices:
@@ -64,14 +56,15 @@ def at_least(name: str, value: float, minimum: float) -> None:
 def fill_from(plugin: object, section: type[Section], prefix: str, **other_names: str) -> None:
     """Set fields that are None to what the environment, else by default the section, holds for an option.
 
-    Args:
-        plugin: changed in place; options without a field are left out.
-        section: has the options.
-        prefix: what the options' names have before those of the fields.
-        **other_names: name of an option -> the field, where it has another name.
+    The field of an option is its name without `prefix`, or its entry in `other_names`.
     """
     options = decode(section, current())
-    for row in section.options():
-        field = other_names.get(row.name, row.name.removeprefix(prefix))
-        if getattr(plugin, field, ...) is None:
-            setattr(plugin, field, getattr(options, row.name))
+    names = {row.name: other_names.get(row.name, row.name.removeprefix(prefix)) for row in section.options()}
+    fill(plugin, {field: getattr(options, name) for name, field in names.items()})
+
+
+def fill(plugin: object, values: Mapping[str, Any], names: Collection[str] = ()) -> None:
+    """Set fields that are None to the values of their names; only some fields where `names` gives them."""
+    for name in names or values:
+        if name in values and getattr(plugin, name, ...) is None:
+            setattr(plugin, name, values[name])

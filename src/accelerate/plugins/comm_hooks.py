@@ -17,11 +17,8 @@ Wrapper = Callable[[Hook], Hook]
 
 
 def renamed(hook: Hook) -> Hook:
-    """Return a hook that behaves like another but has a name of its own.
-
-    torch refuses hooks *called* bf16_compress_hook or bf16_compress_wrapper_hook without a CUDA or XPU build,
-    although they work on gloo.
-    """
+    """Return a hook of another name, because torch refuses hooks *called* bf16_compress_hook or
+    bf16_compress_wrapper_hook without a CUDA or XPU build, although they work on gloo."""
 
     def compressed_hook(state, bucket):  # type: ignore[no-untyped-def]
         return hook(state, bucket)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accelerate.base import ConfigurationError, StateError, as_builtin, environ, require, wrong_value
 from accelerate.plugins import deepspeed_config as configs
-from accelerate.plugins.checks import read_flag
-from accelerate.plugins.deepspeed_config import Filled, Filling, HfDeepSpeedConfig, show_to_transformers
+from accelerate.plugins.checks import fill, read_flag
+from accelerate.plugins.deepspeed_config import Filling, HfDeepSpeedConfig, show_to_transformers
 from accelerate.plugins.fsdp import find_classes
 from accelerate.settings import AUTO, KEYS, USUAL, deepspeed_checks as checks, refuse_config
 from accelerate.settings.sections import OffloadDevice
@@ -51,7 +51,7 @@ class DeepSpeedPlugin:
 
     Attributes:
         deepspeed_config: The configuration, the very dictionary of `hf_ds_config`.
-        filled: What `prepare` has filled in.
+        filled: What `prepare` has filled in, by dotted name.
         dschf: The object from which transformers reads that models are built in shards; None otherwise.
 
     Raises:
@@ -77,7 +77,7 @@ class DeepSpeedPlugin:
     def __post_init__(self) -> None:
         self._selected = False
         self.dschf: Any = None
-        self.filled = Filled()
+        self.filled: dict[str, Any] = {}
         variables = configs.read_variables(environ.current())
         source = self.hf_ds_config
         if source is None:
@@ -128,11 +128,8 @@ class DeepSpeedPlugin:
             reason = f"ZeRO stage {self.zero_stage} does not shard models"
             warnings.warn(f"zero3_init_flag=True has no effect: {reason}.", stacklevel=4)
             self.zero3_init_flag = False
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = variables.get("transformer_moe_cls_names")
-        if self.enable_msamp is None:
-            self.enable_msamp = variables.get("enable_msamp", False)
-        self.msamp_opt_level = self.msamp_opt_level or variables.get("msamp_opt_level", "O1")
+        names = ("transformer_moe_cls_names", "enable_msamp", "msamp_opt_level")
+        fill(self, {"enable_msamp": False, "msamp_opt_level": "O1", **variables}, names)
         if self.enable_msamp:
             self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 

@@ -109,36 +109,20 @@ class HfDeepSpeedConfig:
 
 @dataclass
 class Filling:
-    """Values for the "auto" of a configuration, and everything in it that does not fit them.
+    """Values, by dotted name, for the "auto" of a configuration, and all that does not fit them in it."""
 
-    Attributes:
-        values: Dotted name -> value; `None` lets DeepSpeed choose.
-        sources: Dotted name -> the argument or variable that gives the value.
-        usual: Values for "auto" where `values` has none; nothing is compared with them.
-        hints: Dotted name, or the beginning of one -> what would give a value that is missing.
-        yielding: Names of values that a configuration with another value wins over.
-        missing: Names that are "auto" and have no value.
-        mismatches: One line for each value that is another one.
-        overruled: Likewise, for values that yield.
-    """
-
-    values: Mapping[str, Any]
-    sources: Mapping[str, str] = field(default_factory=dict)
-    usual: Mapping[str, Any] = field(default_factory=dict)
-    hints: Mapping[str, str] = field(default_factory=dict)
-    yielding: Collection[str] = ()
-    missing: list[str] = field(default_factory=list)
-    mismatches: list[str] = field(default_factory=list)
-    overruled: list[str] = field(default_factory=list)
+    values: Mapping[str, Any]  # None lets DeepSpeed choose
+    sources: Mapping[str, str] = field(default_factory=dict)  # the argument or variable that gives a value
+    usual: Mapping[str, Any] = field(default_factory=dict)  # where `values` has none; never compared
+    hints: Mapping[str, str] = field(default_factory=dict)  # beginning of a name -> what would give the value
+    yielding: Collection[str] = ()  # names whose values in a configuration win
+    filled: dict[str, Any] = field(default_factory=dict)  # what was "auto" and has a value now
+    missing: list[str] = field(default_factory=list)  # names that are "auto" and have no value
+    mismatches: list[str] = field(default_factory=list)  # one line for each value that is another one
+    overruled: list[str] = field(default_factory=list)  # likewise, for values that yield
 
     def fill(self, config: dict[str, Any], must_match: bool = True, prefix: str = "") -> None:
-        """Fill a configuration, or a dictionary inside it, in place, and record what does not fit.
-
-        Args:
-            config: The dictionary.
-            must_match: Whether values that are given must be those of `values`.
-            prefix: Dotted name of the dictionary, with a dot at its end; empty for the whole.
-        """
+        """Fill a configuration, or the dictionary below `prefix` in it, and record what does not fit."""
         for key in list(config):
             if isinstance(config[key], dict):
                 self.fill(config[key], must_match, f"{prefix}{key}.")
@@ -156,7 +140,7 @@ class Filling:
         elif (chosen := self.values.get(name, self.usual.get(name))) is None:
             del config[key]
         else:
-            config[key] = chosen
+            config[key] = self.filled[name] = chosen
 
     def _line(self, name: str, value: Any) -> str:
         source = self.sources.get(name, "an argument")
@@ -174,24 +158,13 @@ class Filling:
         refuse_config(lines, "Correct the configuration; 'auto' takes the value of the plugin")
 
 
-class Filled:
-    """The values that were filled into a configuration, for undoing: other batches, another model."""
-
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
-
-    def note(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Record what was "auto" and has a value now."""
-        now = dict(leaves(after))
-        self._values = {name: now[name] for name, value in leaves(before) if value == AUTO and name in now}
-
-    def undo(self, config: dict[str, Any]) -> None:
-        """Make "auto" again what was filled and has not been changed since."""
-        for name, value in self._values.items():
-            node, key = find_node(config, name)
-            if node is not None and node.get(key) == value:
-                node[key] = AUTO
-        self._values = {}
+def undo_filling(config: dict[str, Any], values: dict[str, Any]) -> None:
+    """Make "auto" again what was filled into a configuration and has not been changed since."""
+    for name, value in values.items():
+        node, key = find_node(config, name)
+        if node is not None and node.get(key) == value:
+            node[key] = AUTO
+    values.clear()
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -337,12 +310,8 @@ def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def show_to_transformers(config: Mapping[str, Any], sharded: bool, current: Any) -> Any:
-    """Let transformers know whether models are built in shards.
-
-    Returns:
-        The object that transformers reads through a weak reference; None where models are whole, or without
-        transformers.
-    """
+    """Let transformers know whether models are built in shards; return the object that it reads by a weak
+    reference, None where models are whole or transformers is not installed."""
     if not sharded and current is None:
         return None
     if not packages.is_transformers_available() or not packages.is_deepspeed_available():

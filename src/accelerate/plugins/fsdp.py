@@ -15,8 +15,9 @@ from accelerate.base import (
     environ,
     wrong_value,
 )
-from accelerate.plugins.checks import at_least
+from accelerate.plugins.checks import at_least, fill, one_of
 from accelerate.plugins.fsdp_versions import (
+    VERSIONS,
     PrefetchName,
     StateDictName,
     StrategyName,
@@ -25,7 +26,6 @@ from accelerate.plugins.fsdp_versions import (
     flag_of,
     read_dtype,
     read_member,
-    read_version,
     refuse,
     state_dict_configs,
     version_of,
@@ -125,19 +125,17 @@ class FullyShardedDataParallelPlugin:
     def __post_init__(self) -> None:
         options = read(environ.current(), (FsdpSection,))
         variables = {field: options[option] for field, option in _OPTIONS.items() if option in options}
-        for name, default in (("fsdp_version", 1), ("auto_wrap_policy", None), ("ignored_modules", None)):
-            if getattr(self, name) is None:
-                setattr(self, name, variables.get(name, default))
-        self.fsdp_version = read_version(self.fsdp_version)
-        version = version_of(self)
+        names = ("fsdp_version", "auto_wrap_policy", "ignored_modules", "cpu_offload")
+        fill(self, {"fsdp_version": 1, "cpu_offload": False, **variables}, names)
+        number = one_of("fsdp_version", str(self.fsdp_version), ("1", "2"), self.fsdp_version)
+        version = VERSIONS[int(number)]
+        self.fsdp_version = version.number
         self.auto_wrap_policy = read_policy(self.auto_wrap_policy)
         self._read_units(variables)
         for name in _FLAGS:
             setattr(self, name, flag_of(self, name, variables))
         version.read_fields(self, variables)
         self._check_activation_offload()
-        if self.cpu_offload is None:
-            self.cpu_offload = variables.get("cpu_offload", False)
         self.set_cpu_offload()
         self.set_state_dict_type(self.state_dict_type)
         if isinstance(self.mixed_precision_policy, dict):
@@ -297,11 +295,7 @@ def bind_policy(
 ) -> Policy | None:
     """Return a policy that is bound to its model; one that is bound already, or the user's own, as it is.
 
-    Args:
-        policy: as `read_policy` returns it.
-        model: the model that is cut into units.
-        layers: class names of the layers that become units; None for the model's `_no_split_modules`.
-        min_params: modules with at least this many parameters become units; without, there are none.
+    Without `layers` the model's `_no_split_modules` become units, and without `min_params` there are none.
     """
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
 from accelerate.base import FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY, ConfigurationError, wrong_value
-from accelerate.plugins.checks import one_of, read_flag
+from accelerate.plugins.checks import fill, one_of, read_flag
 from accelerate.settings import ARGUMENT_KEY_MAPPING, ARGUMENT_VALUE_MAPPING, STRATEGY_NOTES
 
 if TYPE_CHECKING:
@@ -134,29 +134,17 @@ def refuse(problem: str, fix: str) -> ConfigurationError:
 
 
 class FsdpVersion(ABC):
-    """One version of FSDP.
-
-    Attributes:
-        policy_name: torch's class of mixed precision policies.
-        offload_name: torch's class for keeping parameters on the CPU.
-        state_dict_type: the form in which states are saved unless the user says otherwise.
-        takes_any_mesh: whether parameters are sharded over meshes of several axes, and not in hybrid
-            strategies only.
-        is_spmd_on_xla: whether one process drives all XLA devices of its machine.
-        has_local_states: whether states can be saved as LOCAL_STATE_DICT.
-        takes_state_dict_options: whether states are read and set with torch's `StateDictOptions`.
-        offloads_activations: whether activations that are kept can wait on the CPU.
-    """
+    """One version of FSDP."""
 
     number: ClassVar[Literal[1, 2]]
-    policy_name: ClassVar[str]
-    offload_name: ClassVar[str]
-    state_dict_type: ClassVar[str]
-    takes_any_mesh: ClassVar[bool] = False
-    is_spmd_on_xla: ClassVar[bool] = False
-    has_local_states: ClassVar[bool] = True
-    takes_state_dict_options: ClassVar[bool] = False
-    offloads_activations: ClassVar[bool] = False
+    policy_name: ClassVar[str]  # torch's class of mixed precision policies
+    offload_name: ClassVar[str]  # torch's class for keeping parameters on the CPU
+    state_dict_type: ClassVar[str]  # the form in which states are saved by default
+    takes_any_mesh: ClassVar[bool] = False  # shards over several axes, also without a hybrid strategy
+    is_spmd_on_xla: ClassVar[bool] = False  # one process drives all XLA devices of its machine
+    has_local_states: ClassVar[bool] = True  # states can be saved as LOCAL_STATE_DICT
+    takes_state_dict_options: ClassVar[bool] = False  # states are read with torch's `StateDictOptions`
+    offloads_activations: ClassVar[bool] = False  # checkpointed activations can wait on the CPU
 
     @abstractmethod
     def policy_of_dtype(self, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
@@ -219,8 +207,7 @@ class VersionOne(FsdpVersion):
 
     def read_fields(self, plugin: FullyShardedDataParallelPlugin, variables: Mapping[str, Any]) -> None:
         self._read_strategy(plugin, variables)
-        if plugin.backward_prefetch is None:
-            plugin.backward_prefetch = variables.get("backward_prefetch")
+        fill(plugin, variables, ("backward_prefetch",))
         plugin.backward_prefetch = read_prefetch(plugin.backward_prefetch)
         sync = plugin.sync_module_states
         for name in _FLAGS_OF_FSDP1:
@@ -312,10 +299,8 @@ class VersionTwo(FsdpVersion):
             raise wrong_value("forward_prefetch", True, reason, "Leave it out, or set fsdp_version=1")
         for name in ("backward_prefetch", *_FLAGS_OF_FSDP1):
             setattr(plugin, name, None)
-        reshard = plugin.reshard_after_forward
-        if reshard is None:
-            reshard = variables.get("reshard_after_forward", True)
-        plugin.reshard_after_forward = read_flag("reshard_after_forward", reshard)
+        fill(plugin, {"reshard_after_forward": True, **variables}, ("reshard_after_forward",))
+        plugin.reshard_after_forward = read_flag("reshard_after_forward", plugin.reshard_after_forward)
 
 
 VERSIONS: dict[int, FsdpVersion] = {1: VersionOne(), 2: VersionTwo()}
@@ -324,11 +309,3 @@ VERSIONS: dict[int, FsdpVersion] = {1: VersionOne(), 2: VersionTwo()}
 def version_of(plugin: Any) -> FsdpVersion:
     """Return the version of FSDP that a plugin asks for."""
     return VERSIONS[plugin.fsdp_version]
-
-
-def read_version(value: Any) -> Literal[1, 2]:
-    """Return the number of a version, which may be given as text."""
-    for version in VERSIONS.values():
-        if str(value) == str(version.number):
-            return version.number
-    raise wrong_value("fsdp_version", value, "there is no such version of FSDP", "Choose 1 or 2")

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -43,16 +43,6 @@ class KwargsHandler:
         """Return only the fields whose values differ from those of a handler built without arguments."""
         defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
-
-    def fill(self, values: Mapping[str, Any]) -> None:
-        """Set those fields that were not given.
-
-        Args:
-            values: Field name -> value; fields that are not None keep what they hold.
-        """
-        for name, value in values.items():
-            if getattr(self, name) is None:
-                setattr(self, name, value)
 
 
 @dataclass
@@ -306,10 +296,8 @@ def _check_schedule(schedule: dict[str, int]) -> None:
     fix = 'write {"wait": 1, "warmup": 1, "active": 3}'
     if not isinstance(schedule, dict):
         raise wrong_value("schedule_option", schedule, "steps by phase are needed", fix)
-    unknown = [name for name in schedule if name not in _PHASES]
-    if unknown:
-        fix = f"Choose one of {', '.join(_PHASES)}"
-        raise wrong_value("schedule_option", unknown[0], "it is not a known choice", fix, TypeError)
+    for name in schedule:
+        one_of("schedule_option", name, _PHASES, None, TypeError)
     missing = [name for name in _REQUIRED_PHASES if name not in schedule]
     if missing:
         reason, fix = f"it lacks {', '.join(missing)}", "Give wait, warmup and active"

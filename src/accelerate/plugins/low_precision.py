@@ -15,7 +15,7 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import is_transformer_engine_available
-from accelerate.plugins.checks import at_least, fill_from, one_of
+from accelerate.plugins.checks import at_least, fill, fill_from, one_of
 from accelerate.plugins.handlers import KwargsHandler
 from accelerate.settings.sections import Fp8Section
 
@@ -109,7 +109,7 @@ class TERecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         self.fp8_format = _upper(self.fp8_format)
         fill_from(self, Fp8Section, "fp8_", fp8_format="fp8_format")
-        self.fill({"use_mxfp8_block_scaling": parse_flag_from_env(_MXFP8_VARIABLE)})
+        fill(self, {"use_mxfp8_block_scaling": parse_flag_from_env(_MXFP8_VARIABLE)})
         one_of("fp8_format", self.fp8_format, get_args(FP8Format))
         one_of("amax_compute_algo", self.amax_compute_algo, get_args(AmaxComputeAlgorithm))
         for name, minimum in (("margin", 0), ("interval", 1), ("amax_history_len", 1)):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.base import environ, wrong_value
 from accelerate.plugins import megatron_checks as checks
+from accelerate.plugins.checks import fill
 from accelerate.plugins.megatron_models import MODEL_CONFIGS_TO_MEGATRON_PARSERS
 from accelerate.settings import read_with_problems, refuse_all
 from accelerate.settings.sections import MegatronSection
@@ -25,16 +26,12 @@ _OPTIONS = {row.name.removeprefix("megatron_lm_"): row for row in MegatronSectio
 _DEFAULTS: dict[str, Any] = {
     **{field: row.default for field, row in _OPTIONS.items() if row.default is not None},
     "num_micro_batches": 1,
-    "sequence_parallelism": False,
-    "recompute_activations": False,
-    "use_distributed_optimizer": False,
-    "expert_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "attention_dropout": 0.0,
-    "hidden_dropout": 0.0,
-    "attention_softmax_in_fp32": True,
-    "calculate_per_token_loss": True,
+    **dict.fromkeys(("sequence_parallelism", "recompute_activations", "use_distributed_optimizer"), False),
+    **dict.fromkeys(
+        ("expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size"), 1
+    ),
+    **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
+    **dict.fromkeys(("attention_softmax_in_fp32", "calculate_per_token_loss"), True),
 }
 """Values of fields that neither the user nor the environment sets; the others stay None, so that the model
 or Megatron-LM decides."""
@@ -232,9 +229,7 @@ class MegatronLMPlugin:
     def __post_init__(self) -> None:
         options, problems = read_with_problems(environ.current(), (MegatronSection,))
         variables = {field: options[row.name] for field, row in _OPTIONS.items() if row.name in options}
-        for field, value in {**_DEFAULTS, **variables}.items():
-            if getattr(self, field) is None:
-                setattr(self, field, value)
+        fill(self, {**_DEFAULTS, **variables})
         if self.recompute_activations and self.recompute_granularity is None:
             self.recompute_granularity = "selective"
         self.attention_backend = checks.read_backend(self.attention_backend)

@@ -235,15 +235,16 @@ class BaseConfig:
     debug: bool
 
     def __post_init__(self) -> None:
-        """Turn words into members of their enumerations."""
+        """Turn words into members of their enumerations, and groups that are not set into empty ones."""
         self.compute_environment = _member(
             ComputeEnvironment, "compute_environment", self.compute_environment
         )
         amazon = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
         kinds: type[Enum] = SageMakerDistributedType if amazon else DistributedType
         self.distributed_type = _member(kinds, "distributed_type", self.distributed_type)
-        if getattr(self, "dynamo_config", None) is None:
-            self.dynamo_config: dict[str, Any] | None = {}
+        for field in fields(self):
+            if field.name.endswith("_config") and getattr(self, field.name) is None:
+                setattr(self, field.name, {})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as plain values, without ``None`` and empty groups."""
@@ -352,13 +353,6 @@ class ClusterConfig(BaseConfig):
     tpu_env: list[str] | None = None
     dynamo_config: dict[str, Any] | None = None
     slurm_config: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        """Give every group that is not set an empty mapping."""
-        for field in fields(self):
-            if field.name.endswith("_config") and getattr(self, field.name) is None:
-                setattr(self, field.name, {})
-        super().__post_init__()
 
 
 @dataclass

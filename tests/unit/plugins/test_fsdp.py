@@ -137,7 +137,7 @@ def test_the_launcher_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"fsdp_version": 3}, "fsdp_version=3: .* Choose 1 or 2"),
+        ({"fsdp_version": 3}, "fsdp_version=3: .* Choose one of 1, 2"),
         ({"sharding_strategy": "X"}, "sharding_strategy='X': .* Choose one of FULL_SHARD"),
         ({"backward_prefetch": "X"}, "backward_prefetch='X'"),
         ({"state_dict_type": "X"}, "state_dict_type='X'"),

@@ -18,6 +18,7 @@ from accelerate.plugins import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
+    fill,
 )
 
 
@@ -103,7 +104,7 @@ def test_arguments_that_ddp_cannot_take_are_refused(wrong: dict[str, Any]) -> No
 
 def test_the_environment_fills_only_what_was_not_given() -> None:
     handler = AutocastKwargs(enabled=False)
-    handler.fill({"enabled": True, "cache_enabled": True})
+    fill(handler, {"enabled": True, "cache_enabled": True})
     assert handler == AutocastKwargs(enabled=False, cache_enabled=True)
 
 

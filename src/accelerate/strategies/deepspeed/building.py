@@ -17,7 +17,7 @@ from accelerate.compilation import compile_regions_deepspeed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
-from accelerate.plugins import TorchDynamoPlugin
+from accelerate.plugins import TorchDynamoPlugin, undo_filling
 from accelerate.settings import AUTO, problems_of_counts, refuse_config, straighten
 from accelerate.state import Topology, process_group
 from accelerate.strategies.deepspeed.configuration import (
@@ -67,7 +67,7 @@ def _rank_variables(topology: Topology) -> dict[str, str]:
 def complete(plugin: Any, given: Given) -> dict[str, Any]:
     """Return a plugin's configuration, filled in from a `prepare` call; in place if the model is trained."""
     config: dict[str, Any] = plugin.deepspeed_config
-    plugin.filled.undo(config)
+    undo_filling(config, plugin.filled)
     straighten(config)
     refuse_config(problems_of_counts(config), "Correct the configuration")
     if TOTAL not in config:
@@ -75,10 +75,9 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
     if given.optimizer is None:
         config = without_training(config)
     filling = filling_of(given, config)
-    before = deepcopy(config)
     filling.fill(config)
     if config is plugin.deepspeed_config:
-        plugin.filled.note(before, config)
+        plugin.filled = filling.filled
     filling.check_filled()
     plugin.hf_ds_config.set_stage_and_offload()
     return config

@@ -16,6 +16,7 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, PrecisionType, PreparationError, StateError
 from accelerate.checkpointing import Part
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.plugins import undo_filling
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
@@ -158,7 +159,7 @@ class DeepSpeed(Strategy):
             device = self.context.device if to_device else None
             return self.compile(building.run_only(model, device, plugin.deepspeed_config))
         # Accumulate as the configuration says where the user does not: a client may fill it in late.
-        plugin.filled.undo(plugin.deepspeed_config)
+        undo_filling(plugin.deepspeed_config, plugin.filled)
         steps, gradients = str(plugin.get_value(STEPS)), self.context.gradients
         if gradients.num_steps == 1 and steps.isdecimal():
             gradients.plugin_kwargs["num_steps"] = int(steps)
