@@ -44,16 +44,17 @@ from accelerate.plugins.low_precision import (
     MSAMPRecipeKwargs as MSAMPRecipeKwargs,
     TERecipeKwargs as TERecipeKwargs,
 )
-from accelerate.plugins.megatron import MegatronLMPlugin as MegatronLMPlugin, optimizer_kind as optimizer_kind
-from accelerate.plugins.megatron_checks import (
-    find_wrong_network as find_wrong_network,
-    find_wrong_sizes as find_wrong_sizes,
+from accelerate.plugins.megatron import (
+    MegatronLMPlugin as MegatronLMPlugin,
     find_wrong_values as find_wrong_values,
+    optimizer_kind as optimizer_kind,
     read_backend as read_backend,
 )
 from accelerate.plugins.megatron_models import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,
     add_model_config_to_megatron_parser as add_model_config_to_megatron_parser,
+    find_wrong_network as find_wrong_network,
+    find_wrong_sizes as find_wrong_sizes,
     parse_bert_config as parse_bert_config,
     parse_glm4_moe_config as parse_glm4_moe_config,
     parse_gpt2_config as parse_gpt2_config,

@@ -53,14 +53,15 @@ def at_least(name: str, value: float, minimum: float) -> None:
         raise wrong_value(name, value, "it is too small", f"Give {minimum} or more")
 
 
-def fill_from(plugin: object, section: type[Section], prefix: str, **other_names: str) -> None:
+def fill_from(plugin: object, section: type[Section], prefix: str) -> None:
     """Set fields that are None to what the environment, else by default the section, holds for an option.
 
-    The field of an option is its name without `prefix`, or its entry in `other_names`.
+    The field has the name of the option, with or without the prefix.
     """
     options = decode(section, current())
-    names = {row.name: other_names.get(row.name, row.name.removeprefix(prefix)) for row in section.options()}
-    fill(plugin, {field: getattr(options, name) for name, field in names.items()})
+    names = [row.name for row in section.options()]
+    fields = {name: name if hasattr(plugin, name) else name.removeprefix(prefix) for name in names}
+    fill(plugin, {field: getattr(options, name) for name, field in fields.items()})
 
 
 def fill(plugin: object, values: Mapping[str, Any], names: Collection[str] = ()) -> None:

@@ -234,8 +234,6 @@ class FullyShardedDataParallelPlugin:
         """
         return version_of(self).to_fsdp2(self, _OPTIONS)
 
-    # How the fields are filled
-
     def _read_units(self, variables: Mapping[str, Any]) -> None:
         name = getattr(self.auto_wrap_policy, "__name__", "")
         layers = self.transformer_cls_names_to_wrap
@@ -260,9 +258,6 @@ class FullyShardedDataParallelPlugin:
             )
         if not version_of(self).offloads_activations:
             raise refuse("activation_checkpointing_offload=True works with FSDP 2 only", "Set fsdp_version=2")
-
-
-# Which modules become units: names -> classes, policies -> modules
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:

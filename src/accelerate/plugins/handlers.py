@@ -241,15 +241,12 @@ class ProfileKwargs(KwargsHandler):
         """Return the profiler, not started. Called on each rank that profiles."""
         import torch.profiler
 
+        flags = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
         return torch.profiler.profile(
             activities=[self._get_profiler_activity(name) for name in self.activities or ()] or None,
             schedule=torch.profiler.schedule(**self.schedule_option) if self.schedule_option else None,
             on_trace_ready=self._trace_callback(),
-            record_shapes=self.record_shapes,
-            profile_memory=self.profile_memory,
-            with_stack=self.with_stack,
-            with_flops=self.with_flops,
-            with_modules=self.with_modules,
+            **{name: getattr(self, name) for name in flags},
         )
 
     def _get_profiler_activity(self, activity: ProfilerActivity) -> torch.profiler.ProfilerActivity:

@@ -66,7 +66,7 @@ class AORecipeKwargs(KwargsHandler):
             if (value := getattr(self, name)) is not None:
                 reason = "the config given beside it decides this"
                 raise wrong_value(name, value, reason, "Set it in the config")
-        fill_from(self, Fp8Section, "fp8_", fp8_format="fp8_format")
+        fill_from(self, Fp8Section, "fp8_")
         if self.config is None:
             require("torchao", "AORecipeKwargs")
             from torchao.float8 import Float8LinearConfig
@@ -108,7 +108,7 @@ class TERecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         self.fp8_format = _upper(self.fp8_format)
-        fill_from(self, Fp8Section, "fp8_", fp8_format="fp8_format")
+        fill_from(self, Fp8Section, "fp8_")
         fill(self, {"use_mxfp8_block_scaling": parse_flag_from_env(_MXFP8_VARIABLE)})
         one_of("fp8_format", self.fp8_format, get_args(FP8Format))
         one_of("amax_compute_algo", self.amax_compute_algo, get_args(AmaxComputeAlgorithm))
@@ -131,7 +131,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: OptLevel | None = None
 
     def __post_init__(self) -> None:
-        fill_from(self, Fp8Section, "fp8_", fp8_format="fp8_format")
+        fill_from(self, Fp8Section, "fp8_")
         one_of("opt_level", self.opt_level, get_args(OptLevel))
 
 
@@ -152,7 +152,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
-        fill_from(self, Fp8Section, "fp8_", fp8_format="fp8_format")
+        fill_from(self, Fp8Section, "fp8_")
         self.backend = _upper(self.backend) or _installed_backend()
         one_of("backend", self.backend, get_args(Backend))
         TERecipeKwargs.__post_init__(self)
@@ -218,8 +218,7 @@ class BnbQuantizationConfig:
 
     def _check(self) -> None:
         for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
+            if not isinstance(value := getattr(self, name), bool):
                 raise wrong_value(name, value, "it is not a boolean", "Give True or False")
         if self.load_in_8bit == self.load_in_4bit:
             problem = "can't be both True" if self.load_in_8bit else "are both False"

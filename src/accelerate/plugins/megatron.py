@@ -5,12 +5,11 @@ Source: the arguments of https://github.com/NVIDIA/Megatron-LM (megatron/trainin
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base import environ, wrong_value
-from accelerate.plugins import megatron_checks as checks
+from accelerate.base import environ, shown, wrong_value
 from accelerate.plugins.checks import fill
 from accelerate.plugins.megatron_models import MODEL_CONFIGS_TO_MEGATRON_PARSERS
 from accelerate.settings import read_with_problems, refuse_all
@@ -74,6 +73,48 @@ _LOGGING = {
 
 _OPTIMIZERS: dict[str, dict[str, str]] = {"adam": {"adam_eps": "eps"}, "sgd": {"sgd_momentum": "momentum"}}
 """Optimizers of Megatron-LM -> arguments that come from the defaults of torch's."""
+
+
+_NO_COUNTS = ("pipeline_model_parallel_split_rank", "lr_warmup_iters", "lr_warmup_samples")
+"""Integer fields that may be 0, or are refused anyway; the others are counts of at least 1."""
+
+_FRACTIONS = ("attention_dropout", "hidden_dropout", "lr_warmup_fraction")
+
+_CHOICES = {
+    "recompute_granularity": ("full", "selective"),
+    "recompute_method": ("uniform", "block"),
+    "attention_backend": ("flash", "fused", "unfused", "local", "auto"),
+    "weight_decay_incr_style": ("constant", "linear", "cosine"),
+    "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+}
+
+_NEEDED = (
+    ("overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload", "the optimizer is not on the CPU"),
+    (
+        "use_precision_aware_optimizer",
+        "use_distributed_optimizer",
+        "only the distributed optimizer has low-precision states",
+    ),
+    (
+        "optimizer_cpu_offload",
+        "use_precision_aware_optimizer",
+        "only the precision-aware optimizer, which is a distributed one, works on the CPU",
+    ),
+)
+"""Fields, other fields that each needs, and why."""
+
+_WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
+
+_TOGETHER: tuple[tuple[str, str], ...] = (
+    ("train_iters", "train_samples"),
+    ("train_iters", "lr_decay_samples"),
+    ("train_iters", "lr_warmup_samples"),
+    ("train_samples", "lr_decay_iters"),
+    ("train_samples", "lr_warmup_iters"),
+    ("lr_warmup_iters", "lr_warmup_fraction"),
+    ("lr_warmup_samples", "lr_warmup_fraction"),
+)
+"""Pairs of fields that say the same thing in different units."""
 
 
 @dataclass
@@ -232,8 +273,8 @@ class MegatronLMPlugin:
         fill(self, {**_DEFAULTS, **variables})
         if self.recompute_activations and self.recompute_granularity is None:
             self.recompute_granularity = "selective"
-        self.attention_backend = checks.read_backend(self.attention_backend)
-        refuse_all([*problems, *checks.find_wrong_values(self)])
+        self.attention_backend = read_backend(self.attention_backend)
+        refuse_all([*problems, *find_wrong_values(self)])
         self.DDP_impl = "local"
         self.micro_batch_size: int | None = None
         self.data_parallel_size: int | None = None
@@ -354,3 +395,80 @@ def optimizer_kind(optimizer: Any) -> str:
             return kind
     reason = "Megatron-LM builds its own optimizer, and has none of this kind"
     raise wrong_value("optimizer", name, reason, "Pass torch.optim.AdamW, Adam or SGD")
+
+
+# Checks: each yields a line for every problem
+
+
+def read_backend(value: Any) -> Any:
+    """Return the name of an attention kernel; a yes leaves the choice to Megatron-LM."""
+    words: dict[Any, str | None] = {True: "auto", "true": "auto", False: None, "false": None}
+    key = value.lower() if isinstance(value, str) else value
+    return words.get(key, key)
+
+
+def find_wrong_values(plugin: MegatronLMPlugin) -> list[str]:
+    """Return what is wrong with the fields themselves, one line each."""
+    return [*_wrong_fields(plugin), *_wrong_companions(plugin)]
+
+
+def _wrong_fields(plugin: MegatronLMPlugin) -> Iterator[str]:
+    integers = (field.name for field in fields(plugin) if field.type == "int | None")
+    for name in (name for name in integers if name not in _NO_COUNTS):
+        value = getattr(plugin, name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            yield f"{name}={shown(value)}: it is not a count. Give a whole number of at least 1"
+    for name in _FRACTIONS:
+        value = getattr(plugin, name)
+        if value is not None and not 0 <= value <= 1:
+            yield f"{name}={shown(value)}: it is not a part of a whole. Give a number from 0 to 1"
+    if plugin.gradient_clipping is not None and plugin.gradient_clipping < 0:
+        yield f"gradient_clipping={plugin.gradient_clipping!r}: a norm is never negative. Give 0 for no limit"
+    for name, choices in _CHOICES.items():
+        value = getattr(plugin, name)
+        if value is not None and value not in choices:
+            yield f"{name}={shown(value)}: it is not a known choice. Choose one of {', '.join(choices)}"
+    if plugin.pipeline_model_parallel_split_rank is not None:
+        yield (
+            f"pipeline_model_parallel_split_rank={plugin.pipeline_model_parallel_split_rank!r}: Megatron-LM "
+            "splits no encoder from its decoder any more. Leave it out"
+        )
+    for names in _TOGETHER:
+        first, second = (f"{name}={getattr(plugin, name)!r}" for name in names)
+        if all(getattr(plugin, name) for name in names):
+            yield f"{first} and {second} count in different units. Give one of them"
+
+
+def _wrong_companions(plugin: MegatronLMPlugin) -> Iterator[str]:
+    if plugin.recompute_method is not None and plugin.recompute_granularity != "full":
+        yield (
+            f"recompute_method={plugin.recompute_method!r}: it chooses layers that are recomputed as a "
+            "whole. Set recompute_granularity='full', or leave it out"
+        )
+    if plugin.recompute_granularity == "full" and plugin.recompute_method is None:
+        yield (
+            "recompute_granularity='full': nothing says which layers are recomputed. Set recompute_method to "
+            "'uniform' or 'block', and recompute_num_layers"
+        )
+    for field, needed, reason in _NEEDED:
+        if getattr(plugin, field) and not getattr(plugin, needed):
+            yield f"{field}=True: {reason}. Set {needed}=True"
+    if plugin.num_layers_per_virtual_pipeline_stage is not None and (plugin.pp_degree or 1) < 2:
+        yield (
+            f"num_layers_per_virtual_pipeline_stage={plugin.num_layers_per_virtual_pipeline_stage!r}: there "
+            "is no pipeline. Set pp_degree to 2 or more, or leave it out"
+        )
+    weight_decays = (plugin.start_weight_decay, plugin.end_weight_decay)
+    if plugin.weight_decay_incr_style != "constant" and None in weight_decays:
+        yield (
+            f"weight_decay_incr_style={plugin.weight_decay_incr_style!r}: nothing says from where to where. "
+            "Set start_weight_decay and end_weight_decay"
+        )
+    further = plugin.other_megatron_args or {}
+    if plugin.lr_decay_style == "WSD" and not any(name in further for name in _WSD):
+        yield (
+            "lr_decay_style='WSD': nothing says over how many steps the learning rate falls at the end. Set "
+            "other_megatron_args={'lr_wsd_decay_iters': ...}"
+        )
+    if plugin.custom_train_step_class is not None and not isinstance(plugin.custom_train_step_class, type):
+        yield "custom_train_step_class: it is not a class. Pass the class, and its arguments apart"

@@ -1,8 +1,9 @@
-"""From the configuration of a model to the arguments of Megatron-LM: one function for each model family."""
+"""From the configuration of a model to the arguments of Megatron-LM, and whether they fit the processes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate.base import wrong_value
@@ -266,3 +267,106 @@ def _length(given: int | None, batch_data: Any, key: str, config: _Config) -> in
     if isinstance(batch_data, Mapping) and key in batch_data:
         return int(batch_data[key].shape[1])
     return int(config("max_position_embeddings"))
+
+
+# Checks of sizes: each returns a line for every problem, and raises nothing
+
+
+def find_wrong_sizes(plugin: MegatronLMPlugin, processes: int) -> list[str]:
+    """Return how the number of processes does not fit the degrees of parallelism."""
+    tp, pp, cp = plugin.tp_degree or 1, plugin.pp_degree or 1, plugin.context_parallel_size or 1
+    etp, ep = plugin.expert_tensor_parallel_size or 1, plugin.expert_model_parallel_size or 1
+    copies = [("the model", {"tp_degree": tp, "pp_degree": pp, "context_parallel_size": cp})]
+    if ep > 1:
+        sizes = {"expert_tensor_parallel_size": etp, "expert_model_parallel_size": ep, "pp_degree": pp}
+        copies.append(("the experts", sizes))
+    problems = []
+    for part, sizes in copies:
+        size = math.prod(sizes.values())
+        product = " * ".join(f"{name}={value}" for name, value in sizes.items())
+        if processes % size:
+            problems.append(
+                f"{processes} processes cannot be divided: one copy of {part} takes {product} = {size}. "
+                f"Launch a multiple of {size}, or change these sizes"
+            )
+    return problems
+
+
+def find_wrong_network(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> list[str]:
+    """Return how the sizes of a network, as arguments of Megatron-LM, do not fit the degrees."""
+    return [*_wrong_layers(plugin, network), *_wrong_heads(plugin, network), *_wrong_lengths(plugin, network)]
+
+
+def _wrong_layers(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterator[str]:
+    layers, pp = network.get("num_layers"), plugin.pp_degree or 1
+    if layers is None or pp == 1:
+        return
+    if network.get("model_type_name") == "t5":
+        yield f"pp_degree={pp}: Megatron-LM has no pipelines for T5. Set pp_degree=1"
+        return
+    last = plugin.decoder_last_pipeline_num_layers
+    stages, rest = (pp, layers) if last is None else (pp - 1, layers - last)
+    if rest <= 0 or rest % stages:
+        yield (
+            f"{layers} layers cannot be divided between pp_degree={pp} stages"
+            + ("" if last is None else f", of which the last has {last}")
+            + ". Change pp_degree, or set decoder_last_pipeline_num_layers so that the rest can be divided"
+        )
+    virtual = plugin.num_layers_per_virtual_pipeline_stage
+    if virtual is not None and layers % (pp * virtual):
+        yield (
+            f"{layers} layers cannot be divided between {pp} stages in parts of "
+            f"num_layers_per_virtual_pipeline_stage={virtual}. Take a divisor of {max(1, layers // pp)}"
+        )
+    if virtual is not None and last is not None:
+        yield (
+            f"decoder_last_pipeline_num_layers={last}: the stages of an interleaved schedule have equally "
+            "many layers. Leave it out, or num_layers_per_virtual_pipeline_stage"
+        )
+    micro = plugin.num_micro_batches or 1
+    if virtual is not None and micro % pp:
+        yield (
+            f"num_micro_batches={micro}: an interleaved schedule takes a multiple of pp_degree={pp}. "
+            "Change it, or leave num_layers_per_virtual_pipeline_stage out"
+        )
+
+
+def _wrong_heads(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterator[str]:
+    tp, heads, groups = (
+        plugin.tp_degree or 1,
+        network.get("num_attention_heads"),
+        network.get("num_query_groups"),
+    )
+    if heads is not None and heads % tp:
+        yield f"{heads} attention heads cannot be divided between tp_degree={tp} processes. Change it"
+    if groups is not None and groups % tp and tp % groups:
+        yield f"{groups} groups of queries cannot be divided between tp_degree={tp} processes. Change it"
+    experts, ep = network.get("num_experts"), plugin.expert_model_parallel_size or 1
+    if experts and tp > 1 and not plugin.sequence_parallelism:
+        yield (
+            f"tp_degree={tp}: experts are trained with shared layers only where sequences are split too. Set "
+            "sequence_parallelism=True, or tp_degree=1"
+        )
+    if ep > 1 and (experts is None or experts % ep):
+        yield (
+            f"{experts or 'no'} experts cannot be divided between expert_model_parallel_size={ep} "
+            "processes. Change it"
+        )
+
+
+def _wrong_lengths(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterator[str]:
+    longest = network.get("max_position_embeddings")
+    tp, cp = plugin.tp_degree or 1, plugin.context_parallel_size or 1
+    for name in ("seq_length", "encoder_seq_length", "decoder_seq_length"):
+        length = network.get(name)
+        if length is None:
+            continue
+        if longest is not None and length > longest:
+            yield f"{name}={length}: the model has {longest} positions. Make sequences shorter"
+        if plugin.sequence_parallelism and length % tp:
+            yield f"{name}={length}: sequence_parallelism splits it in {tp} parts. Take a multiple of {tp}"
+        if cp > 1 and length % (2 * cp):
+            yield (
+                f"{name}={length}: context_parallel_size={cp} splits it in {2 * cp} parts. Take a multiple "
+                f"of {2 * cp}"
+            )

@@ -8,7 +8,6 @@ Source: https://www.deepspeed.ai/docs/config-json/
 from __future__ import annotations
 
 import base64
-import binascii
 import difflib
 import os
 from collections.abc import Callable, Mapping
@@ -69,9 +68,6 @@ def refuse_config(problems: list[str], fix: str) -> None:
         raise ConfigurationError(f"The DeepSpeed settings do not go together:{lines}\n{fix}.")
 
 
-# Read
-
-
 def read_config(source: Any, name: str = "hf_ds_config") -> dict[str, Any]:
     """Return a configuration from a dictionary, a JSON file, or JSON in base64, given as `name`."""
     if isinstance(source, dict):
@@ -98,11 +94,8 @@ def read_config(source: Any, name: str = "hf_ds_config") -> dict[str, Any]:
 def _decoded(source: str) -> str | None:
     try:
         return base64.urlsafe_b64decode(source).decode("utf-8")
-    except (binascii.Error, ValueError):
+    except ValueError:
         return None
-
-
-# Normalize
 
 
 def straighten(config: dict[str, Any]) -> None:
@@ -143,9 +136,6 @@ def look_up(config: Any, name: str, otherwise: Any = None) -> Any:
     """Return a value of a configuration by its dotted name, `otherwise` where there is none."""
     node, key = find_node(config, name)
     return otherwise if node is None else node.get(key, otherwise)
-
-
-# Check
 
 
 def problems_of_config(config: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from accelerate.base import ConfigurationError, wrong_value
-from accelerate.settings.layers import SECTIONS, all_options
+from accelerate.settings.env import SECTIONS, all_options
 from accelerate.settings.option import Option, Section
 from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE
 
@@ -69,24 +69,19 @@ class LinePrompt:
 
 
 class TerminalPrompt:
-    """Lists with arrow keys, and answers that are checked before they are accepted."""
+    """The same questions with arrow keys, and with answers that are checked before they are accepted."""
 
     def say(self, text: str) -> None:
-        """Print a line that is no question."""
         print(text)
 
     def choose(self, text: str, offers: Sequence[str], default: str) -> str:
-        """Ask for one of several values."""
         default_offer = default if default in offers else None
         return str(_ask_on_terminal("select", text, choices=list(offers), default=default_offer))
 
     def confirm(self, text: str, default: bool) -> bool:
-        """Ask for yes or no."""
         return bool(_ask_on_terminal("confirm", text, default=default))
 
     def write(self, text: str, default: str, check: Check) -> str:
-        """Ask for a text, again until `check` accepts it."""
-
         def validate(answer: str) -> bool | str:
             try:
                 check(answer.strip())

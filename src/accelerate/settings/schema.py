@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base import SageMakerDistributedType
-from accelerate.settings.layers import SECTIONS
+from accelerate.settings.env import SECTIONS
 from accelerate.settings.migrations import RETIRED, TOP_LEVEL_DYNAMO
 from accelerate.settings.option import Option, Section
 from accelerate.settings.sections import PARADIGM_OF_TYPE

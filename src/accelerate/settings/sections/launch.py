@@ -366,6 +366,11 @@ class TpuSection(Section):
     )
 
 
+def _image_option(package: str, default: str) -> Any:
+    text = f"{package} version of the image"
+    return option(default, f"{text}.", ask=f"Which {text}?", advanced=True)
+
+
 @dataclass(frozen=True, kw_only=True)
 class SageMakerSection(Section):
     """A training job on Amazon SageMaker."""
@@ -394,24 +399,9 @@ class SageMakerSection(Section):
     base_job_name: str = option(
         "accelerate-sagemaker-1", "Beginning of the job's name.", ask="How does the job's name begin?"
     )
-    pytorch_version: str = option(
-        SAGEMAKER_PYTORCH_VERSION,
-        "PyTorch version of the image.",
-        ask="Which PyTorch version of the image?",
-        advanced=True,
-    )
-    transformers_version: str = option(
-        SAGEMAKER_TRANSFORMERS_VERSION,
-        "Transformers version of the image.",
-        ask="Which Transformers version of the image?",
-        advanced=True,
-    )
-    py_version: str = option(
-        SAGEMAKER_PYTHON_VERSION,
-        "Python version of the image.",
-        ask="Which Python version of the image?",
-        advanced=True,
-    )
+    pytorch_version: str = _image_option("PyTorch", SAGEMAKER_PYTORCH_VERSION)
+    transformers_version: str = _image_option("Transformers", SAGEMAKER_TRANSFORMERS_VERSION)
+    py_version: str = _image_option("Python", SAGEMAKER_PYTHON_VERSION)
     sagemaker_inputs_file: str | None = optional(
         "Table of input channels.", ask="Table of input channels (empty for none)?"
     )

@@ -47,6 +47,11 @@ def _starts_by_hostfile(answers: Mapping[str, Any]) -> bool:
     return several_machines(answers) and answers["deepspeed_multinode_launcher"] != "standard"
 
 
+_inline_option = partial(optional, when=_without_own_file)
+_zero3_option = partial(optional, when=_shards_parameters)
+_hostfile_option = partial(optional, env=(), when=_starts_by_hostfile)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSection(Section):
     """ZeRO stage, offloading, and how DeepSpeed starts processes on several machines."""
@@ -64,13 +69,12 @@ class DeepSpeedSection(Section):
         spell=unless_empty,
         ask="Path of DeepSpeed's JSON configuration (empty for none)?",
     )
-    zero_stage: int | None = optional(
+    zero_stage: int | None = _inline_option(
         "ZeRO stage: 0, 1, 2 or 3.",
         spell=as_text,
         limits=(0, 3),
         ask="Which ZeRO stage?",
         offers=("0", "1", "2", "3"),
-        when=_without_own_file,
     )
     offload_optimizer_device: str | None = optional(
         "Where optimizer states are kept: none, cpu or nvme.",
@@ -78,11 +82,8 @@ class DeepSpeedSection(Section):
         offers=DEVICES,
         when=_shards_gradients,
     )
-    offload_param_device: str | None = optional(
-        "Where parameters are kept: none, cpu or nvme.",
-        ask="Where are parameters kept?",
-        offers=DEVICES,
-        when=_shards_parameters,
+    offload_param_device: str | None = _zero3_option(
+        "Where parameters are kept: none, cpu or nvme.", ask="Where are parameters kept?", offers=DEVICES
     )
     offload_optimizer_nvme_path: str | None = optional(
         "Folder on NVMe for optimizer states.",
@@ -96,26 +97,23 @@ class DeepSpeedSection(Section):
         ask="Which folder on NVMe for parameters?",
         when=lambda answers: answers["offload_param_device"] == "nvme",
     )
-    gradient_accumulation_steps: int | None = optional(
+    gradient_accumulation_steps: int | None = _inline_option(
         "Batches per optimizer step, with DeepSpeed; elsewhere Accelerator(gradient_accumulation_steps=...).",
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         ask="How many batches per optimizer step?",
-        when=_without_own_file,
     )
-    gradient_clipping: float | None = optional(
+    gradient_clipping: float | None = _inline_option(
         "Largest norm of the gradients.",
         env="ACCELERATE_GRADIENT_CLIPPING",
         ask="What is the largest norm of the gradients (empty for no limit)?",
-        when=_without_own_file,
     )
-    zero3_init_flag: bool | None = optional(
+    zero3_init_flag: bool | None = _zero3_option(
         "ZeRO-3: build models sharded from the start (true or false).",
         env="ACCELERATE_DEEPSPEED_ZERO3_INIT",
         ask=True,
-        when=_shards_parameters,
     )
-    zero3_save_16bit_model: bool | None = optional(
-        "ZeRO-3: gather 16-bit weights when saving (true or false).", ask=True, when=_shards_parameters
+    zero3_save_16bit_model: bool | None = _zero3_option(
+        "ZeRO-3: gather 16-bit weights when saving (true or false).", ask=True
     )
     deepspeed_multinode_launcher: str | None = optional(
         f"What starts processes on several machines: {', '.join(DEEPSPEED_MULTINODE_LAUNCHERS)}.",
@@ -124,30 +122,20 @@ class DeepSpeedSection(Section):
         offers=tuple(DEEPSPEED_MULTINODE_LAUNCHERS),
         when=several_machines,
     )
-    deepspeed_hostfile: str | None = optional(
-        "DeepSpeed's host file for several machines.",
-        env=(),
-        ask="Where is the host file (empty for none)?",
-        when=_starts_by_hostfile,
+    deepspeed_hostfile: str | None = _hostfile_option(
+        "DeepSpeed's host file for several machines.", ask="Where is the host file (empty for none)?"
     )
-    deepspeed_exclusion_filter: str | None = optional(
-        "Hosts and devices that are left out.",
-        env=(),
-        ask="Which hosts and devices are left out (empty for none)?",
-        when=_starts_by_hostfile,
+    deepspeed_exclusion_filter: str | None = _hostfile_option(
+        "Hosts and devices that are left out.", ask="Which hosts and devices are left out (empty for none)?"
     )
-    deepspeed_inclusion_filter: str | None = optional(
-        "Hosts and devices that are used.",
-        env=(),
-        ask="Which hosts and devices are used (empty for all)?",
-        when=_starts_by_hostfile,
+    deepspeed_inclusion_filter: str | None = _hostfile_option(
+        "Hosts and devices that are used.", ask="Which hosts and devices are used (empty for all)?"
     )
-    deepspeed_moe_layer_cls_names: str | None = optional(
+    deepspeed_moe_layer_cls_names: str | None = _zero3_option(
         "Class names of mixture-of-experts layers that ZeRO-3 must not enter, separated by commas.",
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
         spell=unless_empty,
         ask="Class names of mixture-of-experts layers that ZeRO-3 must not enter (empty for none)?",
-        when=_shards_parameters,
         advanced=True,
     )
 
