@@ -199,9 +199,6 @@ def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-# The fields of the plugin, the variables, and the configuration that they stand for
-
-
 _OTHER_OPTIONS = {
     "deepspeed_config_file": "deepspeed_config_file",
     "zero3_init_flag": "zero3_init_flag",

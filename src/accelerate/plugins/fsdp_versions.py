@@ -54,9 +54,6 @@ themselves."""
 _FLAGS_OF_FSDP1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
 
 
-# Text, numbers and flags -> torch's objects
-
-
 def torch_class(name: str) -> Any:
     """Return a class of torch.distributed.fsdp, which takes a second to import."""
     return getattr(import_module("torch.distributed.fsdp"), name)
@@ -128,9 +125,6 @@ def dtype_of_field(name: str, value: Any) -> Any:
 def refuse(problem: str, fix: str) -> ConfigurationError:
     """Return the error for values that do not go together; the caller raises it."""
     return ConfigurationError(f"FullyShardedDataParallelPlugin: {problem}. {fix}.")
-
-
-# The versions
 
 
 class FsdpVersion(ABC):

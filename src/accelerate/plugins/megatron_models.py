@@ -332,10 +332,10 @@ def _wrong_layers(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Itera
 
 
 def _wrong_heads(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterator[str]:
-    tp, heads, groups = (
-        plugin.tp_degree or 1,
+    heads, groups, tp = (
         network.get("num_attention_heads"),
         network.get("num_query_groups"),
+        plugin.tp_degree or 1,
     )
     if heads is not None and heads % tp:
         yield f"{heads} attention heads cannot be divided between tp_degree={tp} processes. Change it"

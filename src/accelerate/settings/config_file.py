@@ -197,8 +197,6 @@ def is_sagemaker(mapping: Mapping[str, Any]) -> bool:
     return mapping.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
 
 
-# The classes
-
 Config = TypeVar("Config", bound="BaseConfig")
 
 

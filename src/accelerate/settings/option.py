@@ -245,9 +245,7 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         declared["ask"] = _question_of(declared["help"])
     follows = {
         "flags": (f"--{field.name}",) if section.makes_flags else (),
-        "flag_default": str(field.default).lower()
-        if is_word and field.default is not None
-        else field.default,
+        "flag_default": lower(default) if is_word else default,
         "flag_type": str if kind in (bool, tuple) else kind,
         "action": "store_true" if is_switch else "store",
         "group": section.title,

@@ -187,9 +187,6 @@ class CustomHelpFormatter(OneSpellingFormatter):
         super().add_usage(f"{prog} [options] script [arguments of the script]", (), (), *args[3:], **kwargs)
 
 
-# Colours
-
-
 def wants_color(stream: Any, environ: Mapping[str, str]) -> bool:
     """Whether text on a stream may be coloured: on a terminal, without ``NO_COLOR`` and ``TERM=dumb``."""
     if environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
@@ -202,9 +199,6 @@ def colored(text: str) -> str:
     text = INVOCATION.sub(lambda match: VALUE.sub(rf" {YELLOW}\1{PLAIN}", match[0]), text)
     text = FLAG_WORD.sub(lambda match: f"{CYAN}{match[0]}{PLAIN}", text)
     return HEADING.sub(lambda match: f"{BOLD}{match[0]}{PLAIN}", text)
-
-
-# Suggestions
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from accelerate.base import ConfigurationError, wrong_value
@@ -18,6 +19,7 @@ Check = Callable[[str], object]
 """Raises a `ConfigurationError` for a text that cannot be an answer."""
 
 
+@dataclass
 class LinePrompt:
     """Plain lines: the question is printed to `target`, and the next line of `source` is the answer.
 
@@ -25,13 +27,12 @@ class LinePrompt:
     follows on a pipe was written as the answers to other questions.
     """
 
-    def __init__(self, source: TextIO, target: TextIO) -> None:
-        self._source = source
-        self._target = target
+    source: TextIO
+    target: TextIO
 
     def say(self, text: str) -> None:
         """Print a line that is no question."""
-        print(text, file=self._target)
+        print(text, file=self.target)
 
     def choose(self, text: str, offers: Sequence[str], default: str) -> str:
         """Ask for one of several values, in any case of letters."""
@@ -57,9 +58,9 @@ class LinePrompt:
         return answer
 
     def _read(self, text: str, default: str) -> str:
-        print(f"{text}{f' ({default})' if default else ''}: ", end="", file=self._target, flush=True)
-        line = self._source.readline()
-        print(file=self._target)
+        print(f"{text}{f' ({default})' if default else ''}: ", end="", file=self.target, flush=True)
+        line = self.source.readline()
+        print(file=self.target)
         if not line:
             raise ConfigurationError(
                 f"The input ended before the question {text!r} was answered. Give one line for each question "

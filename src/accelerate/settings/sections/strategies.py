@@ -317,18 +317,16 @@ class MegatronSection(Section):
     )
 
 
-TITLE = "ParallelismConfig Arguments"
-FILE_KEY = "parallelism_config"
+class _MeshSection(Section):
+    title = "ParallelismConfig Arguments"
+    file_key = "parallelism_config"
+    switch = "--use_parallelism_config"
+    env_prefix = ""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ParallelismSection(Section):
+class ParallelismSection(_MeshSection):
     """Sizes of the axes of the mesh."""
-
-    title = TITLE
-    file_key = FILE_KEY
-    switch = "--use_parallelism_config"
-    env_prefix = ""
 
     parallelism_config_dp_replicate_size: int = option(
         1,
@@ -360,13 +358,10 @@ class ParallelismSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextParallelSection(Section):
+class ContextParallelSection(_MeshSection):
     """Details of context parallelism."""
 
-    title = TITLE
-    file_key = FILE_KEY
     switch = "--parallelism_config_cp_size above 1"
-    env_prefix = ""
 
     parallelism_config_cp_comm_strategy: str = option(
         "allgather",
@@ -382,13 +377,10 @@ class ContextParallelSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceParallelSection(Section):
+class SequenceParallelSection(_MeshSection):
     """Details of Ulysses sequence parallelism."""
 
-    title = TITLE
-    file_key = FILE_KEY
     switch = "--parallelism_config_sp_size above 1"
-    env_prefix = ""
 
     parallelism_config_sp_seq_length: int | None = optional(
         "Length of the sequences, where all have the same.", flag_type=str, spell=str
