@@ -1,4 +1,5 @@
 from accelerate.settings.config_file import (
+    SCHEMA_FILE as SCHEMA_FILE,
     BaseConfig as BaseConfig,
     ClusterConfig as ClusterConfig,
     SageMakerConfig as SageMakerConfig,
@@ -47,7 +48,9 @@ from accelerate.settings.flags import add_sections as add_sections
 from accelerate.settings.migrations import (
     ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING,
+    RETIRED as RETIRED,
     STRATEGY_NOTES as STRATEGY_NOTES,
+    TOP_LEVEL_DYNAMO as TOP_LEVEL_DYNAMO,
     ConversionStatus as ConversionStatus,
     convert_config_to_fsdp2 as convert_config_to_fsdp2,
     fsdp2_notes as fsdp2_notes,
@@ -88,9 +91,4 @@ from accelerate.settings.questions import (
     TerminalPrompt as TerminalPrompt,
     as_mapping as as_mapping,
     prompt_of_this_process as prompt_of_this_process,
-)
-from accelerate.settings.schema import (
-    SCHEMA_FILE as SCHEMA_FILE,
-    as_text as as_text,
-    make_schema as make_schema,
 )

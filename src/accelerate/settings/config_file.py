@@ -34,6 +34,9 @@ from accelerate.settings.migrations import migrate
 from accelerate.settings.option import Option, refuse_all
 from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE
 
+SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
+"""The JSON Schema of the file, for editors; `make reference` writes it."""
+
 GROUPS = tuple(dict.fromkeys(section.file_key for section in SECTIONS if section.file_key))
 """Keys of a file that hold the settings of sections."""
 

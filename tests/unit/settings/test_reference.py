@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,11 @@ import pytest
 from accelerate.commands.accelerate_cli import COMMANDS
 from accelerate.settings import all_options
 
-ROOT = Path(__file__).parents[3]
-
 
 @pytest.fixture(scope="module")
-def files() -> dict[Path, str]:
+def files(reference: Any) -> dict[Path, str]:
     """What `make reference` would write."""
-    spec = importlib.util.spec_from_file_location("write_reference", ROOT / "docs" / "write_reference.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module: Any = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return dict(module.make_files())
+    return dict(reference.make_files())
 
 
 def test_the_files_are_up_to_date(files: dict[Path, str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from accelerate.base import ConfigurationError
-from accelerate.settings import SCHEMA_FILE, as_text, config_file, load_config_from_file, make_schema
+from accelerate.settings import SCHEMA_FILE, config_file, load_config_from_file
 
 SAMPLES = sorted((Path(__file__).parents[2] / "samples" / "configs").glob("*.yaml"))
 
@@ -21,8 +21,8 @@ def validator() -> Any:
     return jsonschema.Draft202012Validator(schema)
 
 
-def test_the_shipped_schema_is_up_to_date() -> None:
-    assert SCHEMA_FILE.read_text() == as_text(), "run `make reference`"
+def test_the_shipped_schema_is_up_to_date(reference: Any) -> None:
+    assert SCHEMA_FILE.read_text() == reference.schema_text(), "run `make reference`"
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
@@ -78,8 +78,8 @@ def test_what_is_refused_is_not_valid(validator: Any, tmp_path: Path, text: str)
     assert not validator.is_valid(yaml.safe_load(text))
 
 
-def test_every_key_that_loads_is_described() -> None:
-    properties = make_schema()["properties"]
+def test_every_key_that_loads_is_described(reference: Any) -> None:
+    properties = reference.make_schema()["properties"]
     assert set(config_file.known_keys("")) <= set(properties)
     for group in (key for key, value in properties.items() if "properties" in value):
         assert set(config_file.known_keys(group)) <= set(properties[group]["properties"])
