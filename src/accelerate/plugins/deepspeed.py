@@ -133,8 +133,6 @@ class DeepSpeedPlugin:
         if self.enable_msamp:
             self.deepspeed_config["msamp"] = {"enabled": True, "opt_level": self.msamp_opt_level}
 
-    # The configuration
-
     def is_auto(self, ds_key_long: str) -> bool:
         """Whether a value of the configuration is "auto"."""
         return bool(self.get_value(ds_key_long) == AUTO)
@@ -205,8 +203,6 @@ class DeepSpeedPlugin:
         """
         configs.set_format(self.deepspeed_config, str(mixed_precision).lower())
 
-    # Models
-
     def set_deepspeed_weakref(self) -> None:
         """Let transformers know whether models are built in shards."""
         self.dschf = show_to_transformers(self.deepspeed_config, self.is_zero3_init_enabled(), self.dschf)
@@ -258,8 +254,6 @@ class DeepSpeedPlugin:
         from deepspeed.utils import set_z3_leaf_modules
 
         set_z3_leaf_modules(model, classes)
-
-    # Several plugins
 
     @property
     def selected(self) -> bool:

@@ -309,9 +309,8 @@ def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:
 def show_to_transformers(config: Mapping[str, Any], sharded: bool, current: Any) -> Any:
     """Let transformers know whether models are built in shards; return the object that it reads by a weak
     reference, None where models are whole or transformers is not installed."""
-    if not sharded and current is None:
-        return None
-    if not packages.is_transformers_available() or not packages.is_deepspeed_available():
+    has_packages = packages.is_transformers_available() and packages.is_deepspeed_available()
+    if not has_packages or (not sharded and current is None):
         return None
     from transformers.integrations import deepspeed as glue
 

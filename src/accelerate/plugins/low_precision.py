@@ -153,14 +153,11 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     def __post_init__(self) -> None:
         fill_from(self, Fp8Section, "fp8_")
-        self.backend = _upper(self.backend) or _installed_backend()
+        has_only_msamp = is_msamp_available() and not is_transformer_engine_available()
+        self.backend = _upper(self.backend) or ("MSAMP" if has_only_msamp else "TE")
         one_of("backend", self.backend, get_args(Backend))
         TERecipeKwargs.__post_init__(self)
         MSAMPRecipeKwargs.__post_init__(self)
-
-
-def _installed_backend() -> Backend:
-    return "MSAMP" if is_msamp_available() and not is_transformer_engine_available() else "TE"
 
 
 def _upper(value: Any) -> Any:

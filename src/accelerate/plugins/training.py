@@ -169,10 +169,6 @@ class TorchDynamoPlugin(KwargsHandler):
         return {"backend": fields["backend"], **changed}
 
 
-COMM_STRATEGIES = ("allgather", "alltoall")
-ATTENTIONS = ("sdpa", "flash_attention_2", "flash_attention_3")
-
-
 @dataclass
 class TorchTensorParallelPlugin:
     """How many processes share each layer, as older scripts say it.
@@ -226,7 +222,7 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         fill_from(self, ContextParallelSection, "parallelism_config_")
-        one_of("cp_comm_strategy", self.cp_comm_strategy, COMM_STRATEGIES)
+        one_of("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
 
 
 @dataclass
@@ -252,7 +248,8 @@ class DeepSpeedSequenceParallelConfig:
 
     def __post_init__(self) -> None:
         fill_from(self, SequenceParallelSection, "parallelism_config_")
-        one_of("sp_attn_implementation", self.sp_attn_implementation, ATTENTIONS)
+        kernels = ("sdpa", "flash_attention_2", "flash_attention_3")
+        one_of("sp_attn_implementation", self.sp_attn_implementation, kernels)
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ConfigurationError(
                 "sp_seq_length_is_variable=False: the length is not given. Give sp_seq_length too, or leave "

@@ -99,10 +99,7 @@ def _decoded(source: str) -> str | None:
 
 
 def straighten(config: dict[str, Any]) -> None:
-    """Normalize a configuration in place: numbers are not text, and null is the same as no entry.
-
-    Wrong values are left to `problems_of_config`.
-    """
+    """Normalize a configuration in place: text becomes numbers, and null no entry; wrong values stay."""
     for name in SHAPES:
         if look_up(config, name, ...) is None:
             node, key = find_node(config, name)

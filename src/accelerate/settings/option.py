@@ -242,7 +242,9 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
     env = () if section.env_prefix is None else f"{section.env_prefix}{field.name.upper()}"
     env = declared.pop("env", env)
     if declared.get("ask") is True:
-        declared["ask"] = _question_of(declared["help"])
+        # "torchao: pad matrices (true or false)." -> "Pad matrices?"
+        clause = declared["help"].removesuffix(".").removesuffix(" (true or false)").rpartition(": ")[2]
+        declared["ask"] = f"{clause[0].upper()}{clause[1:]}?"
     follows = {
         "flags": (f"--{field.name}",) if section.makes_flags else (),
         "flag_default": lower(default) if is_word else default,
@@ -255,12 +257,6 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         "spell": section.spell_optional if default is None else section.spell,
     }
     return Option(name=field.name, kind=kind, default=default, **{**follows, **declared})
-
-
-def _question_of(help: str) -> str:
-    """ "torchao: pad matrices (true or false)." -> "Pad matrices?"."""
-    clause = help.removesuffix(".").removesuffix(" (true or false)").rpartition(": ")[2]
-    return f"{clause[0].upper()}{clause[1:]}?"
 
 
 def true_or_false(text: str) -> bool:
