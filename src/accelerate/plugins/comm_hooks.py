@@ -13,7 +13,6 @@ from accelerate.base import DDPCommunicationHookType
 
 # Without annotations, because torch compares those of a hook's parameters with its own classes.
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
-Wrapper = Callable[[Hook], Hook]
 
 
 def renamed(hook: Hook) -> Hook:
@@ -46,7 +45,7 @@ HOOKS: dict[DDPCommunicationHookType, Hook] = {
 }
 """The hook of each kind but `no`. torch 2.13's own `batched_power_sgd` fails at its first compressed step."""
 
-WRAPPERS: dict[DDPCommunicationHookType, Wrapper] = {
+WRAPPERS: dict[DDPCommunicationHookType, Callable[[Hook], Hook]] = {
     DDPCommunicationHookType.NO: lambda hook: hook,
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
     DDPCommunicationHookType.BF16: lambda hook: renamed(default_hooks.bf16_compress_wrapper(hook)),

@@ -31,7 +31,9 @@ from accelerate.settings.deepspeed_checks import (
     refuse_config as refuse_config,
     straighten as straighten,
 )
-from accelerate.settings.env import (
+from accelerate.settings.env import decode as decode, read as read, read_with_problems as read_with_problems
+from accelerate.settings.flags import add_sections as add_sections
+from accelerate.settings.layers import (
     BUILT_IN as BUILT_IN,
     ENVIRONMENT as ENVIRONMENT,
     FLAG as FLAG,
@@ -39,12 +41,8 @@ from accelerate.settings.env import (
     Layer as Layer,
     Settings as Settings,
     all_options as all_options,
-    decode as decode,
     merge_layers as merge_layers,
-    read as read,
-    read_with_problems as read_with_problems,
 )
-from accelerate.settings.flags import add_sections as add_sections
 from accelerate.settings.migrations import (
     ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING,

@@ -29,7 +29,7 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.settings import parsing
-from accelerate.settings.env import SECTIONS, Layer
+from accelerate.settings.layers import SECTIONS, Layer
 from accelerate.settings.migrations import migrate
 from accelerate.settings.option import Option, refuse_all
 from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE

@@ -75,12 +75,14 @@ def read_config(source: Any, name: str = "hf_ds_config") -> dict[str, Any]:
     if not hasattr(source, "__fspath__") and not isinstance(source, str):
         raise wrong_value(name, source, f"it is a {type(source).__name__}", _WHAT_IT_IS)
     path = str(source)
+    is_file = os.path.isfile(path)
     try:
-        text = parsing.read_text(Path(path)) if os.path.isfile(path) else _decoded(path)
+        text = parsing.read_text(Path(path)) if is_file else base64.urlsafe_b64decode(path).decode("utf-8")
     except (OSError, ValueError) as error:
+        if not is_file:
+            reason = "there is no such file, and it is not base64"
+            raise wrong_value(name, path, reason, _WHAT_IT_IS) from None
         raise wrong_value(name, path, f"it cannot be read ({error})", "Correct the file") from error
-    if text is None:
-        raise wrong_value(name, path, "there is no such file, and it is not base64", _WHAT_IT_IS)
     try:
         config = parsing.parse_json(text)
     except ValueError as error:
@@ -89,13 +91,6 @@ def read_config(source: Any, name: str = "hf_ds_config") -> dict[str, Any]:
         fix = "Write {...} with DeepSpeed's settings"
         raise wrong_value(name, path, "it is JSON, but no object", fix)
     return config
-
-
-def _decoded(source: str) -> str | None:
-    try:
-        return base64.urlsafe_b64decode(source).decode("utf-8")
-    except ValueError:
-        return None
 
 
 def straighten(config: dict[str, Any]) -> None:

@@ -1,120 +1,31 @@
-"""All settings, each value with its source, and how they travel in environment variables.
+"""Settings <-> environment variables: the contract between launcher and worker.
 
 `encode` runs in the launcher, `decode` and `read` in the worker; all are loops over the same declarations,
-so a value written by one is read by the other.
+so a value written by one is read by the other. A worker reads single sections and loads no others: what only
+the launcher needs is imported in its functions.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.base import read_flag, wrong_value
-from accelerate.settings import sections
 from accelerate.settings.option import Option, Section, refuse_all
+
+if TYPE_CHECKING:
+    from accelerate.settings.layers import Layer, Settings
 
 S = TypeVar("S", bound=Section)
 
-SECTIONS: tuple[type[Section], ...] = (
-    sections.LaunchSection,
-    sections.PrecisionSection,
-    sections.DynamoSection,
-    sections.RendezvousSection,
-    sections.TpuSection,
-    sections.DeepSpeedSection,
-    sections.FsdpSection,
-    sections.MegatronSection,
-    sections.Fp8Section,
-    sections.SageMakerSection,
-    sections.MpirunSection,
-    sections.SlurmSection,
-    sections.StoppingSection,
-    sections.ParallelismSection,
-    sections.ContextParallelSection,
-    sections.SequenceParallelSection,
-    sections.DiagnosticsSection,
-)
-"""In the order of the help and of the documentation."""
 
-BUILT_IN = "built-in"
-ENVIRONMENT = "environment"
-FLAG = "flag"
-
-
-@dataclass(frozen=True)
-class Layer:
-    """Values from one source, by option name, already of the right type."""
-
-    source: str  # its name for the user: "flag", "environment", a configuration file's path
-    values: Mapping[str, Any]  # only those that the source sets
-    notes: tuple[str, ...] = ()  # what the user should know about how the source was read
-
-
-@cache
-def all_options() -> Mapping[str, Option]:
-    """Every option of every section by its name."""
-    return {row.name: row for section in SECTIONS for row in section.options()}
-
-
-@dataclass(frozen=True, eq=False)
-class Settings:
-    """The value of every option, and its source: ``settings[DynamoSection].dynamo_mode`` is typed."""
-
-    values: Mapping[str, Any]
-    sources: Mapping[str, str]  # of the values that a layer gives
-    notes: tuple[str, ...] = ()
-
-    def __getitem__(self, section: type[S]) -> S:
-        """The section as an object."""
-        return section(**{row.name: self.values[row.name] for row in section.options()})
-
-    def source(self, name: str) -> str:
-        """The source of the value of an option; "built-in" when no layer gives it."""
-        return self.sources.get(name, BUILT_IN)
-
-    def given(self, name: str) -> bool:
-        """Whether a layer gives a value."""
-        return name in self.sources
-
-    def replaced(self, source: str, **values: Any) -> Settings:
-        """The same settings with some values changed, and `source` as the source of those."""
-        sources = {**self.sources, **dict.fromkeys(values, source)}
-        return replace(self, values={**self.values, **values}, sources=sources)
-
-    def noted(self, note: str) -> Settings:
-        """The same settings with a line that the user should see."""
-        return replace(self, notes=(*self.notes, note))
-
-    def __iter__(self) -> Iterator[tuple[Option, Any, str]]:
-        """Every option with its value and source, in the order of declaration."""
-        for name, row in all_options().items():
-            yield row, self.values[name], self.source(name)
-
-
-def merge_layers(*layers: Layer) -> Settings:
-    """Return all settings: the built-in values, and the layers over them, of which a later one wins.
-
-    A layer that names a way of training (``multi_gpu``, ``use_fsdp``, ...) also drops those named by weaker
-    layers, so that a flag can leave what a file chose.
-    """
-    values = {name: row.default for name, row in all_options().items()}
-    sources: dict[str, str] = {}
-    for layer in layers:
-        given = dict(layer.values)
-        if any(given.get(name) for name in sections.EXCLUSIVE):
-            given = {**dict.fromkeys(sections.EXCLUSIVE, False), **given}
-        values.update(given)
-        sources.update(dict.fromkeys(given, layer.source))
-    return Settings(values, sources, tuple(note for layer in layers for note in layer.notes))
-
-
-def encode(settings: Settings, only: Iterable[type[Section]] | None = None) -> dict[str, str]:
+def encode(settings: Settings, sections: Iterable[type[Section]] | None = None) -> dict[str, str]:
     """Return the variables that the workers read of some sections, or of all; only active ones have any."""
+    from accelerate.settings.layers import SECTIONS
+
     written: dict[str, str] = {}
-    for section in SECTIONS if only is None else only:
+    for section in SECTIONS if sections is None else sections:
         if not section.active(settings.values):
             continue
         for row in section.options():
@@ -130,6 +41,8 @@ def _spell(row: Option, value: Any) -> dict[str, str]:
 
 def layer(environ: Mapping[str, str]) -> Layer:
     """The environment as a layer of the launcher's settings."""
+    from accelerate.settings.layers import ENVIRONMENT, SECTIONS, Layer
+
     return Layer(ENVIRONMENT, read(environ, SECTIONS))
 
 
@@ -200,6 +113,8 @@ _ON_EACH_DEVICE = ("auto", "gpu", "xpu", "hpu", "npu", "mps")
 
 def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> Settings:
     """Return settings in which variables of torchrun, as sources, replace what no flag gives."""
+    from accelerate.settings.layers import FLAG, all_options
+
     given = [(variable, name, environ.get(variable, "")) for variable, name in PET_VARIABLES.items()]
     is_alone = settings.source("num_machines") == FLAG and settings.values["num_machines"] == 1
     # The endpoint first: the variables for its two parts are more exact.

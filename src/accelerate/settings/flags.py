@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from accelerate.settings.env import FLAG, SECTIONS, Layer, Settings, all_options
+from accelerate.settings.layers import FLAG, SECTIONS, Layer, Settings, all_options
 from accelerate.settings.option import Option, refuse_all
 from accelerate.settings.parser import CustomArgumentParser
 from accelerate.settings.sections import GENERAL

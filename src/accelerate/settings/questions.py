@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 
 from accelerate.base import ConfigurationError, wrong_value
-from accelerate.settings.env import SECTIONS, all_options
+from accelerate.settings.layers import SECTIONS, all_options
 from accelerate.settings.option import Option, Section
 from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE
 
