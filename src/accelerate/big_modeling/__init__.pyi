@@ -36,14 +36,13 @@ from accelerate.big_modeling.dispatch import (
     cpu_offload_with_hook as cpu_offload_with_hook,
     disk_offload as disk_offload,
     dispatch_model as dispatch_model,
+    find_offloaded as find_offloaded,
     guard_moves as guard_moves,
+    keep_in_memory as keep_in_memory,
+    keep_on_disk as keep_on_disk,
     load_checkpoint_and_dispatch as load_checkpoint_and_dispatch,
     move_whole as move_whole,
     remove_old_hooks as remove_old_hooks,
-)
-from accelerate.big_modeling.init import (
-    init_empty_weights as init_empty_weights,
-    init_on_device as init_on_device,
 )
 from accelerate.big_modeling.layerwise import (
     SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
@@ -51,16 +50,13 @@ from accelerate.big_modeling.layerwise import (
 )
 from accelerate.big_modeling.load import (
     check_options as check_options,
+    init_empty_weights as init_empty_weights,
+    init_on_device as init_on_device,
     load_checkpoint_in_model as load_checkpoint_in_model,
     local_part as local_part,
     receive_weights as receive_weights,
 )
 from accelerate.big_modeling.moves import LoadOptions as LoadOptions, plan_moves as plan_moves
-from accelerate.big_modeling.offload_sources import (
-    find_offloaded as find_offloaded,
-    keep_in_memory as keep_in_memory,
-    keep_on_disk as keep_on_disk,
-)
 from accelerate.devices import (
     check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
     is_mlu_available as is_mlu_available,

@@ -1,9 +1,10 @@
-"""Fill a model from files of weights, tensor by tensor: it is never in memory twice."""
+"""Build a model without memory, and fill it from files, tensor by tensor: it is never in memory twice."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,8 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accelerate.base import ConfigurationError, advance, expect, listed, progress_bar, wrong_value
+from accelerate.base import (
+    ConfigurationError,
+    advance,
+    expect,
+    listed,
+    parse_flag_from_env,
+    progress_bar,
+    wrong_value,
+)
 from accelerate.big_modeling.device_map import check_device_map, check_devices
 from accelerate.big_modeling.moves import (
     CPU,
@@ -27,6 +37,7 @@ from accelerate.big_modeling.moves import (
 from accelerate.checkpointing import find_shards
 from accelerate.ops import Transport, current_transport, is_dtensor, run_on_rank_0
 from accelerate.weights import (
+    Device,
     Index,
     StoredWeights,
     WeightFile,
@@ -40,11 +51,59 @@ from accelerate.weights import (
     offload_weight,
     quantize_and_offload_8bit,
     read_dtype,
+    replacement_for,
+    resolve_device,
     retie_on_same_device,
     save_offload_index,
     scales_name,
     set_module_tensor_to_device,
 )
+
+
+def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
+    """Let the models built inside have parameters on the meta device: shapes without memory.
+
+    Args:
+        include_buffers: whether buffers, and all other tensors made inside, have no memory, either; default:
+            the environment variable ACCELERATE_INIT_INCLUDE_BUFFERS, otherwise no.
+
+    Returns:
+        A context manager.
+    """
+    return init_on_device(torch.device("meta"), include_buffers)
+
+
+@contextmanager
+def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
+    """Let the models built inside have their parameters on a device.
+
+    Args:
+        device: where; an integer is the index of an accelerator.
+        include_buffers: whether buffers, and all other tensors made inside, are there, too; default: the
+            environment variable ACCELERATE_INIT_INCLUDE_BUFFERS, otherwise no.
+
+    Raises:
+        ConfigurationError: there is no such device.
+    """
+    target = resolve_device(device)
+    if include_buffers is None:
+        include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS", False)
+    if include_buffers:
+        with target:
+            yield
+        return
+
+    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device == target:
+            return None  # torch keeps the parameter: one that is shared stays so
+        moved: nn.Parameter = replacement_for(parameter, parameter.detach().to(target))  # type: ignore[assignment]
+        return moved
+
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # it may return
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def check_options(model: nn.Module, options: LoadOptions) -> None:

@@ -7,14 +7,13 @@ from accelerate.devices import (
 )
 from accelerate.hooks.align import (
     AlignDevicesHook as AlignDevicesHook,
+    Prefetcher as Prefetcher,
     Slot as Slot,
+    StreamTransfer as StreamTransfer,
+    Transfer as Transfer,
     all_on_device as all_on_device,
     find_slots as find_slots,
-)
-from accelerate.hooks.attach import (
-    attach_align_device_hook as attach_align_device_hook,
-    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
-    attach_execution_device_hook as attach_execution_device_hook,
+    transfer_to as transfer_to,
 )
 from accelerate.hooks.base import (
     LayerwiseCastingHook as LayerwiseCastingHook,
@@ -30,16 +29,13 @@ from accelerate.hooks.offload import (
     UserCpuOffloadHook as UserCpuOffloadHook,
     align_hooks as align_hooks,
     align_module_device as align_module_device,
+    attach_align_device_hook as attach_align_device_hook,
+    attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+    attach_execution_device_hook as attach_execution_device_hook,
     get_state_dict_from_offload as get_state_dict_from_offload,
     get_state_dict_offloaded_model as get_state_dict_offloaded_model,
     has_offloaded_params as has_offloaded_params,
     is_any_offloaded as is_any_offloaded,
-)
-from accelerate.hooks.prefetch import (
-    Prefetcher as Prefetcher,
-    StreamTransfer as StreamTransfer,
-    Transfer as Transfer,
-    transfer_to as transfer_to,
 )
 from accelerate.nested import find_device as find_device, send_to_device as send_to_device
 from accelerate.state import PartialState as PartialState

@@ -21,10 +21,14 @@ from accelerate.plugins import (
     MSAMPRecipeKwargs,
     TERecipeKwargs,
 )
-from accelerate.precision.amp import MixedPrecision, ScaledPrecision
-from accelerate.precision.base import Precision
-from accelerate.precision.fp8 import ConvertLayers, MsAmpPrecision, TorchaoPrecision, convert_model_to_fp8_ao
-from accelerate.precision.transformer_engine import TransformerEnginePrecision
+from accelerate.precision.amp import MixedPrecision, Precision, ScaledPrecision
+from accelerate.precision.fp8 import (
+    ConvertLayers,
+    MsAmpPrecision,
+    TorchaoPrecision,
+    TransformerEnginePrecision,
+    convert_model_to_fp8_ao,
+)
 
 logger = get_logger(__name__)
 

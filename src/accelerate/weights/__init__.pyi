@@ -11,15 +11,6 @@ from accelerate.weights.files import (
     write_torch as write_torch,
     write_whole_tensors as write_whole_tensors,
 )
-from accelerate.weights.index import (
-    INDEX as INDEX,
-    Folder as Folder,
-    Index as Index,
-    make_folder as make_folder,
-    read_index as read_index,
-    read_weight_map as read_weight_map,
-    save_offload_index as save_offload_index,
-)
 from accelerate.weights.modules import (
     GatheredParameters as GatheredParameters,
     all_tensors as all_tensors,
@@ -34,32 +25,30 @@ from accelerate.weights.modules import (
     model_has_dtensor as model_has_dtensor,
     named_module_tensors as named_module_tensors,
 )
-from accelerate.weights.packed import (
+from accelerate.weights.placement import (
     INT4 as INT4,
     INT8 as INT8,
     QUANT_STATE as QUANT_STATE,
+    Device as Device,
+    check_available as check_available,
+    check_device_same as check_device_same,
     drop_values as drop_values,
+    find_owner as find_owner,
     from_prequantized as from_prequantized,
+    id_tensor_storage as id_tensor_storage,
     is_bnb_parameter as is_bnb_parameter,
     is_derived_parameter as is_derived_parameter,
     is_packed_in_4_bits as is_packed_in_4_bits,
     load_scales as load_scales,
-    quant_state_names as quant_state_names,
-    scales_of as scales_of,
-    unpacked_shape as unpacked_shape,
-)
-from accelerate.weights.placement import (
-    Device as Device,
-    check_available as check_available,
-    check_device_same as check_device_same,
-    find_owner as find_owner,
-    id_tensor_storage as id_tensor_storage,
     map_entry as map_entry,
     mapped_device as mapped_device,
+    quant_state_names as quant_state_names,
     read_dtype as read_dtype,
     replacement_for as replacement_for,
     resolve_device as resolve_device,
+    scales_of as scales_of,
     set_module_tensor_to_device as set_module_tensor_to_device,
+    unpacked_shape as unpacked_shape,
 )
 from accelerate.weights.reading import (
     DTYPES as DTYPES,
@@ -92,17 +81,24 @@ from accelerate.weights.sizes import (
     tensor_bytes as tensor_bytes,
 )
 from accelerate.weights.store import (
+    INDEX as INDEX,
     SCALES as SCALES,
+    Folder as Folder,
+    Index as Index,
     OffloadedWeightsLoader as OffloadedWeightsLoader,
     PrefixedDataset as PrefixedDataset,
     add_write_times as add_write_times,
     extract_submodules_state_dict as extract_submodules_state_dict,
     load_offloaded_weight as load_offloaded_weight,
     load_offloaded_weights as load_offloaded_weights,
+    make_folder as make_folder,
     offload_state_dict as offload_state_dict,
     offload_weight as offload_weight,
     quantize_and_offload_8bit as quantize_and_offload_8bit,
     quantize_rows as quantize_rows,
+    read_index as read_index,
+    read_weight_map as read_weight_map,
+    save_offload_index as save_offload_index,
     scales_name as scales_name,
     sibling_name as sibling_name,
 )

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelerate.hooks import Prefetcher, StreamTransfer, Transfer, prefetch, transfer_to
+from accelerate.hooks import Prefetcher, StreamTransfer, Transfer, align, transfer_to
 
 CPU = torch.device("cpu")
 
@@ -197,5 +197,5 @@ def test_which_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(transfer_to(torch.device("meta"))) is Transfer
     for module, kind in ((FakeModule(), StreamTransfer), (SimpleNamespace(), Transfer)):
         backend = SimpleNamespace(torch_module=lambda module=module: module)
-        monkeypatch.setattr(prefetch.hardware_table, "named", lambda name, backend=backend: backend)
+        monkeypatch.setattr(align.hardware_table, "named", lambda name, backend=backend: backend)
         assert type(transfer_to(torch.device("cuda", 0))) is kind

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate.base import ConfigurationError, PreparationError
 from accelerate.plugins import TERecipeKwargs
-from accelerate.precision import TransformerEnginePrecision, transformer_engine as precision
+from accelerate.precision import TransformerEnginePrecision, fp8 as precision
 from accelerate.strategies import Strategy
 
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from accelerate import dispatch_model
 from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.big_modeling import find_offloaded, keep_in_memory, keep_on_disk, offload_sources
+from accelerate.big_modeling import dispatch, find_offloaded, keep_in_memory, keep_on_disk
 from accelerate.hooks import remove_hook_from_submodules
 
 
@@ -45,7 +45,7 @@ def test_memory_is_locked_on_the_way_to_accelerators(monkeypatch: pytest.MonkeyP
         locked.clear()
         keep_in_memory(build(), ["0.weight", "2.weight"], None, device)
         assert len(locked) == expected
-    monkeypatch.setattr(offload_sources, "PINNED_PART", 0)
+    monkeypatch.setattr(dispatch, "PINNED_PART", 0)
     locked.clear()
     keep_in_memory(build(), ["0.weight"], None, "cuda:0")
     assert not locked
