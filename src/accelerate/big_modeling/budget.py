@@ -7,14 +7,14 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from accelerate.base import convert_file_size_to_int, wrong_value
 from accelerate.devices import hardware_table
-from accelerate.weights import Dtype, find_blocks, tensor_bytes
+from accelerate.weights import Dtype, all_tensors, find_blocks, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,7 @@ class Unit:
     """One or several modules, or single tensors, that go to one device.
 
     Attributes:
-        names: several where modules share parameters.
-        size: bytes of all their tensors that no unit before has.
-        buffers: bytes of the buffers among them.
+        size: bytes of all their tensors that no unit before has; `buffers`: of the buffers among them.
         block: bytes of the largest block that one of their tensors is part of: what a device must have free
             to compute with them when they are offloaded.
     """
@@ -58,7 +56,7 @@ def split_into_units(
     units = []
     for group in _join_tied(parts) if join_tied else [[part] for part in parts]:
         sizes = []
-        for name, tensor in ((name, tensor) for part in group for name, tensor in part.tensors.items()):
+        for name, tensor in chain.from_iterable(part.tensors.items() for part in group):
             if id(tensor) not in counted:
                 sizes.append((tensor_bytes(name, tensor, dtype, special_dtypes), tensor))
             counted.add(id(tensor))
@@ -83,18 +81,13 @@ def _walk(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[_Part
     children = {key: child for key, child in module._modules.items() if child is not None}
     is_unit = bool(name) and (not children or type(module).__name__ in whole)
     prefix = f"{name}." if name else ""
-    own = {f"{prefix}{key}": tensor for key, tensor in _tensors(module, recurse=is_unit)}
+    own = {f"{prefix}{key}": tensor for key, tensor in all_tensors(module, recurse=is_unit).items()}
     if is_unit:
         yield from [_Part(name, own)] if own else []
         return
     yield from (_Part(key, {key: tensor}) for key, tensor in own.items())
     for key, child in children.items():
         yield from _walk(child, f"{prefix}{key}", whole)
-
-
-def _tensors(module: nn.Module, recurse: bool) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters(recurse=recurse, remove_duplicate=False)
-    yield from module.named_buffers(recurse=recurse, remove_duplicate=False)
 
 
 def _join_tied(parts: Sequence[_Part]) -> list[list[_Part]]:
@@ -120,7 +113,7 @@ def _block_sizes(
     sizes: dict[str, float] = {}
     for path, module, with_inner in find_blocks(model):
         prefix = f"{path}." if path else ""
-        named = {f"{prefix}{name}": tensor for name, tensor in _tensors(module, with_inner)}
+        named = {f"{prefix}{name}": tensor for name, tensor in all_tensors(module, with_inner).items()}
         total = sum(tensor_bytes(name, tensor, dtype, special_dtypes) for name, tensor in named.items())
         sizes.update(dict.fromkeys(named, total))
     return sizes
@@ -151,9 +144,8 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[DeviceName, int]:
     """
     limits: Memory = _free_memory() if max_memory is None else max_memory
     if not isinstance(limits, Mapping):
-        raise wrong_value(
-            "max_memory", limits, "sizes by device are needed", 'pass a dict, like {0: "5GB"}', TypeError
-        )
+        reason, fix = "sizes by device are needed", 'pass a dict, like {0: "5GB"}'
+        raise wrong_value("max_memory", limits, reason, fix, TypeError)
     for device in limits:
         _check_device(device)
     sizes = {device: _read_size(device, limits[device]) for device in sorted(limits, key=_position)}
@@ -276,9 +268,8 @@ def _read_size(device: DeviceName, size: float | str) -> int:
 def _check_device(device: Any) -> None:
     is_number = isinstance(device, int) and not isinstance(device, bool) and device >= 0
     if not is_number and device not in LAST:
-        raise wrong_value(
-            "max_memory", device, "this is no device", f"name devices 0, 1, ... or {', '.join(LAST)}"
-        )
+        fix = f"name devices 0, 1, ... or {', '.join(LAST)}"
+        raise wrong_value("max_memory", device, "this is no device", fix)
 
 
 def _position(device: DeviceName) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from accelerate import torch_private
 from accelerate.base import CheckpointError, listed
-from accelerate.weights import is_extra, lacking_names
+from accelerate.weights import is_extra, missing_names
 
 Strings = tuple[str, ...]
 
@@ -56,7 +56,7 @@ def check_weights(
             "weights by name."
         )
     if strict:
-        refuse_names(path, model, lacking_names(own, state), [name for name in state if name not in own])
+        refuse_names(path, model, missing_names(own, state), [name for name in state if name not in own])
     common = [name for name in state if name in own]
     _refuse(path, model, [_misfit(name, own[name], state[name]) for name in common])
     check_dtypes(own, state, path, model)

@@ -316,7 +316,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Map
     `options` say not."""
     outcome = model.load_state_dict(state, **{**options, "strict": False})
     if options.get("strict", True):
-        missing = missing_names(model, state) if getattr(outcome, "missing_keys", []) else []
+        missing = missing_names(model.state_dict(), state) if getattr(outcome, "missing_keys", []) else []
         fit.refuse_names(path, model, missing, list(getattr(outcome, "unexpected_keys", [])))
 
 

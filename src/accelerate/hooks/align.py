@@ -19,6 +19,7 @@ from accelerate.weights import (
     get_non_persistent_buffers,
     is_derived_parameter,
     named_module_tensors,
+    replacement_for,
     resolve_device,
     scales_name,
     set_module_tensor_to_device,
@@ -151,10 +152,8 @@ class Slot:
     """One offloaded tensor: an entry of a module's parameters or buffers.
 
     Attributes:
-        owner: the module that has it.
-        tensors: its parameters, or its buffers; `key` is the tensor's name there.
+        tensors: the parameters of `owner`, or its buffers; `key` is the tensor's name there.
         source: an object with a `weights_map` of its values; `name` is their name there.
-        original_device: where the tensor was before; "meta" where it had no values.
         empty: the tensor without values that is there in between; gives dtype and `requires_grad`.
         tied: other entries with the same parameter.
         filled: the tensor made of the values; where those stay in memory anyway, it is used again.
@@ -235,12 +234,7 @@ class Slot:
             set_module_tensor_to_device(self.owner, self.key, device, values, dtype, statistics)
             own: Tensor = self.tensors[self.key]
             return own
-        if not isinstance(self.empty, nn.Parameter):
-            return values
-        made = nn.Parameter(values, requires_grad=self.empty.requires_grad)
-        if vars(self.empty):
-            vars(made).update(vars(self.empty))
-        return made
+        return replacement_for(self.empty, values)
 
 
 def find_slots(
@@ -318,19 +312,12 @@ class AlignDevicesHook(ModelHook):
         self.prefetcher: Prefetcher | None = None
         self.block: AlignDevicesHook | None = None
         self.is_loaded = False
-        self._slots: list[Slot] = []
+        self.slots: list[Slot] = []
         self._members: dict[int, tuple[AlignDevicesHook, nn.Module]] = {}
         self._device: tuple[Any, torch.device | None] = (None, None)
 
     def __repr__(self) -> str:
-        names = [
-            "execution_device",
-            "offload",
-            "io_same_device",
-            "offload_buffers",
-            "place_submodules",
-            "skip_keys",
-        ]
+        names = "execution_device offload io_same_device offload_buffers place_submodules skip_keys".split()
         return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     @property
@@ -351,14 +338,14 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        for slot in self._slots:
+        for slot in self.slots:
             if slot.original_device.type != "meta" and (self.is_loaded or slot.is_empty()):
                 slot.fill(slot.read(slot.original_device), slot.original_device)
         if self.block is not None:  # which may stay
-            own = {id(slot) for slot in self._slots}
-            self.block._slots = [slot for slot in self.block._slots if id(slot) not in own]
+            own = {id(slot) for slot in self.slots}
+            self.block.slots = [slot for slot in self.block.slots if id(slot) not in own]
             self.block._members.pop(id(self), None)
-        self.prefetcher, self.block, self.is_loaded, self._slots = None, None, False, []
+        self.prefetcher, self.block, self.is_loaded, self.slots = None, None, False, []
         return module
 
     def join(self, block: AlignDevicesHook, module: nn.Module) -> None:
@@ -368,9 +355,9 @@ class AlignDevicesHook(ModelHook):
         loads and frees them by itself, when its module is called.
         """
         own = (module._parameters, module._buffers)
-        self._slots = [slot for slot in block._slots if any(slot.tensors is value for value in own)]
-        self.original_devices = {slot.key: slot.original_device for slot in self._slots}
-        for slot in self._slots:
+        self.slots = [slot for slot in block.slots if any(slot.tensors is value for value in own)]
+        self.original_devices = {slot.key: slot.original_device for slot in self.slots}
+        for slot in self.slots:
             slot.source, slot.name = self, slot.key
         self.block = block
         block._members[id(self)] = (self, module)
@@ -378,10 +365,10 @@ class AlignDevicesHook(ModelHook):
     def _empty(self, module: nn.Module) -> None:
         named = dict(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in named.items()}
-        self._slots, stay = find_slots(module, self, self.offload_buffers, self.place_submodules)
+        self.slots, stay = find_slots(module, self, self.offload_buffers, self.place_submodules)
         if self.weights_map is None:
-            self.weights_map = {slot.name: slot.empty.detach().to("cpu") for slot in self._slots}
-        for slot in self._slots:
+            self.weights_map = {slot.name: slot.empty.detach().to("cpu") for slot in self.slots}
+        for slot in self.slots:
             if slot.empty.device.type != "meta":
                 set_module_tensor_to_device(slot.owner, slot.key, META, clear_cache=False)
                 slot.empty = slot.tensors[slot.key]
@@ -394,24 +381,12 @@ class AlignDevicesHook(ModelHook):
                     set_module_tensor_to_device(module, name, self.execution_device, clear_cache=False)
 
     def fetch(self, non_blocking: bool = False) -> list[Tensor]:
-        """Return the values of all offloaded tensors, on the device that computes.
-
-        With `non_blocking` the copies from pinned memory may not be complete.
-        """
+        """Return the values of all offloaded tensors on the device; `non_blocking` copies may be incomplete."""
         device = self._target() or torch.device("cpu")
-        return [slot.read(device, non_blocking) for slot in self._slots]
+        return [slot.read(device, non_blocking) for slot in self.slots]
 
     def count_bytes(self) -> int:
-        return sum(slot.empty.nbytes for slot in self._slots)
-
-    def values_by_slot(self, device: torch.device) -> dict[tuple[int, str], Tensor]:
-        """Return the values of all offloaded tensors by slot: id of the module's dictionary, and key."""
-        values_of = {}
-        for slot in self._slots:
-            values = slot.read(device)
-            for tensors, key in ((slot.tensors, slot.key), *slot.tied):
-                values_of[id(tensors), key] = values
-        return values_of
+        return sum(slot.empty.nbytes for slot in self.slots)
 
     @not_traced
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
@@ -427,7 +402,7 @@ class AlignDevicesHook(ModelHook):
     @not_traced
     def post_forward(self, module: nn.Module, output: Any) -> Any:
         if self.is_loaded:
-            for slot in self._slots:
+            for slot in self.slots:
                 slot.clear()
             self.is_loaded = False
         if self.io_same_device and self.input_device is not None:
@@ -437,12 +412,12 @@ class AlignDevicesHook(ModelHook):
     def _load(self) -> None:
         device = self._target() or torch.device("cpu")
         if self.prefetcher is None:
-            for slot in self._slots:
+            for slot in self.slots:
                 slot.load(device)
         else:
-            for slot in self._slots:
+            for slot in self.slots:
                 slot.keep_changes()
-            for slot, values in zip(self._slots, self.prefetcher.take(self), strict=True):
+            for slot, values in zip(self.slots, self.prefetcher.take(self), strict=True):
                 slot.fill(values, device)
         self.is_loaded = True
 

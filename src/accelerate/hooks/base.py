@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, TypeVar, cast
 
 import torch
@@ -126,8 +127,7 @@ def add_hook_to_module(module: Model, hook: ModelHook, append: bool = False) -> 
     setattr(module, HOOK, hook)
     setattr(module, FORWARD, old)
     # A partial object, unlike a function made here, is copied and pickled with its module.
-    run = _run_inside_block if getattr(hook, "block", None) is not None else _run_around
-    around = functools.partial(run, module)
+    around = functools.partial(_run_around, module)
     module.forward = functools.update_wrapper(around, old)  # type: ignore[arg-type]
     return module
 
@@ -173,10 +173,8 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 def not_traced(function: Function) -> Function:
     """Let `torch.compile` call a method of a hook as it is, without tracing it.
 
-    `torch.compiler.disable` imports the compiler, which takes long: so it is used only when something has
-    imported that already.
+    `torch.compiler.disable` imports the compiler, which takes long: it is used once something has done so.
     """
-
     untraced: list[Any] = []
 
     @functools.wraps(function)
@@ -190,20 +188,13 @@ def not_traced(function: Function) -> Function:
     return cast("Function", call)
 
 
-def _run_inside_block(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if getattr(module._hf_hook, "is_loaded_by_block", False):
-        return module._old_forward(*args, **kwargs)  # type: ignore[operator]
-    return _run_around(module, *args, **kwargs)
-
-
-def _run_around(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+def _run_around(module: Any, *args: Any, **kwargs: Any) -> Any:
     hook: Any = module._hf_hook
+    if getattr(hook, "is_loaded_by_block", False):
+        return module._old_forward(*args, **kwargs)
     args, kwargs = hook.pre_forward(module, *args, **kwargs)
-    if hook.no_grad:
-        with torch.no_grad():
-            output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
-    else:
-        output = module._old_forward(*args, **kwargs)  # type: ignore[operator]
+    with torch.no_grad() if hook.no_grad else nullcontext():
+        output = module._old_forward(*args, **kwargs)
     return hook.post_forward(module, output)
 
 

@@ -335,19 +335,21 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     """
     values = _offloaded_values(model)
     state = model.state_dict()
-    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, Tensor)}
     tensors = {
-        name: values.get(name, tensor) if tensor.is_meta else tensor for name, tensor in tensors.items()
+        name: values.get(name, tensor) if tensor.is_meta else tensor
+        for name, tensor in state.items()
+        if isinstance(tensor, Tensor)
     }
     check_values(tensors, "save", "No hook loads any. Load the model first.")
     return {**state, **{name: tensor.detach().to("cpu") for name, tensor in tensors.items()}}
 
 
 def _offloaded_values(model: nn.Module) -> dict[str, Tensor]:
-    cpu = torch.device("cpu")
+    """Return the values of offloaded tensors by name; names that share a parameter get the same tensor."""
     by_slot: dict[tuple[int, str], Tensor] = {}
-    for hook in align_hooks(model):
-        by_slot.update(hook.values_by_slot(cpu))
+    for slot in (slot for hook in align_hooks(model) for slot in hook.slots):
+        entries = [(id(tensors), key) for tensors, key in ((slot.tensors, slot.key), *slot.tied)]
+        by_slot.update(dict.fromkeys(entries, slot.read(torch.device("cpu"))))
     return {
         f"{path}.{key}" if path else key: by_slot[id(tensors), key]
         for path, module in model.named_modules(remove_duplicate=False)

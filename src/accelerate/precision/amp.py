@@ -97,10 +97,7 @@ class AutocastForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward without autocast; `inspect.signature` follows this name."""
-        if self.inner is not None:
-            return self.inner
-        bound: Callable[..., Any] = type(self.module).forward.__get__(self.module)
-        return bound
+        return self.inner or type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(*self.autocast):
@@ -140,15 +137,13 @@ class ScaledPrecision(MixedPrecision):
     stepped, so the update waits for the next backward pass.
     """
 
+    scaler: torch.amp.GradScaler
+
     def __init__(
-        self,
-        name: str,
-        device_type: str,
-        scaler: torch.amp.GradScaler,
-        settings: AutocastKwargs | None = None,
+        self, name: str, device_type: str, scaler: torch.amp.GradScaler, settings: AutocastKwargs | None = None
     ) -> None:
         super().__init__(name, device_type, settings)
-        self.scaler: torch.amp.GradScaler = scaler
+        self.scaler = scaler
         self.updates_due: list[torch.amp.GradScaler] = []
         self.optimizers: list[Any] = []
 

@@ -40,10 +40,8 @@ class PrecisionRequest:
     Attributes:
         name: value of `mixed_precision`.
         make_scaler: builds the gradient scaler; `None` takes the one of the hardware.
-        recipes: the FP8 recipes that the user gave.
         fp8_library: name of the FP8 library, from the launch configuration; `None` leaves it open.
         gathers_shards: whether FSDP 2 shards the model.
-        convert_layers: converts layers to torchao's float8.
     """
 
     name: str
@@ -55,14 +53,6 @@ class PrecisionRequest:
     fp8_library: str | None = None
     gathers_shards: bool = False
     convert_layers: ConvertLayers = convert_model_to_fp8_ao
-
-
-def _full(request: PrecisionRequest) -> Precision:
-    return Precision()
-
-
-def _bfloat16(request: PrecisionRequest) -> Precision:
-    return MixedPrecision("bf16", request.backend.name, request.autocast)
 
 
 def _float16(request: PrecisionRequest) -> Precision:
@@ -87,7 +77,7 @@ def _by_msamp(request: PrecisionRequest, recipe: MSAMPRecipeKwargs) -> Precision
 
 
 class _Library(NamedTuple):
-    """A library that computes in FP8: its recipe, whether it is installed, and what builds its format."""
+    """A library that computes in FP8."""
 
     recipe: type[KwargsHandler]
     is_installed: Callable[[], bool]
@@ -109,26 +99,19 @@ def _fp8(request: PrecisionRequest) -> Precision:
             "kwargs_handlers", names, "one library computes in FP8", "Pass the recipe of one of them"
         )
     recipe = request.recipes[0] if request.recipes else None
-    name = _library_of(recipe) or (request.fp8_library or "").upper() or _installed_library()
+    by_recipe = (name for name, library in _FP8.items() if isinstance(recipe, library.recipe))
+    installed = (name for name, library in _FP8.items() if library.is_installed())
+    chosen = recipe.backend if isinstance(recipe, FP8RecipeKwargs) else next(by_recipe, None)
+    name = chosen or (request.fp8_library or "").upper() or next(installed, "AO")
     if name not in _FP8:
         raise wrong_value("fp8_backend", name, f"the libraries are {', '.join(_FP8)}", "Choose one of them")
     library = _FP8[name]
     return library.build(request, recipe or library.recipe())
 
 
-def _library_of(recipe: KwargsHandler | None) -> str | None:
-    if isinstance(recipe, FP8RecipeKwargs):
-        return recipe.backend
-    return next((name for name, library in _FP8.items() if isinstance(recipe, library.recipe)), None)
-
-
-def _installed_library() -> str:
-    return next((name for name, library in _FP8.items() if library.is_installed()), "AO")
-
-
 FORMATS: dict[str, Callable[[PrecisionRequest], Precision]] = {
-    "no": _full,
-    "bf16": _bfloat16,
+    "no": lambda request: Precision(),
+    "bf16": lambda request: MixedPrecision("bf16", request.backend.name, request.autocast),
     "fp16": _float16,
     "fp8": _fp8,
 }
@@ -152,20 +135,18 @@ def resolve_precision(request: PrecisionRequest) -> Precision:
         logger.warning(
             f"{names} has no effect with mixed_precision={request.name!r}: set mixed_precision='fp8'."
         )
-    if build is not _full:
-        _check_autocast(request)
-    return build(request)
-
-
-def _check_autocast(request: PrecisionRequest) -> None:
-    try:
-        is_there = torch.amp.is_autocast_available(request.backend.name)
-    except RuntimeError:  # torch does not know this device at all: its package has not registered it
-        is_there = False
-    if not is_there:
+    if request.name != "no" and not _has_autocast(request.backend.name):
         raise wrong_value(
             "mixed_precision",
             request.name,
             f"this build of torch ({torch.__version__}) has no autocast for {request.backend.label}",
             "Choose 'no', or install a torch, or the package of the hardware, that has it",
         )
+    return build(request)
+
+
+def _has_autocast(device_type: str) -> bool:
+    try:
+        return torch.amp.is_autocast_available(device_type)
+    except RuntimeError:  # torch does not know this device at all: its package has not registered it
+        return False

@@ -64,7 +64,6 @@ from accelerate.weights.shared import (
     check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
     drop_shared as drop_shared,
     find_tied_parameters as find_tied_parameters,
-    lacking_names as lacking_names,
     missing_names as missing_names,
     retie_on_same_device as retie_on_same_device,
     retie_parameters as retie_parameters,

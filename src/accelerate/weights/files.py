@@ -48,21 +48,14 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 ]
 """What torch's restricted reader may build beside its own: arrays of numbers, as states of generators are."""
 
-_METADATA = {"format": "pt"}
-
-
 def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors by name to a file that any reader of safetensors takes.
-
-    A tensor that several names share is stored once; the file's metadata has the other names.
-    """
-    kept, aliases = drop_shared(state)
-    write_whole_tensors(kept, aliases, path)
+    """Write tensors to a file of safetensors: shared ones once; its metadata has their other names."""
+    write_whole_tensors(*drop_shared(state), path)
 
 
 def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:
     """Write contiguous tensors of which no two share memory, and the further names of some."""
-    metadata = {**_METADATA, ALIASES: json.dumps(dict(aliases))} if aliases else _METADATA
+    metadata = {"format": "pt", **({ALIASES: json.dumps(dict(aliases))} if aliases else {})}
     try:
         _save_with_usual_mode(dict(kept), path, metadata)
     except KeyError as error:
@@ -119,11 +112,7 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 
 
 def write_torch(obj: Any, path: Path) -> None:
-    """Write any picklable object with `torch.save`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write any picklable object with `torch.save`; an `OSError` says that the file cannot be written."""
     try:
         torch.save(obj, path)
     except RuntimeError as error:  # what torch makes of a full disk
@@ -165,11 +154,11 @@ def refused_globals(path: Path) -> list[str]:
 
 
 def _explain_refusal(path: Target, error: pickle.UnpicklingError) -> str:
-    reason = re.search(r"GLOBAL (\S+)", str(error))
-    if reason is None:
+    refused = re.search(r"GLOBAL (\S+)", str(error))
+    if refused is None:
         return f"{_name_of(path)} cannot be read: it is damaged, or no file of torch.save"
     return (
-        f"{_name_of(path)} holds a `{reason[1]}`, and only tensors, numbers, text and plain containers are "
+        f"{_name_of(path)} holds a `{refused[1]}`, and only tensors, numbers, text and plain containers are "
         "read; other objects can run code when they are loaded. If you trust the file, read it with "
         "torch.load(path, weights_only=False) and save its tensors anew; where there is an argument "
         'load_kwargs, pass load_kwargs={"weights_only": False}.'

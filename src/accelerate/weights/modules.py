@@ -43,11 +43,9 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
         recurse: whether inner modules are looked at, too.
         fqns: whether names are dotted ones, as seen from `module`; otherwise those in their own modules.
     """
-    if not recurse:
-        return set(torch_private.non_persistent_buffers(module))
     return {
         f"{path}.{name}" if fqns and path else name
-        for path, inner in module.named_modules()
+        for path, inner in (module.named_modules() if recurse else [("", module)])
         for name in torch_private.non_persistent_buffers(inner)
     }
 
@@ -76,8 +74,8 @@ def get_module_children_bottom_up(
 
 
 def _bottom_up(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for child_name, child in module.named_children():
-        yield from _bottom_up(f"{name}.{child_name}" if name else child_name, child)
+    for key, child in module.named_children():
+        yield from _bottom_up(f"{name}.{key}" if name else key, child)
     yield name, module
 
 
@@ -106,10 +104,10 @@ def get_model_tp_size(model: nn.Module) -> int | None:
     return settings.get("tp_size") if isinstance(settings, Mapping) else getattr(settings, "tp_size", None)
 
 
-def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+def all_tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
     """Return all parameters and buffers of a module by name; those with several names are listed for each."""
-    parameters = module.named_parameters(remove_duplicate=False)
-    return {**dict(parameters), **dict(module.named_buffers(remove_duplicate=False))}
+    parameters = module.named_parameters(recurse=recurse, remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(recurse=recurse, remove_duplicate=False))}
 
 
 def check_values(tensors: Mapping[str, Tensor], purpose: str, fix: str) -> None:

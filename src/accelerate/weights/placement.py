@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -53,35 +54,21 @@ def recreate(
     `source` holds plain numbers, which get the dtype, or packed ones like those of `old`; `statistics` are
     the scales of values in 8 bits.
     """
-    make = cast("type[nn.Parameter]", type(old))
-    attributes = dict(vars(old))
-    if not is_bnb_parameter(old):
-        return _recreate_by_class(make, source.to(target, dtype), old.requires_grad, attributes)
+    make = partial(cast("type[nn.Parameter]", type(old)), requires_grad=old.requires_grad)
+    attributes, kind = dict(vars(old)), type(old).__name__
+    if not is_bnb_parameter(old):  # what the class does not take is set on the new parameter
+        taken = inspect.signature(type(old).__new__).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+        arguments = {name: value for name, value in attributes.items() if takes_all or name in taken}
+        new = make(source.to(target, dtype), **arguments)
+        vars(new).update({name: value for name, value in attributes.items() if name not in vars(new)})
+        return new
     if target.type == "meta":
-        kept = {**attributes, **(_FRESH[INT8] if type(old).__name__ == INT8 else {})}  # its numbers go, too
-        return make(source.to(target), requires_grad=old.requires_grad, **kept)
+        return make(source.to(target), **{**attributes, **(_FRESH[INT8] if kind == INT8 else {})})
     if _is_packed(old, source):
-        known = {} if statistics is None else {"SCB": statistics}
-        kept = {**attributes, **known}
-        return make(source, requires_grad=old.requires_grad, **kept).to(target)
-    fresh = {**attributes, **_FRESH[type(old).__name__]}
+        return make(source, **{**attributes, **({} if statistics is None else {"SCB": statistics})}).to(target)
     plain = source.to("cpu", dtype)  # it quantizes on its way from there
-    return make(plain, requires_grad=old.requires_grad, **fresh).to(target)
-
-
-def _recreate_by_class(
-    make: type[nn.Parameter], data: Tensor, requires_grad: bool, attributes: dict[str, Any]
-) -> Tensor:
-    """Make a parameter of any other library: what its class does not take is set on it."""
-    taken = inspect.signature(make.__new__).parameters
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-    new = make(
-        data,
-        requires_grad=requires_grad,
-        **{name: value for name, value in attributes.items() if takes_all or name in taken},
-    )
-    vars(new).update({name: value for name, value in attributes.items() if name not in vars(new)})
-    return new
+    return make(plain, **{**attributes, **_FRESH[kind]}).to(target)
 
 
 def quant_state_names(name: str, stored: Iterable[str]) -> tuple[str, ...]:
@@ -100,11 +87,8 @@ def from_prequantized(
     old: Tensor, packed: Tensor, parts: Mapping[str, Tensor], target: torch.device
 ) -> nn.Parameter:
     """Return a weight in 4 bits like `old`, from its packed values and what is stored with them."""
-    make = cast("Any", type(old))
-    made: nn.Parameter = make.from_prequantized(
-        packed, dict(parts), requires_grad=old.requires_grad, device=target
-    )
-    return made
+    make = cast("Any", type(old)).from_prequantized
+    return make(packed, dict(parts), requires_grad=old.requires_grad, device=target)  # type: ignore[no-any-return]
 
 
 def load_scales(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -188,7 +172,7 @@ def set_module_tensor_to_device(
         ConfigurationError: there is no such tensor, it has no value to move, or the shapes differ.
     """
     owner, name = find_owner(module, tensor_name)
-    old = _own_tensors(owner)[name]
+    old: Tensor = getattr(owner, name)
     target = resolve_device(device)
     key, known = _find_twin(tied_params_map, old if value is None else value, target)
     if known is not None:
@@ -223,19 +207,15 @@ def set_module_tensor_to_device(
 def find_owner(module: nn.Module, tensor_name: str) -> Owner:
     """Return the module that has a parameter or buffer of a dotted name itself, and its name there."""
     path, _, name = tensor_name.rpartition(".")
-    owner = _submodule(module, path)
-    if owner is None or name not in _own_tensors(owner):
+    try:
+        owner = module.get_submodule(path)
+    except AttributeError:
+        owner = nn.Module()  # without tensors
+    if owner._parameters.get(name) is None and owner._buffers.get(name) is None:
         reason = f"this {type(module).__name__} has no parameter or buffer of that name"
         fix = "names are those of its state dict"
         raise wrong_value("tensor_name", tensor_name, reason, fix, AttributeError)
     return owner, name
-
-
-def _submodule(module: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return module.get_submodule(path)
-    except AttributeError:
-        return None
 
 
 def resolve_device(device: Device) -> torch.device:
@@ -260,9 +240,8 @@ def check_available(device: torch.device) -> None:
         return
     count = backend.count() if backend.available() else 0
     if (device.index or 0) >= count:
-        raise wrong_value(
-            "device", str(device), f"this machine has {count} of that kind", 'pass another, or "cpu"'
-        )
+        reason = f"this machine has {count} of that kind"
+        raise wrong_value("device", str(device), reason, 'pass another, or "cpu"')
 
 
 def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
@@ -324,11 +303,6 @@ def replacement_for(old: Tensor, data: Tensor) -> Tensor:
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     vars(new).update(vars(old))  # what users and libraries have noted on it
     return new
-
-
-def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
-    own = {**module._parameters, **module._buffers}
-    return {name: tensor for name, tensor in own.items() if tensor is not None}
 
 
 def _find_twin(

@@ -17,18 +17,16 @@ from accelerate.devices import of_device
 from accelerate.weights.placement import find_owner, mapped_device
 
 RESERVED_NAME = "__metadata__"
-"""Where a file of safetensors keeps what is said of it as a whole."""
-
+"""Name of the metadata in a file of safetensors."""
 ALIASES = "aliases"
 """Entry of the metadata: further names of tensors, as JSON."""
 
 
 def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state whose tensors have addresses: others are copied to the CPU, each tensor once."""
-    given: object = state
-    if not isinstance(given, Mapping):
+    if not isinstance(state, Mapping):
         fix = "pass a state dict, or safe_serialization=False"
-        kind = type(given).__name__
+        kind = type(state).__name__
         raise wrong_value("state", kind, "safetensors holds tensors by name", fix, AttributeError)
     tensors = {id(tensor): tensor for tensor in state.values() if isinstance(tensor, Tensor)}
     copies = {
@@ -75,10 +73,9 @@ def _check_storable(name: object, tensor: object) -> None:
         raise wrong_value("name", name, "safetensors cannot name a tensor so", "use another text as its name")
     if not isinstance(tensor, Tensor):
         raise wrong_value(name, type(tensor).__name__, "safetensors holds tensors only", fix, AttributeError)
-    if tensor.device.type == "meta":
-        raise wrong_value(
-            name, "a tensor on the meta device", "it has no values to be saved", "load its weights first"
-        )
+    if tensor.is_meta:
+        value, reason = "a tensor on the meta device", "it has no values to be saved"
+        raise wrong_value(name, value, reason, "load its weights first")
     if tensor.layout != torch.strided:
         raise wrong_value(name, tensor.layout, "safetensors holds dense tensors only", fix)
 
@@ -107,12 +104,7 @@ def _wrong_aliases(path: Path, reason: str) -> CheckpointError:
     )
 
 
-def missing_names(model: nn.Module, state: Mapping[str, Tensor]) -> list[str]:
-    """List what a model has and a state dict lacks; a tensor that has several names needs one."""
-    return lacking_names(model.state_dict(), state)
-
-
-def lacking_names(own: Mapping[str, Any], state: Collection[str]) -> list[str]:
+def missing_names(own: Mapping[str, Any], state: Collection[str]) -> list[str]:
     """List what a state dict lacks of another one, where a tensor that has several names needs one."""
     filled = {_memory(own[name]) for name in state if name in own}
     return [name for name, tensor in own.items() if name not in state and _memory(tensor) not in filled]
@@ -151,11 +143,10 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
     embeddings = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
     if config is None or not all(map(callable, embeddings)):
         return False
-    ties_words = getattr(config, "tie_word_embeddings", False) and embeddings[1]() is not None  # type: ignore[misc]
-    ties_halves = getattr(config, "is_encoder_decoder", False) and getattr(
-        config, "tie_encoder_decoder", False
-    )
-    return bool(ties_words or ties_halves)
+    if getattr(config, "tie_word_embeddings", False) and embeddings[1]() is not None:  # type: ignore[misc]
+        return True
+    is_encoder_decoder = getattr(config, "is_encoder_decoder", False)
+    return bool(is_encoder_decoder and getattr(config, "tie_encoder_decoder", False))
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
@@ -168,9 +159,7 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
     for group in tied_params:
         homes = [find_owner(model, name) for name in group]
         tensors = [owner._parameters[name] for owner, name in homes]
-        kept = next(
-            (tensor for tensor in tensors if tensor is not None and tensor.device.type != "meta"), tensors[0]
-        )
+        kept = next((tensor for tensor in tensors if tensor is not None and not tensor.is_meta), tensors[0])
         for owner, name in homes:
             owner._parameters[name] = kept
 

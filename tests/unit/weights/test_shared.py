@@ -89,10 +89,10 @@ def test_wrong_aliases_of_a_file_are_named_by_all_readers(tmp_path: Path, entry:
 
 def test_one_name_of_a_shared_tensor_is_enough() -> None:
     model = nn.ModuleDict({"a": nn.Linear(2, 2, bias=False), "b": nn.Linear(2, 2, bias=False)})
-    assert missing_names(model, {"a.weight": torch.ones(2, 2)}) == ["b.weight"]
+    assert missing_names(model.state_dict(), {"a.weight": torch.ones(2, 2)}) == ["b.weight"]
     model["b"].weight = model["a"].weight
-    assert missing_names(model, {"b.weight": torch.ones(2, 2)}) == []
-    assert missing_names(model, {}) == ["a.weight", "b.weight"]
+    assert missing_names(model.state_dict(), {"b.weight": torch.ones(2, 2)}) == []
+    assert missing_names(model.state_dict(), {}) == ["a.weight", "b.weight"]
 
 
 def test_tensors_that_do_not_say_where_they_lie_come_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +125,7 @@ class Wrapped(torch.Tensor):
 
 def test_tensors_without_an_address_are_not_taken_for_one() -> None:
     first, second = Wrapped(torch.ones(2)), Wrapped(torch.zeros(2))
-    assert shared.lacking_names({"a": first, "b": second, "c": first}, {"a"}) == ["b"]
+    assert shared.missing_names({"a": first, "b": second, "c": first}, {"a"}) == ["b"]
     assert len({shard_files._memory(each) for each in (first, second, first)}) == 2
 
 
