@@ -144,8 +144,9 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[DeviceName, int]:
     """
     limits: Memory = _free_memory() if max_memory is None else max_memory
     if not isinstance(limits, Mapping):
-        reason, fix = "sizes by device are needed", 'pass a dict, like {0: "5GB"}'
-        raise wrong_value("max_memory", limits, reason, fix, TypeError)
+        raise wrong_value(
+            "max_memory", limits, "sizes by device are needed", 'pass a dict, like {0: "5GB"}', TypeError
+        )
     for device in limits:
         _check_device(device)
     sizes = {device: _read_size(device, limits[device]) for device in sorted(limits, key=_position)}

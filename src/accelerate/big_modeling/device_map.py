@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +29,7 @@ from accelerate.weights import (
     all_tensors,
     check_available,
     find_tied_parameters,
+    map_entry,
     mapped_device,
     named_module_tensors,
     resolve_device,
@@ -48,10 +49,9 @@ def fill_empty_devices(
     limits: Mapping[DeviceName, float],
     room: float,
 ) -> list[DeviceName | None]:
-    """Give each accelerator without a unit the first units that fit it, out of those without a device.
+    """Give each accelerator without a unit the first units without a device that fit it.
 
-    `room` is what the first accelerator in use keeps free for offloaded units, in bytes. Units that fit no
-    accelerator keep None.
+    `room` is what the first accelerator in use keeps free for offloaded units, in bytes.
     """
     assigned = list(devices)
     for device, limit in limits.items():
@@ -145,7 +145,11 @@ def explain_device_map(
     names: dict[Any, list[str]] = {device: [] for device in limits}
     for name, device in device_map.items():
         names.setdefault(device, []).append(name)
-    measured = _measure(model, device_map, dtype, special_dtypes)
+    measured: dict[Any, list[float]] = {device: [0, 0] for device in (*names, None)}
+    tensors = {id(tensor): (name, tensor) for name, tensor in reversed(all_tensors(model).items())}
+    for name, tensor in tensors.values():  # the first name of each
+        size = tensor_bytes(name, tensor, dtype, special_dtypes)
+        measured[mapped_device(name, device_map)][not isinstance(tensor, nn.Parameter)] += size
     rows = [["device", "parameters", "buffers", "in all", "of its limit", "modules"]]
     for device, modules in names.items():
         parameters, buffers = measured[device]
@@ -177,33 +181,11 @@ def shorten(names: list[str]) -> str:
             runs[-1] = (start, before[1], number, end)
         else:
             runs.append((start, number, number, end))
-    texts = [
+    text = ", ".join(
         run if isinstance(run, str) else f"{run[0]}{run[1]}{f'-{run[2]}' if run[2] > run[1] else ''}{run[3]}"
         for run in runs
-    ]
-    text = ", ".join(texts)
+    )
     return text if len(text) <= WIDEST else f"{text[: WIDEST - 4].rstrip(', ')} ..."
-
-
-def _measure(
-    model: nn.Module,
-    device_map: Mapping[str, Any],
-    dtype: Dtype | None,
-    special_dtypes: Mapping[str, Dtype] | None,
-) -> dict[Any, tuple[float, float]]:
-    """Return bytes of parameters and of buffers by device."""
-    measured: dict[Any, tuple[float, float]] = defaultdict(lambda: (0, 0))
-    counted: set[int] = set()
-    for name, tensor in all_tensors(model).items():
-        if id(tensor) in counted:
-            continue
-        counted.add(id(tensor))
-        device = mapped_device(name, device_map)
-        size = tensor_bytes(name, tensor, dtype, special_dtypes)
-        parameters, buffers = measured[device]
-        is_parameter = isinstance(tensor, nn.Parameter)
-        measured[device] = (parameters + size * is_parameter, buffers + size * (not is_parameter))
-    return measured
 
 
 def infer_auto_device_map(
@@ -249,11 +231,12 @@ def infer_auto_device_map(
     units = split_into_units(model, no_split_module_classes, dtype, special_dtypes)
     devices = assign_units(units, memory, offload_buffers, fallback_allocation)
     by_name = {name: device for unit, device in zip(units, devices, strict=True) for name in unit.names}
-    in_order = OrderedDict((name, by_name[name]) for name in _in_model_order(model, by_name))
-    assigned = clean_device_map(in_order) if clean_result else in_order
+    device_map = OrderedDict((name, by_name[name]) for name in _in_model_order(model, by_name))
+    if clean_result:
+        clean_device_map(device_map)
     if verbose:
-        print(explain_device_map(model, assigned, memory, dtype, special_dtypes))
-    return OrderedDict(assigned)
+        print(explain_device_map(model, device_map, memory, dtype, special_dtypes))
+    return device_map
 
 
 def plan_device_map(
@@ -275,13 +258,8 @@ def assign_units(
     offload_buffers: bool = False,
     fallback: bool = False,
 ) -> list[DeviceName]:
-    """Return the device of each unit; `memory` is in the order in which devices are filled.
-
-    `fallback` lets an accelerator that would stay empty take later units that fit.
-    """
-    accelerators: dict[DeviceName, float] = {
-        device: limit for device, limit in memory.items() if device not in (CPU, DISK)
-    }
+    """Return the device of each unit; `memory` is in the order in which devices are filled."""
+    accelerators = {device: limit for device, limit in memory.items() if device not in (CPU, DISK)}
     devices = _pack(units, accelerators, offload_buffers)
     if fallback:
         room = _room_for(units, 1, offload_buffers)
@@ -289,10 +267,10 @@ def assign_units(
     left = [index for index, device in enumerate(devices) if device is None]
     rest = [units[index] for index in left]
     cpu: dict[DeviceName, float] = {CPU: memory.get(CPU, 0)}
-    cpu_computes = len(left) == len(units)  # then no accelerator could load modules from the disk
-    on_cpu = (
-        _pack(rest, cpu, offload_buffers) if cpu_computes else _spread(rest, cpu, fill(rest, [*cpu.values()]))
-    )
+    if len(left) == len(units):  # the CPU computes: no accelerator could load modules from the disk
+        on_cpu = _pack(rest, cpu, offload_buffers)
+    else:
+        on_cpu = _spread(rest, cpu, fill(rest, [*cpu.values()]))
     for index, device in zip(left, on_cpu, strict=True):
         devices[index] = device or DISK
     assigned = [device for device in devices if device is not None]
@@ -368,15 +346,12 @@ def _check_result(
         )
 
 
-def _in_model_order(model: nn.Module, names: Collection[str]) -> list[str]:
+def _in_model_order(model: nn.Module, names: Mapping[str, Any]) -> list[str]:
     """Return names of units in the order of the model's tensors: parameters, then buffers of each module."""
     ordered: dict[str, None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for key in (*module._parameters, *module._buffers):
-            name = f"{path}.{key}" if path else key
-            while name and name not in names:
-                name = name.rpartition(".")[0]
-            if name:
+            if name := map_entry(f"{path}.{key}" if path else key, names):
                 ordered.setdefault(name)
     return list(ordered)
 
@@ -447,16 +422,13 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
         devices = {name: mapped_device(name, device_map) for name in group}
         if len({device_key(device) for device in devices.values() if device is not None}) > 1:
             apart.append(" and ".join(f"{name} ({device})" for name, device in devices.items()))
-    problems = []
-    if left:
-        problems.append(
-            f"it gives no device to {listed(left)}: add their modules, or '' for all that is left"
-        )
-    if apart:
-        problems.append(f"it parts tied parameters, which are one: {listed(apart)}; give them one device")
-    if problems:
-        kind = type(model).__name__
-        raise ConfigurationError(f"device_map does not fit this {kind}: {'; '.join(problems)}.")
+    rows = (
+        (left, f"it gives no device to {listed(left)}: add their modules, or '' for all that is left"),
+        (apart, f"it parts tied parameters, which are one: {listed(apart)}; give them one device"),
+    )
+    if left or apart:
+        problems = "; ".join(text for names, text in rows if names)
+        raise ConfigurationError(f"device_map does not fit this {type(model).__name__}: {problems}.")
 
 
 def device_key(device: Any) -> str:

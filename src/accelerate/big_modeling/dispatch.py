@@ -57,10 +57,7 @@ PINNED_PART = 0.5
 def find_offloaded(
     model: nn.Module, device_map: Mapping[str, Any], offload_devices: Collection[str], offload_buffers: bool
 ) -> dict[str, str]:
-    """Return the offloaded tensors of a model, with their devices, which are among `offload_devices`.
-
-    Where a map splits the own tensors of a module, all of them are offloaded: its hook loads all.
-    """
+    """Return the offloaded tensors of a model with their devices: a hook loads all of a module's own."""
     stay = get_non_persistent_buffers(model, recurse=True, fqns=True)
     values = {
         name: device_key(mapped_device(name, device_map))
@@ -74,10 +71,7 @@ def find_offloaded(
 def keep_in_memory(
     model: nn.Module, names: Collection[str], state_dict: Mapping[str, Tensor] | None, main: Device
 ) -> dict[str, Tensor]:
-    """Return weights on the CPU, in pinned memory where an accelerator loads them; tied ones once.
-
-    Values come from `state_dict` or else from the model.
-    """
+    """Return weights of `state_dict` or the model on the CPU, pinned for accelerators; tied ones once."""
     own = all_tensors(model)
     given = state_dict or {}
     values = {name: given.get(name, own[name]).detach() for name in names}
@@ -116,10 +110,7 @@ def keep_on_disk(
     tied: Collection[Collection[str]],
     device_map: Mapping[str, Any],
 ) -> Index:
-    """Return where weights on the disk are; those with values are written to the folder.
-
-    Weights that are in `given` need not be written; `device_map` is for the message.
-    """
+    """Return where weights on the disk are; those that `given` lacks are written to the folder."""
     if not names:
         return {}
     own = all_tensors(model)
@@ -167,10 +158,8 @@ def move_whole(model: nn.Module, target: Any) -> None:
     tensors = all_tensors(model)
     device = resolve_device(target)
     if device.type != "meta":
-        fix = (
-            "Load the model first, as load_checkpoint_and_dispatch() does; build it with "
-            "include_buffers=False where they are buffers that no checkpoint holds."
-        )
+        fix = "Load the model first, as load_checkpoint_and_dispatch() does; build it with "
+        fix += "include_buffers=False where they are buffers that no checkpoint holds."
         check_values(tensors, f"move to {target}", fix)
     if any(tensor.device != device for tensor in tensors.values()):
         model.to(device)
@@ -302,9 +291,7 @@ def cpu_offload(
     main = _device_of(model) if execution_device is None else execution_device
     names = list(find_offloaded(model, {"": CPU}, {CPU}, offload_buffers))
     weights = OffloadedWeightsLoader(keep_in_memory(model, names, state_dict, main))
-    options = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
-    _attach_all(model, main, weights, **options)
-    return model
+    return _attach_all(model, main, weights, offload_buffers, preload_module_classes)
 
 
 def cpu_offload_with_hook(
@@ -351,9 +338,7 @@ def disk_offload(
     names = list(find_offloaded(model, {"": DISK}, {DISK}, offload_buffers))
     index = keep_on_disk(model, names, offload_dir, None, find_tied_parameters(model), {"": DISK})
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index, device=main)
-    options = {"offload_buffers": offload_buffers, "preload_module_classes": preload_module_classes}
-    _attach_all(model, main, weights, **options)
-    return model
+    return _attach_all(model, main, weights, offload_buffers, preload_module_classes)
 
 
 def load_checkpoint_and_dispatch(
@@ -431,9 +416,12 @@ def load_checkpoint_and_dispatch(
     )
 
 
-def _attach_all(model: nn.Module, main: Device, weights: OffloadedWeightsLoader, **options: Any) -> None:
+def _attach_all(
+    model: Model, main: Device, weights: Mapping[str, Tensor], buffers: bool, whole: Collection[str] | None
+) -> Model:
     remove_old_hooks(model)
-    attach_align_device_hook_on_blocks(model, main, True, weights, **options)
+    attach_align_device_hook_on_blocks(model, main, True, weights, buffers, preload_module_classes=whole)
+    return model
 
 
 def _device_of(model: nn.Module) -> torch.device:

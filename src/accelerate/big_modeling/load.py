@@ -114,9 +114,8 @@ def check_options(model: nn.Module, options: LoadOptions) -> None:
         raise wrong_value("device_map", options.device_map, reason, "leave device_map out")
     floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if options.dtype is not None and floats - {options.dtype}:
-        reason = (
-            f"parameters of this model are {listed(sorted(map(str, floats)))}, and sharded over processes"
-        )
+        names = listed(sorted(map(str, floats)))
+        reason = f"parameters of this model are {names}, and sharded over processes"
         raise wrong_value("dtype", options.dtype, reason, "convert the model before it is sharded")
 
 
@@ -163,17 +162,13 @@ def receive_weights(path: Path, open_files: Callable[[Path], StoredWeights]) -> 
     own = run_on_rank_0(partial(open_files, path))
     described = None
     if own is not None:
-        tensors = {
-            name: (own.shape(name), own.read(name, CPU).dtype) for name in own.files
-        }  # mapped, not read
-        described = path, tensors, list(own.extra)
-    path, tensors, extra = transport.broadcast_object(described)
-    shapes = {name: shape for name, (shape, _) in tensors.items()}
-    file = SentFile(
-        path, shapes, {name: dtype for name, (_, dtype) in tensors.items()}, extra, transport, own
-    )
+        shapes = {name: own.shape(name) for name in own.files}
+        dtypes = {name: own.read(name, CPU).dtype for name in own.files}  # mapped, not read
+        described = path, shapes, dtypes, list(own.extra)
+    path, shapes, dtypes, extra = transport.broadcast_object(described)
+    file = SentFile(path, shapes, dtypes, extra, transport, own)
     weights = StoredWeights(dict.fromkeys(file.shapes, file), dict.fromkeys(file.extra, file))
-    return Opened(file.path, weights, own)
+    return Opened(path, weights, own)
 
 
 def fill_from_whole(model: nn.Module, opened: Opened, strict: bool) -> None:
@@ -184,7 +179,7 @@ def fill_from_whole(model: nn.Module, opened: Opened, strict: bool) -> None:
     plan = plan_moves(model, opened.weights, LoadOptions(), find_tied_parameters(model))
     check_fit(plan, opened.path, type(model).__name__, strict)
     state: dict[str, Any] = (
-        {move.name: own.read(move.source, CPU) for move in plan.moves} if own is not None else {}
+        {} if own is None else {move.name: own.read(move.source, CPU) for move in plan.moves}
     )
     is_sent = own is not opened.weights
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_sent, strict=False)
@@ -192,10 +187,7 @@ def fill_from_whole(model: nn.Module, opened: Opened, strict: bool) -> None:
 
 
 def fill_local_parts(model: nn.Module, path: Path, weights: StoredWeights, strict: bool) -> None:
-    """Fill the local shards of this rank, which the files of `path` hold and nothing else.
-
-    The model has values already, which are overwritten.
-    """
+    """Overwrite the local shards of this rank, which the files of `path` hold and nothing else."""
     own = all_tensors(model)
     check_values(own, "fill", "Call model.to_empty(device=...) first.")
     plan = plan_moves(model, weights, LoadOptions(), find_tied_parameters(model), part_of=local_part)
@@ -268,9 +260,8 @@ def read_floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
     """Return the dtype that floating-point tensors are converted to; None keeps theirs."""
     resolved = None if dtype is None else read_dtype(dtype)
     if resolved is not None and not (resolved.is_floating_point or resolved.is_complex):
-        raise wrong_value(
-            "dtype", dtype, "parameters are floating-point numbers", "pass one, such as torch.bfloat16"
-        )
+        reason = "parameters are floating-point numbers"
+        raise wrong_value("dtype", dtype, reason, "pass one, such as torch.bfloat16")
     return resolved
 
 
@@ -282,9 +273,7 @@ def fill_model(
     folder: str | os.PathLike[str] | None,
     leave: bool = False,
 ) -> tuple[Index, Index]:
-    """Fill a model from files; weights on the disk go to `folder`.
-
-    With `leave` those that are in files of safetensors stay there.
+    """Fill a model from files; weights on the disk go to `folder`, or with `leave` stay in safetensors files.
 
     Returns:
         Entries of the weights that were written to the folder, and of those that stay in their files.
@@ -323,16 +312,16 @@ def fill_model(
     return written, left
 
 
+def _open(path: Path) -> StoredWeights:
+    return StoredWeights.open(find_shards(path))
+
+
 def _open_or_receive(path: Path, options: LoadOptions) -> Opened:
     if options.broadcast:
         return receive_weights(path, _open)
     weights = _open(path)
     expect(sum(file.stat().st_size for file in find_shards(path)))
     return Opened(path, weights, weights)
-
-
-def _open(path: Path) -> StoredWeights:
-    return StoredWeights.open(find_shards(path))
 
 
 def _by_file(plan: LoadPlan, weights: StoredWeights) -> Iterable[tuple[WeightFile, list[Move]]]:
@@ -362,29 +351,22 @@ def _carry_out(
 ) -> None:
     value = weights.read(move.source, CPU if move.in_place or move.device == META else move.device)
     advance(value.nbytes)
-    if move.in_place and not move.parts:
-        with torch.no_grad():
-            owner, name = find_owner(model, move.name)
-            getattr(owner, name).copy_(value)
-        return
+    owner, name = find_owner(model, move.name)
     if move.parts:
         parts = {part: weights.read(part, move.device) for part in move.parts}
-        owner, name = find_owner(model, move.name)
         owner._parameters[name] = from_prequantized(getattr(owner, name), value, parts, move.device)
         return
+    if move.in_place:
+        with torch.no_grad():
+            getattr(owner, name).copy_(value)
+        return
+    scales = None
+    if scales_name(move.source) in weights.files and (move.in_8_bits or move.device != META):
+        scales = weights.read(scales_name(move.source), CPU if move.in_8_bits else move.device)
     if move.in_8_bits and folder is not None:
-        scales = _scales_of(move.source, weights, CPU)
         quantize_and_offload_8bit(model, value, move.name, move.dtype, folder, index, scales)
         return
     if move.on_disk and folder is not None:
         offload_weight(value.to(move.dtype), move.name, folder, index)
-    scales = _scales_of(move.source, weights, move.device)
     dtype = value.dtype if scales is not None else move.dtype
-    set_module_tensor_to_device(
-        model, move.name, move.device, value, dtype, fp16_statistics=scales, clear_cache=False
-    )
-
-
-def _scales_of(name: str, weights: StoredWeights, device: torch.device) -> Tensor | None:
-    scales = scales_name(name)
-    return weights.read(scales, device) if scales in weights.files and device != META else None
+    set_module_tensor_to_device(owner, name, move.device, value, dtype, scales, clear_cache=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,6 @@ class Move:
     """Where one tensor of the model comes from, and where it goes.
 
     Attributes:
-        name: in the model.
         source: its name in the files; that of another tied parameter where it is stored under that.
         on_disk: whether it goes to the folder of offloaded weights, and the model gets one without a value.
         in_place: whether the tensor that the model has is filled, and not replaced.
@@ -58,7 +57,7 @@ class Move:
     dtype: torch.dtype | None = None
     in_place: bool = False
     in_8_bits: bool = False
-    parts: tuple[str, ...] = ()
+    parts: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -73,13 +72,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The arguments of `load_checkpoint_in_model` that say what is done with tensors.
-
-    Attributes:
-        kept: modules whose tensors are float32 whatever `dtype` says.
-        in_8_bits: whether weights of layers in 8 bits are quantized before they go to the disk.
-        broadcast: whether rank 0 alone reads the files.
-    """
+    """The arguments of `load_checkpoint_in_model` that say what is done with tensors."""
 
     device_map: Mapping[str, Any] | None = None
     dtype: torch.dtype | None = None
@@ -98,80 +91,55 @@ def plan_moves(
     tied: Sequence[Sequence[str]],
     part_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> LoadPlan:
-    """Decide what is done with each tensor; nothing is changed.
-
-    `tied` are groups of names of one parameter each; `part_of` returns what of a tensor the files hold.
-    """
+    """Decide what is done with each tensor; `part_of` returns what of a tensor the files hold."""
     own = all_tensors(model)
     sources = _find_sources(own, weights.files, tied)
-    packed = _find_packed(own, sources, weights)
-    belonging = {part for parts in packed.values() for part in parts}
-    needed = own.keys() - get_non_persistent_buffers(model, recurse=True, fqns=True)
-    moves = [_plan_move(name, source, own[name], options) for name, source in sources.items()]
-    differences = [
-        _difference(name, source, own, weights, part_of(own[name]), packed)
+    quantized = {name.partition(QUANT_STATE)[0] for name in weights.files if QUANT_STATE in name}
+    parts = {name: quant_state_names(name, weights.files) for name in quantized}
+    moves = [
+        _plan_move(name, source, own[name], options, parts.get(source, ()))
         for name, source in sources.items()
     ]
-    unknown = weights.files.keys() - own.keys() - belonging
+    differences = [_difference(move, own, weights, part_of(own[move.name])) for move in moves]
+    unknown = weights.files.keys() - own.keys() - {part for move in moves for part in move.parts}
     unexpected = [name for name in unknown if not _belongs_to_weight_in_8_bits(name, own)]
     unexpected += [name for name in weights.extra if not takes_extra_state(model, name)]
+    optional = get_non_persistent_buffers(model, recurse=True, fqns=True)
     return LoadPlan(
-        moves=[replace(move, parts=packed.get(move.name, ())) for move in moves],
-        missing=[name for name in own if name in needed and name not in sources],
+        moves=moves,
+        missing=[name for name in own if name not in optional and name not in sources],
         unexpected=sorted(unexpected),
         misshapen=[difference for difference in differences if difference],
     )
 
 
-def _find_packed(
-    own: Mapping[str, Tensor], sources: Mapping[str, str], weights: StoredWeights
-) -> dict[str, tuple[str, ...]]:
-    """Return, for each tensor that is stored in 4 bits, the names of its scales."""
-    if not any(QUANT_STATE in name for name in weights.files):
-        return {}
-    packed = {name: quant_state_names(source, weights.files) for name, source in sources.items()}
-    return {name: parts for name, parts in packed.items() if parts}
-
-
-def _difference(
-    name: str,
-    source: str,
-    own: Mapping[str, Tensor],
-    weights: StoredWeights,
-    part: Tensor,
-    packed: Mapping[str, tuple[str, ...]],
-) -> str | None:
+def _difference(move: Move, own: Mapping[str, Tensor], weights: StoredWeights, part: Tensor) -> str | None:
     """Return how a tensor of the files does not fit the one of the model; None where it does."""
-    kind, scales = type(own[name]).__name__, scales_name(name)
-    in_8_bits = bool(scales) and scales not in own and sibling_name(source, SCALES) in weights.files
-    for bits, is_stored, layer in ((4, name in packed, INT4), (8, in_8_bits, INT8)):
-        if is_stored and kind != layer:
+    name, scales = move.name, scales_name(move.name)
+    in_8_bits = bool(scales) and scales not in own and sibling_name(move.source, SCALES) in weights.files
+    for bits, is_stored, layer in ((4, bool(move.parts), INT4), (8, in_8_bits, INT8)):
+        if is_stored and type(own[name]).__name__ != layer:
             wanted = f"load_and_quantize_model, load_in_{bits}bit"
             return f"{name} is stored in {bits} bits, and its layer is not ({wanted})"
-    stored, shape = tuple(weights.shape(source)), tuple(part.shape)
-    if name in packed:
-        stored = unpacked_shape({key: weights.read(key, CPU) for key in packed[name] if QUANT_STATE in key})
+    stored, shape = tuple(weights.shape(move.source)), tuple(part.shape)
+    if move.parts:
+        stored = unpacked_shape({key: weights.read(key, CPU) for key in move.parts if QUANT_STATE in key})
         shape = tuple(getattr(getattr(part, "quant_state", None), "shape", None) or shape)
     return None if stored == shape else f"{name} is {stored} and not {shape}"
 
 
 def check_fit(plan: LoadPlan, path: Path, kind: str, strict: bool) -> None:
-    """Refuse files that do not fit a model of class `kind`, or warn where only names differ.
-
-    With `strict` different names are an error, too.
-
-    Raises:
-        CheckpointError: with all differences.
-    """
-    lines = [
-        *([f"it lacks {listed(plan.missing)}"] if plan.missing else []),
-        *([f"the model does not have {listed(plan.unexpected)}"] if plan.unexpected else []),
-    ]
-    if plan.misshapen or (strict and lines):
-        problems = [*([listed(plan.misshapen)] if plan.misshapen else []), *lines]
-        raise CheckpointError(f"{path} does not fit this {kind}: {'; '.join(problems)}. Nothing was changed.")
-    if lines:
-        logger.warning(f"{path} does not fit this {kind} exactly: {'; '.join(lines)}. The rest is loaded.")
+    """Refuse files that do not fit a model of class `kind`; different names are a warning unless `strict`."""
+    rows = (
+        ("", plan.misshapen),
+        ("it lacks ", plan.missing),
+        ("the model does not have ", plan.unexpected),
+    )
+    problems = "; ".join(f"{text}{listed(names)}" for text, names in rows if names)
+    if plan.misshapen or (strict and problems):
+        raise CheckpointError(f"{path} does not fit this {kind}: {problems}. Nothing was changed.")
+    if problems:
+        logger.warning(f"{path} does not fit this {kind} exactly: {problems}. The rest is loaded.")
 
 
 def _find_sources(
@@ -185,29 +153,20 @@ def _find_sources(
     return {name: source for name, source in sources.items() if source is not None}
 
 
-def _plan_move(name: str, source: str, old: Tensor, options: LoadOptions) -> Move:
-    dtype = _dtype_for(name, old, options)
+def _plan_move(name: str, source: str, old: Tensor, options: LoadOptions, parts: Sequence[str]) -> Move:
+    dtype = old.dtype
+    if options.dtype is not None and (old.is_floating_point() or old.is_complex()):
+        dtype = torch.float32 if is_inside(name, options.kept) else options.dtype
     if options.device_map is None:
-        has_value = old.device.type != "meta"
-        return Move(
-            name,
-            source,
-            old.device if has_value else CPU,
-            dtype=dtype,
-            in_place=has_value and dtype == old.dtype,
-        )
-    device = mapped_device(name, options.device_map)
-    if device != DISK:
-        return Move(name, source, resolve_device(device), dtype=dtype)
+        device = CPU if old.is_meta else old.device
+        in_place = not old.is_meta and dtype == old.dtype
+        return Move(name, source, device, dtype=dtype, in_place=in_place, parts=parts)
+    target = mapped_device(name, options.device_map)
+    if target != DISK:
+        return Move(name, source, resolve_device(target), dtype=dtype, parts=parts)
     stays = not (isinstance(old, nn.Parameter) or options.offload_buffers)
     in_8_bits = options.in_8_bits and type(old).__name__ == INT8
-    return Move(name, source, CPU if stays else META, on_disk=not stays, dtype=dtype, in_8_bits=in_8_bits)
-
-
-def _dtype_for(name: str, old: Tensor, options: LoadOptions) -> torch.dtype:
-    if options.dtype is None or not (old.is_floating_point() or old.is_complex()):
-        return old.dtype
-    return torch.float32 if is_inside(name, options.kept) else options.dtype
+    return Move(name, source, CPU if stays else META, not stays, dtype, in_8_bits=in_8_bits, parts=parts)
 
 
 def takes_extra_state(model: nn.Module, name: str) -> bool:

@@ -317,8 +317,8 @@ class AlignDevicesHook(ModelHook):
         self._device: tuple[Any, torch.device | None] = (None, None)
 
     def __repr__(self) -> str:
-        names = "execution_device offload io_same_device offload_buffers place_submodules skip_keys".split()
-        return f"AlignDevicesHook({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
+        names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
+        return f"AlignDevicesHook({', '.join(f'{n}={getattr(self, n)!r}' for n in (*names, 'skip_keys'))})"
 
     @property
     def is_loaded_by_block(self) -> bool:
@@ -381,7 +381,7 @@ class AlignDevicesHook(ModelHook):
                     set_module_tensor_to_device(module, name, self.execution_device, clear_cache=False)
 
     def fetch(self, non_blocking: bool = False) -> list[Tensor]:
-        """Return the values of all offloaded tensors on the device; `non_blocking` copies may be incomplete."""
+        """Return the values of all offloaded tensors there; those of `non_blocking` may be incomplete."""
         device = self._target() or torch.device("cpu")
         return [slot.read(device, non_blocking) for slot in self.slots]
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.amp import GradScaler
 
 from accelerate.base import DistributedType, FP8BackendType, PreparationError, listed
 from accelerate.ops import convert_to_fp32
@@ -22,7 +23,7 @@ class ScaledOptimizer(Protocol):
     """What a number format needs of a prepared optimizer."""
 
     optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler | None
+    scaler: GradScaler | None
     gradients_unscaled: bool
 
 
@@ -37,7 +38,7 @@ class Precision:
         name: the value users give as `mixed_precision`.
     """
 
-    scaler: torch.amp.GradScaler | None = None
+    scaler: GradScaler | None = None
     fp8_backend: FP8BackendType = FP8BackendType.NO
     """The library whose layers compute in FP8."""
 
@@ -97,7 +98,7 @@ class AutocastForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward without autocast; `inspect.signature` follows this name."""
-        return self.inner or type(self.module).forward.__get__(self.module)  # type: ignore[no-any-return]
+        return self.inner or type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(*self.autocast):
@@ -137,14 +138,18 @@ class ScaledPrecision(MixedPrecision):
     stepped, so the update waits for the next backward pass.
     """
 
-    scaler: torch.amp.GradScaler
+    scaler: GradScaler
 
     def __init__(
-        self, name: str, device_type: str, scaler: torch.amp.GradScaler, settings: AutocastKwargs | None = None
+        self,
+        name: str,
+        device_type: str,
+        scaler: GradScaler,
+        settings: AutocastKwargs | None = None,
     ) -> None:
         super().__init__(name, device_type, settings)
         self.scaler = scaler
-        self.updates_due: list[torch.amp.GradScaler] = []
+        self.updates_due: list[GradScaler] = []
         self.optimizers: list[Any] = []
 
     def check(self, model: nn.Module) -> None:
@@ -164,7 +169,7 @@ class ScaledPrecision(MixedPrecision):
         for optimizer in optimizers:
             optimizer.note_scaled_step = self._postpone_update if len(optimizers) > 1 else None
 
-    def _postpone_update(self, scaler: torch.amp.GradScaler) -> None:
+    def _postpone_update(self, scaler: GradScaler) -> None:
         # Clients may give each optimizer a scaler of its own: the one that stepped is the one to update.
         if not any(scaler is due for due in self.updates_due):
             self.updates_due.append(scaler)
@@ -204,7 +209,7 @@ def get_mixed_precision_context_manager(
     return torch.autocast(state.device.type, dtype, settings.enabled, settings.cache_enabled)
 
 
-def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
+def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
     """Return a gradient scaler for FSDP 2: torch's own, which asks all ranks about distributed gradients.
 
     Args:
@@ -213,12 +218,12 @@ def get_fsdp2_grad_scaler(**kwargs: Any) -> torch.amp.GradScaler:
     return get_grad_scaler(DistributedType.FSDP, **kwargs)
 
 
-def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> torch.amp.GradScaler:
+def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> GradScaler:
     """Return the gradient scaler that suits the device of this process.
 
     Args:
         distributed_type: the method of the run; accepted for callers that name it, the device decides.
         **kwargs: arguments of `torch.amp.GradScaler`.
     """
-    scaler: torch.amp.GradScaler = AcceleratorState().device_backend.grad_scaler(**kwargs)
+    scaler: GradScaler = AcceleratorState().device_backend.grad_scaler(**kwargs)
     return scaler

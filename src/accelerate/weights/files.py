@@ -48,6 +48,7 @@ TORCH_SAFE_GLOBALS: list[Any] = [
 ]
 """What torch's restricted reader may build beside its own: arrays of numbers, as states of generators are."""
 
+
 def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     """Write tensors to a file of safetensors: shared ones once; its metadata has their other names."""
     write_whole_tensors(*drop_shared(state), path)

@@ -66,7 +66,9 @@ def recreate(
     if target.type == "meta":
         return make(source.to(target), **{**attributes, **(_FRESH[INT8] if kind == INT8 else {})})
     if _is_packed(old, source):
-        return make(source, **{**attributes, **({} if statistics is None else {"SCB": statistics})}).to(target)
+        return make(source, **{**attributes, **({} if statistics is None else {"SCB": statistics})}).to(
+            target
+        )
     plain = source.to("cpu", dtype)  # it quantizes on its way from there
     return make(plain, **{**attributes, **_FRESH[kind]}).to(target)
 

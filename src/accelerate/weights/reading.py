@@ -45,10 +45,7 @@ LENGTH = 8
 
 
 class Range(NamedTuple):
-    """The bytes of a file with the values of a tensor, from `start` up to `end`.
-
-    A dtype that torch does not have is None.
-    """
+    """The bytes of a file with the values of a tensor; a dtype that torch does not have is None."""
 
     start: int
     end: int
@@ -123,7 +120,7 @@ class WeightFile:
 
     Attributes:
         shapes: of all tensors, by name; further names of a tensor are among them.
-        extra: names of entries of the state dict that are not tensors: the extra states of modules.
+        extra: names of the extra states of modules.
     """
 
     path: Path
@@ -131,10 +128,7 @@ class WeightFile:
     extra: Collection[str]
 
     def read(self, name: str, device: torch.device) -> Any:
-        """Return one tensor or extra state.
-
-        A tensor of safetensors on the CPU is mapped from the file, and changes do not reach that.
-        """
+        """Return one tensor or extra state; from safetensors to the CPU it is mapped, as a private copy."""
         raise NotImplementedError
 
     def locate(self, name: str) -> tuple[Path, str] | None:
@@ -202,7 +196,6 @@ class TorchFile(WeightFile):
 
     def _open(self) -> dict[str, Any]:
         if not self._state:
-            # Files of old versions of torch cannot be mapped.
             content = read_torch(self.path, "cpu", mmap=_can_be_mapped(self.path))
             refused = [f"a {type(content).__name__}"]
             if isinstance(content, Mapping):
@@ -217,6 +210,7 @@ class TorchFile(WeightFile):
 
 
 def _can_be_mapped(path: Path) -> bool:
+    """Whether torch can map a file: not those of its old versions."""
     try:
         return path.is_file() and zipfile.is_zipfile(path)
     except zipfile.BadZipFile:  # what reads it says so

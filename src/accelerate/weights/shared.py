@@ -24,9 +24,10 @@ ALIASES = "aliases"
 
 def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a state whose tensors have addresses: others are copied to the CPU, each tensor once."""
-    if not isinstance(state, Mapping):
+    given: object = state
+    if not isinstance(given, Mapping):
         fix = "pass a state dict, or safe_serialization=False"
-        kind = type(state).__name__
+        kind = type(given).__name__
         raise wrong_value("state", kind, "safetensors holds tensors by name", fix, AttributeError)
     tensors = {id(tensor): tensor for tensor in state.values() if isinstance(tensor, Tensor)}
     copies = {

@@ -63,7 +63,7 @@ def read_index(path: Path) -> Index:
     content = _read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no index of weights: it holds a {type(content).__name__}.")
-    broken = [name for name, entry in content.items() if _is_broken(entry)]
+    broken = [name for name, entry in content.items() if not isinstance(entry, dict) or _is_broken(entry)]
     if broken:
         raise CheckpointError(
             f"{path} is damaged: {listed(broken)} without dtype and shape, and without safetensors_file. "
@@ -75,9 +75,7 @@ def read_index(path: Path) -> Index:
     return content
 
 
-def _is_broken(entry: Any) -> bool:
-    if not isinstance(entry, dict):
-        return True
+def _is_broken(entry: dict[str, Any]) -> bool:
     if "safetensors_file" in entry:
         file = entry["safetensors_file"]
         texts = (file, entry.get("weight_name", ""), entry.get("dtype", ""))
@@ -91,18 +89,15 @@ def _is_size(value: Any) -> bool:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor of a model whose weights are in several files, by its index at `path`.
+    """Return the file of each tensor by the index at `path`: its `weight_map`, or the index as a whole.
 
-    The names are under `weight_map` in the index, or it is itself such a dictionary; files that are not in
-    its folder are refused.
+    Files that are not in its folder are refused.
     """
     content = _read_json(path)
     weight_map = content.get("weight_map", content or None) if isinstance(content, dict) else None
     if not isinstance(weight_map, dict):
-        raise CheckpointError(
-            f"{path} is no index of weights: it holds no dictionary 'weight_map', and is no such dictionary "
-            "itself."
-        )
+        text = "it holds no dictionary 'weight_map', and is no such dictionary itself"
+        raise CheckpointError(f"{path} is no index of weights: {text}.")
     for name, file in weight_map.items():
         if reason := refuse_outside(file):
             raise CheckpointError(
@@ -184,28 +179,27 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
     if not shape.numel():
         return torch.empty(shape, dtype=dtype)
     size = shape.numel() * dtype.itemsize
-    status = path.stat() if path.is_file() else None
-    if status is not None and weight_info.get(WRITTEN, status.st_mtime_ns) != status.st_mtime_ns:
+    if not path.is_file():
+        error = CheckpointError(f"{path} is missing. Load the model again, which writes it anew.")
+        raise as_builtin(error, FileNotFoundError)
+    status = path.stat()
+    if weight_info.get(WRITTEN, status.st_mtime_ns) != status.st_mtime_ns:
         raise CheckpointError(
             f"{path} was written again after the model was dispatched: another one has its weights there. "
             "Give each model a folder of its own."
         )
-    length = -1 if status is None else status.st_size
-    if length < size:
-        reason = "is missing" if length < 0 else f"has {length} bytes instead of {size}: it is cut off"
+    if status.st_size < size:
+        reason = f"has {status.st_size} bytes instead of {size}: it is cut off"
         error = CheckpointError(f"{path} {reason}. Load the model again, which writes it anew.")
-        raise as_builtin(error, FileNotFoundError if length < 0 else ValueError)
+        raise as_builtin(error, ValueError)
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def add_write_times(index: Index, folder: Folder) -> Index:
     """Return entries with the times at which their raw files were written: readers notice a new file."""
-    noted = {}
-    for name, entry in index.items():
-        path = Path(folder) / f"{name}.dat"
-        is_raw = "safetensors_file" not in entry and path.is_file()
-        noted[name] = {**entry, WRITTEN: path.stat().st_mtime_ns} if is_raw else entry
-    return noted
+    paths = {name: Path(folder) / f"{name}.dat" for name in index if "safetensors_file" not in index[name]}
+    times = {name: {WRITTEN: path.stat().st_mtime_ns} for name, path in paths.items() if path.is_file()}
+    return {name: {**entry, **times.get(name, {})} for name, entry in index.items()}
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
@@ -281,9 +275,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             )
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
-        if index is None and save_folder is not None:
-            index = read_index(Path(save_folder) / INDEX)
-        self.index: Index = {} if index is None else index
+        if index is None:
+            index = {} if save_folder is None else read_index(Path(save_folder) / INDEX)
+        self.index: Index = index
         self.all_keys = [*self.state_dict, *(name for name in self.index if name not in self.state_dict)]
         self.device = device
         self._mapped: dict[str, MappedFile] = {}
@@ -297,7 +291,9 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             return in_memory
         entry = self.index[key]
         if "safetensors_file" in entry:
-            return self._read_safetensors(key, entry)
+            tensor = self._open(str(entry["safetensors_file"])).read(entry.get("weight_name", key))
+            dtype = read_dtype(entry["dtype"]) if "dtype" in entry else tensor.dtype
+            return tensor.to("cpu" if self.device is None else resolve_device(self.device), dtype)
         if self.save_folder is None:
             raise ConfigurationError(f"{key} is stored in a file of its own, and no save_folder was given.")
         return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", entry)
@@ -320,11 +316,6 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             self._mapped[path] = MappedFile(Path(path))
         return self._mapped[path]
 
-    def _read_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
-        tensor = self._open(str(entry["safetensors_file"])).read(entry.get("weight_name", key))
-        dtype = read_dtype(entry["dtype"]) if "dtype" in entry else tensor.dtype
-        return tensor.to(torch.device("cpu") if self.device is None else resolve_device(self.device), dtype)
-
 
 class PrefixedDataset(Mapping[str, Tensor]):
     """The weights of one module among those of a model, under their names in that module.
@@ -344,21 +335,19 @@ class PrefixedDataset(Mapping[str, Tensor]):
         try:
             return self.dataset[f"{self.prefix}{key}"]
         except KeyError:
-            if not self._is_full(key):
+            if not key.startswith(self.prefix):
                 raise
             return self.dataset[key]
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and (f"{self.prefix}{key}" in self.dataset or self._is_full(key))
+        is_full = isinstance(key, str) and key.startswith(self.prefix) and key in self.dataset
+        return is_full or f"{self.prefix}{key}" in self.dataset
 
     def __iter__(self) -> Iterator[str]:
         return (name for name in self.dataset if name.startswith(self.prefix))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
-
-    def _is_full(self, key: str) -> bool:
-        return key.startswith(self.prefix) and key in self.dataset
 
 
 def extract_submodules_state_dict(
@@ -409,9 +398,7 @@ def quantize_and_offload_8bit(
     offload_weight(param, param_name, offload_folder, offload_index)
     if fp16_statistics is not None:
         offload_weight(fp16_statistics, sibling_name(param_name, SCALES), offload_folder, offload_index)
-    set_module_tensor_to_device(
-        model, param_name, "meta", torch.empty(param.shape, device="meta"), param.dtype
-    )
+    set_module_tensor_to_device(model, param_name, "meta", param.to("meta"), param.dtype)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
