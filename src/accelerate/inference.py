@@ -68,21 +68,17 @@ def generate_device_map(
     """
     units = split_into_units(model, no_split_module_classes, join_tied=False)  # a stage has its own copy
     if len(units) < num_processes:
-        raise wrong_value(
-            "num_processes",
-            num_processes,
-            f"{type(model).__name__} has {len(units)} parts that stay whole, and each stage needs one",
-            "start fewer processes, or name smaller modules in no_split_module_classes",
-        )
+        reason = f"{type(model).__name__} has {len(units)} parts that stay whole, and each stage needs one"
+        fix = "start fewer processes, or name smaller modules in no_split_module_classes"
+        raise wrong_value("num_processes", num_processes, reason, fix)
     memory = None if max_memory is None else get_max_memory(max_memory)
     ranks = range(num_processes)
     limits = [total(units) if memory is None else memory.get(rank, 0) for rank in ranks]
     share = smallest_share(units, limits)
     full = fill(units, [min(limit, share) for limit in limits])
     if full[-1] < len(units):
-        raise wrong_value(
-            "max_memory", max_memory, f"{units[full[-1]].names[0]} fits no process", "raise the limits"
-        )
+        reason = f"{units[full[-1]].names[0]} fits no process"
+        raise wrong_value("max_memory", max_memory, reason, "raise the limits")
     ends = [min(end, len(units) - num_processes + rank + 1) for rank, end in enumerate(full)]
     return OrderedDict(
         (unit.names[0], next(rank for rank, end in enumerate(ends) if index < end))
@@ -135,9 +131,7 @@ def build_pipeline(
     spec = {f"model.{point}": SplitPoint.BEGINNING for point in split_points}
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "`isinstance.treespec, LeafSpec.`", FutureWarning
-            )  # torch's own
+            warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.`", FutureWarning)  # of torch
             pipe = pipeline(_Entry(model, example), tuple(iterate_tensors(example)), split_spec=spec)
     except (RuntimeError, ValueError, AssertionError) as error:
         first = str(error).strip().split("\n")[0]
@@ -146,22 +140,16 @@ def build_pipeline(
             "See what it says of control flow that depends on data; dispatch_model() needs no tracing."
         ) from error
     if pipe.num_stages != state.num_processes:
-        raise wrong_value(
-            "split_points",
-            list(split_points),
-            f"they make {pipe.num_stages} stages for {state.num_processes} processes",
-            "name one module less than there are processes, each of which the forward calls",
-        )
+        reason = f"they make {pipe.num_stages} stages for {state.num_processes} processes"
+        fix = "name one module less than there are processes, each of which the forward calls"
+        raise wrong_value("split_points", list(split_points), reason, fix)
     last = state.num_processes - 1
     _make_sendable(pipe.get_stage_module(state.process_index), state.process_index, last)
     return pipe.build_stage(state.process_index, device=state.device)
 
 
 def _make_sendable(stage: Any, index: int, last: int) -> None:
-    """Let plain memory cross the borders of a stage: tensors that are expanded or transposed cannot be sent.
-
-    `stage` is the traced part of the model, `index` its position among the stages, `last` that of the last.
-    """
+    """Let contiguous memory cross the borders of a traced stage: expanded tensors cannot be sent."""
     from torch.fx.node import map_arg
 
     crossing: list[Any] = []
@@ -188,8 +176,7 @@ def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tenso
 class _Entry(nn.Module):
     """A model that takes its tensors one by one, and all of them in its first stage.
 
-    A stage that is not the first gets what others made, and nothing of what the caller gave; so the first one
-    makes a copy of it, which is handed on to wherever it is used.
+    Other stages get only what stages made; so the first one copies the inputs, and sends the copies on.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
@@ -199,10 +186,8 @@ class _Entry(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> Any:
         copies = iter([tensor.clone() for tensor in tensors])
-        args, kwargs = recursively_apply(
-            lambda _: next(copies), self._structure, test_type=is_tensor_information
-        )
-        return self.model(*args, **kwargs)
+        data = recursively_apply(lambda _: next(copies), self._structure, test_type=is_tensor_information)
+        return self.model(*data[0], **data[1])
 
 
 class Schedule:
@@ -223,15 +208,12 @@ class Schedule:
         """Return why a batch does not fit the stages, which are made for one kind; "" where it does."""
         sizes = {tensor.shape[:1] for tensor in iterate_tensors((args, kwargs))}
         if len(sizes) > 1:
-            return (
-                f"all tensors need the batch as their first dimension, and have {sorted(map(tuple, sizes))}"
-            )
+            shapes = sorted(map(tuple, sizes))
+            return f"all tensors need the batch as their first dimension, and have {shapes}"
         signature = self._signature_of((args, kwargs))
-        return (
-            ""
-            if signature == self._signature
-            else f"it is {signature}, and the example was {self._signature}"
-        )
+        if signature == self._signature:
+            return ""
+        return f"it is {signature}, and the example was {self._signature}"
 
     @staticmethod
     def _signature_of(data: Any) -> str:
@@ -337,15 +319,11 @@ def _find_split_points(
     if not isinstance(given, str):
         return list(given)
     if given != AUTO:
-        raise wrong_value(
-            "split_points", given, "this is no list of names", 'pass one, or "auto"', AttributeError
-        )
+        reason, fix = "this is no list of names", 'pass one, or "auto"'
+        raise wrong_value("split_points", given, reason, fix, AttributeError)
     if processes == 1:
         return []
     device_map = generate_device_map(model, processes, whole)
     called = {name for name, module in model.named_modules() if has_forward(module)}
-    points = [
-        next((name for name, device in device_map.items() if device == rank and name in called), None)
-        for rank in range(1, processes)
-    ]
-    return [point for point in points if point is not None]
+    firsts = {rank: name for name, rank in reversed(device_map.items()) if name in called}
+    return [firsts[rank] for rank in range(1, processes) if rank in firsts]

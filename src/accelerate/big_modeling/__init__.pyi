@@ -44,10 +44,6 @@ from accelerate.big_modeling.dispatch import (
     move_whole as move_whole,
     remove_old_hooks as remove_old_hooks,
 )
-from accelerate.big_modeling.layerwise import (
-    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
-    attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
-)
 from accelerate.big_modeling.load import (
     check_options as check_options,
     init_empty_weights as init_empty_weights,
@@ -67,6 +63,7 @@ from accelerate.devices import (
     is_xpu_available as is_xpu_available,
 )
 from accelerate.hooks import (
+    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
     AlignDevicesHook as AlignDevicesHook,
     CpuOffload as CpuOffload,
     LayerwiseCastingHook as LayerwiseCastingHook,
@@ -74,6 +71,7 @@ from accelerate.hooks import (
     add_hook_to_module as add_hook_to_module,
     attach_align_device_hook as attach_align_device_hook,
     attach_align_device_hook_on_blocks as attach_align_device_hook_on_blocks,
+    attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
 )
 from accelerate.weights import (
     OffloadedWeightsLoader as OffloadedWeightsLoader,

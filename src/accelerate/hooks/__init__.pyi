@@ -16,10 +16,12 @@ from accelerate.hooks.align import (
     transfer_to as transfer_to,
 )
 from accelerate.hooks.base import (
+    SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
     LayerwiseCastingHook as LayerwiseCastingHook,
     ModelHook as ModelHook,
     SequentialHook as SequentialHook,
     add_hook_to_module as add_hook_to_module,
+    attach_layerwise_casting_hooks as attach_layerwise_casting_hooks,
     hooks_of as hooks_of,
     remove_hook_from_module as remove_hook_from_module,
     remove_hook_from_submodules as remove_hook_from_submodules,

@@ -117,12 +117,9 @@ class Fp8Precision(MixedPrecision):
     def __init__(self, device_type: str, recipe: Any, settings: AutocastKwargs | None = None) -> None:
         if self.device_types and device_type not in self.device_types:
             devices = " and ".join(self.device_types)
-            raise wrong_value(
-                "mixed_precision",
-                "fp8",
-                f"{self.library} computes on {devices}, and this run is on {device_type}",
-                "Set fp8_backend to ao, which computes everywhere, or mixed_precision to bf16",
-            )
+            reason = f"{self.library} computes on {devices}, and this run is on {device_type}"
+            fix = "Set fp8_backend to ao, which computes everywhere, or mixed_precision to bf16"
+            raise wrong_value("mixed_precision", "fp8", reason, fix)
         super().__init__("fp8", device_type, settings)
         self.recipe = recipe
 
@@ -214,10 +211,10 @@ def convert_model(
     """
     engine = _layers_of(model)
     source, target = (nn, engine) if to_transformer_engine else (engine, nn)
-    asked = {"Linear": _convert_linear, "LayerNorm": _convert_ln}
+    kinds = [*(["Linear"] if _convert_linear else []), *(["LayerNorm"] if _convert_ln else [])]
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            for kind in (kind for kind, is_asked in asked.items() if is_asked):
+            for kind in kinds:
                 if isinstance(child, getattr(source, kind)) and (target is nn or _fits(child)):
                     setattr(parent, name, _with_weights_of(child, _like(child, kind, target)))
 
@@ -274,12 +271,8 @@ def build_recipe(model: nn.Module, handler: TERecipeKwargs) -> Any:
     scaling = recipes.MXFP8BlockScaling if handler.use_mxfp8_block_scaling else recipes.DelayedScaling
     given = {name: value for name, value in handler.to_kwargs().items() if name not in _OURS_ALONE}
     if handler.use_mxfp8_block_scaling and given:
-        raise wrong_value(
-            "use_mxfp8_block_scaling",
-            True,
-            f"MXFP8 scales blocks by themselves and knows no {', '.join(given)}",
-            "Leave these arguments out",
-        )
+        reason = f"MXFP8 scales blocks by themselves and knows no {', '.join(given)}"
+        raise wrong_value("use_mxfp8_block_scaling", True, reason, "Leave these arguments out")
     return scaling(fp8_format=getattr(recipes.Format, str(handler.fp8_format)), **given)
 
 

@@ -95,9 +95,8 @@ _FP8 = {
 def _fp8(request: PrecisionRequest) -> Precision:
     if len(request.recipes) > 1:
         names = listed([type(recipe).__name__ for recipe in request.recipes])
-        raise wrong_value(
-            "kwargs_handlers", names, "one library computes in FP8", "Pass the recipe of one of them"
-        )
+        reason, fix = "one library computes in FP8", "Pass the recipe of one of them"
+        raise wrong_value("kwargs_handlers", names, reason, fix)
     recipe = request.recipes[0] if request.recipes else None
     by_recipe = (name for name, library in _FP8.items() if isinstance(recipe, library.recipe))
     installed = (name for name, library in _FP8.items() if library.is_installed())
@@ -136,12 +135,9 @@ def resolve_precision(request: PrecisionRequest) -> Precision:
             f"{names} has no effect with mixed_precision={request.name!r}: set mixed_precision='fp8'."
         )
     if request.name != "no" and not _has_autocast(request.backend.name):
-        raise wrong_value(
-            "mixed_precision",
-            request.name,
-            f"this build of torch ({torch.__version__}) has no autocast for {request.backend.label}",
-            "Choose 'no', or install a torch, or the package of the hardware, that has it",
-        )
+        reason = f"this build of torch ({torch.__version__}) has no autocast for {request.backend.label}"
+        fix = "Choose 'no', or install a torch, or the package of the hardware, that has it"
+        raise wrong_value("mixed_precision", request.name, reason, fix)
     return build(request)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeGuard, TypeVar
 
 import torch
@@ -146,16 +147,15 @@ def _quantizable(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
     import bitsandbytes.nn as bnb
 
     if config.load_in_8bit:
-        kind: Any = bnb.Linear8bitLt
-        options: dict[str, Any] = {"has_fp16_weights": False, "threshold": config.llm_int8_threshold}
+        make = partial(bnb.Linear8bitLt, has_fp16_weights=False, threshold=config.llm_int8_threshold)
     else:
-        kind = bnb.Linear4bit
-        options = {
-            "compute_dtype": config.bnb_4bit_compute_dtype,
-            "compress_statistics": config.bnb_4bit_use_double_quant,
-            "quant_type": config.bnb_4bit_quant_type,
-        }
-    made = kind(layer.in_features, layer.out_features, layer.bias is not None, device="meta", **options)
+        make = partial(
+            bnb.Linear4bit,
+            compute_dtype=config.bnb_4bit_compute_dtype,
+            compress_statistics=config.bnb_4bit_use_double_quant,
+            quant_type=config.bnb_4bit_quant_type,
+        )
+    made = make(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     made.register_load_state_dict_pre_hook(load_scales)
     made.weight = type(made.weight)(layer.weight.detach(), requires_grad=False, **vars(made.weight))
     made.bias = layer.bias
@@ -230,11 +230,11 @@ def load_and_quantize_model(
             offload_8bit_bnb=config.load_in_8bit,
         )
     _move_rest(model, config, devices, is_empty)
-    noted: Any = model
-    noted.hf_device_map = dict(devices)
+    attributes: Any = model
+    attributes.hf_device_map = dict(devices)
     if len(set(devices.values())) > 1 or DISK in devices.values():
         dispatch_model(model, devices, offload_dir=offload_folder)
-    noted.is_loaded_in_8bit, noted.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
+    attributes.is_loaded_in_8bit, attributes.is_loaded_in_4bit = config.load_in_8bit, config.load_in_4bit
     return model
 
 
@@ -244,20 +244,19 @@ def _move_rest(
     """Move what was not filled from files to its device, in its dtype; that quantizes weights."""
     tied = find_tied_parameters(model)
     same_dtype = get_non_persistent_buffers(model, recurse=True, fqns=True)
-    lacking = []
+    missing = []
     for name, tensor in all_tensors(model).items():
         device = mapped_device(name, devices)
         if device == DISK:
             continue
-        if tensor.device.type == "meta":
-            lacking.append(name)
-            continue
-        dtype = tensor.dtype if is_filled or name in same_dtype else dtype_of(name, tensor, config)
-        if not is_filled or resolve_device(device) != tensor.device:
+        if tensor.is_meta:
+            missing.append(name)
+        elif not is_filled or resolve_device(device) != tensor.device:
+            dtype = tensor.dtype if is_filled or name in same_dtype else dtype_of(name, tensor, config)
             set_module_tensor_to_device(model, name, device, dtype=dtype, clear_cache=False)
-    if lacking:
+    if missing:
         raise CheckpointError(
-            f"The files have no value for {listed(lacking)}. Take those of this model; buffers that are "
+            f"The files have no value for {listed(missing)}. Take those of this model; buffers that are "
             "never saved get theirs under init_empty_weights(include_buffers=False)."
         )
     retie_parameters(model, tied)
@@ -309,10 +308,7 @@ def _offload_devices() -> tuple[str, ...]:
 def name_kept(
     model: nn.Module, config: BnbQuantizationConfig, device_map: str | Mapping[str, Any] | None
 ) -> BnbQuantizationConfig:
-    """Return a copy of the options in which all modules that stay as they are have names.
-
-    In 4 bits, modules that the device map offloads are not quantized.
-    """
+    """Return options that name all modules that are not quantized: in 4 bits also offloaded ones."""
     skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
     mapped = device_map if isinstance(device_map, Mapping) else {}
     offloaded = [name for name, device in mapped.items() if device in _offload_devices()]
@@ -331,7 +327,7 @@ def _dtypes_of_rest(model: nn.Module, config: BnbQuantizationConfig) -> dict[str
 
 
 def _quantized_weights(model: nn.Module, config: BnbQuantizationConfig) -> set[str]:
-    """The names of weights that are, or are going to be, in 8 or 4 bits."""
+    """Return the names of weights that are, or are going to be, in 8 or 4 bits."""
     swapped = {f"{name}.weight" for name in find_layers(model, config.unquantized_modules)}
     return swapped | {name for name, tensor in all_tensors(model).items() if is_bnb_parameter(tensor)}
 

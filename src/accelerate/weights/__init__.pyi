@@ -1,8 +1,14 @@
 from accelerate.weights.files import (
+    DTYPES as DTYPES,
     TORCH_SAFE_GLOBALS as TORCH_SAFE_GLOBALS,
+    MappedFile as MappedFile,
+    StoredWeights as StoredWeights,
+    WeightFile as WeightFile,
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
+    is_extra as is_extra,
     load as load,
     load_state_dict as load_state_dict,
+    open_weights as open_weights,
     read_safetensors as read_safetensors,
     read_torch as read_torch,
     refused_globals as refused_globals,
@@ -49,14 +55,6 @@ from accelerate.weights.placement import (
     scales_of as scales_of,
     set_module_tensor_to_device as set_module_tensor_to_device,
     unpacked_shape as unpacked_shape,
-)
-from accelerate.weights.reading import (
-    DTYPES as DTYPES,
-    MappedFile as MappedFile,
-    StoredWeights as StoredWeights,
-    WeightFile as WeightFile,
-    is_extra as is_extra,
-    open_weights as open_weights,
 )
 from accelerate.weights.shared import (
     addressable as addressable,

@@ -22,6 +22,7 @@ from accelerate.base import (
     replace_files,
     require,
 )
+from accelerate.weights.files import MappedFile
 from accelerate.weights.placement import (
     Device,
     find_owner,
@@ -29,7 +30,6 @@ from accelerate.weights.placement import (
     resolve_device,
     set_module_tensor_to_device,
 )
-from accelerate.weights.reading import MappedFile
 
 INDEX = "index.json"
 Folder = str | os.PathLike[str]
