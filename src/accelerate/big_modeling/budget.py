@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -45,11 +45,7 @@ def split_into_units(
     special_dtypes: Mapping[str, Dtype] | None = None,
     join_tied: bool = True,
 ) -> list[Unit]:
-    """Return the units of a model in the order of its modules.
-
-    With `join_tied` parts that share parameters are one unit. The other arguments are those of
-    `infer_auto_device_map`.
-    """
+    """Return the units of a model in the order of its modules; with `join_tied` tied parts are one unit."""
     parts = list(_walk(model, "", whole_classes(model, no_split_module_classes)))
     blocks = _block_sizes(model, dtype, special_dtypes)
     counted: set[int] = set()
@@ -148,7 +144,10 @@ def get_max_memory(max_memory: Memory | None = None) -> dict[DeviceName, int]:
             "max_memory", limits, "sizes by device are needed", 'pass a dict, like {0: "5GB"}', TypeError
         )
     for device in limits:
-        _check_device(device)
+        is_number = isinstance(device, int) and not isinstance(device, bool) and device >= 0
+        if not is_number and device not in LAST:
+            fix = f"name devices 0, 1, ... or {', '.join(LAST)}"
+            raise wrong_value("max_memory", device, "this is no device", fix)
     sizes = {device: _read_size(device, limits[device]) for device in sorted(limits, key=_position)}
     if isinstance(max_memory, dict):  # clients read numbers from the dict in which they passed texts
         max_memory.update({device: size for device, size in sizes.items() if isinstance(limits[device], str)})
@@ -216,10 +215,7 @@ def least_for_first(units: Sequence[Unit], limits: Sequence[int]) -> int:
 
 
 def smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
-    """Return the smallest limit that lets units fit, where devices have limits of their own, too.
-
-    It is more than all units take when they do not fit under any limit.
-    """
+    """Return the smallest limit under which units fit the devices; more than all units take if there is none."""
 
     def is_enough(share: int) -> bool:
         return fits(units, [min(limit, share) for limit in limits])
@@ -238,10 +234,7 @@ def fits(units: Sequence[Unit], limits: Sequence[float]) -> bool:
 
 
 def fill(units: Sequence[Unit], limits: Sequence[float]) -> list[int]:
-    """Return, for each device, behind which unit it is full when they are filled one after the other.
-
-    No other way with units in their order puts more units on the first devices.
-    """
+    """Return, for each device, behind which unit it is full when they are filled one after the other."""
     sums = [0, *accumulate(unit.size for unit in units)]
     first, ends = 0, []
     for limit in limits:
@@ -264,13 +257,6 @@ def _read_size(device: DeviceName, size: float | str) -> int:
     if not isinstance(size, (int, float, str)) or size != size or size == math.inf:
         raise wrong_value(f"max_memory[{device!r}]", size, "not a size", 'write bytes, or a text like "5GB"')
     return convert_file_size_to_int(size if isinstance(size, str) else int(size))
-
-
-def _check_device(device: Any) -> None:
-    is_number = isinstance(device, int) and not isinstance(device, bool) and device >= 0
-    if not is_number and device not in LAST:
-        fix = f"name devices 0, 1, ... or {', '.join(LAST)}"
-        raise wrong_value("max_memory", device, "this is no device", fix)
 
 
 def _position(device: DeviceName) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, cast
 
 import torch
@@ -99,14 +100,17 @@ class Prefetcher:
     ) -> None:
         self.device = device
         self._make_transfer = transfer
-        self._transfer: Transfer | None = None
-        self._thread: ThreadPoolExecutor | None = None
         self._following: dict[int, AlignDevicesHook] = {}
         self._last: AlignDevicesHook | None = None
         self._coming: tuple[AlignDevicesHook, Future[Any]] | None = None
 
     def __reduce__(self) -> Any:
         return Prefetcher, (self.device, self._make_transfer)  # a copy of the model begins anew
+
+    @cached_property
+    def _worker(self) -> tuple[Transfer, ThreadPoolExecutor]:
+        # The thread ends when this object does.
+        return self._make_transfer(self.device), ThreadPoolExecutor(1, "accelerate-prefetch")
 
     def take(self, block: AlignDevicesHook) -> list[Tensor]:
         """Return the weights of a block, and prefetch those of the one that followed it before."""
@@ -118,12 +122,13 @@ class Prefetcher:
         self._last = block
         following = self._following.get(id(block))
         if following is not None and following is not block:
-            self._prefetch(following)
+            transfer, thread = self._worker
+            self._coming = following, thread.submit(transfer.fetch, following)
         return weights
 
     def _claim(self, block: AlignDevicesHook) -> list[Tensor] | None:
         """Return the prefetched weights, if they are those of this block."""
-        if self._coming is None or self._transfer is None:
+        if self._coming is None:
             return None
         expected, coming = self._coming
         self._coming = None
@@ -131,13 +136,7 @@ class Prefetcher:
             wait([coming])  # else three blocks would be on the device
             return None
         fetched = coming.result()
-        return None if fetched is None else self._transfer.receive(fetched)
-
-    def _prefetch(self, block: AlignDevicesHook) -> None:
-        if self._thread is None or self._transfer is None:
-            self._transfer = self._make_transfer(self.device)
-            self._thread = ThreadPoolExecutor(1, "accelerate-prefetch")  # ends when this object does
-        self._coming = block, self._thread.submit(self._transfer.fetch, block)
+        return None if fetched is None else self._worker[0].receive(fetched)
 
 
 META = torch.device("meta")
@@ -240,26 +239,22 @@ class Slot:
 def find_slots(
     module: nn.Module, source: Any, with_buffers: bool, with_inner: bool
 ) -> tuple[list[Slot], dict[str, Tensor]]:
-    """Return a slot for each tensor of a module that is offloaded; and the other tensors, by name.
-
-    Non-persistent buffers always stay. `source` has a `weights_map` with the values.
-    """
+    """Return a slot for each tensor of a module that is offloaded; and the others, by name, that stay."""
     slots: dict[int, Slot] = {}
     stay: dict[str, Tensor] = {}
     left_out = get_non_persistent_buffers(module, recurse=with_inner, fqns=True)
     for path, owner in module.named_modules() if with_inner else [("", module)]:
-        for tensors in (owner._parameters, owner._buffers):
-            for key, tensor in cast("Mapping[str, Tensor | None]", tensors).items():
+        for tensors in (cast("Tensors", owner._parameters), cast("Tensors", owner._buffers)):
+            for key, tensor in tensors.items():
                 name = f"{path}.{key}" if path else key
                 if tensor is None:
                     continue
                 if tensors is owner._buffers and (not with_buffers or name in left_out):
                     stay[name] = tensor
                 elif id(tensor) in slots:
-                    slots[id(tensor)].tied.append((cast("Tensors", tensors), key))
+                    slots[id(tensor)].tied.append((tensors, key))
                 else:
-                    own = cast("Tensors", tensors)
-                    slots[id(tensor)] = Slot(owner, own, key, source, name, tensor.device, tensor)
+                    slots[id(tensor)] = Slot(owner, tensors, key, source, name, tensor.device, tensor)
     return list(slots.values()), stay
 
 
@@ -349,10 +344,9 @@ class AlignDevicesHook(ModelHook):
         return module
 
     def join(self, block: AlignDevicesHook, module: nn.Module) -> None:
-        """Become the hook of a module inside a block, whose hook loads the tensors of all of them.
+        """Become the hook of a module inside a block, whose hook loads the tensors from this `weights_map`.
 
-        The block reads them from the `weights_map` of this hook. Outside of the block's forward this hook
-        loads and frees them by itself, when its module is called.
+        Outside of the block's forward this hook loads and frees them by itself, when its module is called.
         """
         own = (module._parameters, module._buffers)
         self.slots = [slot for slot in block.slots if any(slot.tensors is value for value in own)]

@@ -126,9 +126,8 @@ def attach_align_device_hook_on_blocks(
     root = AlignDevicesHook(devices.get(module_name), io_same_device=True, skip_keys=skip_keys)
     paths = [name.split(".") for name in devices if name]
     opened = {".".join(path[:count]) for path in paths for count in range(len(path))}
-    for name, block, with_inner in list(
-        find_blocks(module, module_name, preload_module_classes or (), opened)
-    ):
+    blocks = list(find_blocks(module, module_name, preload_module_classes or (), opened))
+    for name, block, with_inner in blocks:
         entries = _entries_of(block, name, with_inner, devices)
         is_offloaded = any(offloaded.get(entry, False) for entry in entries)
         if block is not module:
@@ -165,11 +164,7 @@ class _Attaching:
     def attach(
         self, block: nn.Module, name: str, with_inner: bool, device: Device | None, offload: bool
     ) -> None:
-        """Give a block its hook, and the modules inside theirs.
-
-        Those run where a module inside is called from outside of the block's forward. Clients look for them,
-        and call them by hand.
-        """
+        """Give a block its hook, and the modules inside theirs, for calls from outside of its forward."""
         weights, prefix = self.weights_map, f"{name}." if name else ""
         own = PrefixedDataset(weights, prefix) if offload and weights is not None else None
         hook = self.make_hook(device, offload, weights_map=own, place_submodules=with_inner)

@@ -32,10 +32,7 @@ class Precision:
 
     A strategy calls, in this order and on every rank: `initialize` for each `prepare` call, `convert` once
     for each prepared model, `autocast` where the user opens a context, `backward` for each loss, `unscale`
-    before gradients are read or clipped.
-
-    Args:
-        name: the value users give as `mixed_precision`.
+    before gradients are read or clipped. `name` is the value of `mixed_precision`.
     """
 
     scaler: GradScaler | None = None
@@ -82,10 +79,9 @@ AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.b
 
 
 class AutocastForward:
-    """A module's forward under autocast, with float32 outputs.
+    """A module's forward under autocast, with float32 outputs: its instance attribute `forward`.
 
-    It is set as the instance attribute `forward` of the module, so the module stays the object that the user
-    knows. Unlike a closure it follows the module through pickle and `copy.deepcopy`.
+    Unlike a closure it follows the module through pickle and `copy.deepcopy`.
     """
 
     def __init__(

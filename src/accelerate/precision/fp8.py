@@ -125,10 +125,7 @@ class Fp8Precision(MixedPrecision):
 
 
 class TorchaoPrecision(Fp8Precision):
-    """Linear layers of torchao's float8 under bfloat16 autocast.
-
-    Where FSDP 2 gathers the weights of layers, it may send them in float8.
-    """
+    """Linear layers of torchao's float8 under bfloat16 autocast; FSDP 2 may gather weights in float8."""
 
     library = "torchao"
     fp8_backend = FP8BackendType.AO

@@ -119,12 +119,7 @@ RECIPES = tuple(library.recipe for library in _FP8.values())
 
 
 def resolve_precision(request: PrecisionRequest) -> Precision:
-    """Return the number format for `request`.
-
-    Raises:
-        ConfigurationError: no format of that name can run, or a recipe is given for another format.
-        MissingPackageError: the library that computes in it is not installed.
-    """
+    """Return the number format for `request`, or refuse one that cannot run here; recipes need FP8."""
     build = FORMATS.get(request.name)
     if build is None:
         formats = f"the formats of this version are {', '.join(FORMATS)}"

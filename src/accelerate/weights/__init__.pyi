@@ -19,17 +19,25 @@ from accelerate.weights.files import (
 )
 from accelerate.weights.modules import (
     GatheredParameters as GatheredParameters,
+    addressable as addressable,
     all_tensors as all_tensors,
+    check_tied_parameters_in_config as check_tied_parameters_in_config,
+    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
     check_values as check_values,
+    drop_shared as drop_shared,
     find_blocks as find_blocks,
+    find_tied_parameters as find_tied_parameters,
     get_model_tp_size as get_model_tp_size,
     get_module_children_bottom_up as get_module_children_bottom_up,
     get_module_leaves as get_module_leaves,
     get_non_persistent_buffers as get_non_persistent_buffers,
     has_forward as has_forward,
     is_inside as is_inside,
+    missing_names as missing_names,
     model_has_dtensor as model_has_dtensor,
     named_module_tensors as named_module_tensors,
+    retie_on_same_device as retie_on_same_device,
+    retie_parameters as retie_parameters,
 )
 from accelerate.weights.placement import (
     INT4 as INT4,
@@ -55,16 +63,6 @@ from accelerate.weights.placement import (
     scales_of as scales_of,
     set_module_tensor_to_device as set_module_tensor_to_device,
     unpacked_shape as unpacked_shape,
-)
-from accelerate.weights.shared import (
-    addressable as addressable,
-    check_tied_parameters_in_config as check_tied_parameters_in_config,
-    check_tied_parameters_on_same_device as check_tied_parameters_on_same_device,
-    drop_shared as drop_shared,
-    find_tied_parameters as find_tied_parameters,
-    missing_names as missing_names,
-    retie_on_same_device as retie_on_same_device,
-    retie_parameters as retie_parameters,
 )
 from accelerate.weights.sizes import (
     Dtype as Dtype,

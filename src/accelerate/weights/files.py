@@ -1,4 +1,4 @@
-"""Files of weights, of safetensors and of torch: read and written as a whole, or opened to read single tensors.
+"""Files of weights of safetensors and torch: written and read as a whole, or opened to read single tensors.
 
 What is read from torch's files is limited to tensors, numbers, text and plain containers: a file that
 somebody else has written cannot run code here.
@@ -31,8 +31,8 @@ from torch import Tensor
 
 from accelerate.base import CheckpointError, ConfigurationError, like, replace_files, wrong_value
 from accelerate.state import PartialState
+from accelerate.weights.modules import ALIASES, drop_shared, read_aliases
 from accelerate.weights.placement import mapped_device, resolve_device
-from accelerate.weights.shared import ALIASES, drop_shared, read_aliases
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
@@ -279,8 +279,8 @@ class Range(NamedTuple):
 class MappedFile:
     """A file of safetensors whose tensors are mapped one by one, and unmapped when nothing refers to them.
 
-    Opening the whole file would keep all pages that were ever read among those of the process. The file stays
-    open, so that it is this one that is read, even if another replaces it or it is deleted.
+    Opening the whole file would keep all pages that were ever read. The file stays open, so that it is this
+    one that is read, even if another replaces it or it is deleted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -406,7 +406,7 @@ class TorchFile(WeightFile):
         self.path = path
         self._state: dict[str, Any] = {}
         state = self._open()
-        self.extra = [name for name in state if is_extra(name)]
+        self.extra = list(filter(is_extra, state))
         self.shapes = {name: tensor.shape for name, tensor in state.items() if not is_extra(name)}
 
     def read(self, name: str, device: torch.device) -> Any:

@@ -94,10 +94,7 @@ def from_prequantized(
 
 
 def load_scales(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Let `load_state_dict` fill a quantized layer, used or not, with its stored scales; changes `state`.
-
-    It is a hook of torch, which passes further arguments.
-    """
+    """Let `load_state_dict`, whose hook this is, fill a quantized layer with its scales; changes `state`."""
     name = f"{prefix}weight"
     parts, scales = quant_state_names(name, state), state.get(f"{prefix}SCB")
     if name not in state or not (parts or scales is not None):
@@ -176,9 +173,10 @@ def set_module_tensor_to_device(
     owner, name = find_owner(module, tensor_name)
     old: Tensor = getattr(owner, name)
     target = resolve_device(device)
-    key, known = _find_twin(tied_params_map, old if value is None else value, target)
-    if known is not None:
-        _put(owner, name, known)
+    given = old if value is None else value
+    copies = None if given.is_meta or not tied_params_map else tied_params_map.get(given.data_ptr())
+    if copies is not None and target in copies:
+        _put(owner, name, copies[target])
         return
     if value is None:
         if old.device.type == "meta" and target.type != "meta":
@@ -189,7 +187,7 @@ def set_module_tensor_to_device(
     elif value.shape != old.shape and not is_packed_in_4_bits(old):
         reason = f"{tensor_name} has the shape {tuple(old.shape)}"
         raise wrong_value("value", tuple(value.shape), reason, "pass a value of that shape")
-    source = old.detach() if value is None else value.detach()
+    source = given.detach()
     kind = _dtype_after(source, old, dtype)
     if is_derived_parameter(old):
         scales = scales_of(owner) if fp16_statistics is None and value is None else fp16_statistics
@@ -199,10 +197,10 @@ def set_module_tensor_to_device(
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
     _put(owner, name, new)
-    if key is not None and tied_params_map is not None:
-        tied_params_map[key][target] = new
+    if copies is not None:
+        copies[target] = new
     if clear_cache and not (old.is_cpu or old.is_meta):
-        del old, source
+        del old, given, source
         clear_device_cache()
 
 
@@ -264,10 +262,7 @@ def mapped_device(name: str, device_map: Mapping[str, Any]) -> Any:
 
 
 def map_entry(name: str, device_map: Mapping[str, Any]) -> str | None:
-    """Return the name in a device map of the innermost module around a tensor or module, or its own.
-
-    The name "" in a device map is the whole model.
-    """
+    """Return the name in a device map of a tensor or module, or of the innermost module around it."""
     while True:
         if name in device_map:
             return name
@@ -305,16 +300,6 @@ def replacement_for(old: Tensor, data: Tensor) -> Tensor:
     new = nn.Parameter(data, requires_grad=old.requires_grad)
     vars(new).update(vars(old))  # what users and libraries have noted on it
     return new
-
-
-def _find_twin(
-    shared: Mapping[int, Mapping[torch.device, Tensor]] | None, tensor: Tensor, target: torch.device
-) -> tuple[int | None, Tensor | None]:
-    """Return under which address a tensor is shared, and the one that is on the device already."""
-    if not shared or tensor.device.type == "meta":
-        return None, None
-    key = tensor.data_ptr()
-    return (key, shared[key].get(target)) if key in shared else (None, None)
 
 
 def _dtype_after(source: Tensor, old: Tensor, dtype: str | torch.dtype | None) -> torch.dtype:

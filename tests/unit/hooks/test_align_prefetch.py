@@ -88,7 +88,7 @@ def test_a_block_that_follows_itself_is_brought_when_it_is_called() -> None:
     prefetcher = Prefetcher(CPU)
     take(prefetcher, blocks, "aaa")
     assert log == [("a", True)] * 3
-    assert prefetcher._thread is None
+    assert "_worker" not in vars(prefetcher)
 
 
 def test_an_error_is_that_of_the_block_that_has_it() -> None:
@@ -124,7 +124,8 @@ def test_a_copy_begins_anew() -> None:
     wait_for(prefetcher)
     for twin in (copy.deepcopy(prefetcher), pickle.loads(pickle.dumps(prefetcher))):
         assert twin.device == CPU
-        assert twin._thread is twin._coming is None
+        assert twin._coming is None
+        assert "_worker" not in vars(twin)
 
 
 # Accelerators, with a module that records what is asked of it

@@ -22,11 +22,11 @@ from accelerate.weights import (
     find_tied_parameters,
     load_state_dict,
     missing_names,
+    modules,
     open_weights,
     read_safetensors,
     retie_on_same_device,
     retie_parameters,
-    shared,
 )
 
 
@@ -79,7 +79,7 @@ def test_what_is_no_tensor_is_named() -> None:
 )
 def test_wrong_aliases_of_a_file_are_named_by_all_readers(tmp_path: Path, entry: str, reason: str) -> None:
     path = tmp_path / "model.safetensors"
-    save_file({"a": torch.ones(2), "other": torch.zeros(2)}, path, {"format": "pt", shared.ALIASES: entry})
+    save_file({"a": torch.ones(2), "other": torch.zeros(2)}, path, {"format": "pt", modules.ALIASES: entry})
     for read in (read_safetensors, load_state_dict, open_weights):
         with pytest.raises(CheckpointError) as caught:
             read(path)
@@ -97,11 +97,11 @@ def test_one_name_of_a_shared_tensor_is_enough() -> None:
 
 def test_tensors_that_do_not_say_where_they_lie_come_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = torch.ones(2, device="meta"), torch.zeros(2)
-    assert shared.addressable({"a": second}) == {"a": second}
+    assert modules.addressable({"a": second}) == {"a": second}
     monkeypatch.setattr(
-        shared, "of_device", lambda device: hardware_table.named({"cpu": "xla"}.get(device.type, "cpu"))
+        modules, "of_device", lambda device: hardware_table.named({"cpu": "xla"}.get(device.type, "cpu"))
     )
-    state = shared.addressable({"a": second, "b": second, "c": first, "d": 3})
+    state = modules.addressable({"a": second, "b": second, "c": first, "d": 3})
     assert state["a"] is state["b"]
     assert state["c"] is first
     assert state["d"] == 3
@@ -125,7 +125,7 @@ class Wrapped(torch.Tensor):
 
 def test_tensors_without_an_address_are_not_taken_for_one() -> None:
     first, second = Wrapped(torch.ones(2)), Wrapped(torch.zeros(2))
-    assert shared.missing_names({"a": first, "b": second, "c": first}, {"a"}) == ["b"]
+    assert modules.missing_names({"a": first, "b": second, "c": first}, {"a"}) == ["b"]
     assert len({shard_files._memory(each) for each in (first, second, first)}) == 2
 
 
