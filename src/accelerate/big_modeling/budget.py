@@ -215,7 +215,7 @@ def least_for_first(units: Sequence[Unit], limits: Sequence[int]) -> int:
 
 
 def smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
-    """Return the smallest limit under which units fit the devices; more than all units take if there is none."""
+    """Return the smallest limit under which units fit; more than all units take if there is none."""
 
     def is_enough(share: int) -> bool:
         return fits(units, [min(limit, share) for limit in limits])

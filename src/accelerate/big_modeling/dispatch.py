@@ -240,7 +240,8 @@ def dispatch_model(
         move_whole(model, next(iter(targets.values())))
         model.hf_device_map = dict(device_map)  # type: ignore[assignment]
         return model
-    main = main_device if main_device is not None else _first_accelerator(device_map)
+    accelerators = (target for target in device_map.values() if device_key(target) not in (CPU, DISK))
+    main = main_device if main_device is not None else next(accelerators, CPU)
     offload_devices = {DISK} if str(main) == CPU else {DISK, CPU}
     tied = find_tied_parameters(model)
     weights = find_offloaded(model, device_map, offload_devices, offload_buffers)
@@ -427,8 +428,3 @@ def _attach_all(
 def _device_of(model: nn.Module) -> torch.device:
     first = next(model.parameters(), None)
     return first.device if first is not None and first.device.type != "meta" else torch.device(CPU)
-
-
-def _first_accelerator(device_map: Mapping[str, Any]) -> Device:
-    others = (target for target in device_map.values() if device_key(target) not in (CPU, DISK))
-    return next(others, CPU)
