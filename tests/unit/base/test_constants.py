@@ -1,9 +1,13 @@
 """The constants other projects import by name."""
 
+import subprocess
+import sys
+
 import pytest
 from torch import nn
 
 from accelerate.base import DistributedType, constants
+from accelerate.utils import constants as old_path
 
 
 def test_wrapping_policies_keep_their_places():
@@ -32,3 +36,11 @@ def test_every_label_of_data_parallelism_is_an_operation_type_of_torch():
     types = constants.TORCH_DISTRIBUTED_OPERATION_TYPES
     assert set(types) == labels | {"DEEPSPEED", "FSDP", "MEGATRON_LM", "TP"}
     assert len(types) == len(set(types))
+
+
+def test_a_star_import_of_the_old_path_gives_the_constants_and_loads_nothing_else():
+    names = {name for name in vars(constants) if name.isupper() and name != "TYPE_CHECKING"}
+    assert set(old_path.__all__) == names | {"SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING"}
+    program = "from accelerate.utils.constants import *; import sys; print('accelerate.plugins' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False"]
