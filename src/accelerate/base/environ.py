@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import methodcaller
 from types import FunctionType, MappingProxyType
 from typing import Any, Literal, TypeVar, overload
 
@@ -129,24 +130,23 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
     return lines
 
 
-def _restore(saved: Mapping[str, str], names: Iterable[str]) -> None:
-    for name in names:
-        if name in saved:
-            os.environ[name] = saved[name]
-        else:
-            os.environ.pop(name, None)
+@contextmanager
+def _restored(is_meant: Callable[[str], bool]) -> Iterator[None]:
+    """Give the variables whose names are meant the values back, after the block, that they had before it."""
+    saved = {name: value for name, value in os.environ.items() if is_meant(name)}
+    try:
+        yield
+    finally:
+        unset(*(name for name in os.environ if is_meant(name) and name not in saved))
+        os.environ.update(saved)
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
     """Empty the environment for the block; afterwards it is as before, whatever the block did to it."""
-    saved = dict(os.environ)
-    os.environ.clear()
-    try:
-        yield
-    finally:
+    with _restored(lambda name: True):
         os.environ.clear()
-        os.environ.update(saved)
+        yield
 
 
 @contextmanager
@@ -157,32 +157,21 @@ def patch_environment(**kwargs: Any) -> Iterator[None]:
         **kwargs: Names in any case (they are set in upper case) and values (they are set as text).
     """
     wanted = {name.upper(): str(value) for name, value in kwargs.items()}
-    saved = {name: os.environ[name] for name in wanted if name in os.environ}
-    os.environ.update(wanted)
-    try:
+    with _restored(wanted.__contains__):
+        os.environ.update(wanted)
         yield
-    finally:
-        _restore(saved, wanted)
-
-
-@contextmanager
-def _own_variables_kept() -> Iterator[None]:
-    saved = {name: value for name, value in os.environ.items() if name.startswith(OWN_PREFIX)}
-    try:
-        yield
-    finally:
-        _restore(saved, [name for name in {*os.environ, *saved} if name.startswith(OWN_PREFIX)])
 
 
 def _purged(function: Decorated) -> Decorated:
     import inspect  # heavy, and few programs get here
 
+    own = methodcaller("startswith", OWN_PREFIX)
     if not inspect.iscoroutinefunction(function):
-        return _own_variables_kept()(function)
+        return _restored(own)(function)
 
     @functools.wraps(function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _own_variables_kept():
+        with _restored(own):
             return await function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]  # same call signature, by functools.wraps

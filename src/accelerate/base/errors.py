@@ -71,17 +71,10 @@ def shown(value: object) -> str:
 
 
 def as_builtin(error: ErrorT, *kinds: type[BaseException]) -> ErrorT:
-    """Return an error of the same name and message that is an instance of built-in classes too, to be raised.
-
-    Args:
-        error: One with a message.
-        kinds: Built-in classes, such as `FileNotFoundError`; those that it is an instance of change nothing.
-    """
+    """Return an error of the same name and message that is an instance of further classes, to be raised."""
     missing = tuple(kind for kind in kinds if not isinstance(error, kind))
-    if not missing:
-        return error
     own: type[Exception] = type(error)
-    return _joined(own, missing)(*error.args)  # type: ignore[no-any-return, arg-type]
+    return _joined(own, missing)(*error.args) if missing else error  # type: ignore[arg-type]
 
 
 _NOT_OF_A_MESSAGE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
@@ -103,10 +96,10 @@ def like(error: ErrorT, cause: BaseException) -> ErrorT:
 
 @cache
 def _joined(kind: type[Exception], further: tuple[type[BaseException], ...]) -> Any:
-    """Return a subclass; an instance is pickled as one of its parent and the names of its other parents."""
+    """Return a subclass; an instance is pickled as one of its parent, and its other parents."""
 
     def reduce(self: Exception) -> tuple[Any, ...]:
-        return _rebuild, (kind, further, self.args)
+        return as_builtin, (kind(*self.args), *further)
 
     namespace = {
         "__module__": kind.__module__,
@@ -117,21 +110,12 @@ def _joined(kind: type[Exception], further: tuple[type[BaseException], ...]) -> 
     return type(kind.__name__, (kind, *further), namespace)
 
 
-def _rebuild(kind: type[Exception], further: tuple[type[BaseException], ...], args: Any) -> Exception:
-    return as_builtin(kind(*args), *further)
-
-
 def wrong_value(
     name: str, value: object, reason: str, fix: str, *kinds: type[BaseException]
 ) -> ConfigurationError:
-    """Return the error `NAME=VALUE: reason. Fix.` for one wrong value, to be raised.
+    """Return the error `NAME=VALUE: reason. Fix.` for one wrong value, to be raised; see `as_builtin`.
 
-    Args:
-        name: What holds the value, as the user wrote it: a flag, a file key, a variable, an argument.
-        value: Shortened in the message.
-        reason: Why it cannot work.
-        fix: What to do instead.
-        kinds: Further built-in classes that the error is an instance of, see `as_builtin`.
+    The name is that of a flag, a file key, a variable or an argument, as the user wrote it.
     """
     fix = fix[:1].upper() + fix[1:]
     text = f"{name}={shown(value)}: {reason.rstrip('.')}. {fix.rstrip('.')}."

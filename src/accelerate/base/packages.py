@@ -6,7 +6,7 @@ An answer is kept after the first question, so that asking on every step costs n
 import functools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -160,14 +160,12 @@ def is_tensorboard_available() -> bool:
 
 def is_bnb_available(min_version: str | None = None) -> bool:
     """Return whether bitsandbytes is installed, of at least this version when one is given."""
-    version = PACKAGES["bitsandbytes"].version()
-    return version is not None and (min_version is None or parse(version) >= parse(min_version))
+    return replace(PACKAGES["bitsandbytes"], minimum=min_version).available()
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
     """Return whether numpy is installed, of at least this version."""
-    version = PACKAGES["numpy"].version()
-    return version is not None and parse(version) >= parse(min_version)
+    return replace(PACKAGES["numpy"], minimum=min_version).available()
 
 
 @functools.cache

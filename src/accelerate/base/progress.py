@@ -81,12 +81,8 @@ _shown: ContextVar[Bar | None] = ContextVar("shown", default=None)
 def progress_bar(task: str, nbytes: int = 0, written: Callable[[], int] | None = None) -> Iterator[None]:
     """Show on the terminal how far a task is: on rank 0 only, and nothing for the first two seconds.
 
-    A task within another one adds to the outer bar.
-
-    Args:
-        task: what is done, as in "Verifying checkpoint_3".
-        nbytes: of the whole task, as far as that is known; `expect` adds to it.
-        written: returns bytes that are done beside those that `advance` counts: the size of files that grow.
+    A task within another one adds to the outer bar. `nbytes` is the size of the task as far as it is known,
+    `expect` adds to it; `written` returns what is done beside the bytes that `advance` counts.
     """
     if _shown.get() is not None or not is_visible():
         expect(nbytes)

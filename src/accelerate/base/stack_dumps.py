@@ -54,18 +54,11 @@ def offer() -> bool:
     return True
 
 
-class Offering:
-    """The `worker_init_fn` of a worker that is not forked: it offers its stack, then calls that of the user,
-    if any.
-    """
-
-    def __init__(self, then: Callable[[int], None] | None) -> None:
-        self.then = then
-
-    def __call__(self, worker_id: int) -> None:
-        offer()
-        if self.then is not None:
-            self.then(worker_id)
+def offer_in_worker(worker_init_fn: Callable[[int], None] | None, worker_id: int) -> None:
+    """Offer the stack of a worker that is not forked, then call the user's `worker_init_fn`, if any."""
+    offer()
+    if worker_init_fn is not None:
+        worker_init_fn(worker_id)
 
 
 def offers(pid: int) -> bool:
@@ -123,8 +116,7 @@ def _find_file(pid: int) -> str | None:
         caught = _mask(pid, "SigCgt")
         if not all(caught >> (number - 1) & 1 for number in asking):
             return None
-        names = os.listdir(folder)
-        links = {f"{folder}/{name}": _link(f"{folder}/{name}") for name in names}
+        links = {f"{folder}/{name}": _link(f"{folder}/{name}") for name in os.listdir(folder)}
     except (FileNotFoundError, PermissionError, ProcessLookupError):  # it has ended, or is not ours to see
         return None
     return next((path for path, link in links.items() if link.startswith(f"/memfd:{_NAME} ")), None)

@@ -37,11 +37,8 @@ def check_os_kernel() -> None:
         return
     wanted = ".".join(map(str, MINIMUM_LINUX_KERNEL))
     _logger.warning(
-        "Linux kernel %s is older than %s, the oldest that is recommended: processes may hang. "
-        "Upgrade the kernel to %s or newer.",
-        release,
-        wanted,
-        wanted,
+        f"Linux kernel {release} is older than {wanted}, the oldest that is recommended: processes may hang. "
+        f"Upgrade the kernel to {wanted} or newer."
     )
 
 
@@ -78,12 +75,8 @@ def is_file(path: str | os.PathLike[str]) -> bool:
 def replace_files(paths: Sequence[Path], *, sync: bool = True) -> Iterator[list[Path]]:
     """Yield temporary files to write to in the block; each takes the name of its file when the block ends.
 
-    They are hidden and in the same folders, which exist. If the block fails, they are removed.
-
-    Args:
-        paths: the files, in the order in which they are replaced.
-        sync: whether the content is on the disk before a file takes its name. Only a file that is worth
-            nothing after a crash does without.
+    They are hidden and in the same folders, which exist. If the block fails, they are removed. `sync` brings
+    the content to the disk before; only files that are worth nothing after a crash do without.
     """
     temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
     try:
@@ -97,17 +90,13 @@ def replace_files(paths: Sequence[Path], *, sync: bool = True) -> Iterator[list[
             path.unlink(missing_ok=True)
 
 
-def sync_file(path: Path) -> None:
-    """Bring the content of a written file to the disk."""
-    _sync(path)
-
-
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk, where its file system can."""
-    _sync(folder, UNSUPPORTED)
+    sync_file(folder, UNSUPPORTED)
 
 
-def _sync(path: Path, ignored: tuple[int, ...] = ()) -> None:
+def sync_file(path: Path, ignored: tuple[int, ...] = ()) -> None:
+    """Bring the content of a written file to the disk; error numbers in `ignored` are no errors."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

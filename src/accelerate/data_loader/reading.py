@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -141,7 +142,7 @@ def settings_of_workers(loader: Any) -> Iterator[None]:
     if base.num_workers:
         stack_dumps.offer()
         if not _forks(base):  # a forked worker has the offer of this process
-            base.worker_init_fn = stack_dumps.Offering(base.worker_init_fn)
+            base.worker_init_fn = partial(stack_dumps.offer_in_worker, base.worker_init_fn)
     try:
         yield
     finally:

@@ -27,7 +27,11 @@ if child == 0:
     os._exit(0)
 os.waitpid(child, 0)
 """
-SPAWNED = f"{WAITING}\nfrom accelerate.base.stack_dumps import Offering\nOffering(print)(7)\nstand_here()\n"
+SPAWNED = f"""{WAITING}
+from accelerate.base.stack_dumps import offer_in_worker
+offer_in_worker(print, 7)
+stand_here()
+"""
 TAKEN = """
 import signal
 from accelerate.base import stack_dumps
