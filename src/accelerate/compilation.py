@@ -81,23 +81,16 @@ def compile_regions(module: Model, **compile_kwargs: Any) -> Model:
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile by region the model inside a DeepSpeed engine, which must keep its own modules.
+    """Compile by region, in place, the model inside a DeepSpeed engine or one that `fully_shard` shards.
 
     Args:
-        module: The engine or its model.
+        module: The engine or its model, or the model.
         **compile_kwargs: Arguments of torch.compile.
     """
     compile_regions(module, **compile_kwargs)
 
 
-def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile by region a model that `fully_shard` shards in place.
-
-    Args:
-        module: The model.
-        **compile_kwargs: Arguments of torch.compile.
-    """
-    compile_regions(module, **compile_kwargs)
+compile_regions_fsdp2 = compile_regions_deepspeed
 
 
 def _compile_once(module: nn.Module, compile_kwargs: dict[str, Any]) -> None:

@@ -51,19 +51,16 @@ class _EndOfSchedule:
         self.updates_after += 1
         # The last batches of epochs are filled up to whole steps, so the end may come a little early.
         if self.updates_after > 1 and self.updates_after * steps > self.length * TOLERANCE:
+            self.has_warned = True
             state = "all learning rates are 0" if is_zero else "its last step is over"
-            self._warn(taken, optimizers, steps, state)
-
-    def _warn(self, taken: int, optimizers: Sequence[AcceleratedOptimizer], steps: int, state: str) -> None:
-        self.has_warned = True
-        updates = max((optimizer.num_updates for optimizer in optimizers), default=0)
-        logger.warning(
-            f"A learning-rate schedule of {self.length} steps has ended, and training goes on: {state}. A "
-            f"prepared scheduler steps {steps} times per optimizer step, once for each of {steps} processes, "
-            f"so it took {taken} steps in {updates - 1} optimizer steps. If the schedule is counted in "
-            "optimizer steps, pass step_scheduler_with_optimizer='per_update' to Accelerator; if not, give "
-            "it more steps."
-        )
+            updates = max((optimizer.num_updates for optimizer in optimizers), default=0)
+            logger.warning(
+                f"A learning-rate schedule of {self.length} steps has ended, and training goes on: {state}. "
+                f"A prepared scheduler steps {steps} times per optimizer step, once for each of {steps} "
+                f"processes, so it took {taken} steps in {updates - 1} optimizer steps. If the schedule is "
+                "counted in optimizer steps, pass step_scheduler_with_optimizer='per_update' to Accelerator; "
+                "if not, give it more steps."
+            )
 
 
 def _known_length(scheduler: Any, rates: Sequence[float]) -> int | None:
@@ -135,9 +132,8 @@ class AcceleratedScheduler:
             return
         if not self.gradient_state.sync_gradients:
             return
-        for optimizer in self.optimizers:
-            if optimizer.step_was_skipped:
-                return
+        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+            return
         steps = self.steps_per_update
         if steps > 1:
             self._end.look(self.scheduler, self.optimizers, steps)

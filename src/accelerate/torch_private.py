@@ -26,7 +26,6 @@ from accelerate.base import ConfigurationError
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.nn.parallel import DistributedDataParallel
 
 
 class PrivateName(NamedTuple):
@@ -205,6 +204,10 @@ requested_samples: Callable[[Any], int | None] = attrgetter("_num_samples")
 """The num_samples that a RandomSampler was built with; its public attribute hides a None."""
 num_collectives: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
 """How many collectives this process has issued on a process group; no public counter has it."""
+memory_dump: Callable[[Any], Callable[[str], None]] = attrgetter("_dump_snapshot")
+"""What writes the allocations that a device's memory module has recorded to a file."""
+comm_hooks: Callable[[Any], Sequence[Any]] = attrgetter("_comm_hooks")
+"""The communication hooks of a replica, which torch registers but does not list."""
 ddp_statistics: Callable[[Any], Any] = methodcaller("_get_ddp_logging_data")
 """What the reducer of a replica logs; only there torch says in which order gradients were ready."""
 
@@ -236,19 +239,9 @@ def run_policy(policy: Any, model: nn.Module) -> Any:
     return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
 
 
-def can_record_memory(memory: Any) -> bool:
-    """Return whether a device's memory module records allocations; documented under a private name."""
-    return hasattr(memory, "_record_memory_history")
-
-
-def record_memory(memory: Any, **options: Any) -> None:
-    """Start to record allocations, or stop with `enabled=None`."""
-    memory._record_memory_history(**options)
-
-
-def dump_memory(memory: Any, path: str) -> None:
-    """Write the recorded allocations to a file."""
-    memory._dump_snapshot(path)
+def memory_recorder(memory: Any) -> Any:
+    """Return what makes a device's memory module record allocations; documented under a private name."""
+    return getattr(memory, "_record_memory_history", None)
 
 
 # Loaders and samplers
@@ -289,10 +282,8 @@ def agent_hooks(
     """Let torch's elastic agent start and end the processes of this machine through functions of the caller.
 
     The agent waits for processes that do not answer, and has no public place for another way to end them.
-
-    Args:
-        start: Called with the agent's context and with the function that starts its processes.
-        close: Called with the number of the signal; the agent then kills what is left.
+    `start` gets its context and the function that starts its processes; `close` gets the number of the
+    signal, and the agent then kills what is left.
     """
     from torch.distributed.elastic import multiprocessing
 
@@ -333,14 +324,6 @@ def drop_group_references() -> None:
                 for default in function.__defaults__
             )
     gc.collect()
-
-
-# DistributedDataParallel
-
-
-def has_comm_hooks(replica: DistributedDataParallel) -> bool:
-    """Return whether a communication hook is registered; torch registers one and does not say so."""
-    return bool(replica._comm_hooks)
 
 
 # FSDP 1

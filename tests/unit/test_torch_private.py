@@ -159,11 +159,11 @@ def check_groups() -> None:
 def check_ddp() -> None:
     replica = DistributedDataParallel(nn.Linear(2, 2))
     replica(torch.ones(1, 2)).sum().backward()
-    assert not torch_private.has_comm_hooks(replica)
+    assert not torch_private.comm_hooks(replica)
     replica.register_comm_hook(
         None, lambda state, bucket: dist.all_reduce(bucket.buffer(), async_op=True).get_future()
     )
-    assert torch_private.has_comm_hooks(replica)
+    assert torch_private.comm_hooks(replica)
     assert torch_private.ddp_statistics(replica)["backend_name"] == "gloo"
 
 
@@ -174,8 +174,9 @@ def check_closing() -> None:
 
 
 def check_memory() -> None:
-    assert torch_private.can_record_memory(torch.cuda.memory)
-    assert not torch_private.can_record_memory(None)
+    assert torch_private.memory_recorder(torch.cuda.memory) is not None
+    assert torch_private.memory_recorder(None) is None
+    assert torch_private.memory_dump(torch.cuda.memory) is not None
 
 
 CHECKS: list[Callable[[], None]] = [

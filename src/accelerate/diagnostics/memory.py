@@ -406,23 +406,24 @@ def snapshot_on_exhaustion(backend: DeviceBackend, folder: str | Path, rank: int
     The file is opened at https://pytorch.org/memory_viz. Devices whose module keeps no record have none: a
     warning says so once.
     """
-    recorder: Any = None if backend.is_host else getattr(backend.torch_module(), "memory", None)
-    if not torch_private.can_record_memory(recorder):
+    memory: Any = None if backend.is_host else getattr(backend.torch_module(), "memory", None)
+    record = torch_private.memory_recorder(memory)
+    if record is None:
         logger.warning_once(f"{backend.label} keeps no record of allocations: no snapshot will be written.")
         yield
         return
-    torch_private.record_memory(recorder, max_entries=MOST_EVENTS)
+    record(max_entries=MOST_EVENTS)
     try:
         yield
     except Exception as error:
         if should_reduce_batch_size(error):
             path = Path(folder) / SNAPSHOT.format(rank=rank)
             path.parent.mkdir(parents=True, exist_ok=True)
-            torch_private.dump_memory(recorder, str(path))
+            torch_private.memory_dump(memory)(str(path))
             logger.warning(
                 f"Memory ran out. The allocations are in {path}; look at them at https://pytorch.org/memory_viz",
                 main_process_only=False,
             )
         raise
     finally:
-        torch_private.record_memory(recorder, enabled=None)
+        record(enabled=None)

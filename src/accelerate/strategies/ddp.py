@@ -73,7 +73,7 @@ def _changes(replica: DistributedDataParallel) -> bool:
     """Whether buckets are made anew after the first pass, with whole gradients that nothing else uses."""
     has_sparse = any(getattr(module, "sparse", False) for module in replica.module.modules())
     fixed = replica.find_unused_parameters or replica.static_graph
-    return not (fixed or has_sparse or torch_private.has_comm_hooks(replica))
+    return not (fixed or has_sparse or torch_private.comm_hooks(replica))
 
 
 @contextmanager
