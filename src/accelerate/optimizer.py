@@ -54,15 +54,6 @@ def steps_in_backward(optimizer: Any) -> bool:
     return callable(getattr(optimizer, "fused_backward", None))
 
 
-def _of_inner(name: str, doc: str) -> Any:
-    """Return a property that reads and assigns an attribute of the inner optimizer."""
-    return property(
-        lambda wrapper: getattr(wrapper.optimizer, name),
-        lambda wrapper, value: setattr(wrapper.optimizer, name, value),
-        doc=doc,
-    )
-
-
 class AcceleratedOptimizer(torch.optim.Optimizer):
     """Wraps a torch optimizer: steps and clears gradients only on synchronising rounds, and through the
     gradient scaler.
@@ -107,9 +98,32 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self._optimizer_original_step_method = self.optimizer.step
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
 
-    state = _of_inner("state", "State of each parameter, as the inner optimizer holds it.")
-    param_groups = _of_inner("param_groups", "Parameter groups of the inner optimizer.")
-    defaults = _of_inner("defaults", "Default options of the inner optimizer.")
+    @property
+    def state(self) -> Any:
+        """State of each parameter, as the inner optimizer holds it."""
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        """Parameter groups of the inner optimizer."""
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, param_groups: Any) -> None:
+        self.optimizer.param_groups = param_groups
+
+    @property
+    def defaults(self) -> Any:
+        """Default options of the inner optimizer."""
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that neither this object nor its class has, such as hooks and methods of
