@@ -4,9 +4,8 @@ from accelerate.accelerator.arguments import (
     build_request as build_request,
 )
 from accelerate.accelerator.core import Accelerator as Accelerator
-from accelerate.accelerator.weighing import (
+from accelerate.accelerator.windows import (
     CountedWeights as CountedWeights,
-    EvenWeights as EvenWeights,
     drop_gradients as drop_gradients,
     factor_of as factor_of,
     read_items as read_items,

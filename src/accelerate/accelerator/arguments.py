@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from accelerate import plugins, settings, strategies
 from accelerate.base import (
     ConfigurationError,
+    DynamoBackend,
+    DynamoName,
     PrecisionName,
     PrecisionType,
     RNGName,
@@ -24,7 +25,7 @@ from accelerate.scheduler import StepPolicy
 from accelerate.settings import sections
 from accelerate.state import is_initialized
 
-_UNSET = object()
+_UNSET: Any = object()
 """Default of arguments for which `False` is a choice."""
 
 _PRECISION_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "MIXED_PRECISION")
@@ -55,11 +56,35 @@ _HANDLERS: dict[str, type[plugins.KwargsHandler]] = {
 }
 """Field of the request -> the handler in `kwargs_handlers` that it holds."""
 
+DeepSpeedPlugins = plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None
+
 Value = TypeVar("Value")
 
 
-class Arguments(SimpleNamespace):
-    """The constructor arguments of `Accelerator` by name, as the user passed them."""
+class Arguments(NamedTuple):
+    """The constructor arguments of `Accelerator`, as the user passed them."""
+
+    device_placement: bool
+    split_batches: bool
+    mixed_precision: PrecisionType | PrecisionName | None
+    gradient_accumulation_steps: int
+    cpu: bool
+    dataloader_config: plugins.DataLoaderConfiguration | None
+    deepspeed_plugin: DeepSpeedPlugins
+    fsdp_plugin: plugins.FullyShardedDataParallelPlugin | None
+    torch_tp_plugin: Any
+    megatron_lm_plugin: plugins.MegatronLMPlugin | None
+    rng_types: Sequence[RNGName | RNGType] | None
+    log_with: Any
+    project_dir: str | os.PathLike[str] | None
+    project_config: plugins.ProjectConfiguration | None
+    gradient_accumulation_plugin: plugins.GradientAccumulationPlugin | None
+    step_scheduler_with_optimizer: StepPolicy
+    kwargs_handlers: list[Any] | None
+    dynamo_backend: DynamoBackend | DynamoName | None
+    dynamo_plugin: plugins.TorchDynamoPlugin | None
+    deepspeed_plugins: DeepSpeedPlugins
+    parallelism_config: ParallelismConfig | None
 
 
 def build_request(arguments: Arguments, environ: Mapping[str, str]) -> strategies.RunRequest:
@@ -77,7 +102,7 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> strategie
             reason = f"{alternative} was passed too, and both {effect}"
             raise wrong_value(name, value, reason, "Pass one of them")
     notes = settings.retired_variables(environ)
-    rng_types: Sequence[RNGName | RNGType] | None = arguments.rng_types
+    rng_types = arguments.rng_types
     return strategies.RunRequest(
         mixed_precision=_mixed_precision(arguments, environ, notes),
         cpu=arguments.cpu or read_flag(environ, "ACCELERATE_USE_CPU"),
@@ -146,8 +171,8 @@ def _mixed_precision(
 def _accumulation(
     arguments: Arguments, environ: Mapping[str, str], notes: list[str]
 ) -> plugins.GradientAccumulationPlugin:
-    plugin: plugins.GradientAccumulationPlugin | None = arguments.gradient_accumulation_plugin
-    argument = arguments.gradient_accumulation_steps
+    plugin = arguments.gradient_accumulation_plugin
+    argument: int | None = arguments.gradient_accumulation_steps
     if plugin is not None and plugin.num_steps is not None:
         argument = plugin.num_steps
     elif argument == 1:
@@ -178,7 +203,7 @@ def _steps_in_environment(environ: Mapping[str, str]) -> int | None:
 
 
 def _step_policy(arguments: Arguments) -> StepPolicy:
-    policy: StepPolicy = arguments.step_scheduler_with_optimizer
+    policy = arguments.step_scheduler_with_optimizer
     if policy not in (True, False, "per_update"):
         reason = (
             "it is none of True (once per process and update), 'per_update' (once per update) "
@@ -189,8 +214,7 @@ def _step_policy(arguments: Arguments) -> StepPolicy:
 
 
 def _dataloader_config(arguments: Arguments) -> plugins.DataLoaderConfiguration:
-    config: plugins.DataLoaderConfiguration | None = arguments.dataloader_config
-    split_batches = arguments.split_batches
+    config, split_batches = arguments.dataloader_config, arguments.split_batches
     if split_batches is _UNSET:
         return config if config is not None else plugins.DataLoaderConfiguration()
     if config is None:
@@ -202,7 +226,7 @@ def _dataloader_config(arguments: Arguments) -> plugins.DataLoaderConfiguration:
 
 
 def _project(arguments: Arguments) -> plugins.ProjectConfiguration:
-    project: plugins.ProjectConfiguration = arguments.project_config or plugins.ProjectConfiguration()
+    project = arguments.project_config or plugins.ProjectConfiguration()
     if arguments.project_dir is None:
         return project
     folder = os.fspath(arguments.project_dir)
@@ -226,9 +250,7 @@ def _plugin(
     return plugin
 
 
-def _deepspeed(
-    arguments: Arguments, environ: Mapping[str, str]
-) -> plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None:
+def _deepspeed(arguments: Arguments, environ: Mapping[str, str]) -> DeepSpeedPlugins:
     given = arguments.deepspeed_plugin if arguments.deepspeed_plugins is None else arguments.deepspeed_plugins
     if given is None:
         return plugins.DeepSpeedPlugin() if read_flag(environ, "ACCELERATE_USE_DEEPSPEED") else None
@@ -241,7 +263,7 @@ def _deepspeed(
             "Pass DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}; what DeepSpeed itself is "
             "configured by is DeepSpeedPlugin(hf_ds_config=...)",
         )
-    return given  # type: ignore[no-any-return]
+    return given
 
 
 def _handlers(arguments: Arguments) -> dict[str, Any]:

@@ -98,7 +98,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
     def __init__(
         self,
         device_placement: bool = True,
-        split_batches: bool = _UNSET,  # type: ignore[assignment]
+        split_batches: bool = _UNSET,
         mixed_precision: PrecisionType | PrecisionName | None = None,
         gradient_accumulation_steps: int = 1,
         cpu: bool = False,
@@ -383,7 +383,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         """
         self._runtime.session.clear()
         self._runtime.strategy.release()
-        self._runtime.weigh_evenly()
+        self._runtime.weights = None
         self.step = 0
         return devices.release_memory(*objects)
 

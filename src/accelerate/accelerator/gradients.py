@@ -11,8 +11,7 @@ from torch import nn
 
 from accelerate import ops, strategies
 from accelerate.accelerator.runtime import Runtime
-from accelerate.accelerator.weighing import exchange, read_items
-from accelerate.accelerator.windows import Count, Windows
+from accelerate.accelerator.windows import Count, Window, Windows, exchange, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.optimizer import AcceleratedOptimizer
 
@@ -94,7 +93,7 @@ class Gradients:
                 this rank, a number or a tensor of one; in all rounds of a window or in none.
         """
         runtime = self._runtime
-        if num_items is not None or runtime.weights is not runtime.even_weights:
+        if num_items is not None or runtime.weights is not None:
             return self._accumulate_items(models, num_items)
         self._do_sync()
         state = runtime.gradient_state
@@ -117,7 +116,7 @@ class Gradients:
             return context
         weights.complete()
         contexts = ExitStack()
-        contexts.callback(runtime.weigh_evenly)
+        contexts.callback(setattr, runtime, "weights", None)
         contexts.enter_context(context)
         return contexts
 
@@ -152,7 +151,7 @@ class Gradients:
         """
         learning_rate = kwargs.pop("learning_rate", None)
         if kwargs.pop("scale_wrt_gas", None) is not False:
-            loss = self._runtime.weights.weigh(loss)
+            loss = self._weigh(loss)
         if not self.has_lomo_optimizer:
             self._runtime.strategy.backward(loss, **kwargs)
             return
@@ -162,6 +161,13 @@ class Gradients:
         if learning_rate is None:
             learning_rate = self._fused_optimizer().param_groups[0]["lr"]  # where schedulers write it
         self.lomo_backward(loss, learning_rate)
+
+    def _weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the part of `loss` in its window: without counted items, every round weighs the same."""
+        weights, steps = self._runtime.weights, self.gradient_accumulation_steps
+        if weights is not None:
+            return weights.weigh(loss)
+        return loss if steps == 1 else loss / steps
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Run the backward pass of an optimizer that updates parameters while gradients appear (LOMO).
@@ -277,11 +283,11 @@ def _check_round(runtime: Runtime, begins: bool, num_items: Any) -> None:
             "accumulate(num_items=...) sums items over all processes, and inside join_uneven_inputs some may "
             "have none left to take part. Use windows(), which ends on all processes together."
         )
-    if runtime.weights not in (runtime.even_weights, runtime.counted_weights):
+    if isinstance(runtime.weights, Window):
         raise StateError(
             "accumulate() was called inside a window of windows(), which does its work already. Leave it out."
         )
-    if num_items is None or (not begins and runtime.weights is runtime.even_weights):
+    if num_items is None or (not begins and runtime.weights is None):
         raise StateError(
             "accumulate() was called with num_items in some rounds of a window and without in others, so "
             "losses cannot be weighed. Pass num_items in all of them or in none."

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate import checkpointing, diagnostics, ops, plugins, strategies, tracking
-from accelerate.accelerator.weighing import CountedWeights, EvenWeights, Weights
+from accelerate.accelerator.windows import CountedWeights, Window
 from accelerate.base import ConfigurationError, environ, wrong_value
 from accelerate.devices import hardware_table, xla
 from accelerate.logging import get_logger
@@ -28,7 +28,7 @@ class Runtime:
     """The parts of one run; the facets of `Accelerator` call them and hold nothing of their own.
 
     Attributes:
-        weights: what a loss weighs in the gradients of its window.
+        weights: what a loss weighs in a window whose items are counted; outside, all rounds weigh the same.
         joins: whether ranks may run out of batches at different times now.
     """
 
@@ -52,13 +52,8 @@ class Runtime:
             diagnostics.watching.read_limits(environ.current()).seconds or SECONDS_WITHOUT_LIMIT
         )
         self.joins = False
-        self.even_weights = EvenWeights(gradient_state)
         self.counted_weights = CountedWeights(strategy.replicas)
-        self.weights: Weights = self.even_weights
-
-    def weigh_evenly(self) -> None:
-        """Weigh each round the same: a window whose items were counted has ended."""
-        self.weights = self.even_weights
+        self.weights: CountedWeights | Window | None = None
 
 
 def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSession) -> Runtime:

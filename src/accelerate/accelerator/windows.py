@@ -1,29 +1,34 @@
-"""Windows of a loader: the micro-batches of one optimizer step at a time, their items counted beforehand.
+"""Windows: the micro-batches of one optimizer step, and what a loss weighs in their gradients.
 
-The batches of a window are read, and their items summed over all ranks, while the last batch of the window
-before is computed. What the loader says of a batch (is it the last one, which samples are real) is kept with
-the batch and said again when it is used.
+`Runtime.weights` weighs losses where items are counted. `accumulate` counts them as the batches come: the
+total is known in the last round. `Windows` reads the batches of a window, and sums their items over all
+ranks, while the last batch of the window before is computed. What the loader says of a batch (is it the last
+one, which samples are real) is kept with the batch and said again when it is used.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from numbers import Real
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from accelerate import data_loader, ops
-from accelerate.accelerator.runtime import Runtime
-from accelerate.accelerator.weighing import drop_gradients, exchange, factor_of, sum_items
-from accelerate.base import StateError
+from accelerate.base import StateError, wrong_value
 from accelerate.logging import get_logger
+from accelerate.state import GradientState
+
+if TYPE_CHECKING:
+    from accelerate.accelerator.runtime import Runtime
 
 logger = get_logger(__name__)
 
-_PURPOSE = "accelerate.Accelerator.windows"
 _END = object()
 
 Count = Callable[[Any], Any]
@@ -33,16 +38,14 @@ _Batches = deque[tuple[Any, data_loader.BatchMetadata]]
 """The batches of a window on this rank, each with what the loader says of it."""
 
 
+@dataclass(eq=False, repr=False)
 class Windows:
     """The windows of one loader; each pass over this object is a pass over the loader."""
 
-    def __init__(
-        self, runtime: Runtime, loader: Any, models: Sequence[nn.Module], count: Count | None
-    ) -> None:
-        self._runtime = runtime
-        self._loader = loader
-        self._models = models
-        self._count = count
+    _runtime: Runtime
+    _loader: Any
+    _models: Sequence[nn.Module]
+    _count: Count | None
 
     def __len__(self) -> int:
         """The number of windows in a pass; needs a loader that has a length."""
@@ -51,19 +54,18 @@ class Windows:
     def __iter__(self) -> Iterator[Window]:
         runtime = self._runtime
         _check_start(runtime)
-        models = self._models or runtime.prepared.models
         reader = _Reader(runtime, self._loader, self._count)
         window: Window | None = None
         try:
             while (read := reader.take()) is not None:
-                window = Window(runtime, models, reader, *read)
+                window = Window(runtime, self._models or runtime.prepared.models, reader, *read)
                 yield window
                 window.close()
         finally:
             if window is not None:  # left by an exception, this may be closed before the loop over the window
                 window.close()
             reader.close()
-            if runtime.weights is runtime.even_weights:
+            if runtime.weights is None:
                 runtime.gradient_state._set_sync_gradients(True)
 
 
@@ -134,7 +136,7 @@ class Window:
                     "the engine: they are added to those of the next window."
                 )
         if runtime.weights is self:
-            runtime.weights = runtime.even_weights
+            runtime.weights = None
 
 
 class _Reader:
@@ -158,7 +160,9 @@ class _Reader:
         length = len(batches)
         items = length if self._count is None else sum_items([self._count(batch) for batch, _ in batches])
         answer = ops.reduce_async(
-            [items, float(bool(length)), float(more), length, length * length], "sum", _PURPOSE
+            [items, float(bool(length)), float(more), length, length * length],
+            "sum",
+            "accelerate.Accelerator.windows",
         )
         self._ahead = batches, answer
 
@@ -215,7 +219,7 @@ class _Reader:
 
 
 def _check_start(runtime: Runtime) -> None:
-    if runtime.weights is not runtime.even_weights:
+    if runtime.weights is not None:
         raise StateError(
             "windows() was started inside a window of accumulate(num_items=...) or of another windows(). "
             "Let that one end first."
@@ -239,3 +243,121 @@ def _warn_left_out(having: float, size: int) -> None:
         "process without any cannot take part in an exchange of gradients. What the others would still have "
         "had is left out; even_batches=True gives all processes equally many."
     )
+
+
+class CountedWeights:
+    """Items are counted as rounds come, and the total is known in the last round only.
+
+    Until then losses weigh as in the window before. When the total is known, and before the last backward
+    pass exchanges anything, the accumulated gradients are rescaled, so that the exchange, the scaler,
+    clipping and the optimizer read the right ones.
+    """
+
+    def __init__(self, replicas: int) -> None:
+        self._replicas = replicas
+        self._factor = 1.0  # equal on all ranks at any time: ranks may exchange in each round
+        self.begin()
+
+    def begin(self) -> None:
+        """Start a window."""
+        self._items: list[Any] = []
+        self._models: dict[int, nn.Module] = {}
+        self._answer: ops.Answer | None = None
+
+    def add(self, items: Any, models: Sequence[nn.Module]) -> None:
+        """Count a round: its items on this rank (a tensor on a device is read later), and the models trained
+        in it.
+        """
+        self._items.append(items)
+        self._models.update((id(model), model) for model in models)
+
+    def complete(self) -> None:
+        """Begin to sum the items of all ranks: this is the last round. Called on all ranks."""
+        self._answer = ops.reduce_async([sum_items(self._items)], "sum", "accelerate.Accelerator.accumulate")
+
+    def weigh(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return `loss` times the factor of the window, which the first call of the last round receives."""
+        if self._answer is not None:
+            answer, self._answer = self._answer, None
+            factor = factor_of(answer.wait()[0], self._replicas)
+            if len(self._items) > 1:
+                rescale_gradients(self._models.values(), factor / self._factor)
+            self._factor = factor
+        return loss * self._factor
+
+
+_EXCHANGING: AbstractContextManager[None] = nullcontext()
+"""The context of a round that exchanges gradients: it holds nothing, so one object serves all rounds."""
+
+
+def exchange(
+    state: GradientState,
+    is_last: bool,
+    models: Sequence[nn.Module],
+    no_sync: Callable[[nn.Module], AbstractContextManager[Any]],
+) -> AbstractContextManager[Any]:
+    """Return the context of one round, in which models exchange gradients if it is the last of its window."""
+    if is_last or state.plugin_kwargs.get("sync_each_batch", False):
+        return _EXCHANGING
+    if len(models) == 1:
+        return no_sync(models[0])
+    contexts = ExitStack()
+    for model in models:
+        contexts.enter_context(no_sync(model))
+    return contexts
+
+
+def factor_of(total: float, replicas: int) -> float:
+    """Return what turns a sum over items of one rank into its part of the mean over the window's `total`
+    items, where the backward pass averages the gradients of so many replicas.
+    """
+    if not total:
+        raise StateError(
+            "The window has no items: num_items is 0 in each of its batches on all processes, so there is no "
+            "mean to form. Leave batches without items out of the dataset, or count at least one in each "
+            "window."
+        )
+    return replicas / total
+
+
+def read_items(value: Any) -> float:
+    """Return a number of items as a float."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    fix = "Pass how many items the loss sums over"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise wrong_value("num_items", value, f"it is a {type(value).__name__}, not a number", fix)
+    items = float(value)
+    if not 0 <= items < math.inf:
+        raise wrong_value("num_items", value, "a count is finite and not negative", fix)
+    return items
+
+
+def sum_items(values: Sequence[Any]) -> float:
+    """Return the sum of numbers of items; tensors on a device are waited for once, not one by one."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor) and value.numel() == 1]
+    if len(tensors) == len(values) and len({(tensor.dtype, tensor.device) for tensor in tensors}) == 1:
+        values = torch.stack([tensor.reshape(()) for tensor in tensors]).tolist()
+    return sum(map(read_items, values))
+
+
+def rescale_gradients(models: Iterable[nn.Module], factor: float) -> None:
+    """Multiply the gradients of models by a factor, those of shared parameters once."""
+    if factor == 1.0:
+        return
+    parameters = {id(p): p for model in models for p in model.parameters()}
+    gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    dense = [gradient for gradient in gradients if not gradient.is_sparse]
+    with torch.no_grad():
+        if dense:
+            torch._foreach_mul_(dense, factor)
+        for gradient in gradients:
+            if gradient.is_sparse:
+                gradient.mul_(factor)
+
+
+def drop_gradients(models: Iterable[nn.Module]) -> None:
+    """Forget the gradients of models."""
+    for model in models:
+        for parameter in model.parameters():
+            parameter.grad = None

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from accelerate.accelerator import (
+    Accelerator,
     CountedWeights,
-    EvenWeights,
     drop_gradients,
     factor_of,
     read_items,
@@ -18,17 +18,17 @@ from accelerate.accelerator import (
     sum_items,
 )
 from accelerate.base import ConfigurationError, StateError
-from accelerate.plugins import GradientAccumulationPlugin
-from accelerate.state import GradientState, PartialState
+from accelerate.state import PartialState
 
 pytestmark = pytest.mark.usefixtures("states")
 
 
 def test_even_weights_divide_by_the_rounds() -> None:
+    accelerator = Accelerator(cpu=True)
     loss = torch.tensor(6.0)
-    assert EvenWeights(GradientState()).weigh(loss) is loss
-    state = GradientState(GradientAccumulationPlugin(num_steps=3))
-    assert EvenWeights(state).weigh(loss) == 2.0
+    assert accelerator._weigh(loss) is loss
+    accelerator.gradient_accumulation_steps = 3
+    assert accelerator._weigh(loss) == 2.0
 
 
 def test_counted_weights_bring_earlier_gradients_to_the_right_size() -> None:
