@@ -11,6 +11,7 @@ from accelerate.base.errors import wrong_value
 FIRST_PORT = 12000
 PORTS = 20000  # ends below the range that Linux hands out to clients
 MOST_NODES = 10**6
+_FIRST = re.compile(r"(?:\[[^\]]*(?:\]|$)|[^,\[])*")
 _RANGES = re.compile(r"\[([^\[\]\-,]+)(?:[\-,][^\[\]]*)?\]")
 _NUMBER = re.compile(r"\d{1,18}")
 _TASKS = re.compile(r"(?P<tasks>\d{1,9})(?:\(x(?P<nodes>\d{1,9})\))?")
@@ -18,19 +19,10 @@ _TASKS = re.compile(r"(?P<tasks>\d{1,9})(?:\(x(?P<nodes>\d{1,9})\))?")
 
 def first_host(node_list: str) -> str:
     """Return the first host of a compressed list: `gpu[07-09,12],login1` gives `gpu07`."""
-    host = _RANGES.sub(r"\1", _first_entry(node_list)).strip()
+    host = _RANGES.sub(r"\1", _FIRST.findall(node_list)[0]).strip()
     if not host or "[" in host or "]" in host:
         raise wrong_value("SLURM_JOB_NODELIST", node_list, "it names no host", "set MASTER_ADDR yourself")
     return host
-
-
-def _first_entry(node_list: str) -> str:
-    depth = 0
-    for position, character in enumerate(node_list):
-        depth += {"[": 1, "]": -1}.get(character, 0)
-        if character == "," and depth == 0:
-            return node_list[:position]
-    return node_list
 
 
 def tasks_on_node(tasks_per_node: str, node: int) -> int:
