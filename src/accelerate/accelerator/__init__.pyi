@@ -49,12 +49,6 @@ from accelerate.checkpointing import (
     save_accelerator_state as save_accelerator_state,
     save_custom_state as save_custom_state,
 )
-from accelerate.compilation import (
-    compile_regions as compile_regions,
-    compile_regions_deepspeed as compile_regions_deepspeed,
-    compile_regions_fsdp2 as compile_regions_fsdp2,
-    is_compiled_module as is_compiled_module,
-)
 from accelerate.data_loader import (
     DataLoaderDispatcher as DataLoaderDispatcher,
     prepare_data_loader as prepare_data_loader,
@@ -146,10 +140,16 @@ from accelerate.tracking import (
     GeneralTracker as GeneralTracker,
     filter_trackers as filter_trackers,
 )
-from accelerate.unwrapping import extract_model_from_parallel as extract_model_from_parallel
 from accelerate.weights import (
     clean_state_dict_for_safetensors as clean_state_dict_for_safetensors,
     get_model_tp_size as get_model_tp_size,
     model_has_dtensor as model_has_dtensor,
     save as save,
+)
+from accelerate.wrappers import (
+    compile_regions as compile_regions,
+    compile_regions_deepspeed as compile_regions_deepspeed,
+    compile_regions_fsdp2 as compile_regions_fsdp2,
+    extract_model_from_parallel as extract_model_from_parallel,
+    is_compiled_module as is_compiled_module,
 )

@@ -126,7 +126,7 @@ def _optimizer_parts(runtime: Runtime) -> list[Part]:
 
 
 def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
-    """Everything but models, optimizers and random checkpointing.generators."""
+    """Everything but models, optimizers and random generators."""
     prepared, rank, scaler = runtime.prepared, runtime.state.process_index, runtime.strategy.precision.scaler
     loaders = enumerate(prepared.loaders)
     return [

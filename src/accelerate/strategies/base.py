@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 
 from accelerate.base import DistributedType, PreparationError
 from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, Payload, ShardOwner
-from accelerate.compilation import compiler_for
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
@@ -29,7 +28,7 @@ from accelerate.strategies.session import (
     find_unstepped_models,
     placeholder_kind,
 )
-from accelerate.unwrapping import extract_model_from_parallel
+from accelerate.wrappers import compiler_for, extract_model_from_parallel
 
 logger = get_logger(__name__)
 

@@ -90,13 +90,6 @@ from accelerate.big_modeling import (
     load_checkpoint_in_model as load_checkpoint_in_model,
 )
 from accelerate.commands.config.default import write_basic_config as write_basic_config
-from accelerate.compilation import (
-    compile_regions as compile_regions,
-    compile_regions_deepspeed as compile_regions_deepspeed,
-    compile_regions_fsdp2 as compile_regions_fsdp2,
-    has_compiled_regions as has_compiled_regions,
-    is_compiled_module as is_compiled_module,
-)
 from accelerate.devices import (
     check_cuda_fp8_capability as check_cuda_fp8_capability,
     check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
@@ -266,10 +259,6 @@ from accelerate.strategies.megatron.steps import (
     GPTTrainStep as GPTTrainStep,
     T5TrainStep as T5TrainStep,
 )
-from accelerate.unwrapping import (
-    extract_model_from_parallel as extract_model_from_parallel,
-    is_peft_model as is_peft_model,
-)
 from accelerate.utils import (
     bnb as bnb,
     constants as constants,
@@ -314,4 +303,13 @@ from accelerate.weights import (
     save as save,
     save_offload_index as save_offload_index,
     set_module_tensor_to_device as set_module_tensor_to_device,
+)
+from accelerate.wrappers import (
+    compile_regions as compile_regions,
+    compile_regions_deepspeed as compile_regions_deepspeed,
+    compile_regions_fsdp2 as compile_regions_fsdp2,
+    extract_model_from_parallel as extract_model_from_parallel,
+    has_compiled_regions as has_compiled_regions,
+    is_compiled_module as is_compiled_module,
+    is_peft_model as is_peft_model,
 )

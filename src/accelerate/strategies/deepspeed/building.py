@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import PreparationError, environ, packages
-from accelerate.compilation import compile_regions_deepspeed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
@@ -30,6 +29,7 @@ from accelerate.strategies.deepspeed.configuration import (
 )
 from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
 from accelerate.strategies.session import Context
+from accelerate.wrappers import compile_regions_deepspeed
 
 logger = get_logger(__name__)
 

@@ -27,8 +27,8 @@ from accelerate.checkpointing import MODEL, OPTIMIZER, Change, Load, shard_files
 from accelerate.ops import current_transport, run_on_all_ranks, run_on_rank_0
 from accelerate.plugins import version_of
 from accelerate.strategies.fsdp.strategies import saves_shards
-from accelerate.unwrapping import extract_model_from_parallel, is_peft_model
 from accelerate.weights import read_torch, write_torch
+from accelerate.wrappers import extract_model_from_parallel, is_peft_model
 
 Folder = str | os.PathLike[str]
 

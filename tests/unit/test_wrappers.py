@@ -18,9 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import Accelerator
-from accelerate.compilation import is_compiled_module
 from accelerate.ops import convert_outputs_to_fp32
-from accelerate.unwrapping import WrappedForward, extract_model_from_parallel, is_peft_model
+from accelerate.wrappers import WrappedForward, extract_model_from_parallel, is_compiled_module, is_peft_model
 
 
 class Doubling:

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from accelerate.compilation import (
+from accelerate.plugins import TorchDynamoPlugin
+from accelerate.wrappers import (
     compile_regions,
     compile_regions_deepspeed,
     compile_regions_fsdp2,
@@ -23,7 +24,6 @@ from accelerate.compilation import (
     is_compiled_module,
     is_repeated_blocks,
 )
-from accelerate.plugins import TorchDynamoPlugin
 
 # What torch says about itself while it compiles.
 pytestmark = [
