@@ -52,9 +52,7 @@ def track(items: Iterable[Any], what: str, warning: str) -> Iterable[Any]:
 
 
 def install_rich_tracebacks() -> bool:
-    """Show tracebacks through rich where it was asked for (`ACCELERATE_ENABLE_RICH`); return whether they
-    are.
-    """
+    """Show tracebacks through rich where `ACCELERATE_ENABLE_RICH` asks for it; return whether they are."""
     if not is_rich_available():
         return False
     from rich.traceback import install

@@ -29,16 +29,11 @@ if TYPE_CHECKING:
 
 
 class PrivateName(NamedTuple):
-    """One private name of a torch module.
+    """One private name of a torch module."""
 
-    Attributes:
-        path: The module, a colon, and the name in it, dotted where it is nested; a module alone for itself.
-        fallback: Returns what is used where torch has no such name; None where the feature needs it.
-    """
-
-    path: str
+    path: str  # the module, a colon, and the name in it, dotted where it is nested; or a module alone
     reason: str
-    fallback: Callable[[], Any] | None = None
+    fallback: Callable[[], Any] | None = None  # returns what is used where torch has no such name
 
 
 def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -352,10 +347,8 @@ def unit_forwards_skipped(units: Iterable[FullyShardedDataParallel]) -> Iterator
 class FlatUnit:
     """The flat parameter of a unit of FSDP 1, whose layout has no public access.
 
-    Attributes:
-        originals: The parameters in it, with use_orig_params; otherwise None.
-        names: The names of the parameters in it, as seen from the unit.
-        are_contiguous: Whether their elements are contiguous in memory.
+    `names` are those of the parameters in it, as seen from the unit; `originals` the parameters themselves,
+    with use_orig_params.
     """
 
     def __init__(self, unit: FullyShardedDataParallel) -> None:

@@ -91,9 +91,6 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> strategie
     """Return the checked request for a run.
 
     Arguments win over the environment; where both are set and differ, one line of the log names both.
-
-    Raises:
-        ConfigurationError: for a value that cannot work.
     """
     _refuse_older_plugin(arguments, environ)
     for name, alternative, effect in _EXCLUSIVE:
@@ -268,13 +265,13 @@ def _deepspeed(arguments: Arguments, environ: Mapping[str, str]) -> DeepSpeedPlu
 
 def _handlers(arguments: Arguments) -> dict[str, Any]:
     handlers = list(arguments.kwargs_handlers or ())
-    for handler in handlers:
-        kind = type(handler)
+    kinds = [type(handler) for handler in handlers]
+    for handler, kind in zip(handlers, kinds, strict=True):
         if not isinstance(handler, plugins.KwargsHandler):
             fix = "Pass objects such as DistributedDataParallelKwargs() or AutocastKwargs()"
             reason = "it is not a KwargsHandler"
             raise wrong_value("kwargs_handlers", kind.__name__, reason, fix, AssertionError)
-        if [type(item) for item in handlers].count(kind) > 1:
+        if kinds.count(kind) > 1:
             fix = "Pass one handler of each kind"
             raise wrong_value("kwargs_handlers", kind.__name__, "it was passed twice", fix)
     return {

@@ -259,11 +259,7 @@ class Persistence:
         runtime, project = self._runtime, self._runtime.request.project
         numbered = project.automatic_checkpoint_naming
         if not output_dir and not numbered:
-            error = ConfigurationError(
-                "save_state() has no folder to save to. Pass output_dir, or number checkpoints: "
-                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
-            )
-            raise as_builtin(error, TypeError)
+            raise as_builtin(_no_folder("save_state", "save to", "output_dir"), TypeError)
         session = runtime.checkpoints
         iteration = None
         target = Path(output_dir or "").expanduser()
@@ -303,10 +299,7 @@ class Persistence:
         if input_dir is not None:
             return checkpointing.loading.open_checkpoint(Path(input_dir).expanduser(), *run)
         if not project.automatic_checkpoint_naming:
-            raise ConfigurationError(
-                "load_state() has no folder to load from. Pass input_dir, or number checkpoints: "
-                "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
-            )
+            raise _no_folder("load_state", "load from", "input_dir")
         return checkpointing.loading.open_newest(_numbered_folder(project), *run)
 
     def _read(
@@ -345,6 +338,13 @@ class Persistence:
 
 def _types(objects: Iterable[object]) -> list[str]:
     return [type(obj).__name__ for obj in objects]
+
+
+def _no_folder(method: str, purpose: str, argument: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"{method}() has no folder to {purpose}. Pass {argument}, or number checkpoints: "
+        "ProjectConfiguration(project_dir=..., automatic_checkpoint_naming=True)."
+    )
 
 
 def _numbered_folder(project: plugins.ProjectConfiguration) -> Path:

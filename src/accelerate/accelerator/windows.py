@@ -265,9 +265,7 @@ class CountedWeights:
         self._answer: ops.Answer | None = None
 
     def add(self, items: Any, models: Sequence[nn.Module]) -> None:
-        """Count a round: its items on this rank (a tensor on a device is read later), and the models trained
-        in it.
-        """
+        """Count a round: its items on this rank (tensors on devices are read later), and the models in it."""
         self._items.append(items)
         self._models.update((id(model), model) for model in models)
 
@@ -308,8 +306,9 @@ def exchange(
 
 
 def factor_of(total: float, replicas: int) -> float:
-    """Return what turns a sum over items of one rank into its part of the mean over the window's `total`
-    items, where the backward pass averages the gradients of so many replicas.
+    """Return the factor from a sum over items of one rank to its part of the mean over all in the window.
+
+    The backward pass averages the gradients of so many replicas.
     """
     if not total:
         raise StateError(

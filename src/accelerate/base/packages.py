@@ -22,16 +22,11 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Package:
-    """One optional package.
-
-    Attributes:
-        distributions: Names on the package index that bring it, the usual one first.
-        minimum: Oldest version that works; None: any.
-    """
+    """One optional package."""
 
     module: str
-    distributions: tuple[str, ...]
-    minimum: str | None = None
+    distributions: tuple[str, ...]  # names on the package index that bring it, the usual one first
+    minimum: str | None = None  # the oldest version that works
 
     def version(self) -> str | None:
         """Return the installed version, or None when the package cannot be imported or has no metadata."""

@@ -39,9 +39,7 @@ def tasks_on_node(tasks_per_node: str, node: int) -> int:
 
 
 def per_node(counts: str) -> list[int]:
-    """Return the tasks or cores of each machine: `16(x2),8` gives 16, 16 and 8; empty where the text is none
-    such.
-    """
+    """Return the tasks or cores of each machine: `16(x2),8` gives 16, 16 and 8; no such text gives none."""
     matches = [_TASKS.fullmatch(entry.strip()) for entry in counts.split(",")]
     if None in matches:
         return []

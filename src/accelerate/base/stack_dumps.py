@@ -75,9 +75,7 @@ def ask(pid: int, patience: float = PATIENCE) -> list[Frame]:
 
 
 def ask_all(pid: int, patience: float = PATIENCE) -> list[list[Frame]]:
-    """Return the frames of all threads of a process that sleeps: those of running threads may change
-    meanwhile.
-    """
+    """Return the frames of all threads of a process that sleeps: those of running ones may change."""
     return _request(pid, 1, patience)
 
 

@@ -43,9 +43,7 @@ def check_os_kernel() -> None:
 
 
 def process_home() -> str | None:
-    """Return what process numbers belong to: the run of this kernel and the container on it; None where the
-    system does not say.
-    """
+    """Return the run of this kernel and the container that process numbers belong to; None where unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -62,9 +60,7 @@ def expanded(text: str | os.PathLike[str]) -> Path:
 
 
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a file at a path; raise OSError where the system does not let this process
-    look.
-    """
+    """Return whether there is a file at a path; raise OSError where this process may not look."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: characters that no path has

@@ -58,9 +58,7 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def read_seconds(text: str) -> float:
-    """Return in seconds a time like `5400`, `90.5`, `MM:SS`, `HH:MM:SS` or `D-HH:MM:SS`; raise ValueError for
-    others.
-    """
+    """Return in seconds a time like `5400`, `90.5`, `MM:SS`, `HH:MM:SS` or `D-HH:MM:SS`; else ValueError."""
     clock = _CLOCK.fullmatch(text.strip())
     if clock:
         seconds = float(sum(float(clock[unit] or 0) * worth for unit, worth in _UNITS.items()))
@@ -116,9 +114,7 @@ def listed(names: Sequence[str], shown: int = 5) -> str:
 
 
 def itemized(problems: Sequence[str], heading: str) -> str:
-    """Return one problem as it is, and several as a list: their number, a heading such as "flags are wrong",
-    a line each.
-    """
+    """Return one problem as it is, and several as a list below their number and a heading."""
     if len(problems) == 1:
         return problems[0]
     return "\n".join([f"{len(problems)} {heading}:", *(f"  - {problem}" for problem in problems)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from accelerate.base import wrong_value
+
 FUNCTIONS = ("training_function", "main")
 
 
@@ -12,9 +14,8 @@ def get_function_contents_by_name(lines: list[str], name: str) -> list[str]:
     guard.
     """
     if name not in FUNCTIONS:
-        raise ValueError(
-            f"name={name!r}: it is no function of an example. Choose one of {', '.join(FUNCTIONS)}."
-        )
+        known = ", ".join(FUNCTIONS)
+        raise wrong_value("name", name, "it is no function of an example", f"Choose one of {known}")
     start = next((index for index, line in enumerate(lines) if line.startswith(f"def {name}(")), len(lines))
     rest = (
         index for index in range(start + 1, len(lines)) if lines[index].startswith(("def ", "if __name__"))
@@ -30,16 +31,11 @@ def clean_lines(lines: list[str]) -> list[str]:
 def compare_against_test(
     base_filename: str, feature_filename: str, parser_only: bool, secondary_filename: str | None = None
 ) -> list[str]:
-    """Return what the whole example lacks of a script that shows one feature.
+    """Return lines that a feature adds to the base example and that the example with all features lacks.
 
     Args:
-        base_filename: The example that every other one starts from.
-        feature_filename: The script that adds one feature.
         parser_only: Compare `main` instead of `training_function`.
         secondary_filename: The example with all features; None: the base.
-
-    Returns:
-        Lines that the feature adds to the base and that are missing in the whole example.
     """
     name = "main" if parser_only else "training_function"
     feature, base = _body(feature_filename, name), _body(base_filename, name)

@@ -149,12 +149,7 @@ skip = _mark("skip", lambda: False, "it is left out")
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Skip a test, or a class of tests, where torch is older; without a test, a mark is returned.
-
-    Args:
-        test_case: The test, or a class of tests.
-        version: The oldest version that works.
-    """
+    """Skip a test, or a class of tests, where torch is older; without a test, a mark is returned."""
     if test_case is None:
         return functools.partial(require_torch_min_version, version=version)
     new_enough = version is None or is_torch_version(">=", version)
@@ -188,11 +183,7 @@ torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """Return the words of `accelerate launch` with flags.
-
-    Args:
-        **kwargs: Flags without their dashes: True is a flag without a value, False and None are none.
-    """
+    """Return the words of `accelerate launch` with flags: True has no value, False and None are left out."""
     words = ["accelerate", "launch"]
     for name, value in kwargs.items():
         if value is True:
@@ -219,13 +210,9 @@ def get_torch_dist_unique_port() -> int:
 
 
 class TempDirTestCase(unittest.TestCase):
-    """Tests with a folder `tmpdir`, one for the class, which is removed with it.
+    """Tests with a folder `tmpdir`, one for the class, which is removed with it."""
 
-    Attributes:
-        clear_on_setup: Whether the folder is emptied before each test.
-    """
-
-    clear_on_setup = True
+    clear_on_setup = True  # empty the folder before each test
     tmpdir: Path
 
     @classmethod
@@ -259,11 +246,7 @@ class MockingTestCase(unittest.TestCase):
     """Tests that replace objects."""
 
     def add_mocks(self, mocks: Any) -> None:
-        """Start replacements that end with the test.
-
-        Args:
-            mocks: What `unittest.mock.patch` returned, one or several.
-        """
+        """Start what `unittest.mock.patch` returned, one or several, until the test ends."""
         self.mocks = list(mocks) if isinstance(mocks, list | tuple) else [mocks]
         for patch in self.mocks:
             patch.start()
@@ -278,15 +261,7 @@ def are_the_same_tensors(tensor: torch.Tensor) -> bool:
 
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Fail unless the block raises.
-
-    Args:
-        exception_class: What it raises.
-        msg: A part of the text; None: any text.
-
-    Raises:
-        AssertionError: Nothing was raised, something else, or with another text.
-    """
+    """Fail unless the block raises an exception of this class, with `msg` as a part of its text."""
     try:
         yield
     except Exception as error:

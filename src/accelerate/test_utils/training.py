@@ -18,13 +18,9 @@ WORDS = 16
 
 
 class RegressionDataset(Dataset[dict[str, Any]]):
-    """Points near a line, as `{"x": ..., "y": ...}` in float32.
+    """Points near the line `a * x + b`, as `{"x": ..., "y": ...}` in float32.
 
-    Args:
-        a: Slope of the line.
-        b: Where it meets x = 0.
-        length: Number of points.
-        seed: Of the generator; None: other points each time.
+    Without a seed the points are others each time.
     """
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
@@ -42,13 +38,7 @@ class RegressionDataset(Dataset[dict[str, Any]]):
 
 
 class RegressionModel(nn.Module):
-    """A line; says once which dtypes it computes with.
-
-    Args:
-        a: Slope at the start.
-        b: Value at x = 0 at the start.
-        double_output: Not used: clients pass it.
-    """
+    """The line `a * x + b`; says once which dtypes it computes with. Clients pass `double_output`, unused."""
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
@@ -67,14 +57,9 @@ class RegressionModel(nn.Module):
 
 
 def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any]:
-    """Return loaders of pairs of sentences with a label, made up and the same each time.
+    """Return loaders for training and evaluation (of twice the batch size), the same each time.
 
-    Args:
-        accelerator: Not used: clients pass it.
-        batch_size: Of the training loader; the other has twice as many.
-
-    Returns:
-        Loaders for training and evaluation, of `input_ids`, `attention_mask` and `labels` (int64).
+    Batches have `input_ids`, `attention_mask` and `labels` (int64). Clients pass `accelerator`, unused.
     """
     return _loaders(batch_size, labels_of_words=False)
 
