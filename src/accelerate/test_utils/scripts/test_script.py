@@ -100,15 +100,13 @@ def check_training(accelerator: Accelerator) -> None:
     expect(worst <= limit, f"weights differ from those of one process by {worst:.2e} (limit {limit:.0e})")
 
 
-def _parts() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(11)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
-    return model, torch.optim.SGD(model.parameters(), lr=0.05)
-
-
 def _train(processes: int, accelerator: Accelerator | None = None) -> list[torch.Tensor]:
     """Return the trained weights: of the run, or without it of one process that gets the joined batches."""
-    model, optimizer = _parts()
+    torch.manual_seed(11)
+    model: torch.nn.Module = torch.nn.Sequential(
+        torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     generator = torch.Generator().manual_seed(5)
     inputs = torch.randn(processes * BATCH * STEPS, 3, generator=generator)
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
