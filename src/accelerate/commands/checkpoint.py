@@ -305,7 +305,4 @@ def checkpoint_command_parser(parser: CustomArgumentParser) -> None:
         child.add_argument("--json", action="store_true", help="Print JSON, for machines.")
 
 
-main = entry_point(checkpoint_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(checkpoint_command_parser, __name__)

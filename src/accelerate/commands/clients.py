@@ -190,7 +190,4 @@ def clients_command_parser(parser: CustomArgumentParser) -> None:
     parser.add_argument("--undo", action="store_true", help="Remove that header again.")
 
 
-main = entry_point(clients_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(clients_command_parser, __name__)

@@ -67,7 +67,4 @@ def completion_command_parser(parser: CustomArgumentParser) -> None:
     parser.add_argument("shell", choices=tuple(SHELLS), help="Your shell.")
 
 
-main = entry_point(completion_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(completion_command_parser, __name__)

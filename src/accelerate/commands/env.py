@@ -101,7 +101,4 @@ def env_command_parser(parser: CustomArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="Print JSON.")
 
 
-main = entry_point(env_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(env_command_parser, __name__)

@@ -433,7 +433,4 @@ def estimate_command_parser(parser: CustomArgumentParser) -> None:
     )
 
 
-main = entry_point(estimate_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(estimate_command_parser, __name__)

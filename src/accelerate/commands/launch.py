@@ -242,7 +242,4 @@ def launch_command_parser(parser: CustomArgumentParser) -> None:
     add("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
 
 
-main = entry_point(launch_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(launch_command_parser, __name__)

@@ -42,7 +42,4 @@ def merge_command_parser(parser: CustomArgumentParser) -> None:
     add("--remove_checkpoint_dir", action="store_true", help="Remove the folder with the shards afterwards.")
 
 
-main = entry_point(merge_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(merge_command_parser, __name__)

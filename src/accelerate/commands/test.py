@@ -165,7 +165,4 @@ def test_command_parser(parser: CustomArgumentParser) -> None:
     )
 
 
-main = entry_point(test_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(test_command_parser, __name__)

@@ -69,7 +69,4 @@ def to_fsdp2_command_parser(parser: CustomArgumentParser) -> None:
     add("--output_file", help="Where the new file is written.")
 
 
-main = entry_point(to_fsdp2_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(to_fsdp2_command_parser, __name__)

@@ -104,7 +104,4 @@ def tpu_command_parser(parser: CustomArgumentParser) -> None:
     pod.add_argument("--debug", action="store_true", help="Print the command and run nothing.")
 
 
-main = entry_point(tpu_command_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(tpu_command_parser, __name__)

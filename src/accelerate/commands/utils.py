@@ -75,14 +75,19 @@ def parser_of(
     return decorate
 
 
-def entry_point(make: Callable[[], argparse.ArgumentParser]) -> Callable[[], NoReturn]:
-    """Return the `main` of a command, which parses the command line, runs the command and exits."""
+def entry_point(make: Callable[[], argparse.ArgumentParser], module: str) -> Callable[[], NoReturn]:
+    """Return the `main` of a command, which parses the command line, runs the command and exits.
+
+    It is called at once where the `__name__` of its module says that this is the program (``python -m``).
+    """
 
     def main() -> NoReturn:
         """Run the command as a program of its own, or by ``python -m``."""
         args = make().parse_args()
         run_command(args.func, args)
 
+    if module == "__main__":
+        main()
     return main
 
 

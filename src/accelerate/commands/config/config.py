@@ -122,7 +122,4 @@ def get_config_parser(parser: CustomArgumentParser) -> None:
     add_subcommand(children, [parent], "schema", SCHEMA, schema_command, SCHEMA.partition(",")[0] + ".")
 
 
-main = entry_point(get_config_parser)
-
-if __name__ == "__main__":
-    main()
+main = entry_point(get_config_parser, __name__)
