@@ -30,25 +30,14 @@ from accelerate.settings import (
     all_options,
     env,
     merge_layers,
-)
-from accelerate.settings.sections import (
-    ContextParallelSection,
-    DeepSpeedSection,
-    DynamoSection,
-    Fp8Section,
-    FsdpSection,
-    LaunchSection,
-    MegatronSection,
-    ParallelismSection,
-    PrecisionSection,
-    RendezvousSection,
-    SequenceParallelSection,
+    sections,
 )
 
-MESH = (ParallelismSection, ContextParallelSection, SequenceParallelSection)
-SIMPLE = (LaunchSection, PrecisionSection, DynamoSection, Fp8Section)
-DEEPSPEED = (LaunchSection, PrecisionSection, Fp8Section, DeepSpeedSection, *MESH)
-MULTI = (*SIMPLE, FsdpSection, MegatronSection, *MESH)
+MESH = (sections.ParallelismSection, sections.ContextParallelSection, sections.SequenceParallelSection)
+SIMPLE = (sections.LaunchSection, sections.PrecisionSection, sections.Fp8Section)
+DEEPSPEED = (*SIMPLE, sections.DeepSpeedSection, *MESH)
+COMPILED = (*SIMPLE, sections.DynamoSection)
+MULTI = (*COMPILED, sections.FsdpSection, sections.MegatronSection, *MESH)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
@@ -67,7 +56,7 @@ def _make_plan(
     port: Any = None,
 ) -> LaunchPlan:
     """The plan of a launcher for the script of a namespace."""
-    rendezvous = settings[RendezvousSection]
+    rendezvous = settings[sections.RendezvousSection]
     plan = LaunchPlan(
         launcher=launcher,
         target=Target.of(args),
@@ -108,7 +97,7 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
         ConfigurationError: the namespace contradicts itself.
     """
     settings = settings_of(args)
-    variables = _encode(args, SIMPLE)
+    variables = _encode(args, COMPILED)
     variables["ACCELERATE_USE_CPU"] = str(settings.values["cpu"])
     if settings.values["cpu"]:
         variables.update(INTEL_OPENMP)
@@ -228,7 +217,7 @@ def prepare_sagemager_args_inputs(
 def _plan_job(config: SageMakerConfig, args: argparse.Namespace) -> LaunchPlan:
     """A plan from the file's object, under the flags that the namespace gives."""
     rows = all_options()
-    dynamo = [row.name for row in DynamoSection.options()]
+    dynamo = [row.name for row in sections.DynamoSection.options()]
     keys = ("aws_access_key_id", "aws_secret_access_key", "mixed_precision", *dynamo)
     flags = {name: value for name in keys if (value := getattr(args, name, None)) is not None}
     given = {
@@ -250,7 +239,7 @@ def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict
     Returns:
         `current_env`.
     """
-    current_env.update(env.encode(settings_of(args), (Fp8Section,)))
+    current_env.update(env.encode(settings_of(args), (sections.Fp8Section,)))
     return current_env
 
 
@@ -348,7 +337,7 @@ def tpu_pod_launcher(args: argparse.Namespace) -> None:
 
 def _plan_tpu(args: argparse.Namespace, launcher: str) -> LaunchPlan:
     settings = settings_of(args).replaced(FLAG, tpu=True)
-    return _make_plan(settings, args, launcher, env.encode(settings, SIMPLE))
+    return _make_plan(settings, args, launcher, env.encode(settings, COMPILED))
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:

@@ -9,19 +9,8 @@ from typing import Any
 
 from accelerate.base import ConfigurationError, LaunchError, PrecisionType, read_seconds, wrong_value
 from accelerate.devices import CPU
+from accelerate.launch import layout
 from accelerate.launch.backends import Launcher, launcher_for, launcher_named
-from accelerate.launch.layout import (
-    CHOSEN as CHOSEN,
-    check_layout,
-    choose_processes,
-    choose_shares,
-    choose_threads,
-    device_ids,
-    listed,
-    where,
-    worker_environment,
-    wrong_option,
-)
 from accelerate.launch.machine import DEFAULT_PORT, Machine
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings, deepspeed_checks as checks
@@ -53,7 +42,7 @@ def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[
     else:
         machine = _used_hardware(settings, machine)
         settings, plan = _plan_processes(_note_idle_flags(settings, starter), machine, target, starter)
-    environment = worker_environment(settings, machine, plan.launcher)
+    environment = layout.worker_environment(settings, machine, plan.launcher)
     plan = replace(plan, environment=environment, notes=settings.notes)
     return replace(plan, details=launcher_for(plan).details(settings, machine, plan)), settings
 
@@ -63,13 +52,13 @@ def _plan_processes(
 ) -> tuple[Settings, LaunchPlan]:
     """Decide how many processes run here and where they meet."""
     check_engine(settings, machine)
-    settings, shares = choose_shares(settings)
-    settings = choose_processes(settings, machine)
-    check_layout(settings, machine, shares)
+    settings, shares = layout.choose_shares(settings)
+    settings = layout.choose_processes(settings, machine)
+    layout.check_layout(settings, machine, shares)
     name = starter or _choose_here(settings)
     launcher = launcher_named(name)
     _check_calls(settings, launcher, name, shares)
-    settings = choose_threads(settings, machine, name, shares)
+    settings = layout.choose_threads(settings, machine, name, shares)
     plan = LaunchPlan(
         launcher=name,
         target=target,
@@ -102,7 +91,7 @@ def _note_idle_flags(settings: Settings, starter: str | None) -> Settings:
             verb = "has" if len(idle) == 1 else "have"
             settings = settings.noted(f"{', '.join(idle)} {verb} no effect without {section.switch}")
     if starter is None and settings.values["slurm"]:
-        settings = settings.noted(f"{where(settings, 'slurm')} has no effect outside of an allocation")
+        settings = settings.noted(f"{layout.where(settings, 'slurm')} has no effect outside of an allocation")
     return settings
 
 
@@ -123,12 +112,12 @@ def choose_cpu_or_devices(settings: Settings) -> Settings:
     if sources == (FLAG, FLAG):
         raise ConfigurationError("--cpu and --multi_gpu exclude each other. Keep one of them.")
     if sources[1] == FLAG:
-        note = f"--multi_gpu is used, and {where(settings, 'cpu')}=true is not"
+        note = f"--multi_gpu is used, and {layout.where(settings, 'cpu')}=true is not"
         return settings.replaced(FLAG, cpu=False).noted(note)
     if sources[0] == FLAG:
         return settings
     kind = settings.values["distributed_type"]
-    return settings.noted(f"the run stays on the CPU: {where(settings, 'cpu')}=true wins over {kind}")
+    return settings.noted(f"the run stays on the CPU: {layout.where(settings, 'cpu')}=true wins over {kind}")
 
 
 def check_budget(settings: Settings) -> None:
@@ -137,7 +126,7 @@ def check_budget(settings: Settings) -> None:
         read_seconds(settings.values["max_time"] or "0")
     except ValueError:
         fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
-        raise wrong_option(settings, "max_time", "this is not a span of time", fix) from None
+        raise layout.wrong_option(settings, "max_time", "this is not a span of time", fix) from None
 
 
 def choose_starter(settings: Settings, machine: Machine) -> str | None:
@@ -165,7 +154,7 @@ def _choose_slurm(settings: Settings, machine: Machine) -> str | None:
         return "slurm"
     if settings.source("slurm") in (FLAG, ENVIRONMENT):
         fix = "Ask for one with salloc or sbatch, or add --submit"
-        raise wrong_option(settings, "slurm", "this is not inside an allocation of SLURM", fix)
+        raise layout.wrong_option(settings, "slurm", "this is not inside an allocation of SLURM", fix)
     return None
 
 
@@ -181,21 +170,21 @@ def _used_hardware(settings: Settings, machine: Machine) -> Machine:
     if launch.cpu:
         return replace(machine, hardware=CPU, devices=1)
     if machine.has_accelerator:
-        return replace(machine, devices=len(device_ids(launch.gpu_ids)) or machine.devices)
+        return replace(machine, devices=len(layout.device_ids(launch.gpu_ids)) or machine.devices)
     fix = "Pass --cpu to run on the CPU, or check the driver and CUDA_VISIBLE_DEVICES"
     for name in ("multi_gpu", "gpu_ids"):
         if settings.values[name] and settings.values[name] != "all":
-            raise wrong_option(settings, name, "this machine shows no accelerator", fix)
+            raise layout.wrong_option(settings, name, "this machine shows no accelerator", fix)
     return machine
 
 
 def _check_calls(settings: Settings, launcher: Launcher, name: str, shares: tuple[int, ...]) -> None:
     if shares and name != "elastic":
         reason = f"the {name} launcher starts the same number on each machine"
-        raise wrong_value("--processes_per_machine", listed(shares), reason, "Leave it out")
+        raise wrong_value("--processes_per_machine", layout.listed(shares), reason, "Leave it out")
     if launcher.called_once and settings.values["machine_rank"]:
         fix = "Call it once, on one machine, without it"
-        raise wrong_option(settings, "machine_rank", f"the {name} launcher starts all machines", fix)
+        raise layout.wrong_option(settings, "machine_rank", f"the {name} launcher starts all machines", fix)
 
 
 def _check_rendezvous(settings: Settings, launcher: Launcher) -> None:
@@ -206,11 +195,11 @@ def _check_rendezvous(settings: Settings, launcher: Launcher) -> None:
         raise wrong_value("--main_process_ip", None, "several machines need a place to meet", fix)
     if not STREAMS.fullmatch(values["tee"]):
         fix = "Write 0, 1, 2 or 3, or one of these for single ranks: 0:3,1:2"
-        raise wrong_option(settings, "tee", "this names no streams", fix)
+        raise layout.wrong_option(settings, "tee", "this names no streams", fix)
     further = values["rdzv_conf"]
     if further and not all("=" in pair.strip("=") for pair in further.split(",")):
         fix = "Write for example timeout=900,read_timeout=60"
-        raise wrong_option(settings, "rdzv_conf", "a setting has no name or no value", fix)
+        raise layout.wrong_option(settings, "rdzv_conf", "a setting has no name or no value", fix)
 
 
 def _choose_port(settings: Settings, machine: Machine, is_agreed: bool) -> tuple[Settings, int]:
@@ -218,7 +207,7 @@ def _choose_port(settings: Settings, machine: Machine, is_agreed: bool) -> tuple
     given = settings.values["main_process_port"]
     port = DEFAULT_PORT if given is None else given
     if not 0 <= port <= 65535:
-        raise wrong_option(settings, "main_process_port", "ports go from 0 to 65535", "Use 29500")
+        raise layout.wrong_option(settings, "main_process_port", "ports go from 0 to 65535", "Use 29500")
     if not is_agreed:
         if port and not machine.port_in_use(port):
             return settings, port
@@ -245,11 +234,11 @@ def check_engine(settings: Settings, machine: Machine) -> None:
         return
     if machine.hardware == CPU and values["mixed_precision"] == PrecisionType.FP16:
         reason = "DeepSpeed does not compute in float16 on the CPU"
-        raise wrong_option(settings, "mixed_precision", reason, "Use bf16")
+        raise layout.wrong_option(settings, "mixed_precision", reason, "Use bf16")
     if not values[FILE]:
         _check_fields({name: value for name in checks.USUAL if (value := values.get(name)) is not None})
         return
-    config = checks.read_config(values[FILE], where(settings, FILE))
+    config = checks.read_config(values[FILE], layout.where(settings, FILE))
     checks.straighten(config)
     checks.refuse_config(checks.problems_of_config(config), f"Correct {values[FILE]}")
     fields = {name: checks.look_up(config, key) for name, key in checks.KEYS.items()}

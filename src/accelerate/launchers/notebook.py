@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import ProcessException, start_processes
 
+from accelerate import launch
 from accelerate.base import (
     ConfigurationError,
     DistributedType,
@@ -27,18 +28,6 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import DeviceBackend, check_cuda_p2p_ib_support, count_chips, hardware_table
-from accelerate.launch import (
-    RENDEZVOUS_FILE,
-    Failure,
-    PrepareForLaunch,
-    collect,
-    count_of,
-    find_first,
-    get_free_port,
-    hold_loopback_store,
-    is_port_in_use,
-    run_key,
-)
 from accelerate.nested import iterate_tensors
 from accelerate.state import AcceleratorState, GradientState, PartialState, process_group
 
@@ -149,7 +138,7 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
             "ACCELERATE_USE_CPU": "yes",
-            RENDEZVOUS_FILE: str(Path(folder) / "rendezvous"),
+            launch.RENDEZVOUS_FILE: str(Path(folder) / "rendezvous"),
             **mixed_precision_variables("no"),
             **thread_variables(),
             **({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}),
@@ -212,7 +201,7 @@ def _run_replicas(
         reason = f"the runtime starts one process for each of the {chips} chips, or a single one"
         raise wrong_value("num_processes", num_processes, reason, f"Give {chips} or 1, or leave it out")
     xmp = import_module("torch_xla.distributed.xla_multiprocessing")
-    launcher = PrepareForLaunch(function, DistributedType.XLA)
+    launcher = launch.PrepareForLaunch(function, DistributedType.XLA)
     print("Launching training on the devices of torch_xla.")
     with patch_environment(**mixed_precision_variables(precision)):
         nprocs = 1 if num_processes == 1 else None
@@ -231,8 +220,8 @@ def _refuse_used_notebook(backend: DeviceBackend) -> None:
 
 
 def _free_port(port: int, machines: int) -> int:
-    if port == 0 or (machines == 1 and is_port_in_use(port)):
-        return get_free_port()
+    if port == 0 or (machines == 1 and launch.is_port_in_use(port)):
+        return launch.get_free_port()
     return port
 
 
@@ -265,7 +254,7 @@ class LocalWorkers:
             "MASTER_ADDR": self.address,
             "MASTER_PORT": str(self.port),
             "FORK_LAUNCHED": "1",
-            **(run_key(current()) if self.machines == 1 else {}),
+            **(launch.run_key(current()) if self.machines == 1 else {}),
             **mixed_precision_variables(self.precision),
             **self.further,
         }
@@ -284,12 +273,12 @@ class Worker:
 
     def __call__(self, *args: Any) -> None:
         if self.on_cpu:
-            first_level = current().get("OMP_NUM_THREADS", "").partition(",")[0]
-            torch.set_num_threads(max(1, count_of({"OMP_NUM_THREADS": first_level}, "OMP_NUM_THREADS", 1)))
+            first_level = {"OMP": current().get("OMP_NUM_THREADS", "").partition(",")[0]}
+            torch.set_num_threads(max(1, launch.count_of(first_level, "OMP", 1)))
         try:
             self.function(*args)
         except BaseException as error:
-            Failure.of(error, current()).write(self.reports)
+            launch.Failure.of(error, current()).write(self.reports)
             raise
         process_group.close_group()
 
@@ -310,7 +299,7 @@ def run_forked(
     """
     with tempfile.TemporaryDirectory() as folder, patch_environment(**variables):
         worker = Worker(function, Path(folder), on_cpu=True)
-        launcher = PrepareForLaunch(worker, DistributedType.MULTI_CPU, debug)
+        launcher = launch.PrepareForLaunch(worker, DistributedType.MULTI_CPU, debug)
         start: Any = start_processes
         context = start(launcher, args=args, nprocs=size, join=False, start_method="fork")
         try:
@@ -366,7 +355,7 @@ def run_elastic(
     )
     signals = current().get(_AGENT_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # the agent leaves it there
     is_alone = workers.machines == 1 and rdzv_backend == "static"
-    held = hold_loopback_store(workers.address, workers.port) if is_alone else None
+    held = launch.hold_loopback_store(workers.address, workers.port) if is_alone else None
     with (
         tempfile.TemporaryDirectory() as folder,
         patch_environment(**workers.environment(), **{_AGENT_SIGNALS: signals}),
@@ -384,7 +373,7 @@ def run_elastic(
 
 def _failed(reports: Path, error: Exception) -> LaunchError:
     """The error of a run, with the traceback of the process that failed first."""
-    first = find_first(collect(reports, 1))
+    first = launch.find_first(launch.collect(reports, 1))
     report = str(error) if first is None or first.failure is None else first.failure.trace
     hint = f"\n\n{describe_cuda_use()}" if "re-initialize CUDA in forked subprocess" in report else ""
     return LaunchError(f"A process that was launched failed.\n\n{report.strip()}{hint}")

@@ -22,19 +22,9 @@ from accelerate.base import (
     spell_ranks,
     wrong_value,
 )
+from accelerate.launch import children
 from accelerate.launch.backends.base import Launcher
-from accelerate.launch.children import (
-    GRACE_VARIABLE,
-    REQUESTS,
-    blocked,
-    continue_stopped,
-    exit_code,
-    grace,
-    ignored_for_good,
-    run_child,
-    say,
-    taken_signals,
-)
+from accelerate.launch.children import REQUESTS, run_child, say
 from accelerate.launch.failures import Exits, Kind, collect, find_first
 from accelerate.launch.machine import get_free_port, hold_loopback_store, run_key
 from accelerate.launch.plan import LaunchPlan, folder_of, local_command, torchrun_arguments
@@ -91,7 +81,7 @@ class Ranks:
         self._context: Any = None
         self._seen = Exits({})
         self._early: list[int] = []
-        self._ignored = ignored_for_good()
+        self._ignored = children.ignored_for_good()
 
     def on_request(self, number: int, frame: FrameType | None) -> None:
         """Forward a request to all ranks; before they are started, keep it until they are."""
@@ -110,7 +100,7 @@ class Ranks:
         for number in self._ignored:
             if signal.getsignal(number) != signal.SIG_IGN:  # the agent has just set a handler of its own
                 signal.signal(number, signal.SIG_IGN)
-        with blocked(REQUESTS if self._folder is not None else ()):
+        with children.blocked(REQUESTS if self._folder is not None else ()):
             start()
             self._context = context
             self._seen = Exits({}, attempt=int(context.envs[0]["TORCHELASTIC_RESTART_COUNT"]))
@@ -127,10 +117,10 @@ class Ranks:
             self._seen = replace(self._seen, asked=tuple(running), asked_by=number, asked_at=time.time())
         for handle in running.values():
             handle.close(death_sig=signal.Signals(number))
-        seconds = grace()
+        seconds = children.grace()
         deadline = time.monotonic() + seconds
         while (running := self._running()) and time.monotonic() < deadline:
-            continue_stopped([handle.proc.pid for handle in running.values()], os.killpg)
+            children.continue_stopped([handle.proc.pid for handle in running.values()], os.killpg)
             time.sleep(POLL)
         self._seen = replace(self._seen, killed=tuple(running))
         if running:
@@ -180,7 +170,7 @@ class ElasticLauncher(Launcher):
                 reason = f"this folder cannot be made ({error.strerror})"
                 raise wrong_value("--log_dir", folder, reason, "Choose another folder") from error
         ranks = Ranks(folder_of(plan))
-        with taken_signals(ranks.on_request, REQUESTS), _interruptible():
+        with children.taken_signals(ranks.on_request, REQUESTS), _interruptible():
             check_reach(plan, say)
             return _run_where_port_is_free(plan, ranks)
 
@@ -192,7 +182,7 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
     from accelerate import torch_private
 
     key = run_key(current()) if plan.machines == 1 else {}  # several machines need one from outside
-    variables = {**plan.environment, GRACE_VARIABLE: str(grace()), **key}
+    variables = {**plan.environment, children.GRACE_VARIABLE: str(children.grace()), **key}
     for attempt in range(1, ATTEMPTS + 1):
         try:
             with patch_environment(**variables), torch_private.agent_hooks(ranks.start, ranks.end):
@@ -213,7 +203,7 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
 def _interruptible() -> Iterator[None]:
     """Let SIGINT end this process before the agent runs, too, where a shell had it ignored."""
     is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    with taken_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else []):
+    with children.taken_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else []):
         yield
 
 
@@ -234,7 +224,7 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
         ) from error
     except ChildFailedError as error:
         _, first = error.get_first_failure()
-        return exit_code(_code_of_first(plan, ranks) or first.exitcode) or 1
+        return children.exit_code(_code_of_first(plan, ranks) or first.exitcode) or 1
     except SignalException as error:
         say(f"{error.sigval.name} ended all processes of this machine")
         return _code_after(error.sigval)
