@@ -105,12 +105,16 @@ class LibraryTracker(GeneralTracker):
         attribute: The name of the attribute that holds the library's run.
         title: The library in messages.
         accepts: The values that `log` sends to the library; it leaves out others with a warning.
+        configures_by: The name of the run's method that stores what it was configured with.
+        ends_by: The name of the run's method that ends it.
     """
 
     package: str
     attribute: str = "run"
     title: str
     accepts: str = "number or text"
+    configures_by: str
+    ends_by: str = "finish"
     requires_logging_directory = False
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
@@ -137,6 +141,14 @@ class LibraryTracker(GeneralTracker):
             MissingPackageError: The library is not installed.
         """
         setattr(self, self.attribute, self._open(self._import()))
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        getattr(self.tracker, self.configures_by)(values)
+
+    @on_main_process
+    def finish(self) -> None:
+        getattr(self.tracker, self.ends_by)()
 
     def _import(self) -> Any:
         require(self.package, type(self).__name__)

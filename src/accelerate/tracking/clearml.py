@@ -23,6 +23,7 @@ class ClearMLTracker(TableTracker):
     name = package = "clearml"
     title = "ClearML"
     attribute = "task"
+    configures_by = "connect_configuration"
     task: Any
 
     def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
@@ -33,11 +34,13 @@ class ClearMLTracker(TableTracker):
     def _open(self, library: Any) -> Any:
         running = library.Task.current_task()
         self._initialized_externally = bool(running)
-        return running or library.Task.init(**{**self.init_kwargs, **self._names()})
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.task.connect_configuration(values)
+        if running:
+            return running
+        usual = dict.fromkeys(("project_name", "task_name"), self.user_provided_run_name)
+        variables = {"project_name": "CLEARML_PROJECT", "task_name": "CLEARML_TASK"}
+        given = environ.current()
+        names = {name: given[variable] for name, variable in variables.items() if variable in given}
+        return library.Task.init(**{**usual, **self.init_kwargs, **names})
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -79,11 +82,9 @@ class ClearMLTracker(TableTracker):
         report = self.task.get_logger()
         for name, images in values.items():
             title, series = self._get_title_series(name)
-            named = (
-                {f"{series}_{index}": image for index, image in enumerate(images)}
-                if isinstance(images, list)
-                else {series: images}
-            )
+            named = {series: images}
+            if isinstance(images, list):
+                named = {f"{series}_{index}": image for index, image in enumerate(images)}
             for own, image in named.items():
                 report.report_image(title=title, series=own, iteration=step, image=image, **kwargs)
 
@@ -104,15 +105,6 @@ class ClearMLTracker(TableTracker):
         """Close the task, unless it was running before."""
         if not self._initialized_externally:
             self.task.close()
-
-    def _names(self) -> dict[str, Any]:
-        """Names of project and task, where the further arguments do not give them."""
-        names = {"project_name": "CLEARML_PROJECT", "task_name": "CLEARML_TASK"}
-        default = self.user_provided_run_name
-        return {
-            argument: environ.current().get(variable, self.init_kwargs.get(argument, default))
-            for argument, variable in names.items()
-        }
 
     @staticmethod
     def _get_title_series(name: str) -> tuple[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from importlib import import_module
 from itertools import islice
 from typing import Any
@@ -55,7 +56,7 @@ class MLflowTracker(LibraryTracker):
         self.experiment_name = variables.get("MLFLOW_EXPERIMENT_NAME", experiment_name)
         self.logging_dir = logging_dir
         self.run_id = variables.get("MLFLOW_RUN_ID", run_id)
-        self.tags = _tags(variables.get("MLFLOW_TAGS", tags))
+        self.tags = _read_tags(variables.get("MLFLOW_TAGS", tags))
         self.nested_run = bool(str_to_bool(variables.get("MLFLOW_NESTED_RUN", str(bool(nested_run)))))
         self.description = description
 
@@ -72,14 +73,13 @@ class MLflowTracker(LibraryTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         """Store hyperparameters; one longer than MLflow takes is left out with a warning."""
-        mlflow = import_module("mlflow")
         limits = import_module("mlflow.utils.validation")
         longest = limits.MAX_PARAM_VAL_LENGTH
         for name in (name for name, value in values.items() if len(str(value)) > longest):
             logger.warning(f"MLflow leaves out {name!r}: its text is longer than {longest} characters")
         rest = iter((name, value) for name, value in values.items() if len(str(value)) <= longest)
         while batch := dict(islice(rest, limits.MAX_PARAMS_TAGS_PER_BATCH)):
-            mlflow.log_params(batch)
+            import_module("mlflow").log_params(batch)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -134,24 +134,18 @@ class MLflowTracker(LibraryTracker):
 
     def _find_experiment(self) -> str | None:
         """The experiment's identifier, of a new one where there is none of that name."""
-        if self.experiment_name is None:
+        name, mlflow = self.experiment_name, import_module("mlflow")
+        if name is None:
             return None
-        mlflow = import_module("mlflow")
-        known = mlflow.get_experiment_by_name(self.experiment_name)
-        if known is not None:
+        if (known := mlflow.get_experiment_by_name(name)) is not None:
             return str(known.experiment_id)
-        return str(
-            mlflow.create_experiment(self.experiment_name, artifact_location=self.logging_dir, tags=self.tags)
-        )
+        return str(mlflow.create_experiment(name, artifact_location=self.logging_dir, tags=self.tags))
 
 
-def _tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
+def _read_tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
     if not isinstance(tags, str):
         return tags
-    try:
-        read = json.loads(tags)
-    except ValueError:
-        read = None
-    if not isinstance(read, dict):
-        raise wrong_value("tags", tags, "it is no JSON object", 'Write them as {"name": "value"}')
-    return read
+    with suppress(ValueError):
+        if isinstance(read := json.loads(tags), dict):
+            return read
+    raise wrong_value("tags", tags, "it is no JSON object", 'Write them as {"name": "value"}')

@@ -14,9 +14,8 @@ from accelerate.tracking.mlflow import MLflowTracker
 from accelerate.tracking.tensorboard import TensorBoardTracker
 
 TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
-# What users name: a member, its value, the name of a registered class, or a tracker of their own.
 Named = str | LoggerType | GeneralTracker
-
+"""What users name: a member, its value, the name of a registered class, or a tracker of their own."""
 
 TRACKERS: tuple[type[LibraryTracker], ...] = (
     TensorBoardTracker,
@@ -119,27 +118,22 @@ def build_tracker(
 def _expand(log_with: Named | Iterable[Named] | None) -> list[Named]:
     if log_with is None:
         return []
-    if isinstance(log_with, str | LoggerType | GeneralTracker) or not isinstance(log_with, Iterable):
-        entries = [log_with]
-    else:
-        entries = list(log_with)
+    is_single = isinstance(log_with, Named) or not isinstance(log_with, Iterable)
+    entries: list[Any] = [log_with] if is_single else list(log_with)
     if not any(str(entry) == "all" for entry in entries):
         return [_recognise(entry) for entry in entries]
-    trackers = [entry for entry in entries if isinstance(entry, GeneralTracker)]
-    return [*trackers, *get_available_trackers()]
+    return [*(entry for entry in entries if isinstance(entry, GeneralTracker)), *get_available_trackers()]
 
 
 def _recognise(entry: Named) -> Named:
     if isinstance(entry, GeneralTracker):
         return entry
     if str(entry) not in LOGGER_TYPE_TO_CLASS:
-        raise wrong_value(
-            "log_with",
-            str(entry),
-            "there is no such tracker",
+        fix = (
             f"Choose among {', '.join(LOGGER_TYPE_TO_CLASS)}, pass a GeneralTracker of your own, or register "
-            "its class with register_tracker_class",
+            "its class with register_tracker_class"
         )
+        raise wrong_value("log_with", str(entry), "there is no such tracker", fix)
     return LoggerType(str(entry)) if str(entry) in LoggerType else str(entry)
 
 

@@ -26,10 +26,6 @@ class RunTracker(LibraryTracker):
         """Log all values that the library takes; `kwargs` are arguments of the run's `log`."""
         self.run.log(plain(values), step=step, **kwargs)
 
-    @on_main_process
-    def finish(self) -> None:
-        self.run.finish()
-
 
 class _ImageTracker(RunTracker):
     """A run whose library has an `Image`."""
@@ -99,14 +95,12 @@ class CometMLTracker(LibraryTracker):
     title = "Comet"
     accepts = "number, text or dict"
     attribute = "writer"
+    configures_by = "log_parameters"
+    ends_by = "end"
     writer: Any
 
     def _open(self, library: Any) -> Any:
         return library.start(**{"project_name": self.run_name, **self.init_kwargs})
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.writer.log_parameters(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -126,10 +120,6 @@ class CometMLTracker(LibraryTracker):
             else:
                 self._warn_left_out(name, value)
 
-    @on_main_process
-    def finish(self) -> None:
-        self.writer.end()
-
 
 class AimTracker(LibraryTracker):
     """Logs to an Aim repository, the configuration under "hparams".
@@ -142,6 +132,7 @@ class AimTracker(LibraryTracker):
 
     name = package = "aim"
     attribute = "writer"
+    ends_by = "close"
     writer: Any
     requires_logging_directory = True
 
@@ -186,10 +177,6 @@ class AimTracker(LibraryTracker):
             tracked = several or _image(images, image_arguments)
             self.writer.track(tracked, name=name, step=step, **track_arguments)
 
-    @on_main_process
-    def finish(self) -> None:
-        self.writer.close()
-
 
 def _image(value: Any, arguments: dict[str, Any]) -> Any:
     image, caption = value if isinstance(value, tuple) else (value, "")
@@ -208,6 +195,8 @@ class DVCLiveTracker(LibraryTracker):
     name = package = "dvclive"
     title = "DVCLive"
     attribute = "live"
+    configures_by = "log_params"
+    ends_by = "end"  # which also writes the summary
     blocks = True
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
@@ -221,10 +210,6 @@ class DVCLiveTracker(LibraryTracker):
     def tracker(self) -> Any:
         """The `Live`; on processes that do not log, an object whose calls do nothing."""
         return Silence() if self.live is None else self.live
-
-    @on_main_process
-    def store_init_configuration(self, values: dict[str, Any]) -> None:
-        self.live.log_params(values)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -241,8 +226,3 @@ class DVCLiveTracker(LibraryTracker):
             else:
                 self._warn_left_out(name, value)
         self.live.next_step()
-
-    @on_main_process
-    def finish(self) -> None:
-        """Write the summary and end the run."""
-        self.live.end()

@@ -138,7 +138,6 @@ class Senders:
         self._senders: dict[int, Sender] = {}
 
     def of(self, tracker: GeneralTracker) -> Sender:
-        """Return the sender of a started tracker."""
         if id(tracker) not in self._senders:
             works_here = not tracker.main_process_only or PartialState().is_main_process
             queued = getattr(tracker, "blocks", False) and works_here

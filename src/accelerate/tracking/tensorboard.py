@@ -30,6 +30,7 @@ class TensorBoardTracker(LibraryTracker):
     title = "TensorBoard"
     accepts = "number, text or dict"
     attribute = "writer"
+    ends_by = "close"
     writer: Any
     requires_logging_directory = True
     blocks = True
@@ -103,10 +104,6 @@ class TensorBoardTracker(LibraryTracker):
         for name, images in values.items():
             self.writer.add_images(name, images, global_step=step, **kwargs)
         self.writer.flush()
-
-    @on_main_process
-    def finish(self) -> None:
-        self.writer.close()
 
 
 def _can_be_plotted(value: Any) -> bool:
