@@ -53,7 +53,12 @@ def make_cli_parser(words: list[str]) -> CustomArgumentParser:
     subparsers: Any = parser.add_subparsers(
         metavar="<command>", title="commands", parser_class=CustomArgumentParser
     )
-    for name in _needed(words):
+    needed = list(COMMANDS)
+    if words and words[0] in COMMANDS:
+        needed = [words[0]]
+    elif words and words[0] in ("-h", "--help"):
+        needed = []
+    for name in needed:
         module, function = _MAKERS[name]
         getattr(import_module(f"accelerate.commands.{module}"), function)(subparsers)
     # The help gets its table of commands without loading them.
@@ -61,13 +66,6 @@ def make_cli_parser(words: list[str]) -> CustomArgumentParser:
     for name, (_, summary) in COMMANDS.items():
         subparsers._choices_actions.append(subparsers._ChoicesPseudoAction(name, (), summary))
     return parser
-
-
-def _needed(words: list[str]) -> list[str]:
-    """The commands whose own options matter: the one named; none for the short help; else all."""
-    if words and words[0] in COMMANDS:
-        return [words[0]]
-    return [] if words and words[0] in ("-h", "--help") else list(COMMANDS)
 
 
 def main() -> None:

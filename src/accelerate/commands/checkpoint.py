@@ -137,8 +137,7 @@ def _contents(folder: Path) -> dict[str, Any]:
     return contents
 
 
-SHARDS = ".distcp"
-"""Ending of files of shards, which are read by way of the metadata beside them."""
+SHARDS = ".distcp"  # ending of files of shards, which are read by way of the metadata beside them
 
 
 @dataclass(frozen=True)
@@ -150,12 +149,17 @@ class OpaqueFile:
 
 
 def _read(path: Path) -> Any:
-    """Read a file; one of another format, or with objects that could run code, is only measured."""
-    from accelerate.checkpointing import measure, shard_index
+    """Read a file, with the metadata of shards all of them; one of another format is only measured.
+
+    So is one with objects that could run code.
+    """
+    from accelerate.checkpointing import measure, memory_for, rejoin, shard_files, shard_index
     from accelerate.weights import read_safetensors, read_torch, refused_globals
 
     if path.name == shard_index.NAME:
-        return _read_shards(path)
+        index = shard_index.read(path.parent, "")
+        values = shard_files.read(index, {name: memory_for(index.stored(name)) for name in index.paths}, {})
+        return {key: rejoin(values[name]) for name, key in index.paths.items()}
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     if path.suffix in (".bin", ".pt", ".pkl"):
@@ -165,15 +169,6 @@ def _read(path: Path) -> Any:
             if not (is_zipfile(path) and refused_globals(path)):
                 raise
     return OpaqueFile(*measure(path))
-
-
-def _read_shards(path: Path) -> dict[str, Any]:
-    """Read the whole tensors and the other values of a folder of shards, whose metadata is given."""
-    from accelerate.checkpointing import memory_for, rejoin, shard_files, shard_index
-
-    index = shard_index.read(path.parent, "")
-    values = shard_files.read(index, {name: memory_for(index.stored(name)) for name in index.paths}, {})
-    return {key: rejoin(values[name]) for name, key in index.paths.items()}
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:

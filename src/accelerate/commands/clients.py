@@ -30,11 +30,8 @@ PACKAGE = "accelerate"
 HEADER = "Home-page: https://huggingface.co/docs/accelerate"
 """The line that `--allow` writes: where the interface of this package is described."""
 SEARCHED = "huggingface"
-NEWEST = Version("1.15.0")
-"""The newest version that llamafactory accepts."""
-
-HEADER_GATE = ("sentence-transformers", "setfit")
-"""Libraries whose training asks for that word in the header."""
+NEWEST = Version("1.15.0")  # the newest version that llamafactory accepts
+HEADER_GATE = ("sentence-transformers", "setfit")  # libraries whose training asks for that word in the header
 MEANING = (
     "sentence-transformers, and setfit through it, trains only with a package whose metadata has the header "
     f'"Home-page" with the word "{SEARCHED}" in it. This package is an independent implementation of the '
@@ -61,8 +58,6 @@ class Client:
 
 
 def clients_command(args: argparse.Namespace) -> None:
-    """List the libraries, or write or remove the header; an error where the metadata cannot be read or
-    written."""
     try:
         package = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
@@ -151,7 +146,6 @@ def _undo(package: metadata.Distribution) -> str:
 
 
 def _file(package: metadata.Distribution, name: str) -> Path:
-    """Return the path of a file of the installed metadata."""
     for file in package.files or ():
         if file.name == name and file.parent.suffix == ".dist-info":
             return Path(str(file.locate()))

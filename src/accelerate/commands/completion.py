@@ -26,7 +26,6 @@ FOLDER_MARKS = ("_dir",)
 
 
 def completion_command(args: argparse.Namespace) -> None:
-    """Print the script that completes `accelerate` in ``args.shell``."""
     print(make_script(args.shell))
 
 
@@ -41,9 +40,12 @@ def make_script(shell: str) -> str:
     for name, child in subcommands(parser).items():
         child.description = COMMANDS[name][1]
     for action in _actions(parser):
-        kind = _path_kind(action)
-        if kind is not None:
-            action.complete = getattr(shtab, kind)  # type: ignore[attr-defined]
+        if action.nargs == 0 or action.choices:
+            continue
+        if action.dest.endswith(FILE_MARKS) or action.dest == "training_script_args":
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.dest.endswith(FOLDER_MARKS):
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
     return shtab.complete(parser, shell, root_prefix="accelerate")
 
 
@@ -51,15 +53,6 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
     yield from parser._actions
     for child in subcommands(parser).values():
         yield from _actions(child)
-
-
-def _path_kind(action: argparse.Action) -> str | None:
-    """Which of shtab's completions of paths an option takes, if it takes a path."""
-    if action.nargs == 0 or action.choices:
-        return None
-    if action.dest.endswith(FILE_MARKS) or action.dest == "training_script_args":
-        return "FILE"
-    return "DIRECTORY" if action.dest.endswith(FOLDER_MARKS) else None
 
 
 @parser_of("completion", DESCRIPTION, completion_command)

@@ -44,17 +44,13 @@ DTYPES = tuple(BITS_OF)
 TRAINED_IN = ("float32", "float16", "bfloat16")
 """Number formats that models are trained in; the others are for inference."""
 
-FULL = 4
-"""Bytes of a weight, a gradient or an optimizer state in float32."""
+FULL = 4  # bytes of a weight, a gradient or an optimizer state in float32
 
 
 def size_of(weights: Iterable[Weight], dtype: str) -> int:
     """Bytes that tensors take in a number format; indices and packed weights stay as they are."""
-    return sum(_bytes(weight, dtype) for weight in weights)
-
-
-def _bytes(weight: Weight, dtype: str) -> int:
-    return math.ceil(weight.numel * BITS_OF[dtype] / 8) if weight.is_float else weight.stored_bytes
+    bits = BITS_OF[dtype]
+    return sum(math.ceil(w.numel * bits / 8) if w.is_float else w.stored_bytes for w in weights)
 
 
 def layer_of(name: str) -> str:
@@ -65,10 +61,9 @@ def layer_of(name: str) -> str:
 
 
 def largest_layer(weights: Iterable[Weight], dtype: str) -> tuple[str, int]:
-    """Name and bytes of the largest layer."""
     sizes: Counter[str] = Counter()
     for weight in weights:
-        sizes[layer_of(weight.name)] += _bytes(weight, dtype)
+        sizes[layer_of(weight.name)] += size_of([weight], dtype)
     return max(sizes.items(), key=lambda item: item[1], default=("", 0))
 
 
@@ -99,19 +94,13 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Weight]], int]] = {
 
 @dataclass(frozen=True)
 class Sharding:
-    """What is split between processes, and in which number format it is kept.
-
-    Attributes:
-        gathered: what of split weights is whole in the forward pass: the largest "layer", or "all".
-        masters: in 16 bit, the float32 weights belong to the optimizer, and weights and gradients are kept in
-            16 bit (DeepSpeed); else weights and gradients are kept in float32.
-    """
+    """What is split between processes, and in which number format it is kept."""
 
     weights: bool
     gradients: bool
     optimizer: bool
-    gathered: str = "nothing"
-    masters: bool = False
+    gathered: str = "nothing"  # of split weights in the forward pass: the largest "layer", or "all"
+    masters: bool = False  # in 16 bit, the optimizer alone has float32 weights (DeepSpeed)
 
 
 SHARDINGS = {
@@ -127,11 +116,9 @@ SHARDINGS = {
 def training_bytes(
     weights: Sequence[Weight], dtype: str, optimizer: str, sharding: str, processes: int
 ) -> dict[str, int] | None:
-    """Bytes on each process while a model is trained, without activations.
+    """Bytes on each process while a model is trained, by part and in total, without activations.
 
-    Returns:
-        Bytes of the weights, the gradients, the optimizer's states, and all together; ``None`` for a format
-        that models are not trained in.
+    ``None`` for a number format that models are not trained in.
     """
     if dtype not in TRAINED_IN:
         return None
@@ -187,8 +174,7 @@ def estimate_training_usage(
 
 
 WHOLE = "_Block"
-MOST_DIGITS = 6
-"""Of the number of a device."""
+MOST_DIGITS = 6  # of the number of a device
 DEVICES = ("mps", "cpu", "disk")
 
 
@@ -212,13 +198,10 @@ def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
 def plan_of(
     weights: Iterable[Weight], dtype: str, memory: Mapping[Any, int] | None
 ) -> tuple[dict[str, Any], str]:
-    """Plan a device map.
+    """Plan a device map; return devices by module, and the plan as a table.
 
     Args:
         memory: bytes by device; None: what is free on this machine, without a tenth for activations.
-
-    Returns:
-        Devices by module, and the plan as a table.
     """
     from accelerate.big_modeling import explain_device_map, infer_auto_device_map, plan_memory
 
@@ -270,29 +253,8 @@ def gather_data(args: argparse.Namespace) -> list[list[Any]]:
     Raises:
         ConfigurationError: there is no such model, or it cannot be read.
     """
-    return _rows(args, read_tensors(args.model_name, args.library_name, args.trust_remote_code))
-
-
-def _rows(args: argparse.Namespace, model: Tensors) -> list[list[Any]]:
-    optimizer, sharding, processes = _training(args)
-    return [
-        [
-            dtype,
-            largest_layer(model.weights, dtype)[1],
-            size_of(model.weights, dtype),
-            training_bytes(model.weights, dtype, optimizer, sharding, processes),
-        ]
-        for dtype in args.dtypes
-    ]
-
-
-def _training(args: argparse.Namespace) -> tuple[str, str, int]:
-    """Optimizer, sharding and processes; a namespace that a program builds may lack them."""
-    processes = getattr(args, "num_processes", 1)
-    if processes < 1:
-        raise wrong_value("--num_processes", processes, "there is at least one process", "Give 1 or more")
-    sharding = getattr(args, "sharding", None) or ("full_shard" if processes > 1 else "none")
-    return getattr(args, "optimizer", "adamw"), sharding, processes
+    model = read_tensors(args.model_name, args.library_name, args.trust_remote_code)
+    return [[dtype, *sizes.values()] for dtype, sizes in _facts(args, model)["dtypes"].items()]
 
 
 def estimate_command(args: argparse.Namespace) -> None:
@@ -305,8 +267,7 @@ def estimate_command(args: argparse.Namespace) -> None:
         ConfigurationError: there is no such model, or it cannot be read.
     """
     model = read_tensors(args.model_name, args.library_name, args.trust_remote_code)
-    rows = _rows(args, model)
-    facts = _facts(args, model, rows)
+    facts = _facts(args, model)
     plans = {}
     if getattr(args, "device_map", None) is not None:
         memory = parse_memory(args.device_map)
@@ -319,6 +280,7 @@ def estimate_command(args: argparse.Namespace) -> None:
 
     console = Console(highlight=False)
     headers = ["dtype", "largest layer", "total size", f"training with {facts['optimizer']}"]
+    rows = [(dtype, *sizes.values()) for dtype, sizes in facts["dtypes"].items()]
     cells = [
         [dtype, convert_bytes(largest), convert_bytes(total), convert_bytes(parts["total"]) if parts else "-"]
         for dtype, largest, total, parts in rows
@@ -339,20 +301,29 @@ def estimate_command(args: argparse.Namespace) -> None:
         console.print(line, soft_wrap=is_text, markup=not is_text)
 
 
-def _facts(args: argparse.Namespace, model: Tensors, rows: list[list[Any]]) -> dict[str, Any]:
-    optimizer, sharding, processes = _training(args)
+def _facts(args: argparse.Namespace, model: Tensors) -> dict[str, Any]:
+    """What is said of a model; a namespace that a program builds may lack the options of training."""
+    processes = getattr(args, "num_processes", 1)
+    if processes < 1:
+        raise wrong_value("--num_processes", processes, "there is at least one process", "Give 1 or more")
+    sharding = getattr(args, "sharding", None) or ("full_shard" if processes > 1 else "none")
+    optimizer, weights = getattr(args, "optimizer", "adamw"), model.weights
     return {
         "model": args.model_name,
         "source": model.source,
-        "parameters": sum(weight.numel for weight in model.weights if weight.is_float),
-        "stored_bytes": sum(weight.stored_bytes for weight in model.weights),
-        "largest_layer": largest_layer(model.weights, "float32")[0],
+        "parameters": sum(weight.numel for weight in weights if weight.is_float),
+        "stored_bytes": sum(weight.stored_bytes for weight in weights),
+        "largest_layer": largest_layer(weights, "float32")[0],
         "optimizer": optimizer,
         "sharding": sharding,
         "num_processes": processes,
         "dtypes": {
-            dtype: {"largest_layer_bytes": largest, "total_bytes": total, "training_bytes": training}
-            for dtype, largest, total, training in rows
+            dtype: {
+                "largest_layer_bytes": largest_layer(weights, dtype)[1],
+                "total_bytes": size_of(weights, dtype),
+                "training_bytes": training_bytes(weights, dtype, optimizer, sharding, processes),
+            }
+            for dtype in args.dtypes
         },
     }
 

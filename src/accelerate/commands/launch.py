@@ -27,7 +27,6 @@ from accelerate.launch.backends import Launcher, launcher_for
 from accelerate.settings import (
     CustomArgumentParser,
     CustomHelpFormatter,
-    Layer,
     Settings,
     clean_option as clean_option,
     default_config_file as default_config_file,
@@ -102,7 +101,10 @@ class LaunchParser(CustomArgumentParser):
         if rest:  # here: the parent parser knows none of these flags and could not suggest one
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         flags.mark_given(self, parsed, words)
-        parsed.training_script_args = _own_words(parsed.training_script, parsed.training_script_args, words)
+        # Some versions of argparse drop a `--` that comes first among the script's words.
+        own = parsed.training_script_args
+        if list(words[: len(words) - len(own)][-2:]) == [parsed.training_script, "--"]:
+            parsed.training_script_args = ["--", *own]
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
@@ -120,20 +122,11 @@ def _missing_script(words: Sequence[str]) -> str:
     return f"the script to run is missing{taken}: accelerate launch [options] train.py"
 
 
-def _own_words(script: str, rest: list[str], words: Sequence[str]) -> list[str]:
-    """The script's words with the ``--`` that some versions of argparse drop when it comes first."""
-    before = words[: len(words) - len(rest)]
-    return ["--", *rest] if list(before[-2:]) == [script, "--"] else rest
-
-
 def read_settings(args: argparse.Namespace) -> Settings:
     """Merge file, environment and flags; the PET_* variables are weaker than flags alone."""
-    given = getattr(args, "config_file", None)
+    given, present = getattr(args, "config_file", None), environ.current()
     path = find_config_file(given)
-    layers: list[Layer] = []
-    if path is not None:
-        layers.append(read_layer(path, str(path) if given else f"{DEFAULT_FILE} {path}"))
-    present = environ.current()
+    layers = [read_layer(path, str(path) if given else f"{DEFAULT_FILE} {path}")] if path else []
     return env.apply_torchrun_variables(merge_layers(*layers, env.layer(present), flags.layer(args)), present)
 
 

@@ -22,8 +22,7 @@ from accelerate.base import (
 from accelerate.weights import read_weight_map
 
 CONFIG_NAME = "config.json"
-BITS = {"BOOL": 8, "F4": 4, "F6": 6}
-"""Bits of the number formats whose name does not say it."""
+BITS = {"BOOL": 8, "F4": 4, "F6": 6}  # bits of the number formats whose name does not say it
 
 
 @dataclass(frozen=True)
@@ -58,9 +57,7 @@ class Tensors:
     source: str
 
 
-def read_tensors(
-    model: str, library: str | None, trust_remote_code: bool, token: str | None = None
-) -> Tensors:
+def read_tensors(model: str, library: str | None, trust_remote_code: bool) -> Tensors:
     """Find out which tensors a model has; no weights are downloaded or loaded.
 
     Args:
@@ -79,7 +76,7 @@ def read_tensors(
         raise wrong_value("MODEL", str(path), reason, "Name one of these, or the model's folder")
     if path.is_absolute() or model.startswith((".", "~")) or model.count("/") > 1:
         raise wrong_value("MODEL", model, "there is no such file or folder", "Check the path")
-    return _of_hub(model, library, trust_remote_code, token)
+    return _of_hub(model, library, trust_remote_code)
 
 
 def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tensors:
@@ -119,23 +116,23 @@ def _read_header(path: Path) -> Iterator[Weight]:
         raise wrong_value("MODEL", str(path), reason, "Check the file") from error
 
 
-def _of_hub(model: str, library: str | None, trust_remote_code: bool, token: str | None) -> Tensors:
+def _of_hub(model: str, library: str | None, trust_remote_code: bool) -> Tensors:
     """From the Hub; where it cannot be reached, from the files that an earlier download left."""
     try:
-        info = verify_on_hub(model, token)
+        info = verify_on_hub(model)
     except Unreachable as error:
         folder = _cached_folder(model)
         if folder is None:
             raise ConfigurationError(str(error)) from error
         return _of_folder(folder, library, trust_remote_code)
-    if weights := _ask_hub(model, lambda hub: _headers_on_hub(hub, model, token)):
+    if weights := _ask_hub(model, lambda hub: _headers_on_hub(hub, model)):
         return Tensors(weights, f"safetensors headers of {model} on the Hub")
-    return _of_empty_model(model, library or info.library_name or "", trust_remote_code, token)
+    return _of_empty_model(model, library or info.library_name or "", trust_remote_code)
 
 
-def _headers_on_hub(hub: Any, model: str, token: str | None) -> tuple[Weight, ...]:
+def _headers_on_hub(hub: Any, model: str) -> tuple[Weight, ...]:
     try:
-        files = hub.get_safetensors_metadata(model, token=token).files_metadata
+        files = hub.get_safetensors_metadata(model).files_metadata
     except hub.utils.NotASafetensorsRepoError:
         return ()
     return tuple(
@@ -219,8 +216,8 @@ def _connection_errors() -> tuple[type[Exception], ...]:
     return tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
 
 
-def _of_empty_model(model: str, library: str, trust_remote_code: bool, token: str | None = None) -> Tensors:
-    empty = create_empty_model(model, library, trust_remote_code, token)
+def _of_empty_model(model: str, library: str, trust_remote_code: bool) -> Tensors:
+    empty = create_empty_model(model, library, trust_remote_code)
     from accelerate.weights import DTYPES
 
     names = {dtype: name for name, dtype in DTYPES.items()}

@@ -53,18 +53,13 @@ def run_command(
         SubprocessCallException: It failed; the text has what it printed.
     """
     words = [str(word) for word in command]
-    done = subprocess.run(
-        words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False, **_options(env)
-    )
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    done = subprocess.run(words, env=env, text=True, errors="replace", check=False, **pipes)
     if done.returncode:
         raise SubprocessCallException(
             f"`{shlex.join(words)}` ended with exit code {done.returncode}. It printed:\n\n{done.stdout}"
         )
     return str(done.stdout) if return_stdout else None
-
-
-def _options(env: Mapping[str, str] | None) -> dict[str, Any]:
-    return {"env": None if env is None else dict(env), "text": True, "errors": "replace"}
 
 
 def execute_subprocess_async(
@@ -95,9 +90,8 @@ def execute_subprocess_async(
     if echo:
         print("\nRunning: ", " ".join(words))
     output = Output()
-    with subprocess.Popen(
-        words, stdin=stdin, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **_options(env)
-    ) as process:
+    pipes: Any = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(words, env=env, text=True, errors="replace", **pipes) as process:
         streams = (
             (process.stdout, output.stdout, sys.stdout, "stdout:", quiet),
             (process.stderr, output.stderr, sys.stderr, "stderr:", quiet),

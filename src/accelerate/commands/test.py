@@ -25,11 +25,8 @@ SCRIPT = "accelerate.test_utils.scripts.test_script"
 RESUME_SCRIPT = "accelerate.test_utils.scripts.test_resume"
 RUNS = ("whole", "interrupted", "resumed")
 SAME = "same"
-WIDE = 140
-"""Columns of a table that no terminal shows."""
-
-Record = dict[str, Any]
-"""What one process recorded in one run."""
+WIDE = 140  # columns of a table that no terminal shows
+Record = dict[str, Any]  # what one process recorded in one run
 
 
 def test_command(args: argparse.Namespace) -> None:
@@ -52,19 +49,13 @@ def test_command(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result for one kind of loader.
-
-    Attributes:
-        batches: that were compared, over all processes.
-        samples: "same", or where they begin to differ.
-        weights: "same", or by how much they differ.
-    """
+    """The result for one kind of loader."""
 
     name: str
     workers: int
-    batches: int
-    samples: str
-    weights: str
+    batches: int  # that were compared, over all processes
+    samples: str  # "same", or where they begin to differ
+    weights: str  # "same", or by how much they differ
 
     @property
     def is_same(self) -> bool:

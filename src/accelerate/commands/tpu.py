@@ -65,9 +65,11 @@ def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
     """What is run on each host: flags win over the configuration file."""
     file = args.command_file or (config.command_file if config and not args.command else None)
     given = [" ".join(words) for words in args.command or []]
-    own = _read_lines(file) if file else given or (list(config.commands or []) if config else [])
-    if args.command_file and given:
-        own += given
+    if file:
+        lines = (line.strip() for line in read_file(str(existing_file("--command_file", file))).splitlines())
+        own = [*(line for line in lines if line and not line.startswith("#")), *given]
+    else:
+        own = given or list(config.commands or [] if config else [])
     if args.install_accelerate:
         version = args.accelerate_version
         package = "-U accelerate" if version == LATEST else shlex.quote(f"accelerate=={version}")
@@ -77,12 +79,6 @@ def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
             "There is nothing to run. Give --command, --command_file or --install_accelerate."
         )
     return own
-
-
-def _read_lines(file: str) -> list[str]:
-    path = existing_file("--command_file", file)
-    lines = (line.strip() for line in read_file(str(path)).splitlines())
-    return [line for line in lines if line and not line.startswith("#")]
 
 
 @parser_of("tpu-config", DESCRIPTION, tpu_command_launcher)

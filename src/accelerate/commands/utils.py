@@ -16,16 +16,8 @@ from accelerate.settings import (
     OneSpellingFormatter,
 )
 
-DEVICE_PROBES = (
-    "is_hpu_available",
-    "is_mlu_available",
-    "is_mps_available",
-    "is_musa_available",
-    "is_neuron_available",
-    "is_npu_available",
-    "is_sdaa_available",
-    "is_xpu_available",
-)
+_DEVICES = ("hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "xpu")
+DEVICE_PROBES = tuple(f"is_{device}_available" for device in _DEVICES)
 """Names of `accelerate.devices` that can be imported from several commands too."""
 
 PARSER_DOCSTRING = """The parser of ``accelerate {}``.

@@ -111,24 +111,17 @@ USUAL: dict[str, Any] = {
 }
 """Defaults on any machine."""
 
-BF16_CAPABILITY = 8.0
-"""Compute capability from which NVIDIA GPUs compute in bfloat16."""
+BF16_CAPABILITY = 8.0  # compute capability from which NVIDIA GPUs compute in bfloat16
 
 
 @dataclass(frozen=True)
 class Suggestions:
-    """Defaults of the questionnaire, by option name.
-
-    Attributes:
-        offers: the values that are listed.
-        kept: what the file that is there says.
-        facts: lines about the machine.
-    """
+    """Defaults of the questionnaire, by option name."""
 
     values: Mapping[str, Any]
-    offers: Mapping[str, tuple[str, ...]]
-    kept: Mapping[str, Any]
-    facts: tuple[str, ...]
+    offers: Mapping[str, tuple[str, ...]]  # the values that are listed
+    kept: Mapping[str, Any]  # what the file that is there says
+    facts: tuple[str, ...]  # lines about the machine
     has_accelerator: bool = True
 
 

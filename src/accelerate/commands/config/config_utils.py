@@ -61,5 +61,4 @@ def add_subcommand(
 
 
 def add_config_file(parser: argparse.ArgumentParser) -> None:
-    """Add the option that names the file."""
     parser.add_argument("--config_file", default=None, help="The file; default: the default one.")
