@@ -30,9 +30,7 @@ GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 GRACE_SECONDS = 15
 """How long processes may take to end by themselves; the variable, which torch reads too, says otherwise."""
 
-PATIENCE = 2.0
-"""Seconds that descendants get to notice that the child has ended."""
-
+PATIENCE = 2.0  # seconds that descendants get to notice that the child has ended
 _CAN_BLOCK = hasattr(signal, "pthread_sigmask")
 
 
@@ -81,8 +79,7 @@ class RequestNotes:
         return noted
 
 
-NOTES = RequestNotes()
-"""Of this process: handlers are one per process."""
+NOTES = RequestNotes()  # of this process: handlers are one per process
 
 
 def grace() -> int:
@@ -102,16 +99,10 @@ def say(text: str) -> None:
 
 
 class End(NamedTuple):
-    """How a child ended.
+    """How a child ended."""
 
-    Attributes:
-        code: the exit code that a shell would show.
-        killed_after: the signal after which it did not end in time, so that the launcher killed it; 0 where
-            it ended by itself.
-    """
-
-    code: int
-    killed_after: int
+    code: int  # the exit code that a shell would show
+    killed_after: int  # the signal after which it did not end in time and was killed; 0: it ended by itself
 
 
 def run_child(
@@ -124,8 +115,8 @@ def run_child(
 
     Args:
         added: variables it gets in addition to those of this process.
-        instead: signal that reaches this process -> signal that is sent to the program instead.
-        blocked_at_start: signals that the program starts with blocked; it has to unblock them itself.
+        instead: signal received -> signal that is sent to the program instead.
+        blocked_at_start: signals that it has to unblock itself.
     """
     ending = Ending(instead or {})
     # Set before the start: a signal that is caught here has its default action in the program, even where the
@@ -174,15 +165,11 @@ def ignored_for_good() -> tuple[int, ...]:
 
 
 class Ending:
-    """Ends a child and its descendants: asks first, and kills what is left after a while.
-
-    Args:
-        instead: signal received -> signal sent.
-    """
+    """Ends a child and its descendants: asks first, and kills what is left after a while."""
 
     def __init__(self, instead: Mapping[int, int]) -> None:
         self.killed_after = 0  # the signal after which the child had to be killed
-        self._instead = instead
+        self._instead = instead  # signal received -> signal sent
         self._child: subprocess.Popen[Any] | None = None
         self._early: list[int] = []
         self._family: list[Any] = []

@@ -22,32 +22,23 @@ ENTRY = Path(__file__).with_name("entry.py")
 MOST_DIGITS = 18
 EXITS = "exits.json"
 HANG = "hang.json"
-HANG_KIND = "Hang"
-"""Stands for an error's class: the process was ended because of a hang."""
+HANG_KIND = "Hang"  # stands for an error's class: the process was ended because of a hang
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that ended one process, in Python or by its exit code.
-
-    Attributes:
-        attempt: how often the group had been restarted.
-        moment: seconds since the epoch.
-        kind: class of the error, and those it derives from, by name.
-        headline: class and message, one line.
-        place: file and line of the last frame of the traceback.
-    """
+    """The error that ended one process, in Python or by its exit code."""
 
     rank: int
     world_size: int
-    attempt: int
+    attempt: int  # how often the group had been restarted
     host: str
     pid: int
-    moment: float
-    kind: tuple[str, ...]
-    headline: str
+    moment: float  # seconds since the epoch
+    kind: tuple[str, ...]  # class of the error, and those it derives from, by name
+    headline: str  # class and message, one line
     trace: str
-    place: str
+    place: str  # file and line of the last frame of the traceback
 
     @classmethod
     def of(cls, error: BaseException, environ: Mapping[str, str]) -> Failure:
@@ -88,21 +79,14 @@ def count_of(environ: Mapping[str, str], name: str, usual: int) -> int:
 
 @dataclass(frozen=True)
 class Exits:
-    """What the launcher saw of the processes of one attempt on its machine.
+    """What the launcher saw of the processes of one attempt on its machine."""
 
-    Attributes:
-        codes: rank -> exit code, or minus the number of the signal that ended it.
-        asked: ranks that still ran when the launcher asked them to end, with the signal `asked_by`.
-        asked_at: when, in seconds since the epoch.
-        killed: those that did not end in time, which the launcher killed.
-    """
-
-    codes: Mapping[int, int]
+    codes: Mapping[int, int]  # rank -> exit code, or minus the number of the signal that ended it
     attempt: int = 0
-    asked: tuple[int, ...] = ()
-    asked_by: int = int(signal.SIGTERM)
-    asked_at: float = 0.0
-    killed: tuple[int, ...] = ()
+    asked: tuple[int, ...] = ()  # ranks that still ran when the launcher asked them to end
+    asked_by: int = int(signal.SIGTERM)  # the signal
+    asked_at: float = 0.0  # seconds since the epoch
+    killed: tuple[int, ...] = ()  # ranks that did not end in time, which the launcher killed
 
     def write(self, folder: Path) -> None:
         (folder / EXITS).write_text(json.dumps(asdict(self)), encoding="utf-8")
@@ -121,18 +105,12 @@ class Exits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a failed run ended.
-
-    Attributes:
-        failures: errors that processes wrote down in the last attempt, the earliest first.
-        seen: what the launcher saw of its processes.
-        hang: the last report about a hang; empty without one.
-    """
+    """How a failed run ended."""
 
     code: int
-    failures: tuple[Failure, ...]
+    failures: tuple[Failure, ...]  # of the last attempt, the earliest first
     seen: Exits = field(default_factory=lambda: Exits({}))
-    hang: str = ""
+    hang: str = ""  # the last report about a hang
 
     @property
     def finished(self) -> list[int]:
@@ -148,19 +126,15 @@ def collect(folder: Path, code: int) -> Outcome:
     last = max((seen.attempt, *(failure.attempt for failure in failures)))
     of_last = [failure for failure in failures if failure.attempt == last]
     of_last.sort(key=lambda failure: failure.moment)
-    return Outcome(code, tuple(of_last), seen, _read_hang(folder / HANG, last))
+    path, hang = folder / HANG, ""
+    if path.exists() and (report := json.loads(path.read_text(encoding="utf-8")))["attempt"] >= last:
+        hang = str(report["text"])
+    return Outcome(code, tuple(of_last), seen, hang)
 
 
 def shortened(text: str, width: int = 300) -> str:
     """Cut a long line, and say how many characters are missing."""
     return text if len(text) <= width else f"{text[:width]} ... ({len(text) - width} more characters)"
-
-
-def _read_hang(path: Path, attempt: int) -> str:
-    if not path.exists():
-        return ""
-    report = json.loads(path.read_text(encoding="utf-8"))
-    return str(report["text"]) if report["attempt"] >= attempt else ""
 
 
 class Kind(IntEnum):
@@ -203,16 +177,17 @@ _READ_BY_ANOTHER = re.compile(
 
 def find_suspects(outcome: Outcome) -> list[Suspect]:
     """Return all that may have made the run fail, the most likely first."""
-    recorded = {failure.rank for failure in outcome.failures}
+    seen, recorded = outcome.seen, {failure.rank for failure in outcome.failures}
     suspects = [Suspect(_kind(failure, outcome), failure.rank, failure) for failure in outcome.failures]
     if any(suspect.kind in (Kind.HANG, Kind.OF_OTHERS, Kind.LOST) for suspect in suspects):
         suspects += [Suspect(Kind.LEFT, rank) for rank in outcome.finished]
+    by_launcher = {*seen.killed, *(rank for rank in seen.asked if seen.codes.get(rank) == -seen.asked_by)}
     silent = {
         rank: number
-        for rank, number in outcome.seen.codes.items()
-        if number and rank not in recorded and not _is_by_launcher(rank, number, outcome)
+        for rank, number in seen.codes.items()
+        if number and rank not in recorded and rank not in by_launcher
     }
-    suspects += [Suspect(Kind.AFTER if rank in outcome.seen.asked else Kind.SILENT, rank) for rank in silent]
+    suspects += [Suspect(Kind.AFTER if rank in seen.asked else Kind.SILENT, rank) for rank in silent]
 
     def order(suspect: Suspect) -> tuple[int, float]:
         # Signals before exit codes: a script that loses another rank may end itself with a code.
@@ -239,7 +214,3 @@ def _kind(failure: Failure, outcome: Outcome) -> Kind:
     text = f"{failure.kind[0]} {failure.headline}"
     lost = _ANY_CONNECTION.search(text) and _DISTRIBUTED.search(failure.trace)
     return Kind.LOST if lost or _CONNECTION.search(text) else Kind.OWN
-
-
-def _is_by_launcher(rank: int, number: int, outcome: Outcome) -> bool:
-    return rank in outcome.seen.killed or (rank in outcome.seen.asked and number == -outcome.seen.asked_by)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from accelerate.base import ConfigurationError, whole_number, wrong_value
 from accelerate.launch.machine import Machine
@@ -15,11 +14,7 @@ CHOSEN = "chosen for this machine"
 
 
 def choose_shares(settings: Settings) -> tuple[Settings, tuple[int, ...]]:
-    """Read how many processes each machine runs, where the machines differ, and set the totals that follow.
-
-    Returns:
-        The settings, and the processes on each machine; none where they are not given.
-    """
+    """Read how many processes each machine runs, where they differ, and set the totals that follow."""
     given = settings.values["processes_per_machine"]
     if not given:
         return settings, ()
@@ -39,7 +34,6 @@ def choose_shares(settings: Settings) -> tuple[Settings, tuple[int, ...]]:
 
 
 def listed(shares: tuple[int, ...]) -> str:
-    """Write shares the way the flag takes them."""
     return ",".join(map(str, shares))
 
 
@@ -49,7 +43,10 @@ def choose_processes(settings: Settings, machine: Machine) -> Settings:
     machines = launch.num_machines
     if machines < 1:
         raise wrong_option(settings, "num_machines", "at least one is needed", "Use 1 or more")
-    if _says_one_process(settings):
+    # A file with `distributed_type: NO` runs one process, unless a flag or variable asks for more.
+    explicit = settings.source("num_processes") not in (BUILT_IN, settings.source("distributed_type"))
+    chosen = any(settings.values[name] for name in (*EXCLUSIVE, "use_parallelism_config"))
+    if settings.values["distributed_type"] == "NO" and not explicit and not chosen:
         return settings.replaced("distributed_type: NO", num_processes=1)
     if launch.num_processes not in (None, -1):
         return settings
@@ -69,15 +66,7 @@ def _number_of_others(environ: Mapping[str, str]) -> str:
     return f" (rank {rank} of WORLD_SIZE={size})" if rank and size and size != "1" else ""
 
 
-def _says_one_process(settings: Settings) -> bool:
-    """A file with `distributed_type: NO` runs one process, unless a flag or variable asks for more."""
-    explicit = settings.source("num_processes") not in (BUILT_IN, settings.source("distributed_type"))
-    chosen = any(settings.values[name] for name in (*EXCLUSIVE, "use_parallelism_config"))
-    return settings.values["distributed_type"] == "NO" and not explicit and not chosen
-
-
 def _local(settings: Settings, shares: tuple[int, ...]) -> int:
-    """Processes on this machine."""
     values = settings.values
     share: int = (
         shares[values["machine_rank"]] if shares else values["num_processes"] // values["num_machines"]
@@ -86,7 +75,6 @@ def _local(settings: Settings, shares: tuple[int, ...]) -> int:
 
 
 def check_layout(settings: Settings, machine: Machine, shares: tuple[int, ...]) -> None:
-    """Refuse counts that contradict each other or the machine."""
     values = settings.values
     total, machines, rank = values["num_processes"], values["num_machines"], values["machine_rank"]
     if total < 1:
@@ -149,19 +137,14 @@ def device_ids(gpu_ids: str | None) -> tuple[str, ...]:
 
 def worker_environment(settings: Settings, machine: Machine, launcher: str) -> dict[str, str]:
     """The variables that the workers get in addition to those of this process."""
-    added = env.encode(settings)
-    ids = device_ids(settings.values["gpu_ids"])
+    added, values = env.encode(settings), settings.values
+    ids = device_ids(values["gpu_ids"])
     if ids and machine.hardware.visible_env:
         added[machine.hardware.visible_env] = ",".join(ids)
-    usual = dict(INTEL_OPENMP) if launcher == "local" and settings.values["cpu"] else {}
-    if _needs_one_queue(settings.values):
+    usual = dict(INTEL_OPENMP) if launcher == "local" and values["cpu"] else {}
+    degrees = (values["megatron_lm_tp_degree"], values["megatron_lm_context_parallel_size"])
+    is_sharded = values["use_megatron_lm"] and any((degree or 1) > 1 for degree in degrees)
+    if is_sharded and not values["megatron_lm_use_custom_fsdp"]:  # needs one queue of kernels
         usual["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     present = machine.environ or {}
     return {**added, **{name: text for name, text in usual.items() if name not in present}}
-
-
-def _needs_one_queue(values: Mapping[str, Any]) -> bool:
-    """Whether Megatron-LM shards layers or sequences, which needs one queue of kernels; its FSDP does not."""
-    degrees = (values["megatron_lm_tp_degree"], values["megatron_lm_context_parallel_size"])
-    is_sharded = any((degree or 1) > 1 for degree in degrees)
-    return bool(values["use_megatron_lm"] and is_sharded and not values["megatron_lm_use_custom_fsdp"])

@@ -54,11 +54,8 @@ def hold_loopback_store(address: str, port: int) -> object:
     """Open a store of `torch.distributed` that listens on the loopback interface alone.
 
     By default torch listens on all interfaces. A `TCPStore` that this process opens later at the same port
-    with `multi_tenant=True`, as the rendezvous "static" and "env://" do, uses this one.
-
-    Returns:
-        What keeps the store open; None where the address is not the loopback, or the port is in use: torch
-        then says so, or finds the store that this process has opened before.
+    with `multi_tenant=True`, as the rendezvous "static" and "env://" do, uses this one. None where the
+    address is not the loopback, or the port is in use: torch then says so, or finds the store opened before.
     """
     if address not in LOOPBACK:
         return None
@@ -117,17 +114,11 @@ def has_module(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about this machine, gathered once: resolving a plan looks at nothing else.
+    """Facts about this machine, gathered once: resolving a plan looks at nothing else."""
 
-    Attributes:
-        hardware: the devices that launched processes would find.
-        devices: how many of them are visible; 1 for the CPU.
-        cores: CPU cores that this process may use.
-    """
-
-    hardware: DeviceBackend = CPU
-    devices: int = 1
-    cores: int = 1
+    hardware: DeviceBackend = CPU  # the devices that launched processes would find
+    devices: int = 1  # that are visible; 1 for the CPU
+    cores: int = 1  # of the CPU, that this process may use
     port_in_use: Callable[[int], bool] = is_port_in_use
     free_port: Callable[[], int] = get_free_port
     environ: Mapping[str, str] | None = None
@@ -138,17 +129,11 @@ class Machine:
 
     @property
     def has_accelerator(self) -> bool:
-        """Whether there is anything but the CPU."""
         return self.hardware.name != CPU.name
 
 
 def look(environ: Mapping[str, str], *, cpu: bool) -> Machine:
-    """Gather the facts, without importing torch where nvidia-smi can answer.
-
-    Args:
-        environ: this process's variables; they say which devices are visible.
-        cpu: the run stays on the CPU: do not look for devices.
-    """
+    """Gather the facts, without importing torch where nvidia-smi can answer; with `cpu` find no devices."""
     hardware, devices = (CPU, 1) if cpu else count_visible(environ)
     has_affinity = hasattr(os, "sched_getaffinity")
     return Machine(

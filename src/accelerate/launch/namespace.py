@@ -19,7 +19,7 @@ from accelerate.launch.backends import (
     precision_variables,
 )
 from accelerate.launch.layout import INTEL_OPENMP, device_ids
-from accelerate.launch.machine import DEFAULT_PORT, Machine, get_free_port, is_port_in_use
+from accelerate.launch.machine import DEFAULT_PORT, LOOPBACK_ADDRESS, Machine, get_free_port, is_port_in_use
 from accelerate.launch.plan import LaunchPlan, Target, env_var_path_add, local_command
 from accelerate.settings import (
     FLAG,
@@ -55,7 +55,6 @@ def _make_plan(
     environment: Mapping[str, str],
     port: Any = None,
 ) -> LaunchPlan:
-    """The plan of a launcher for the script of a namespace."""
     rendezvous = settings[sections.RendezvousSection]
     plan = LaunchPlan(
         launcher=launcher,
@@ -64,10 +63,10 @@ def _make_plan(
         machines=settings.values["num_machines"],
         machine=rendezvous.machine_rank,
         rendezvous=rendezvous,
+        address=rendezvous.main_process_ip or LOOPBACK_ADDRESS,
         port=int(port or rendezvous.main_process_port or DEFAULT_PORT),
         environment=environment,
     )
-    plan = replace(plan, address=rendezvous.main_process_ip or plan.address)
     return replace(plan, details=launcher_for(plan).details(settings, Machine(), plan))
 
 

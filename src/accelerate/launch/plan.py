@@ -44,36 +44,23 @@ class Target:
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What to start, where and with which environment.
+    """What to start, where and with which environment."""
 
-    Attributes:
-        launcher: key of `launch.backends.base.LAUNCHERS`.
-        processes: over all machines.
-        machine: rank of this machine.
-        rendezvous: restarts, logs and the backend of torch; its address and port are those that were given.
-        address: of the machine of rank 0, as it was chosen; `port` likewise.
-        environment: only the variables that are added.
-        notes: what was assumed or changed, for the user.
-        details: what the launcher needs beyond this; see `detail`.
-        shares: processes on each machine, where these differ; empty where they do not.
-    """
-
-    launcher: str
+    launcher: str  # key of `launch.backends.base.LAUNCHERS`
     target: Target
-    processes: int = 1
+    processes: int = 1  # over all machines
     machines: int = 1
-    machine: int = 0
-    rendezvous: RendezvousSection = RendezvousSection()
-    address: str = LOOPBACK_ADDRESS
+    machine: int = 0  # rank of this machine
+    rendezvous: RendezvousSection = RendezvousSection()  # with the address and port that were given
+    address: str = LOOPBACK_ADDRESS  # of the machine of rank 0, as it was chosen; the port likewise
     port: int = DEFAULT_PORT
-    environment: Mapping[str, str] = field(default_factory=dict)
-    notes: tuple[str, ...] = ()
-    details: object = None
-    shares: tuple[int, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)  # only the variables that are added
+    notes: tuple[str, ...] = ()  # what was assumed or changed, for the user
+    details: object = None  # what the launcher needs beyond this; see `detail`
+    shares: tuple[int, ...] = ()  # processes on each machine, where these differ
 
     @property
     def local_processes(self) -> int:
-        """Processes on this machine."""
         return self.shares[self.machine] if self.shares else self.processes // self.machines
 
     @property
@@ -107,16 +94,13 @@ def local_command(target: Target) -> list[str]:
 
 
 def torchrun_arguments(plan: LaunchPlan) -> list[str]:
-    """The arguments of ``torchrun`` that run a plan."""
     rendezvous = plan.rendezvous
     words = [
         *("--nnodes", str(plan.machines)),
         *("--nproc_per_node", str(plan.local_processes)),
         *("--node_rank", str(plan.machine)),
-        *(
-            "--rdzv_endpoint",
-            f"{plan.address}:{plan.port}",
-        ),  # absent, torch would take it from PET_RDZV_ENDPOINT
+        # Absent, torch would take it from PET_RDZV_ENDPOINT.
+        *("--rdzv_endpoint", f"{plan.address}:{plan.port}"),
         *("--rdzv_backend", rendezvous.rdzv_backend),
         *("--max_restarts", str(rendezvous.max_restarts)),
         *("--monitor_interval", str(rendezvous.monitor_interval)),
@@ -155,8 +139,7 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     return ":".join([*present, str(path_to_add)])
 
 
-RECORDED = ("local", "elastic")
-"""Launchers that start the script themselves."""
+RECORDED = ("local", "elastic")  # launchers that start the script themselves
 
 
 def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:

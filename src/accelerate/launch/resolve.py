@@ -22,17 +22,18 @@ NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_
 
 
 def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[LaunchPlan, Settings]:
-    """Decide what to start.
+    """Decide what to start; return the plan, and the settings with the values that were chosen here.
 
-    Returns:
-        The plan, and the settings with the values that were chosen here filled in.
-
-    Raises:
-        ConfigurationError: the settings contradict each other or the machine.
-        LaunchError: the port that several machines agreed on is busy here.
+    An error where the settings contradict each other or the machine, or an agreed port is busy here.
     """
-    check_paradigm(settings)
-    check_budget(settings)
+    chosen = [f"--{name}" for name in EXCLUSIVE if settings.values[name]]
+    if len(chosen) > 1 and chosen != ["--multi_gpu"]:
+        raise ConfigurationError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
+    try:
+        read_seconds(settings.values["max_time"] or "0")
+    except ValueError:
+        fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
+        raise layout.wrong_option(settings, "max_time", "this is not a span of time", fix) from None
     starter = choose_starter(settings, machine)
     if starter is not None:
         settings = launcher_named(starter).amend(settings, machine)
@@ -55,16 +56,24 @@ def _plan_processes(
     settings, shares = layout.choose_shares(settings)
     settings = layout.choose_processes(settings, machine)
     layout.check_layout(settings, machine, shares)
-    name = starter or _choose_here(settings)
+    values = settings.values
+    is_single = values["num_processes"] == values["num_machines"] == 1
+    here = "local" if is_single and not any(values[name] for name in NEEDS_GROUP) else "elastic"
+    name = starter or here
     launcher = launcher_named(name)
-    _check_calls(settings, launcher, name, shares)
+    if shares and name != "elastic":
+        reason = f"the {name} launcher starts the same number on each machine"
+        raise wrong_value("--processes_per_machine", layout.listed(shares), reason, "Leave it out")
+    if launcher.called_once and values["machine_rank"]:
+        fix = "Call it once, on one machine, without it"
+        raise layout.wrong_option(settings, "machine_rank", f"the {name} launcher starts all machines", fix)
     settings = layout.choose_threads(settings, machine, name, shares)
     plan = LaunchPlan(
         launcher=name,
         target=target,
-        processes=settings.values["num_processes"],
-        machines=settings.values["num_machines"],
-        machine=settings.values["machine_rank"],
+        processes=values["num_processes"],
+        machines=values["num_machines"],
+        machine=values["machine_rank"],
         shares=shares,
     )
     if name != "local":
@@ -95,13 +104,6 @@ def _note_idle_flags(settings: Settings, starter: str | None) -> Settings:
     return settings
 
 
-def check_paradigm(settings: Settings) -> None:
-    """Refuse two ways of training at once."""
-    chosen = [f"--{name}" for name in EXCLUSIVE if settings.values[name]]
-    if len(chosen) > 1 and chosen != ["--multi_gpu"]:
-        raise ConfigurationError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
-
-
 def choose_cpu_or_devices(settings: Settings) -> Settings:
     """Decide between the CPU and `multi_gpu` where both are asked for: flags win over variables and files."""
     if settings.values["cpu"] and settings.source("gpu_ids") == FLAG:
@@ -120,15 +122,6 @@ def choose_cpu_or_devices(settings: Settings) -> Settings:
     return settings.noted(f"the run stays on the CPU: {layout.where(settings, 'cpu')}=true wins over {kind}")
 
 
-def check_budget(settings: Settings) -> None:
-    """Refuse a time budget that the processes could not read."""
-    try:
-        read_seconds(settings.values["max_time"] or "0")
-    except ValueError:
-        fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
-        raise layout.wrong_option(settings, "max_time", "this is not a span of time", fix) from None
-
-
 def choose_starter(settings: Settings, machine: Machine) -> str | None:
     """Name the program that starts the processes, if it is not this one."""
     values = settings.values
@@ -139,29 +132,17 @@ def choose_starter(settings: Settings, machine: Machine) -> str | None:
     if values["tpu"]:
         return "tpu_pod" if values["tpu_use_cluster"] else "tpu"
     if values["slurm"]:
-        return _choose_slurm(settings, machine)
+        if values["submit"] or "SLURM_JOB_ID" in (machine.environ or {}):
+            return "sbatch" if values["submit"] else "slurm"
+        if settings.source("slurm") not in (FLAG, ENVIRONMENT):
+            return None
+        fix = "Ask for one with salloc or sbatch, or add --submit"
+        raise layout.wrong_option(settings, "slurm", "this is not inside an allocation of SLURM", fix)
     if values["mpirun_hostfile"]:
         return "mpi"
     several = values["num_machines"] > 1 or values["deepspeed_hostfile"]
     starts_machines = values["deepspeed_multinode_launcher"] not in (None, "standard")
     return "deepspeed" if values["use_deepspeed"] and several and starts_machines else None
-
-
-def _choose_slurm(settings: Settings, machine: Machine) -> str | None:
-    if settings.values["submit"]:
-        return "sbatch"
-    if "SLURM_JOB_ID" in (machine.environ or {}):
-        return "slurm"
-    if settings.source("slurm") in (FLAG, ENVIRONMENT):
-        fix = "Ask for one with salloc or sbatch, or add --submit"
-        raise layout.wrong_option(settings, "slurm", "this is not inside an allocation of SLURM", fix)
-    return None
-
-
-def _choose_here(settings: Settings) -> str:
-    values = settings.values
-    alone = values["num_processes"] == 1 and values["num_machines"] == 1
-    return "local" if alone and not any(values[name] for name in NEEDS_GROUP) else "elastic"
 
 
 def _used_hardware(settings: Settings, machine: Machine) -> Machine:
@@ -176,15 +157,6 @@ def _used_hardware(settings: Settings, machine: Machine) -> Machine:
         if settings.values[name] and settings.values[name] != "all":
             raise layout.wrong_option(settings, name, "this machine shows no accelerator", fix)
     return machine
-
-
-def _check_calls(settings: Settings, launcher: Launcher, name: str, shares: tuple[int, ...]) -> None:
-    if shares and name != "elastic":
-        reason = f"the {name} launcher starts the same number on each machine"
-        raise wrong_value("--processes_per_machine", layout.listed(shares), reason, "Leave it out")
-    if launcher.called_once and settings.values["machine_rank"]:
-        fix = "Call it once, on one machine, without it"
-        raise layout.wrong_option(settings, "machine_rank", f"the {name} launcher starts all machines", fix)
 
 
 def _check_rendezvous(settings: Settings, launcher: Launcher) -> None:

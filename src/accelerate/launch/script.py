@@ -20,6 +20,7 @@ from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE,
 
 
 def run(words: list[str]) -> None:
+    """Run a module, or a script in `__main__` itself, where pickle and spawned workers look for its names."""
     if words[0] == "-m":
         sys.path[0] = str(Path.cwd())
         sys.argv = words[1:]
@@ -28,11 +29,6 @@ def run(words: list[str]) -> None:
     script = words[0]
     sys.path[0] = str(Path(script).resolve().parent)
     sys.argv = words
-    _become(script)
-
-
-def _become(script: str) -> None:
-    """Run a script in the module `__main__` itself, where pickle and spawned workers look for its names."""
     space = vars(sys.modules["__main__"])
     kept = {name: space[name] for name in ("__name__", "__builtins__", "__loader__", "__spec__", "__doc__")}
     space.clear()

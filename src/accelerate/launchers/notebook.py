@@ -94,9 +94,12 @@ def notebook_launcher(
         return
     _refuse_used_notebook(backend)
     port = _free_port(int(use_port), num_nodes)
-    workers = LocalWorkers(
-        size, num_nodes, node_rank, master_addr, port, mixed_precision, _device_variables(backend)
-    )
+    further: dict[str, str] = {}
+    if backend.is_host:
+        further = {"ACCELERATE_USE_CPU": "true", **thread_variables()}
+    elif backend.comm == "nccl" and not check_cuda_p2p_ib_support():
+        further = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    workers = LocalWorkers(size, num_nodes, node_rank, master_addr, port, mixed_precision, further)
     print(f"Launching training on {size} x {backend.label}.")
     if backend.is_host and num_nodes == 1:
         run_forked(function, args, size, workers.environment())
@@ -167,7 +170,6 @@ def _check_arguments(function: object, precision: str, machines: int, machine: i
 
 
 def _num_workers(wanted: int | None, backend: DeviceBackend) -> int:
-    """Number of processes on this machine."""
     limit = 1 if backend.is_host or backend.comm is None else backend.count()
     if wanted is None:
         return limit
@@ -225,14 +227,6 @@ def _free_port(port: int, machines: int) -> int:
     return port
 
 
-def _device_variables(backend: DeviceBackend) -> dict[str, str]:
-    if backend.is_host:
-        return {"ACCELERATE_USE_CPU": "true", **thread_variables()}
-    if backend.comm == "nccl" and not check_cuda_p2p_ib_support():
-        return {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-    return {}
-
-
 @dataclass(frozen=True)
 class LocalWorkers:
     """The processes to start on this machine, and the address and port of rank 0."""
@@ -261,18 +255,14 @@ class LocalWorkers:
 
 
 class Worker:
-    """The user's function in a process of its own, which writes its error to a folder and returns nothing.
-
-    Args:
-        on_cpu: Whether the number of threads is set again: OpenMP's threads do not survive a fork.
-    """
+    """The user's function in a process of its own, which writes its error to a folder and returns nothing."""
 
     def __init__(self, function: Callable[..., Any], reports: Path, on_cpu: bool) -> None:
         self.function, self.reports, self.on_cpu = function, reports, on_cpu
         self.__name__ = self.__qualname__ = getattr(function, "__name__", "function")  # for torch's agent
 
     def __call__(self, *args: Any) -> None:
-        if self.on_cpu:
+        if self.on_cpu:  # OpenMP's threads do not survive a fork
             first_level = {"OMP": current().get("OMP_NUM_THREADS", "").partition(",")[0]}
             torch.set_num_threads(max(1, launch.count_of(first_level, "OMP", 1)))
         try:
@@ -293,9 +283,7 @@ def run_forked(
 ) -> None:
     """Fork processes on the CPU, wait for all, and leave none behind, however this ends.
 
-    Args:
-        size: How many processes.
-        debug: Whether they meet over a file, see `PrepareForLaunch`.
+    With `debug` they meet over a file, see `PrepareForLaunch`.
     """
     with tempfile.TemporaryDirectory() as folder, patch_environment(**variables):
         worker = Worker(function, Path(folder), on_cpu=True)
@@ -336,8 +324,6 @@ def run_elastic(
     """Let torch's elastic agent fork the processes, and start them again as asked.
 
     Args:
-        rdzv_backend: How the machines meet.
-        rdzv_configs: Further settings of torch's rendezvous.
         options: Further fields of torch's `LaunchConfig`.
     """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -4,11 +4,6 @@ from accelerate.launch.backends.base import (
     launcher_for as launcher_for,
     launcher_named as launcher_named,
 )
-from accelerate.launch.backends.deepspeed import (
-    FILE_VARIABLE as FILE_VARIABLE,
-    DeepSpeedLauncher as DeepSpeedLauncher,
-    variable_file as variable_file,
-)
 from accelerate.launch.backends.elastic import (
     ATTEMPTS as ATTEMPTS,
     ElasticLauncher as ElasticLauncher,
@@ -16,10 +11,13 @@ from accelerate.launch.backends.elastic import (
     Ranks as Ranks,
     check_reach as check_reach,
 )
-from accelerate.launch.backends.mpi import (
+from accelerate.launch.backends.hostfile import (
+    FILE_VARIABLE as FILE_VARIABLE,
+    DeepSpeedLauncher as DeepSpeedLauncher,
     MpiLauncher as MpiLauncher,
     dialect_of as dialect_of,
     hosts_of as hosts_of,
+    variable_file as variable_file,
 )
 from accelerate.launch.backends.sagemaker import (
     SageMakerDetails as SageMakerDetails,

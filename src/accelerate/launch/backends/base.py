@@ -13,14 +13,10 @@ from accelerate.settings import Settings
 
 
 class Command(NamedTuple):
-    """The details of a launcher that runs another program: its words, and the files that it gets.
-
-    Attributes:
-        files: path -> text of the files that are written first, and kept.
-    """
+    """The details of a launcher that runs another program."""
 
     words: tuple[str, ...]
-    files: Mapping[str, str] = {}
+    files: Mapping[str, str] = {}  # path -> text of the files that are written first, and kept
 
 
 class Launcher:
@@ -29,20 +25,14 @@ class Launcher:
     1. While a plan is made: `amend`, then `details`. Both are pure: they ask `machine`, and start nothing.
     2. When it is shown: `command`.
     3. When it is carried out: `run`, once, in the process of the command.
-
-    Attributes:
-        counts_remotely: the machines that run the processes decide how many there are.
-        finds_address: it needs no address of the machine of rank 0.
-        called_once: it is called on one machine only, and starts the others.
     """
 
-    counts_remotely: ClassVar[bool] = False
-    finds_address: ClassVar[bool] = False
-    called_once: ClassVar[bool] = False
+    counts_remotely: ClassVar[bool] = False  # the machines that run the processes decide how many there are
+    finds_address: ClassVar[bool] = False  # it needs no address of the machine of rank 0
+    called_once: ClassVar[bool] = False  # it is called on one machine only, and starts the others
 
     def amend(self, settings: Settings, machine: Machine) -> Settings:
-        """Fill in what this way of starting knows by itself, such as addresses and counts, or refuse
-        settings."""
+        """Fill in what the launcher knows by itself, such as addresses and counts, or refuse settings."""
         return settings
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> object:
@@ -80,7 +70,6 @@ LAUNCHERS = {
 
 
 def launcher_named(name: str) -> Launcher:
-    """The launcher of a name."""
     launcher: Launcher = getattr(import_module(__package__), LAUNCHERS[name])()
     return launcher
 

@@ -7,21 +7,13 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from accelerate.base import (
-    ConfigurationError,
-    LaunchError,
-    current,
-    patch_environment,
-    spell_ranks,
-    wrong_value,
-)
+from accelerate.base import ConfigurationError, LaunchError, environ, spell_ranks, wrong_value
 from accelerate.launch import children
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import REQUESTS, run_child, say
@@ -35,14 +27,11 @@ POLL = 0.05
 SECONDS_FOR_CAUSE = 2.0
 """How long ranks may go on when one has failed as it lost another, which may still write down its error."""
 
-PATIENCE = 300.0
-"""Seconds that machine 0 may come later than the others."""
+PATIENCE = 300.0  # seconds that machine 0 may come later than the others
 PAUSE = 0.5
 CONNECT_TIMEOUT = 5.0
 SAID_AFTER = 5.0
-CONNECTING = ("static", "c10d")
-"""Rendezvous backends at a port of machine 0."""
-
+CONNECTING = ("static", "c10d")  # rendezvous backends at a port of machine 0
 NOT_YET = (errno.ECONNREFUSED, errno.ECONNRESET)
 """The machine answers, and nothing listens there yet: machine 0 was not started, or later."""
 
@@ -71,13 +60,10 @@ class Ranks:
 
     The agent asks its processes to end and waits: for a stopped one, which cannot answer, as for one that
     saves a checkpoint. So they are ended here, and the agent gets those that only SIGKILL ends.
-
-    Args:
-        folder: where they write down what ends them; None where they do not, since they are not our entry.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
+        self._folder = folder  # where they write down what ends them; None: they are not our entry
         self._context: Any = None
         self._seen = Exits({})
         self._early: list[int] = []
@@ -128,7 +114,6 @@ class Ranks:
             say(f"{late} {signal.Signals(number).name} and {'is' if len(running) == 1 else 'are'} killed")
 
     def exits(self) -> Exits:
-        """What was seen of the processes."""
         codes = {rank: handle.proc.poll() for rank, handle in self._handles().items()}
         return replace(self._seen, codes={rank: code for rank, code in codes.items() if code is not None})
 
@@ -170,7 +155,10 @@ class ElasticLauncher(Launcher):
                 reason = f"this folder cannot be made ({error.strerror})"
                 raise wrong_value("--log_dir", folder, reason, "Choose another folder") from error
         ranks = Ranks(folder_of(plan))
-        with children.taken_signals(ranks.on_request, REQUESTS), _interruptible():
+        # SIGINT ends this process before the agent runs, too, where a shell had it ignored.
+        is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+        interrupt = children.taken_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else [])
+        with children.taken_signals(ranks.on_request, REQUESTS), interrupt:
             check_reach(plan, say)
             return _run_where_port_is_free(plan, ranks)
 
@@ -181,11 +169,11 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
 
     from accelerate import torch_private
 
-    key = run_key(current()) if plan.machines == 1 else {}  # several machines need one from outside
+    key = run_key(environ.current()) if plan.machines == 1 else {}  # several machines need one from outside
     variables = {**plan.environment, children.GRACE_VARIABLE: str(children.grace()), **key}
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            with patch_environment(**variables), torch_private.agent_hooks(ranks.start, ranks.end):
+            with environ.patch_environment(**variables), torch_private.agent_hooks(ranks.start, ranks.end):
                 return _run_agent(plan, ranks)
         except (DistError, RendezvousError) as error:
             if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
@@ -197,14 +185,6 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
                 ) from error
         plan = replace(plan, port=get_free_port())
     raise AssertionError("the last attempt returns or raises")
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let SIGINT end this process before the agent runs, too, where a shell had it ignored."""
-    is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-    with children.taken_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else []):
-        yield
 
 
 def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
@@ -249,7 +229,7 @@ def _code_after(number: signal.Signals) -> int:
 
     `srun` ends all its tasks when one has failed, and returns their highest code: that of the failed one.
     """
-    ended_by_srun = number == signal.SIGTERM and "SLURM_STEP_ID" in current()
+    ended_by_srun = number == signal.SIGTERM and "SLURM_STEP_ID" in environ.current()
     return 1 if ended_by_srun else 128 + int(number)
 
 
@@ -259,15 +239,7 @@ def check_reach(
     """Find out in seconds what a rendezvous would find out in many minutes.
 
     Machine 0 opens the port, so there only the name of its address is looked up. The others connect; while
-    machine 0 has not started yet, they wait for it, and say so.
-
-    Args:
-        plan: of several machines; with one there is nothing to check.
-        patience: seconds to wait for machine 0.
-        pause: seconds between two attempts.
-
-    Raises:
-        LaunchError: the address has no meaning here, or cannot be reached.
+    machine 0 has not started yet, they wait for it for `patience` seconds, and say so.
     """
     if plan.machines == 1:
         return

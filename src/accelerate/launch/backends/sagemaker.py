@@ -42,13 +42,18 @@ class SageMakerLauncher(Launcher):
     counts_remotely = True
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> SageMakerDetails:
-        """Describe the job."""
         job = settings[SageMakerSection]
         inputs = _read_table(job.sagemaker_inputs_file, machine, INPUT_COLUMNS)
+        credentials = {
+            "AWS_PROFILE": job.profile,
+            "AWS_ACCESS_KEY_ID": job.aws_access_key_id,
+            "AWS_SECRET_ACCESS_KEY": job.aws_secret_access_key,
+            "AWS_DEFAULT_REGION": job.region,
+        }
         return SageMakerDetails(
             arguments=estimator_arguments(settings, plan.target, machine),
             inputs=None if inputs is None else dict(inputs),
-            credentials=credentials(job),
+            credentials={name: text for name, text in credentials.items() if text},
         )
 
     def command(self, plan: LaunchPlan) -> list[str]:
@@ -67,7 +72,6 @@ class SageMakerLauncher(Launcher):
 
 
 def submit(job: SageMakerDetails) -> None:
-    """Make the vendor's estimator, and run the job to its end."""
     try:
         from sagemaker.huggingface import HuggingFace
     except ImportError as error:
@@ -94,6 +98,16 @@ def estimator_arguments(settings: Settings, target: Target, machine: Machine) ->
     """What the estimator is made with; what the file gives under ``additional_args`` wins."""
     job = settings[SageMakerSection]
     _check(job, target)
+    kind = str(settings.values["distributed_type"] or "NO").upper()
+    kind = "NO" if kind == "FALSE" else kind  # YAML reads an unquoted NO as false
+    if kind == "MODEL_PARALLEL":
+        fix = "Use NO or DATA_PARALLEL"
+        raise wrong_value("distributed_type", kind, "model parallelism of SageMaker is not supported", fix)
+    variables = {
+        "ACCELERATE_USE_SAGEMAKER": "true",
+        **env.encode(settings, (PrecisionSection, DynamoSection)),
+        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind,
+    }
     metrics = _read_table(job.sagemaker_metrics_file, machine, METRIC_COLUMNS)
     own_image = job.image_uri is not None
     return {
@@ -108,9 +122,9 @@ def estimator_arguments(settings: Settings, target: Target, machine: Machine) ->
         "instance_count": settings.values["num_machines"],
         "instance_type": job.ec2_instance_type,
         "debugger_hook_config": False,
-        "distribution": _distribution(settings),
+        "distribution": DATA_PARALLEL if kind == "DATA_PARALLEL" else None,
         "hyperparameters": _convert_nargs_to_dict(list(target.arguments)),
-        "environment": job_environment(settings),
+        "environment": variables,
         "metric_definitions": metrics and [{"Name": name, "Regex": pattern} for name, pattern in metrics],
         **(job.additional_args or {}),
     }
@@ -127,39 +141,6 @@ def _check(job: SageMakerSection, target: Target) -> None:
         raise ConfigurationError(
             "--aws_access_key_id and --aws_secret_access_key belong together. Give both, or a profile."
         )
-
-
-def _kind(settings: Settings) -> str:
-    word = str(settings.values["distributed_type"] or "NO").upper()
-    return "NO" if word == "FALSE" else word  # YAML reads an unquoted NO as false
-
-
-def _distribution(settings: Settings) -> dict[str, Any] | None:
-    kind = _kind(settings)
-    if kind == "MODEL_PARALLEL":
-        fix = "Use NO or DATA_PARALLEL"
-        raise wrong_value("distributed_type", kind, "model parallelism of SageMaker is not supported", fix)
-    return DATA_PARALLEL if kind == "DATA_PARALLEL" else None
-
-
-def job_environment(settings: Settings) -> dict[str, str]:
-    """The variables of the processes of the job."""
-    return {
-        "ACCELERATE_USE_SAGEMAKER": "true",
-        **env.encode(settings, (PrecisionSection, DynamoSection)),
-        "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": _kind(settings),
-    }
-
-
-def credentials(job: SageMakerSection) -> dict[str, str]:
-    """The variables by which the vendor's package finds account and region."""
-    given = {
-        "AWS_PROFILE": job.profile,
-        "AWS_ACCESS_KEY_ID": job.aws_access_key_id,
-        "AWS_SECRET_ACCESS_KEY": job.aws_secret_access_key,
-        "AWS_DEFAULT_REGION": job.region,
-    }
-    return {name: text for name, text in given.items() if text}
 
 
 def _read_table(path: str | None, machine: Machine, columns: tuple[str, str]) -> list[tuple[str, str]] | None:

@@ -9,16 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 
-from accelerate.base import (
-    ConfigurationError,
-    LaunchError,
-    environ,
-    first_host,
-    per_node,
-    port_of_step,
-    whole_number,
-    wrong_value,
-)
+from accelerate.base import ConfigurationError, LaunchError, environ, slurm, whole_number, wrong_value
 from accelerate.launch.backends.base import Command, Launcher
 from accelerate.launch.children import run_child
 from accelerate.launch.layout import where
@@ -49,9 +40,9 @@ class SlurmLauncher(Launcher):
             fix = "Leave it out, or ask SLURM for more"
             raise wrong_value("--num_machines", machines, f"the allocation has {nodes}", fix)
         if settings.values["main_process_ip"] is None:
-            values["main_process_ip"] = first_host(facts.get("SLURM_JOB_NODELIST", ""))
+            values["main_process_ip"] = slurm.first_host(facts.get("SLURM_JOB_NODELIST", ""))
         if settings.values["main_process_port"] is None:
-            values["main_process_port"] = port_of_step(facts)
+            values["main_process_port"] = slurm.port_of_step(facts)
         if settings.values["num_processes"] in (None, -1):  # one for each device, else for each task
             local = _read_count(facts, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or machine.devices
             values["num_processes"] = machines * local
@@ -66,7 +57,7 @@ class SlurmLauncher(Launcher):
         words = accelerate_command(settings, plan.target, *OWN, *DECIDED_THERE)
         end = len(words) - len(plan.target.words)
         agent = f"exec {shlex.join(words[:end])} --no_slurm --machine_rank {rank} {shlex.join(words[end:])}"
-        cores = per_node((machine.environ or {}).get("SLURM_JOB_CPUS_PER_NODE", ""))
+        cores = slurm.per_node((machine.environ or {}).get("SLURM_JOB_CPUS_PER_NODE", ""))
         srun = [
             "srun",
             *("--nodes", str(plan.machines), "--ntasks", str(plan.machines), "--ntasks-per-node", "1"),

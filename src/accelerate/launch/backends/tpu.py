@@ -47,12 +47,11 @@ class TpuLauncher(Launcher):
         if plan.target.kind == "program":
             fix = "Pass a Python script with such a function, or -m with a module"
             raise wrong_value("--no_python", True, "on TPU each process calls a function of the script", fix)
+        values = settings.values
         return TpuDetails(
-            function=settings.values["main_training_function"],
-            processes=1 if settings.values["num_processes"] == 1 else None,
-            variables=precision_variables(
-                settings.values["downcast_bf16"], settings.values["mixed_precision"]
-            ),
+            function=values["main_training_function"],
+            processes=1 if values["num_processes"] == 1 else None,
+            variables=precision_variables(values["downcast_bf16"], values["mixed_precision"]),
         )
 
     def command(self, plan: LaunchPlan) -> list[str]:
@@ -71,10 +70,8 @@ class TpuLauncher(Launcher):
         with patch_environment(**{**plan.environment, **details.variables}):
             before, sys.argv = sys.argv, [plan.target.name, *plan.target.arguments]
             try:
-                function = function_of(plan.target, details.function)
-                xla_multiprocessing.spawn(
-                    PrepareForLaunch(function, "XLA"), args=(), nprocs=details.processes
-                )
+                worker = PrepareForLaunch(function_of(plan.target, details.function), "XLA")
+                xla_multiprocessing.spawn(worker, args=(), nprocs=details.processes)
             finally:
                 sys.argv = before
         return 0
@@ -82,12 +79,10 @@ class TpuLauncher(Launcher):
 
 def function_of(target: Target, name: str) -> Callable[..., Any]:
     """Import a script or module, and return one of its functions; code under ``__main__`` is not run."""
-    path = Path(target.name)
+    module_name = target.name
     if target.kind == "script":
-        sys.path.insert(0, str(path.parent.resolve()))
-        module_name = path.stem
-    else:
-        module_name = target.name
+        sys.path.insert(0, str(Path(target.name).parent.resolve()))
+        module_name = Path(target.name).stem
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

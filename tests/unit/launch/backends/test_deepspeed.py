@@ -10,7 +10,7 @@ import pytest
 
 from accelerate.base import ConfigurationError, patch_environment
 from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
-from accelerate.launch.backends import FILE_VARIABLE, deepspeed, launcher_for, variable_file
+from accelerate.launch.backends import FILE_VARIABLE, hostfile, launcher_for, variable_file
 from accelerate.settings import FLAG, Layer, merge_layers
 
 RUNNER = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hosts"]
@@ -125,7 +125,7 @@ def test_the_launcher_runs_with_the_file_in_place(
     program = tmp_path / "python"
     program.write_text(f'#!/bin/sh\necho "$@"; cat "${FILE_VARIABLE}"; exit 3\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(deepspeed.sys, "executable", str(program))
+    monkeypatch.setattr(hostfile.sys, "executable", str(program))
     plan = made(main_process_ip="10.0.0.1", zero_stage=2)
     assert launcher_for(plan).run(plan) == 3
     out = capfd.readouterr().out.splitlines()
