@@ -11,57 +11,45 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accelerate import rng, torch_private
+from accelerate import torch_private
 from accelerate.base import AccelerateError, CheckpointError, describe, like
 from accelerate.data_loader import resume
 from accelerate.nested import iterate_tensors
 
-Apply = Callable[[], None]
-"""Changes an object."""
+Apply = Callable[[], None]  # changes an object
 
 Agree = Callable[[str], None]
 """Takes what went wrong on this rank, or an empty text; raises `CheckpointError` if something did on any."""
 
-LARGEST = 64 * 2**20
-"""Bytes of tensors of one object that are copied, at most."""
+LARGEST = 64 * 2**20  # bytes of tensors of one object that are copied, at most
 
 _IMMUTABLE = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-
-_WRAPPED = ("optimizer", "owner", "base_optimizer")
-"""Attributes under which an optimizer is wrapped."""
+_WRAPPED = ("optimizer", "owner", "base_optimizer")  # attributes under which an optimizer is wrapped
 
 
 class Stage(IntEnum):
     """When a change comes: one that may fail before one that cannot be undone."""
 
-    ALONE = 0
-    """It needs no other rank, and is undone when another one fails."""
-    TOGETHER = 1
-    """All ranks take part, and it is undone when another one fails."""
-    LAST = 2
-    """It is too large to be undone, and was compared with the object before: weights."""
+    ALONE = 0  # it needs no other rank, and is undone when another one fails
+    TOGETHER = 1  # all ranks take part, and it is undone when another one fails
+    LAST = 2  # it is too large to be undone, and was compared with the object before: weights
 
 
 @dataclass(frozen=True)
 class Change:
-    """Brings an object to a state that was read.
-
-    Attributes:
-        keep: keeps what is needed of the present state, and returns what restores it, which raises where it
-            cannot; None: it cannot be restored.
-        first: changes that come before, in their own stages.
-    """
+    """Brings an object to a state that was read."""
 
     apply: Apply
     name: str = ""
-    keep: Callable[[], Apply] | None = None
+    keep: Callable[[], Apply] | None = None  # returns what restores the present state; None: nothing can
     stage: Stage = Stage.ALONE
-    first: tuple[Change, ...] = ()
+    first: tuple[Change, ...] = ()  # changes that come before, in their own stages
 
     def __call__(self) -> None:
         """Apply it, without a way back."""
@@ -87,7 +75,15 @@ def apply_all(changes: Sequence[Change], agree: Agree) -> None:
             lost = _restore(undo)
             if not isinstance(error, CheckpointError):  # a rank is gone: nothing more can be agreed upon
                 raise
-            explained = CheckpointError(_explain(error, lost, agree))
+            text = f"A checkpoint was not loaded, and nothing was changed: {error}"
+            try:
+                agree(", ".join(reversed(lost)))
+            except CheckpointError as unrestored:
+                text = (
+                    f"A checkpoint was not loaded: {error}. All is as it was before, but for {unrestored}. "
+                    "Load another one, or start again."
+                )
+            explained = CheckpointError(text)
             raise explained if failure is None else like(explained, failure) from failure
 
 
@@ -116,41 +112,29 @@ def _restore(undo: Sequence[tuple[str, Apply]]) -> list[str]:
     return lost
 
 
-def _explain(error: CheckpointError, lost: Sequence[str], agree: Agree) -> str:
-    try:
-        agree(", ".join(reversed(lost)))
-    except CheckpointError as unrestored:
-        return (
-            f"A checkpoint was not loaded: {error}. All is as it was before, but for {unrestored}. Load "
-            "another one, or start again."
-        )
-    return f"A checkpoint was not loaded, and nothing was changed: {error}"
-
-
 # The state before a load
 
 
-class _Tensors:
-    """Values of live tensors: copies, or their versions where they have more bytes than `largest`."""
-
-    def __init__(self, tensors: Iterable[Tensor], largest: float) -> None:
-        unique = list({id(tensor): tensor for tensor in tensors}.values())
-        is_small = _size_of(unique) <= largest
-        self._kept = [
-            (tensor, torch_private.version(tensor), tensor.detach().clone() if is_small else None)
-            for tensor in unique
-            if not tensor.is_meta
-        ]
+def _keep_tensors(tensors: Iterable[Tensor], largest: float) -> Apply:
+    """Keep values of live tensors: copies, or their versions where they have more bytes than `largest`."""
+    unique = list({id(tensor): tensor for tensor in tensors}.values())
+    is_small = _size_of(unique) <= largest
+    kept = [
+        (tensor, torch_private.version(tensor), tensor.detach().clone() if is_small else None)
+        for tensor in unique
+        if not tensor.is_meta
+    ]
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the values; raise where large tensors were changed."""
-        for tensor, _, values in self._kept:
+    def restore() -> None:
+        for tensor, _, values in kept:
             if values is not None and not torch.equal(tensor, values):
                 tensor.copy_(values)
-        large = ((tensor, version) for tensor, version, values in self._kept if values is None)
+        large = ((tensor, version) for tensor, version, values in kept if values is None)
         if any(torch_private.version(tensor) != version for tensor, version in large):
             raise CheckpointError("its tensors were changed before it failed")
+
+    return restore
 
 
 def _size_of(tensors: Iterable[Tensor]) -> int:
@@ -205,7 +189,7 @@ def keep_optimizer(owner: Any) -> Apply:
         type(inner).load_state_dict is torch.optim.Optimizer.load_state_dict for inner in optimizers
     )
     live = iterate_tensors([list(inner.state.values()) for inner in optimizers])
-    tensors = _Tensors(live, 0 if is_plain else LARGEST)  # torch replaces tensors, and changes none
+    restore_tensors = _keep_tensors(live, 0 if is_plain else LARGEST)  # torch replaces tensors
 
     def restore() -> None:
         _restore_attributes(attributes)
@@ -221,7 +205,7 @@ def keep_optimizer(owner: Any) -> Apply:
             for group, content in kept_groups:
                 group.clear()
                 group.update(content)
-        tensors.restore()
+        restore_tensors()
 
     return restore
 
@@ -235,24 +219,13 @@ def keep_weights(model: nn.Module) -> Apply:
     modules = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
     named = [values for _, parameters, buffers in modules for values in (parameters, buffers)]
     tensors = [tensor for values in named for tensor in values.values() if tensor is not None]
-    kept = _Tensors(tensors, math.inf)
+    restore_tensors = _keep_tensors(tensors, math.inf)
 
     def restore() -> None:
         for module, parameters, buffers in modules:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-        kept.restore()
-
-    return restore
-
-
-def keep_extra(modules: Sequence[nn.Module]) -> Apply:
-    """Keep the extra state of modules."""
-    states = [(module, copy.deepcopy(module.get_extra_state())) for module in modules]
-
-    def restore() -> None:
-        for module, state in states:
-            module.set_extra_state(state)
+        restore_tensors()
 
     return restore
 
@@ -260,7 +233,7 @@ def keep_extra(modules: Sequence[nn.Module]) -> Apply:
 def keep_object(owner: Any) -> Apply:
     """Keep the state of an object with `state_dict` and `load_state_dict`: scheduler, scaler, a user's."""
     attributes = _attributes_of(_stateful(owner))
-    state, tensors = _state_of(owner)
+    state, restore_tensors = _state_of(owner)
 
     def restore() -> None:
         _restore_attributes(attributes)
@@ -271,7 +244,7 @@ def keep_object(owner: Any) -> Apply:
                 if not _is_same(owner.state_dict(), state):
                     raise
             _restore_attributes(attributes, only=_IMMUTABLE)
-        tensors.restore()
+        restore_tensors()
 
     return restore
 
@@ -293,30 +266,26 @@ def _is_same(first: Any, second: Any) -> bool:
 
 def _stateful(owner: Any) -> list[Any]:
     """Return an object and those with states that are its attributes, or are in lists that are."""
+    skipped = (type, nn.Module, torch.optim.Optimizer, Tensor, *_IMMUTABLE)
 
     def inside(attributes: Mapping[str, Any]) -> list[Any]:
         lists = [value for value in attributes.values() if isinstance(value, (list, tuple))]
-        values = [*attributes.values(), *(item for items in lists for item in items)]
-        return [value for value in values if _has_state(value)]
+        values = [value for value in chain(attributes.values(), *lists) if not isinstance(value, skipped)]
+        return [value for value in values if callable(getattr(value, "load_state_dict", None))]
 
     return _reachable(owner, inside)
 
 
-def _has_state(value: Any) -> bool:
-    skipped = isinstance(value, (type, nn.Module, torch.optim.Optimizer, Tensor, *_IMMUTABLE))
-    return not skipped and callable(getattr(value, "load_state_dict", None))
-
-
-def _state_of(owner: Any) -> tuple[Any, _Tensors]:
+def _state_of(owner: Any) -> tuple[Any, Apply]:
     """Return a copy of a state, which shares large tensors with the object; None where there is none yet."""
     try:
         state = owner.state_dict()
         tensors = list(iterate_tensors(state))
         is_large = _size_of(tensors) > LARGEST
         shared: dict[int, Any] = {id(tensor): tensor for tensor in tensors} if is_large else {}
-        return copy.deepcopy(state, shared), _Tensors(tensors, LARGEST)
+        return copy.deepcopy(state, shared), _keep_tensors(tensors, LARGEST)
     except Exception:  # of the user's own: what has no state before it is loaded has none to restore
-        return None, _Tensors([], 0)
+        return None, lambda: None
 
 
 def keep_loader(loader: Any) -> Apply:
@@ -335,9 +304,3 @@ def keep_loader(loader: Any) -> Apply:
             generator.set_state(state)
 
     return restore
-
-
-def keep_generators() -> Apply:
-    """Keep the states of the random generators of this process."""
-    states = rng.capture()
-    return lambda: rng.restore(states)

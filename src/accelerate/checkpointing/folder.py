@@ -57,15 +57,12 @@ _OWN_PATTERNS = (
 class StagingFolder:
     """Where a checkpoint is written until it is whole.
 
-    Attributes:
-        target: the folder that it becomes.
-        folder: the folder it is written in.
-        inside: whether `folder` is in the target, which cannot be renamed: a mount, one that holds a mount,
-            or the folder that the process works in.
+    Where the target cannot be renamed (a mount, one that holds a mount, or the folder that the process works
+    in), the folder is `inside` of it.
     """
 
-    target: Path
-    folder: Path
+    target: Path  # the folder that it becomes
+    folder: Path  # the folder it is written in
     inside: bool = False
 
     def open(self) -> None:
@@ -391,14 +388,10 @@ def swap(first: Path, second: Path) -> None:
     cannot."""
     if _renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(first))
-    paths = os.fsencode(first), os.fsencode(second)
-    if _renameat2(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE):
+    at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+    if _renameat2(at_cwd, os.fsencode(first), at_cwd, os.fsencode(second), exchange):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code), str(first), None, str(second))
-
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 def _find_renameat2() -> Callable[..., int] | None:

@@ -60,10 +60,6 @@ class Candidate:
         fault: what is known to be wrong with it; nothing is compared then.
         was_complete: whether it was seen as complete just before.
         is_last: whether it is not read again when it was replaced.
-
-    Attributes:
-        manifest: what it holds; None for one that other software wrote, or that is damaged.
-        was_replaced: whether it is to be read again, as all ranks have agreed.
     """
 
     def __init__(
@@ -77,8 +73,8 @@ class Candidate:
         is_last: bool = True,
     ) -> None:
         self.folder = folder
-        self.manifest: Manifest | None = None
-        self.was_replaced = False
+        self.manifest: Manifest | None = None  # stays None for one of other software, or a damaged one
+        self.was_replaced = False  # to be read again, as all ranks have agreed
         self._consensus = consensus
         self._fault = fault
         self._is_last = is_last
@@ -303,19 +299,12 @@ def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
 
 @dataclass(frozen=True)
 class Progress:
-    """What a run takes over that goes on from a checkpoint.
+    """What a run takes over that goes on from a checkpoint; None for what is not stored."""
 
-    Attributes:
-        step: `Accelerator.step`; None where the checkpoint does not store it.
-        sync_gradients: whether the last step updated the parameters; None where it is not stored.
-        updates: of each optimizer.
-        gradient_order: of each model, as its strategy gave it.
-    """
-
-    step: int | None = None
-    sync_gradients: bool | None = None
-    updates: list[int] = field(default_factory=list)
-    gradient_order: list[list[int]] = field(default_factory=list)
+    step: int | None = None  # `Accelerator.step`
+    sync_gradients: bool | None = None  # whether the last step updated the parameters
+    updates: list[int] = field(default_factory=list)  # of each optimizer
+    gradient_order: list[list[int]] = field(default_factory=list)  # of each model, from its strategy
 
 
 def read_progress(source: Candidate, options: Load) -> Progress:

@@ -17,12 +17,10 @@ if TYPE_CHECKING:  # they take half a second to import
     from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.tensor import DTensor
 
-KeyPath = tuple[Any, ...]
-"""The keys on the way to a value in nested dictionaries: ("model", "layer.weight")."""
+KeyPath = tuple[Any, ...]  # the keys on the way to a value in nested dictionaries: ("model", "layer.weight")
 
 Shape = tuple[int, ...]
-Box = tuple[Shape, Shape]
-"""Where a box begins in the whole tensor, and its sizes."""
+Box = tuple[Shape, Shape]  # where a box begins in the whole tensor, and its sizes
 
 
 @dataclass(frozen=True)
@@ -35,17 +33,12 @@ class Shard:
 
 @dataclass(frozen=True)
 class LocalShards:
-    """What this process has of one tensor; DCP's planners take it by the protocol that DTensor has.
+    """What this process has of one tensor; DCP's planners take it by the protocol that DTensor has."""
 
-    Attributes:
-        shape: of the whole tensor.
-        owned: whether this process saves them; where several have the same ones, one of them does.
-    """
-
-    shape: Shape
+    shape: Shape  # of the whole tensor
     dtype: torch.dtype
     shards: tuple[Shard, ...]
-    owned: bool = True
+    owned: bool = True  # this process saves them; where several have the same ones, one of them does
 
     def emptied(self, dtype: torch.dtype | None = None) -> LocalShards:
         """Return the same boxes with memory of their own, on the CPU and without values."""
@@ -96,13 +89,8 @@ class Value:
 
 
 def spread(value: Any, turn: int, rank: int) -> LocalShards | Value:
-    """Return what this process has of a value.
-
-    Args:
-        value: a distributed or plain tensor, or anything else. What is not distributed is taken to be the
-            same on all processes, and the first one saves it.
-        turn: counts the values, alike on all processes, so that those with the same boxes share the work.
-    """
+    """Return what this process has of a value; what is not distributed is the same on all processes, and the
+    first one saves it. `turn` counts the values, so that processes with the same boxes share the work."""
     if isinstance(value, (LocalShards, Value)):
         return value
     if is_dtensor(value):

@@ -17,33 +17,24 @@ from accelerate.base import CheckpointError, advance, refuse_outside, replace_fi
 NAME = "manifest.json"
 FORMAT = 1
 ALGORITHM = "xxh3_64"
-SAVE = "save"
-"""The fact of a run by which all manifests of one save are known, on whatever machine."""
+SAVE = "save"  # the fact of a run by which all manifests of one save are known, on whatever machine
 _SEAL = "seal"
 NANOSECONDS_OF_A_TICK = 2 * 10**9  # the coarsest clock that file systems have
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of one checkpoint folder.
+    """Contents of one checkpoint folder."""
 
-    Attributes:
-        files: all files but this one, by path.
-        epoch: number of the epoch that the first loader was in.
-        iteration: number of the checkpoint under automatic naming; None for a folder that the user named.
-        created: when, as ISO 8601 in UTC.
-        run: further facts of the run, plain values.
-    """
-
-    files: Mapping[str, FileRecord]
+    files: Mapping[str, FileRecord]  # all files but this one, by path
     world_size: int
     step: int = 0
-    epoch: int = 0
-    iteration: int | None = None
-    created: str = ""
+    epoch: int = 0  # that the first loader was in
+    iteration: int | None = None  # number under automatic naming; None for a folder that the user named
+    created: str = ""  # ISO 8601 in UTC
     software: str = ""
     torch: str = ""
-    run: Mapping[str, Any] = field(default_factory=dict)
+    run: Mapping[str, Any] = field(default_factory=dict)  # further facts of the run, plain values
     algorithm: str = ALGORITHM
     format: int = FORMAT
 
@@ -147,9 +138,7 @@ LARGEST = 2**63 - 1
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
-class Rule(NamedTuple):
-    """What a field may be."""
-
+class Rule(NamedTuple):  # of one field
     expected: str
     fits: Callable[[Any], bool]
     required: bool = False
@@ -271,17 +260,11 @@ _STRIDE = 1 << 22  # bytes hashed at a time, without holding the interpreter
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint.
+    """One file of a checkpoint."""
 
-    Attributes:
-        name: path inside the folder, with `/`.
-        size: in bytes.
-        checksum: xxh3 of the content, 64 bits, in hexadecimal.
-    """
-
-    name: str
-    size: int
-    checksum: str
+    name: str  # path inside the folder, with `/`
+    size: int  # in bytes
+    checksum: str  # xxh3 of the content, 64 bits, in hexadecimal
     rank: int = 0
 
 

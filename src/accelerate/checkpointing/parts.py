@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -44,9 +45,7 @@ from accelerate.weights import (
 
 logger = get_logger(__name__)
 
-CUSTOM_NAME = "custom_checkpoint"
-LOADER_NAME = "dl_state_dict"
-"""Where other software keeps the position of a loader."""
+LOADER_NAME = "dl_state_dict"  # where other software keeps the position of a loader
 
 Fill = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
@@ -55,22 +54,16 @@ Fill = Callable[[nn.Module, Mapping[str, Tensor]], None]
 class Load:
     """How a checkpoint is read.
 
-    Attributes:
-        names: the files of its manifest; None for a checkpoint without one.
-        device: where weights and states of optimizers are read to.
-        reading: arguments of `torch.load`.
-        model: arguments of `load_state_dict` of models.
-        wanted: names that were asked for.
-        confirm: raises a CheckpointError when a save has replaced the folder; for what reads it only while
-            objects are changed.
+    `confirm` raises a CheckpointError when a save has replaced the folder; for what reads it only while
+    objects are changed.
     """
 
     folder: Path
-    device: str | torch.device = "cpu"
-    reading: Mapping[str, Any] = field(default_factory=dict)
-    model: Mapping[str, Any] = field(default_factory=dict)
-    names: Collection[str] | None = None
-    wanted: set[str] = field(default_factory=set)
+    device: str | torch.device = "cpu"  # where weights and states of optimizers are read to
+    reading: Mapping[str, Any] = field(default_factory=dict)  # arguments of `torch.load`
+    model: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load_state_dict` of models
+    names: Collection[str] | None = None  # files of its manifest; None for a checkpoint without one
+    wanted: set[str] = field(default_factory=set)  # names that were asked for
     confirm: Callable[[], None] = lambda: None
 
     @property
@@ -116,15 +109,12 @@ class Load:
 class Payload:
     """The content of one file, taken from a live object.
 
-    Attributes:
-        content: nested lists, tuples and dictionaries of tensors and other values.
-        write: writes such content to a path; returns what `finish` needs to know of it.
-        finish: for files that several processes write to one folder: takes that folder and what `write` has
-            returned on each process, when all are written, and adds what they have in common.
+    Where several processes write to one folder, `finish` takes that folder and what `write` has returned on
+    each process, when all files are written, and adds what they have in common.
     """
 
     name: str
-    content: Any
+    content: Any  # nested lists, tuples and dictionaries of tensors and other values
     write: Callable[[Any, Path], Any] = write_torch
     finish: Callable[[Path, Sequence[Any]], None] | None = None
 
@@ -142,28 +132,15 @@ class Part(Protocol):
         ...
 
 
-class Stateful(Protocol):
-    """What has a state that can be taken and given back."""
-
-    def state_dict(self) -> Any: ...
-    def load_state_dict(self, state: Any) -> Any: ...
-
-
 @dataclass(frozen=True)
 class StatePart:
-    """An object with `state_dict` and `load_state_dict`: optimizer, scheduler, scaler, or the user's own.
-
-    Attributes:
-        on_device: whether its state is read to the device of the run.
-        may_lack: whether a checkpoint of other software may be without it; the object stays as it is then.
-    """
+    """An object with `state_dict` and `load_state_dict`: optimizer, scheduler, scaler, or the user's own."""
 
     name: str
-    owner: Stateful
-    on_device: bool = False
-    is_optimizer: bool = False
+    owner: Any
+    is_optimizer: bool = False  # its state is read to the device of the run
     write: Callable[[Any, Path], None] = write_torch
-    may_lack: bool = False
+    may_lack: bool = False  # a checkpoint of other software may be without it: the object stays as it is
 
     def collect(self, leads: bool = True) -> list[Payload]:
         return [Payload(self.name, self.owner.state_dict(), self.write)] if leads else []
@@ -174,7 +151,7 @@ class StatePart:
                 f"{options.folder} holds no {self.name}: this {type(self.owner).__name__} starts anew."
             )
             return nothing
-        state = options.read(self.name, options.device if self.on_device else "cpu")
+        state = options.read(self.name, options.device if self.is_optimizer else "cpu")
         if isinstance(self.owner, nn.Module) and not fit.loads_its_own_way(self.owner):
             own = self.owner.state_dict(keep_vars=True)
             fit.check_weights(own, state, options.folder / self.name, self.owner, strict=True)
@@ -197,7 +174,7 @@ class StatePart:
         return inner_optimizers(self.owner) if self.is_optimizer else []
 
 
-def write_custom(content: Any, path: Path) -> None:
+def _write_custom(content: Any, path: Path) -> None:
     """Write the state of an object of the user's own, and say so if `load_state` would refuse to read it."""
     write_torch(content, path)
     if strange := refused_globals(path):
@@ -212,16 +189,13 @@ def write_custom(content: Any, path: Path) -> None:
 class ModelPart:
     """The weights of one model.
 
-    Attributes:
-        state: its weights by name; None where only loading is meant.
-        model: the module that is filled; None where only saving is meant.
-        load: brings weights into a prepared model, with what fills a module; None fills the model itself.
-        live: returns what the prepared model has by name; None asks the model itself.
+    `load` brings weights into a prepared model, with what fills a module, and `live` returns what the
+    prepared model has by name; None: the model itself does.
     """
 
     index: int
-    state: Mapping[str, Tensor] | None = None
-    model: nn.Module | None = None
+    state: Mapping[str, Tensor] | None = None  # its weights by name; None where only loading is meant
+    model: nn.Module | None = None  # the module that is filled; None where only saving is meant
     safe: bool = True
     load: Callable[[nn.Module, Mapping[str, Tensor], Fill], None] | None = None
     live: Callable[[], Mapping[str, Any]] | None = None
@@ -232,11 +206,8 @@ class ModelPart:
         if not self.safe:
             return [Payload(number(MODEL_NAME, self.index, ".bin"), dict(self.state))]
         kept, aliases = drop_shared(self.state)
-
-        def write(content: Any, path: Path) -> None:
-            write_whole_tensors(content, aliases, path)
-
-        return [Payload(number(SAFE_MODEL_NAME, self.index, ".safetensors"), kept, write)]
+        name = number(SAFE_MODEL_NAME, self.index, ".safetensors")
+        return [Payload(name, kept, lambda content, path: write_whole_tensors(content, aliases, path))]
 
     def read(self, options: Load) -> Change:
         if self.model is None:
@@ -288,8 +259,12 @@ def weights_change(
 
 def extra_changes(model: nn.Module, state: Mapping[str, Any], options: Load, name: str) -> tuple[Change, ...]:
     """Return the change of the extra state of modules, which comes before that of tensors."""
-    modules = {path: module for path, module in model.named_modules() if _has_extra(module)}
-    pairs = [(modules[path], value) for key, value in state.items() if (path := _path_of(key)) in modules]
+    takers = {
+        f"{path}._extra_state".removeprefix("."): module
+        for path, module in model.named_modules()
+        if type(module).set_extra_state is not nn.Module.set_extra_state
+    }
+    pairs = [(takers[key], value) for key, value in state.items() if key in takers]
     if not pairs:
         return ()
 
@@ -298,17 +273,16 @@ def extra_changes(model: nn.Module, state: Mapping[str, Any], options: Load, nam
             with options.fitting(name, type(module).__name__):
                 module.set_extra_state(value)
 
-    return (Change(apply, name, partial(changes.keep_extra, [module for module, _ in pairs])),)
+    def keep() -> Callable[[], None]:
+        states = [(module, copy.deepcopy(module.get_extra_state())) for module, _ in pairs]
 
+        def restore() -> None:
+            for module, state in states:
+                module.set_extra_state(state)
 
-def _has_extra(module: nn.Module) -> bool:
-    return type(module).set_extra_state is not nn.Module.set_extra_state
+        return restore
 
-
-def _path_of(key: str) -> str | None:
-    """Return the module to which an entry belongs that is no tensor."""
-    path, _, name = key.rpartition(".")
-    return path if name == "_extra_state" else None
+    return (Change(apply, name, keep),)
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Mapping[str, Any]) -> None:
@@ -343,7 +317,8 @@ class GeneratorsPart:
 
     def change(self, apply: Callable[[], None]) -> Change:
         """Return a change of the generators, which comes last: others may draw from them."""
-        return Change(apply, f"random generators ({self.name})", changes.keep_generators, Stage.LAST)
+        name = f"random generators ({self.name})"
+        return Change(apply, name, lambda: partial(rng.restore, rng.capture()), Stage.LAST)
 
 
 @dataclass(frozen=True)
@@ -430,7 +405,7 @@ def state_parts(
     """Return the parts of everything that has a `state_dict`, models and loaders left out."""
     return [
         *(
-            StatePart(number(OPTIMIZER_NAME, index, ".bin"), optimizer, on_device=True, is_optimizer=True)
+            StatePart(number(OPTIMIZER_NAME, index, ".bin"), optimizer, is_optimizer=True)
             for index, optimizer in enumerate(optimizers)
         ),
         *(StatePart(number(SCHEDULER_NAME, index, ".bin"), owner) for index, owner in enumerate(schedulers)),
@@ -439,6 +414,6 @@ def state_parts(
     ]
 
 
-def custom_part(index: int, owner: Stateful) -> StatePart:
+def custom_part(index: int, owner: Any) -> StatePart:
     """Return the part of an object of the user's own, by its place among such objects."""
-    return StatePart(f"{CUSTOM_NAME}_{index}.pkl", owner, write=write_custom)
+    return StatePart(f"custom_checkpoint_{index}.pkl", owner, write=_write_custom)

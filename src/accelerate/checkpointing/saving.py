@@ -40,8 +40,7 @@ logger = get_logger(__name__)
 CALL = "accelerator.save_state"
 SECONDS_TO_WRITE = 24 * 3600.0
 THREADS = 4
-STORE_TIMEOUT = datetime.timedelta(minutes=5)
-"""How long one request to the store may take."""
+STORE_TIMEOUT = datetime.timedelta(minutes=5)  # how long one request to the store may take
 
 SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
 LoadHook = Callable[[list[nn.Module], str], Any]
@@ -64,40 +63,28 @@ LOADED = ("model weights", "optimizer states", "scheduler states", "dataloader s
 
 @dataclass(frozen=True)
 class Request:
-    """What is saved where.
-
-    Attributes:
-        patience: seconds that the ranks have to come together.
-        iteration: number under automatic naming; None for a folder that the user named.
-        keep: how many numbered checkpoints stay; None for all.
-    """
+    """What is saved where."""
 
     target: Path
-    patience: float
+    patience: float  # seconds that the ranks have to come together
     step: int = 0
     epoch: int = 0
-    iteration: int | None = None
-    keep: int | None = None
+    iteration: int | None = None  # number under automatic naming; None for a folder that the user named
+    keep: int | None = None  # how many numbered checkpoints stay; None for all
     run: Mapping[str, Any] = field(default_factory=dict)
     custom: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where this rank writes.
-
-    Attributes:
-        commits: whether this rank gives it its name.
-        is_common: whether all ranks write in one folder.
-        save: what tells this save from all others, the same on all ranks.
-    """
+    """Where this rank writes."""
 
     staging: StagingFolder
-    commits: bool
+    commits: bool  # this rank gives it its name
     consensus: Consensus
     request: Request
-    is_common: bool = True
-    save: str = ""
+    is_common: bool = True  # all ranks write in one folder
+    save: str = ""  # identifies this save, the same on all ranks
 
     @property
     def folder(self) -> Path:
@@ -314,20 +301,12 @@ def loaded_lines(folder: Path, has_scaler: bool, custom: Sequence[str]) -> list[
 
 
 class Session:
-    """The checkpoints of one run.
-
-    Args:
-        patience: seconds that the ranks have to come together.
-
-    Attributes:
-        save_hooks: called with models, weights and folder before a save.
-        load_hooks: called with models and folder before a load.
-    """
+    """The checkpoints of one run; the ranks have `patience` seconds to come together."""
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
-        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
-        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()  # called before a save
+        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()  # called before a load
         self._staging = StagingArea()
 
     @property

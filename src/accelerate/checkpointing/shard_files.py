@@ -37,8 +37,7 @@ from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.shard_index import NAME, ShardIndex
 from accelerate.weights import read_torch
 
-State = Mapping[KeyPath, Any]
-"""Tensors, local shards of tensors, and other values, by their paths."""
+State = Mapping[KeyPath, Any]  # tensors, local shards of tensors, and other values, by their paths
 
 Report = list[list[Any]]
 """For each item that a rank has written: its path, the box of a tensor or None, and its bytes; as JSON."""

@@ -29,12 +29,9 @@ if TYPE_CHECKING:  # it takes most of a second to import
     from torch.distributed.checkpoint.metadata import Metadata
 
 NAME = ".metadata"
-LARGEST = 2**63
-"""One more than the largest number of bytes or elements."""
-DIMENSIONS = 64
-"""Dimensions of a tensor, and keys on the way to a value, at most."""
-SHOWN = 100
-"""Characters of a name of the file in a message."""
+LARGEST = 2**63  # one more than the largest number of bytes or elements
+DIMENSIONS = 64  # dimensions of a tensor, and keys on the way to a value, at most
+SHOWN = 100  # characters of a name of the file in a message
 
 OPERATIONS = (
     *("PROTO", "MARK", "NONE", "NEWTRUE", "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1"),

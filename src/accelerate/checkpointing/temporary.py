@@ -37,21 +37,15 @@ class _Needed(set[str]):
 
 @dataclass(frozen=True)
 class HiddenFolder:
-    """One hidden folder.
-
-    Attributes:
-        name: of the folder that it shall be, or was, as `spell` gives it.
-        birth: when that process began, which distinguishes it from another process of the same number.
-        since: when it was made, in seconds since 1970; 0 where the name does not tell.
-    """
+    """One hidden folder."""
 
     path: Path
-    name: str
+    name: str  # of the folder that it shall be, or was, as `spell` gives it
     kind: str
     host: str
     pid: int
-    birth: str
-    since: int = 0
+    birth: str  # when that process began; another process of the same number has another one
+    since: int  # when it was made, in seconds since 1970; 0 where the name does not contain it
 
     @property
     def has_whole_name(self) -> bool:

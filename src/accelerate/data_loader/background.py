@@ -21,8 +21,7 @@ from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.state import services
 
-MESSAGE_BYTES = 256 * 1024
-"""Small items are taken together up to this size."""
+MESSAGE_BYTES = 256 * 1024  # small items are taken together up to this size
 LINGER = 0.002  # seconds to wait for more items that are read fast, so that they can be taken together
 FAST = 0.0005  # seconds between two items that are read fast
 _DEPTH = 2  # full messages, or single items larger than one, that are read ahead
@@ -65,15 +64,9 @@ class Draws:
 class ReadAhead:
     """The items of an iterator, with a `size` in bytes, read in a thread while the last ones are worked on.
 
-    The first item is read in the caller's thread, and so are all others where reading draws random numbers.
-    The thread ends with the items, at `close`, and at the exit of the interpreter.
-
-    Args:
-        stays: Called after the first item: whether reading has to stay in the caller's thread.
-        enter: Called once in the thread before it reads.
-
-    Attributes:
-        thread: The thread that reads; None while the caller's does.
+    The first item is read in the caller's thread. All others are, too, where `stays`, which is called after
+    it, says that reading draws random numbers. `enter` is called once in the thread before it reads. The
+    thread ends with the items, at `close`, and at the exit of the interpreter.
     """
 
     def __init__(
@@ -89,19 +82,13 @@ class ReadAhead:
         self._is_over = self._is_closed = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self.thread: threading.Thread | None = None
+        self.thread: threading.Thread | None = None  # None while the caller's thread reads
         self.takes = 0
         self._pid = os.getpid()
 
     def take(self) -> list[Any]:
-        """Return the items read, at least one; up to `MESSAGE_BYTES` together where they are read fast.
-
-        Returns:
-            The items; none at the end.
-
-        Raises:
-            BaseException: What reading raised, after the items before it.
-        """
+        """Return the items read, at least one, none at the end; up to `MESSAGE_BYTES` together where they are
+        read fast. What reading raised is raised after the items before it."""
         self.takes += 1
         if self.thread is None:
             item = next(self._items, None)
@@ -122,7 +109,7 @@ class ReadAhead:
                 size += taken[-1].size
             self._size -= size
             self._changed.notify_all()
-        return taken
+            return taken
 
     def close(self) -> None:
         """End the thread; items that were not taken are dropped."""

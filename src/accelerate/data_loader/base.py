@@ -29,8 +29,7 @@ _OF_TORCH = frozenset(inspect.signature(DataLoader).parameters)
 _OF_ORDER = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 _NOT_COPIED = ("gradient_state", "_route")
 
-BatchMetadata = dict[str, Any]
-"""The attributes of a loader that describe the batch just yielded."""
+BatchMetadata = dict[str, Any]  # the attributes of a loader that describe the batch just yielded
 
 _OF_BATCH = ("end_of_dataloader", "remainder", "valid_counts", "batch_rows", "dl_state_dict")
 _OF_POSITION = ("offset", "is_over")

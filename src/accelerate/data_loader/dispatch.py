@@ -29,23 +29,15 @@ from accelerate.devices import of_device
 from accelerate.ops import Transport, current_transport
 from accelerate.state import GradientState, PartialState
 
-Cut = Callable[..., Any]
-
 
 @dataclass(frozen=True)
 class RoundBuilder:
-    """Builds rounds of one part for each group; the last one is filled from the beginning of the epoch.
-
-    Attributes:
-        split: Cut each batch in `groups` parts, instead of one batch for each group.
-        drop_last: Drop a last round that has not a batch for each group.
-        cut: The user's `slice_fn(batch, slice, process_index=, num_processes=)`; None cuts tensors and lists.
-    """
+    """Builds rounds of one part for each group; the last one is filled from the beginning of the epoch."""
 
     groups: int
-    split: bool = False
-    drop_last: bool = False
-    cut: Cut | None = None
+    split: bool = False  # cut each batch in `groups` parts, instead of one batch for each group
+    drop_last: bool = False  # drop a last round that has not a batch for each group
+    cut: Callable[..., Any] | None = None  # the user's `slice_fn`; None cuts tensors and lists
 
     @property
     def take(self) -> int:
@@ -60,10 +52,8 @@ class RoundBuilder:
     ) -> Iterator[Round]:
         """Yield rounds until there are no batches left, reading one round ahead.
 
-        Args:
-            capture: Returns the state of the source. Called when a round is complete, before the next one is
-                read, and once more behind the last one.
-            first: The first round of the epoch, where these batches begin later; None: they begin there.
+        `capture` returns the state of the source, and `first` is the first round of the epoch, where these
+        batches begin later.
         """
         for current, state, is_last in one_ahead(iter(lambda: self.read(batches), []), capture):
             first = first or current
@@ -91,7 +81,13 @@ class RoundBuilder:
         missing = part * self.groups - samples
         if missing:
             whole = join([whole, *first_samples(first, missing)])
-        parts = [self._slice(whole, index, part, samples + missing) for index in range(self.groups)]
+        parts = []
+        for group in range(self.groups):
+            span = slice(group * part, (group + 1) * part)
+            if self.cut is None:
+                parts.append(cut_batch(whole, span, samples + missing))
+            else:
+                parts.append(self.cut(whole, span, process_index=group, num_processes=self.groups))
         real = tuple(real_per_part(samples, part, self.groups))
         return Round(parts, is_last, real if missing else None)
 
@@ -102,12 +98,6 @@ class RoundBuilder:
         if not is_last:
             return True
         return len(batches) == self.groups and len({count_samples(batch) for batch in batches}) == 1
-
-    def _slice(self, whole: Any, index: int, part: int, samples: int) -> Any:
-        span = slice(index * part, (index + 1) * part)
-        if self.cut is not None:
-            return self.cut(whole, span, process_index=index, num_processes=self.groups)
-        return cut_batch(whole, span, samples)
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
@@ -189,8 +179,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.position.advance(self.plan.batches_in_round)
 
     def _builder(self) -> RoundBuilder:
-        plan = self.plan
-        return RoundBuilder(plan.groups, self.split_batches, self._drop_last, self.slice_fn)
+        return RoundBuilder(self.plan.groups, self.split_batches, self._drop_last, self.slice_fn)
 
     def _arrivals(self, transport: Transport) -> Generator[Arrival, None, None]:
         """The batches of this process in one pass."""

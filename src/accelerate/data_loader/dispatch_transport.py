@@ -26,10 +26,8 @@ from accelerate.devices import of_device
 from accelerate.nested import TensorInformation, is_tensor_information, recursively_apply
 from accelerate.ops import ALIGNMENT, Transport, lay_out_once, views_of
 
-LARGE = 256 * 1024
-"""Bytes of a block for which two copies cost less than sockets."""
-HEADER = 4
-"""Integers in the header of a message."""
+LARGE = 256 * 1024  # bytes of a block for which two copies cost less than sockets
+HEADER = 4  # integers in the header of a message
 _SLOTS = 2
 _PAGE = 2 * 1024 * 1024
 _SAME_SPECS, _NEW_SPECS, _FAILED = range(3)
@@ -50,10 +48,10 @@ class Round:
 
 
 class Spec(NamedTuple):
-    """What one group gets of a round: a `TensorInformation` for each tensor, and the bytes of its chunk."""
+    """What one group gets of a round."""
 
-    outline: Any
-    size: int
+    outline: Any  # with a `TensorInformation` for each tensor
+    size: int  # bytes of its chunk
     counts: Counts | None
     is_last: bool
 
@@ -65,8 +63,7 @@ class PackedPart(NamedTuple):
     chunk: Tensor
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """The reading process' exception, with its traceback as text."""
 
     error: bytes | None
@@ -136,11 +133,11 @@ class Arrival(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A round that is ready to be sent: its part for each group of another process, and the largest size."""
+    """A round that is ready to be sent."""
 
     round: Round
-    parts: dict[int, PackedPart]
-    size: int
+    parts: dict[int, PackedPart]  # for each group of another process
+    size: int  # of the largest one
 
 
 class Sender:
@@ -203,7 +200,7 @@ def receive(route: Route) -> Iterator[Arrival]:
             start += spec.size
 
 
-def _padded(text: bytes) -> torch.Tensor:
+def _padded(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text) + bytearray(-len(text) % ALIGNMENT), dtype=torch.uint8)
 
 
@@ -213,17 +210,13 @@ class Route:
     Small blocks are sent over the transport. Large blocks on the CPU go through memory that all processes
     share, where they run on one machine: it is opened after the first of them. All processes make the same
     calls: process 0 `send`s, the others `receive`.
-
-    Args:
-        group_of: The data-parallel group of each process, in rank order.
-        device: Where blocks are when they are sent.
     """
 
     def __init__(self, transport: Transport, group_of: Sequence[int], device: torch.device) -> None:
         self.transport = transport
-        self.device = device
+        self.device = device  # where blocks are when they are sent
         self.receivers = sorted(set(group_of[1:]))
-        self._group_of = group_of
+        self._group_of = group_of  # the data-parallel group of each process, in rank order
         self._unused = torch.empty(0, dtype=torch.uint8, device=device)
         self._memory: SharedMemory | None = None
         self._may_share = of_device(device).is_host
@@ -288,10 +281,7 @@ class SharedMemory:
     """Blocks in memory without a name, which is freed when the last process that has it open ends.
 
     There are two slots of blocks, so that one can be read while the other is filled. Processes that take
-    turns with the same sizes find the same blocks.
-
-    Args:
-        descriptor: An open file in memory; closed with this object.
+    turns with the same sizes find the same blocks. The open file is closed with this object.
     """
 
     def __init__(self, descriptor: int, num_blocks: int) -> None:

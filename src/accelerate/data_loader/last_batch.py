@@ -24,11 +24,10 @@ Fillers = dict[int, Counts]
 
 @dataclass
 class FirstRound:
-    """The first items of the pass begun last, which fill its end, and those of the epoch that the next
-    pass resumes."""
+    """The first items of an epoch, which fill its end."""
 
-    items: list[Any] = field(default_factory=list)
-    restored: list[Any] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list)  # of the pass begun last
+    restored: list[Any] = field(default_factory=list)  # of the epoch that the next pass resumes
 
     def take_restored(self) -> list[Any]:
         """Return `restored`, which counts for one pass only."""
@@ -64,11 +63,12 @@ def count_samples(batch: Any) -> int | None:
     """Return the number of samples in a batch: the length of its first tensor or, without one, plain list."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else None
-    if isinstance(batch, Mapping):
-        return _first_count(batch.values())
-    if isinstance(batch, (list, tuple)):
-        return _first_count(batch) if any(map(_is_nested, batch)) else len(batch)
-    return None
+    if isinstance(batch, (list, tuple)) and not any(map(_is_nested, batch)):
+        return len(batch)
+    if not _is_nested(batch):
+        return None
+    counts = map(count_samples, batch.values() if isinstance(batch, Mapping) else batch)
+    return next((count for count in counts if count is not None), None)
 
 
 def cut_batch(batch: Any, span: slice, samples: int) -> Any:
@@ -86,10 +86,6 @@ def cut_batch(batch: Any, span: slice, samples: int) -> Any:
 
 def _is_nested(item: Any) -> bool:
     return isinstance(item, (torch.Tensor, Mapping, list, tuple))
-
-
-def _first_count(items: Iterable[Any]) -> int | None:
-    return next((count for count in map(count_samples, items) if count is not None), None)
 
 
 @dataclass(slots=True)

@@ -19,8 +19,7 @@ from accelerate.data_loader.samplers import IterableDatasetShard, check_split
 from accelerate.ops import Transport
 
 _DEPTH = 12  # of objects in a dataset that are searched for random generators
-SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})
-"""Mesh axes whose ranks work on the same batch together."""
+SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})  # mesh axes whose ranks work on the same batch together
 
 
 def may_read_own_share(loader: DataLoader[Any], *, dispatch: bool | None, given: bool) -> bool:
@@ -39,22 +38,16 @@ _WHY_DISPATCH = (
 class ShardPlan:
     """How the batches of one loader reach the data-parallel groups.
 
-    Attributes:
-        how: `leave` (one group reads everything), `shard` (each group reads its share), `dataset_shards` (the
-            dataset makes a share for each group, of any length) or `dispatch` (process 0 reads, the others
-            receive).
-        batch_size: Batch size of one group, None where the user's loader doesn't build batches of one size
-            itself.
-        split: Whether the user's batch is the global one.
-        even: Whether the short end is filled; always so for iterable datasets and dispatched loaders.
+    `leave`: one group reads everything. `shard`: each group reads its share. `dataset_shards`: the dataset
+    makes a share for each group, of any length. `dispatch`: process 0 reads, the others receive.
     """
 
     how: Literal["leave", "shard", "dataset_shards", "dispatch"] = "leave"
     groups: int = 1
     group: int = 0
-    batch_size: int | None = None
-    split: bool = False
-    even: bool = True
+    batch_size: int | None = None  # of one group; None where the loader doesn't build batches of one size
+    split: bool = False  # the user's batch is the global one
+    even: bool = True  # the short end is filled; always for iterable datasets and dispatched loaders
     why: str = "one process"
 
     @property
@@ -79,8 +72,7 @@ class ShardPlan:
         return f"{self.how}{share} ({self.why})"
 
 
-BY_HAND = ShardPlan(why="built without prepare")
-"""The plan of a loader that the user has constructed."""
+BY_HAND = ShardPlan(why="built without prepare")  # the plan of a loader that the user has constructed
 
 
 def data_groups(mesh: Any, num_processes: int, process_index: int) -> tuple[int, int]:

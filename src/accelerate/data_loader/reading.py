@@ -81,12 +81,10 @@ def open_batches(
 
     Args:
         kept: How many of the skipped ones, at the beginning of the epoch, are yielded nevertheless.
-        ahead_by: How many batches are read before the one that is yielded; None: those that torch reads
-            itself, or their indices.
+        ahead_by: How many batches are read before the one that is yielded; None: as torch does.
 
     Returns:
-        The batches, the indices they are read by where those are drawn in this process, and the record of
-        filler.
+        The batches, their indices where those are drawn in this process, and the record of filler.
     """
     position, start = loader.position, loader.start
     if start.is_over:

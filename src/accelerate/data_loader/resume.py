@@ -33,18 +33,11 @@ Loader = TypeVar("Loader", bound=DataLoader[Any])
 
 
 class Offset(NamedTuple):
-    """A point in an epoch, between two batches.
+    """A point in an epoch, between two batches."""
 
-    Attributes:
-        seen: batches that the loop has taken in this epoch, over all its interruptions.
-        consumed: batches of the dataset that this took, for all groups together.
-        stream: the state of an iterable dataset that has one, with the samples that fill the end of the
-            epoch.
-    """
-
-    seen: int = 0
-    consumed: int = 0
-    stream: Any = None
+    seen: int = 0  # batches that the loop has taken in this epoch, over all its interruptions
+    consumed: int = 0  # batches of the dataset that this took, for all groups together
+    stream: Any = None  # state of an iterable dataset, with the samples that fill the end of the epoch
 
 
 BEGINNING = Offset()
@@ -52,56 +45,35 @@ BEGINNING = Offset()
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The position of a loader in a loaded checkpoint.
-
-    Attributes:
-        start_states: states of the random generators when the epoch began; None between two epochs.
-        is_over: whether that was behind the last batch of the epoch.
-        own_shares: whether the groups read shards that the dataset made.
-        rows_in_batch: samples in a batch of the dataset at that time; None where that was not known.
-    """
+    """The position of a loader in a loaded checkpoint."""
 
     offset: Offset
-    start_states: Mapping[str, Any] | None
+    start_states: Mapping[str, Any] | None  # of the random generators; None between two epochs
     groups: int
-    is_over: bool = False
-    own_shares: bool = False
-    rows_in_batch: int | None = None
+    is_over: bool = False  # it was behind the last batch of the epoch
+    own_shares: bool = False  # the groups read shards that the dataset made
+    rows_in_batch: int | None = None  # samples in a batch of the dataset; None where that was not known
 
 
 @dataclass(frozen=True)
 class LateStart:
-    """Where each pass of a loader begins.
-
-    Attributes:
-        origin: the loader of which this one is a late start; both count epochs together.
-        skip_source: batches of the dataset that are read and dropped, in addition to `skip_batches`.
-        keeps_first_round: whether the first round of the epoch is read nevertheless, to fill its end.
-        is_over: whether nothing is left of the epoch.
-    """
+    """Where each pass of a loader begins."""
 
     offset: Offset = BEGINNING
-    origin: Any = None
-    skip_source: int = 0
-    keeps_first_round: bool = False
-    is_over: bool = False
+    origin: Any = None  # the loader of which this one is a late start; both count epochs together
+    skip_source: int = 0  # batches of the dataset that are read and dropped, besides `skip_batches`
+    keeps_first_round: bool = False  # the first round of the epoch is read nevertheless, to fill its end
+    is_over: bool = False  # nothing is left of the epoch
 
 
 @dataclass(eq=False)
 class Position:
-    """The position within the epoch of a loader and all late starts of it.
+    """The position within the epoch of a loader and all late starts of it."""
 
-    Attributes:
-        offset: the point behind the batch just yielded; the beginning between two passes.
-        is_over: whether the batch just yielded is the last one.
-        start_states: states of the random generators when the pass began.
-        resume_point: where to resume; None once the next pass has begun.
-    """
-
-    offset: Offset = BEGINNING
-    is_over: bool = False
-    start_states: Mapping[str, Any] | None = None
-    resume_point: ResumePoint | None = None
+    offset: Offset = BEGINNING  # behind the batch just yielded; the beginning between two passes
+    is_over: bool = False  # the batch just yielded is the last one
+    start_states: Mapping[str, Any] | None = None  # of the random generators when the pass began
+    resume_point: ResumePoint | None = None  # None once the next pass has begun
 
     def begin(self, loader: Any, offset: Offset) -> Callable[[], None]:
         """Begin a pass, before anything is drawn for it; call what is returned when the order is drawn: it

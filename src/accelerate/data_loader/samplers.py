@@ -317,8 +317,7 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
         generator = getattr(dataset, "generator", None)
         self._seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
-        self.skip_samples = 0
-        """Samples at the beginning of each pass that an earlier run has used."""
+        self.skip_samples = 0  # samples at the beginning of each pass that an earlier run has used
         self.first_round = FirstRound()
         self.tagged = False
         """Whether a batch with filler is tagged with its counts; set where the reader removes the tags."""

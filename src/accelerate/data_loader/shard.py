@@ -49,8 +49,7 @@ class Join:
     for the next round before a batch is yielded, so every rank knows which batch is the last.
 
     Args:
-        first_round: Its item is the first batch of this rank's share in the epoch; empty where that is not
-            read yet.
+        first_round: Its item is the first batch of this rank's share; empty where that is not read yet.
         fills_short: Whether a short batch is filled; otherwise only a missing one is replaced.
         drop_last: End when the first rank does, instead of filling.
     """

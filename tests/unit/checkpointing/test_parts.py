@@ -91,7 +91,7 @@ def test_names_count_from_the_first_one_without_a_number() -> None:
         "custom_checkpoint_0.pkl",
         "custom_checkpoint_1.pkl",
     ]
-    assert [part.on_device for part in parts] == [True, True, False, False, False, False, False]
+    assert [part.is_optimizer for part in parts] == [True, True, False, False, False, False, False]
 
 
 @pytest.mark.parametrize(("safe", "name"), [(True, "model_1.safetensors"), (False, "pytorch_model_1.bin")])
