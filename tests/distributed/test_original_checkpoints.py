@@ -14,7 +14,7 @@ import torch
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import generators
+from accelerate.checkpointing import capture_generators
 from accelerate.utils import (
     DataLoaderConfiguration,
     ProjectConfiguration,
@@ -196,7 +196,7 @@ def load_shards(kind: str, version: int | None, copy: str) -> Any:
         if run:
             optimizer.step()
             rank = accelerator.process_index  # a folder of a whole run has these, too
-            torch.save({"step": 0, **generators.capture()}, f"{copy}/random_states_{rank}.pkl")
+            torch.save({"step": 0, **capture_generators()}, f"{copy}/random_states_{rank}.pkl")
             accelerator.wait_for_everyone()
             accelerator.load_state(copy)
         else:

@@ -140,6 +140,6 @@ def _read_generators(runtime: Runtime, source: Candidate, options: Load, policy:
     if not source.resized or policy == "strict":
         return part.read(options)
     if policy == "reseed":
-        seed = checkpointing.generators.seed_of(options.read(checkpointing.GeneratorsPart(0).name), part.rank)
+        seed = checkpointing.seed_of(options.read(checkpointing.GeneratorsPart(0).name), part.rank)
         return part.change(partial(rng.set_seed, seed))
     return part.read(options) if options.has(part.name) else checkpointing.nothing

@@ -13,7 +13,6 @@ from accelerate.base import (
 )
 from accelerate.checkpointing import (
     changes as changes,
-    generators as generators,
     loading as loading,
     retention as retention,
     saving as saving,
@@ -43,18 +42,6 @@ from accelerate.checkpointing.loading import (
     nothing_to_load as nothing_to_load,
     read_progress as read_progress,
 )
-from accelerate.checkpointing.local_shards import (
-    KeyPath as KeyPath,
-    LocalShards as LocalShards,
-    Shape as Shape,
-    Shard as Shard,
-    Value as Value,
-    boxes as boxes,
-    rejoin as rejoin,
-    shards_of_range as shards_of_range,
-    spread as spread,
-    whole as whole,
-)
 from accelerate.checkpointing.manifest import (
     LARGEST as LARGEST,
     FileRecord as FileRecord,
@@ -73,9 +60,12 @@ from accelerate.checkpointing.parts import (
     Part as Part,
     Payload as Payload,
     StatePart as StatePart,
+    capture_generators as capture_generators,
+    check_generators as check_generators,
     custom_part as custom_part,
     fill as fill,
     number as number,
+    seed_of as seed_of,
     state_parts as state_parts,
     weights_change as weights_change,
 )
@@ -92,7 +82,11 @@ from accelerate.checkpointing.saving import (
     open_site as open_site,
     saved_lines as saved_lines,
 )
-from accelerate.checkpointing.shard_index import ShardIndex as ShardIndex, read_metadata as read_metadata
+from accelerate.checkpointing.shard_index import (
+    KeyPath as KeyPath,
+    ShardIndex as ShardIndex,
+    read_metadata as read_metadata,
+)
 from accelerate.checkpointing.sharded import (
     GROUPS as GROUPS,
     MODEL as MODEL,
@@ -100,18 +94,26 @@ from accelerate.checkpointing.sharded import (
     STATE as STATE,
     ByOrder as ByOrder,
     EitherPart as EitherPart,
+    LocalShards as LocalShards,
     ModuleShards as ModuleShards,
     OptimizerShards as OptimizerShards,
+    Shape as Shape,
+    Shard as Shard,
     ShardOwner as ShardOwner,
+    Value as Value,
+    boxes as boxes,
     by_name as by_name,
     folder_of as folder_of,
     group_paths as group_paths,
     loaded_groups as loaded_groups,
     memory_for as memory_for,
-    model_targets as model_targets,
     optimizer_change as optimizer_change,
     read_shards as read_shards,
     refuse_other_optimizer as refuse_other_optimizer,
+    rejoin as rejoin,
+    shards_of_range as shards_of_range,
+    spread as spread,
+    whole as whole,
 )
 from accelerate.checkpointing.shards import find_shards as find_shards, save_sharded as save_sharded
 from accelerate.checkpointing.state import (

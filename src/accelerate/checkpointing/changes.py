@@ -289,7 +289,6 @@ def _state_of(owner: Any) -> tuple[Any, Apply]:
 
 
 def keep_loader(loader: Any) -> Apply:
-    """Keep the order and position of a prepared loader."""
     owners = [loader, loader.base_dataloader, loader.position, loader.first_round]
     owners += [loader.get_sampler(), loader._index_sampler, loader.dataset]
     attributes = _attributes_of(owner for owner in owners if hasattr(owner, "__dict__"))

@@ -15,6 +15,7 @@ from accelerate.weights import is_extra, missing_names
 
 Strings = tuple[str, ...]
 
+# What torch's optimizers need of a parameter that was stepped.
 NEEDED: dict[str, Strings] = {
     "ASGD": ("step", "eta", "mu", "ax"),
     "Adadelta": ("step", "square_avg", "acc_delta"),
@@ -30,20 +31,13 @@ NEEDED: dict[str, Strings] = {
     "SGD": (),
     "SparseAdam": ("step", "exp_avg", "exp_avg_sq"),
 }
-"""What torch's optimizers need of a parameter that was stepped."""
-
-NUMBERS = ("step", "eta", "mu", "mu_product")
-"""Which of it are numbers; the others are tensors of the parameter's shape."""
-
+NUMBERS = ("step", "eta", "mu", "mu_product")  # of these; the others are tensors of the parameter's shape
+# What they need in groups with an option.
 NEEDED_WITH: dict[str, dict[str, str]] = {
     "Adam": {"amsgrad": "max_exp_avg_sq"},
     "AdamW": {"amsgrad": "max_exp_avg_sq"},
     "RMSprop": {"centered": "grad_avg", "momentum": "momentum_buffer"},
 }
-"""What they need in groups with an option."""
-
-
-# Weights
 
 
 def check_weights(
@@ -64,9 +58,13 @@ def check_weights(
 
 def check_dtypes(own: Mapping[str, Any], state: Mapping[str, Any], path: object, model: nn.Module) -> None:
     """Refuse complex weights for a tensor that is not complex: torch would drop the imaginary part."""
-    pairs = [(name, own[name], value) for name, value in state.items() if name in own and not is_extra(name)]
-    tensors = [(name, mine, value) for name, mine, value in pairs if isinstance(value, Tensor)]
-    _refuse(path, model, [refuse_dtype(name, mine.dtype, value.dtype) for name, mine, value in tensors])
+    losses = [
+        f"{name} has the dtype {value.dtype} instead of {own[name].dtype}"
+        for name, value in state.items()
+        if name in own and not is_extra(name) and isinstance(value, Tensor)
+        if value.is_complex() and not own[name].dtype.is_complex
+    ]
+    _refuse(path, model, losses)
 
 
 def _refuse(path: object, model: nn.Module, reasons: Sequence[str]) -> None:
@@ -81,7 +79,6 @@ def _refuse(path: object, model: nn.Module, reasons: Sequence[str]) -> None:
 def refuse_names(
     path: object, model: nn.Module, missing: Sequence[object], strange: Sequence[object]
 ) -> None:
-    """Refuse names that only one side has."""
     if not missing and not strange:
         return
     lacks = f" It lacks {listed([str(name) for name in missing])}." if missing else ""
@@ -103,30 +100,19 @@ def _misfit(name: str, own: Any, value: Any) -> str:
     return ""
 
 
-def refuse_dtype(name: object, own: torch.dtype, read: torch.dtype) -> str:
-    """Return why a dtype cannot be copied to another one without loss, or an empty text."""
-    loses = read.is_complex and not own.is_complex
-    return f"{name} has the dtype {read} instead of {own}" if loses else ""
-
-
 def loads_its_own_way(model: nn.Module) -> bool:
     """Whether a model has code that may take weights of other names than those of its state dict."""
 
     def overrides(module: nn.Module, name: str) -> bool:
         return getattr(type(module), name) is not getattr(nn.Module, name) or name in vars(module)
 
+    methods = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
     return any(
-        any(overrides(module, name) for name in _OVERRIDABLE)
+        any(overrides(module, name) for name in methods)
         or any(not str(getattr(hook, "__module__", "")).startswith("torch.") for hook in hooks)
         for module in model.modules()
         for hooks in [torch_private.state_dict_hooks(module)]
     )
-
-
-_OVERRIDABLE = ("load_state_dict", "_load_from_state_dict", "state_dict", "_save_to_state_dict")
-
-
-# Optimizers
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
@@ -176,8 +162,9 @@ def _check_state(name: str, state: Any, parameter: Tensor, needed: Strings) -> N
         raise CheckpointError(f"{name} lacks {listed(missing)}.")
     check_shapes(name, state, tuple(parameter.shape))
     for key, value in state.items():
-        fits = _is_number(value) if key in NUMBERS else _is_shaped(value, parameter, key not in needed)
-        if not fits:
+        is_dense = isinstance(value, Tensor) and value.layout == torch.strided
+        fits = _is_number(value) if key in NUMBERS else is_dense and value.shape == parameter.shape
+        if not fits and (key in NUMBERS or key in needed or value is not None):
             raise CheckpointError(f"{name} has a {type(value).__name__} as {key}, which does not fit.")
 
 
@@ -186,14 +173,7 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) or (is_single and value.layout == torch.strided)
 
 
-def _is_shaped(value: Any, parameter: Tensor, may_be_none: bool) -> bool:
-    if value is None:
-        return may_be_none
-    return isinstance(value, Tensor) and value.shape == parameter.shape and value.layout == torch.strided
-
-
 def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -> None:
-    """Compare what an optimizer keeps for a parameter with the shape of that."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != wanted:
             raise CheckpointError(

@@ -66,7 +66,6 @@ class StagingFolder:
     inside: bool = False
 
     def open(self) -> None:
-        """Make the folder."""
         try:
             if self.target.exists() and not self.target.is_dir():
                 raise NotADirectoryError(20, "it is a file", str(self.target))
@@ -101,8 +100,7 @@ class StagingFolder:
         raise CheckpointError(f"{self.target}: other processes begin to write it again and again. Try later.")
 
     def publish(self) -> None:
-        """Rename the folder, complete with its manifest, to the target; where that fails, what was there
-        stays."""
+        """Rename the folder, complete with its manifest, to the target; on failure what was there stays."""
         sync_folder(self.folder)
         if self.inside or not self._takes_the_name():
             aside = temporary.claim(self.target.name, self.target, temporary.OLD)
@@ -252,9 +250,7 @@ def _bring_back(aside: Path, target: Path) -> None:
 
 def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
     """Rename a folder to the target, and the present target to `aside`; where that fails, all is as before.
-
-    Where the file system can swap names, the target exists without interruption.
-    """
+    Where the file system can swap names, the target exists without interruption."""
     undo: list[Callable[[], None]] = []
 
     def rename(old: Path, new: Path) -> None:
@@ -357,7 +353,6 @@ def exchange_files(folder: Path, target: Path, aside: Path) -> None:
 
 
 def undo_exchange_of_files(aside: Path, target: Path) -> None:
-    """Move files back that were moved aside in the same folder."""
     _renew(aside)
     _shift(aside, target, files_under(aside))
     temporary.dispose(aside, target.name)
@@ -384,8 +379,7 @@ def _shift(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def swap(first: Path, second: Path) -> None:
-    """Swap the names of two folders or files in one step; an OSError where the system or file system
-    cannot."""
+    """Swap the names of two folders or files in one step; an OSError where the system cannot."""
     if _renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(first))
     at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE

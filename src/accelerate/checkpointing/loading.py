@@ -55,11 +55,6 @@ class Candidate:
 
     Another run may save under the same name while it is read. Then files of two checkpoints may have been
     read, which `agree` notices on all ranks.
-
-    Args:
-        fault: what is known to be wrong with it; nothing is compared then.
-        was_complete: whether it was seen as complete just before.
-        is_last: whether it is not read again when it was replaced.
     """
 
     def __init__(
@@ -67,10 +62,10 @@ class Candidate:
         folder: Path,
         consensus: Consensus,
         topology: Topology,
-        fault: str = "",
+        fault: str = "",  # what is known to be wrong with it; nothing is compared then
         *,
-        was_complete: bool = False,
-        is_last: bool = True,
+        was_complete: bool = False,  # it was seen as complete just before
+        is_last: bool = True,  # it is not read again when it was replaced
     ) -> None:
         self.folder = folder
         self.manifest: Manifest | None = None  # stays None for one of other software, or a damaged one
@@ -98,12 +93,10 @@ class Candidate:
 
     @property
     def resized(self) -> bool:
-        """Whether another number of processes saved it."""
         return self.world_size not in (None, self._consensus.size)
 
     @property
     def is_readable(self) -> bool:
-        """Whether nothing is known to be wrong with it."""
         return not self._fault
 
     def confirm(self) -> None:
@@ -116,12 +109,13 @@ class Candidate:
         something went wrong on any rank, without the folder's name; `was_read`: files were read since
         the last call."""
         faults = [self._fault, *(line for future in self._faults for line in future.result()), failure]
-        path, save = self._identity()
+        save = self.manifest.run.get(manifest.SAVE) if self.manifest else None
         own = {
             "problems": [line for line in faults if line],
             "replaced": was_read and (self._is_gone or self._is_other()),
-            "path": path,
-            "save": save,
+            # The same save on all ranks with the same path, which is empty where the save has a name.
+            "path": "" if save else f"{socket.gethostname()}:{self.folder}",
+            "save": save or self._stamp,
         }
         answers = self._consensus.decide(CALL, own, list, SECONDS_TO_VERIFY)
         problems, again = _judge(answers)
@@ -131,11 +125,6 @@ class Candidate:
 
     def _is_other(self) -> bool:
         return manifest.stamp(self.folder) != self._stamp or folder.is_changing(self.folder)
-
-    def _identity(self) -> tuple[str, str]:
-        """Return what must be the same on all ranks with the same path; the path is empty for all ranks."""
-        save = self.manifest.run.get(manifest.SAVE) if self.manifest else None
-        return ("", save) if save else (f"{socket.gethostname()}:{self.folder}", self._stamp)
 
     def _begin(self, topology: Topology) -> None:
         if not self.folder.is_dir():
@@ -180,8 +169,7 @@ def _judge(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
 def open_checkpoint(
     path: Path, consensus: Consensus, topology: Topology, patience: float
 ) -> Iterator[Candidate]:
-    """Yield a checkpoint that the user named, and again when it was replaced meanwhile; called on all
-    ranks."""
+    """Yield a checkpoint that the user named, again when it was replaced; called on all ranks."""
     for left in reversed(range(ATTEMPTS)):
         consensus.decide(CALL, None, lambda _: folder.recover(folder.absolute_path(path)), patience)
         source = Candidate(path, consensus, topology, is_last=not left)
@@ -207,7 +195,11 @@ def open_newest(
 def _open_numbered(
     parent: Path, consensus: Consensus, topology: Topology, patience: float, is_last: bool
 ) -> Iterator[Candidate]:
-    checkpoints = {checkpoint.number: checkpoint for checkpoint in _survey(parent)}
+    try:
+        checkpoints = {checkpoint.number: checkpoint for checkpoint in retention.survey(parent)}
+    except OSError as error:  # this rank has none, so that the others need not wait for it
+        logger.warning(f"Checkpoints in {parent} cannot be looked for: {error}.", main_process_only=False)
+        checkpoints = {}
     answers = consensus.decide(CALL, sorted(checkpoints), list, patience)
     for number in sorted({number for numbers in answers for number in numbers}, reverse=True):
         path = parent / retention.name_of(number)
@@ -215,25 +207,14 @@ def _open_numbered(
         yield Candidate(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)
 
 
-def _survey(parent: Path) -> list[retention.NumberedCheckpoint]:
-    """Look for checkpoints; a rank that cannot look has none, so that the others need not wait for it."""
-    try:
-        return retention.survey(parent)
-    except OSError as error:
-        logger.warning(f"Checkpoints in {parent} cannot be looked for: {error}.", main_process_only=False)
-        return []
-
-
 def check_policy(policy: str) -> None:
-    """Refuse a policy that there is not."""
     if policy not in WORLD_SIZE_POLICIES:
         fix = f"choose one of {', '.join(WORLD_SIZE_POLICIES)}"
         raise wrong_value("world_size_policy", policy, "there is no such policy", fix)
 
 
 def announce(source: Candidate, size: int, policy: str) -> None:
-    """Say what is unusual about a checkpoint: it has no manifest, or another number of processes saved it,
-    which the policy "strict" refuses."""
+    """Warn of a checkpoint without manifest, or of another number of processes; "strict" refuses that."""
     if not source.is_readable:
         return
     if source.manifest is None:
@@ -279,8 +260,7 @@ def divide_files(read: Manifest, processes: int) -> list[list[str]]:
 
 
 def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
-    """Build the error for a run that finds no checkpoint in a folder that the user named, or None; the
-    caller raises it."""
+    """Return the error for a run that finds no checkpoint in a folder that the user named, or None."""
     reasons = "; ".join(faults)
     if folder is not None and reasons.endswith(NO_FOLDER):
         return wrong_value("input_dir", str(folder), NO_FOLDER, "pass a folder that was saved to")

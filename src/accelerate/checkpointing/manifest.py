@@ -24,8 +24,6 @@ NANOSECONDS_OF_A_TICK = 2 * 10**9  # the coarsest clock that file systems have
 
 @dataclass(frozen=True)
 class Manifest:
-    """Contents of one checkpoint folder."""
-
     files: Mapping[str, FileRecord]  # all files but this one, by path
     world_size: int
     step: int = 0
@@ -40,7 +38,6 @@ class Manifest:
 
     @property
     def size(self) -> int:
-        """Bytes of all files together."""
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
@@ -84,8 +81,7 @@ def read(folder: Path) -> Manifest:
 
 
 def stamp(folder: Path) -> str:
-    """Return what differs for each checkpoint of a name, and after `renew`; empty where there is no
-    manifest."""
+    """Return what differs for each checkpoint of a name, and after `renew`; empty without a manifest."""
     path = folder / NAME
     try:
         if not path.is_file():
@@ -107,8 +103,7 @@ def renew(folder: Path) -> None:
 def problems(
     folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *, deep: bool
 ) -> list[str]:
-    """Say what is wrong with files of a checkpoint, one line each; `deep` compares checksums, and not only
-    sizes."""
+    """Say what is wrong with files, one line each; `deep` compares checksums, and not only sizes."""
     lines = (
         _problem(folder, manifest.files[name], deep) for name in (manifest.files if names is None else names)
     )
@@ -116,7 +111,7 @@ def problems(
 
 
 def _problem(folder: Path, record: FileRecord, deep: bool) -> str:
-    path, name = folder / record.name, spell_name(record.name)
+    path, name = folder / record.name, record.name if record.name.isprintable() else repr(record.name)
     try:
         if not path.is_file():
             return f"{name} is missing"
@@ -177,7 +172,9 @@ _FIELDS = {
 _RECORD = {
     "size": _COUNT._replace(required=True),
     "checksum": Rule(
-        "16 hexadecimal digits", lambda value: _is_text(value) and bool(_CHECKSUM.fullmatch(value)), True
+        "16 hexadecimal digits",
+        lambda value: _is_text(value) and bool(_CHECKSUM.fullmatch(value)),
+        True,
     ),
     "rank": _COUNT,
 }
@@ -194,8 +191,7 @@ _RUN = {
 
 
 def check_fields(content: Mapping[str, Any]) -> None:
-    """Refuse a manifest, without its seal, that has a missing, an unknown or a wrong field, or a name that
-    is not a plain path."""
+    """Refuse a manifest, without its seal, that lacks a field, or has an unknown or wrong field or name."""
     _check(content, _FIELDS, "")
     for name, record in content["files"].items():
         if reason := refuse_name(name):
@@ -222,13 +218,7 @@ def refuse_name(name: object) -> str | None:
     return None
 
 
-def spell_name(name: str) -> str:
-    """Return the name of a file for messages: as it is, or escaped where a terminal cannot show it."""
-    return name if name.isprintable() else repr(name)
-
-
 def shorten(value: object) -> str:
-    """Return the representation of a value, shortened for messages."""
     return _REPR.repr(value)
 
 
@@ -260,8 +250,6 @@ _STRIDE = 1 << 22  # bytes hashed at a time, without holding the interpreter
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file of a checkpoint."""
-
     name: str  # path inside the folder, with `/`
     size: int  # in bytes
     checksum: str  # xxh3 of the content, 64 bits, in hexadecimal
@@ -276,7 +264,6 @@ def seal(folder: Path, name: str, rank: int = 0) -> FileRecord:
 
 
 def measure(path: Path) -> tuple[int, str]:
-    """Return the size in bytes and the checksum of a file."""
     import xxhash
 
     digest = xxhash.xxh3_64()
@@ -295,7 +282,6 @@ def measure(path: Path) -> tuple[int, str]:
 
 
 def checksum_of(data: bytes) -> str:
-    """Return the checksum of bytes in memory."""
     import xxhash
 
     return xxhash.xxh3_64_hexdigest(data)

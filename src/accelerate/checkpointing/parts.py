@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -29,8 +31,9 @@ from accelerate.base import (
     describe,
     like,
 )
-from accelerate.checkpointing import changes, fit, generators
+from accelerate.checkpointing import changes, fit
 from accelerate.checkpointing.changes import Change, Stage, inner_optimizers, nothing
+from accelerate.checkpointing.manifest import checksum_of
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
 from accelerate.weights import (
@@ -72,16 +75,13 @@ class Load:
         return self.names is None
 
     def has(self, name: str) -> bool:
-        """Whether a file is part of the checkpoint."""
         self.wanted.add(name)
         return (self.names is None or name in self.names) and (self.folder / name).is_file()
 
     def read(self, name: str, device: str | torch.device = "cpu") -> Any:
-        """Read one of torch's files."""
         return read_torch(self.existing(name), device, **self.reading)
 
     def existing(self, name: str) -> Path:
-        """Return the path of a file."""
         if not self.has(name):
             error = CheckpointError(
                 f"{self.folder} holds no {name}. It was saved by a run that had prepared other objects: "
@@ -123,13 +123,10 @@ class Part(Protocol):
     """One thing that is saved and loaded."""
 
     def collect(self, leads: bool = True) -> list[Payload]:
-        """Take the content of the files that this process writes, without a copy; `leads` for what all
-        have in common."""
-        ...
+        """Take the content of the files of this process, uncopied; `leads`: also what all have in common."""
 
     def read(self, options: Load) -> Change:
         """Read its files; what is returned brings the object to that state."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -155,23 +152,18 @@ class StatePart:
         if isinstance(self.owner, nn.Module) and not fit.loads_its_own_way(self.owner):
             own = self.owner.state_dict(keep_vars=True)
             fit.check_weights(own, state, options.folder / self.name, self.owner, strict=True)
-        keep = changes.keep_optimizer if self._optimizers() else changes.keep_object
+        kind = str(getattr(self.owner, "kind", type(self.owner).__name__))
+
+        def apply() -> None:
+            with options.fitting(self.name, kind):
+                self.owner.load_state_dict(state)
+                for optimizer in inner_optimizers(self.owner) if self.is_optimizer else ():
+                    fit.check_optimizer(optimizer)
+
+        is_known = self.is_optimizer and inner_optimizers(self.owner)
+        keep = changes.keep_optimizer if is_known else changes.keep_object
         stage = Stage.TOGETHER if getattr(self.owner, "needs_all_ranks", False) else Stage.ALONE
-        name = f"{self._kind} ({self.name})"
-        return Change(partial(self._apply, state, options), name, partial(keep, self.owner), stage)
-
-    @property
-    def _kind(self) -> str:
-        return str(getattr(self.owner, "kind", type(self.owner).__name__))
-
-    def _apply(self, state: Any, options: Load) -> None:
-        with options.fitting(self.name, self._kind):
-            self.owner.load_state_dict(state)
-            for optimizer in self._optimizers():
-                fit.check_optimizer(optimizer)
-
-    def _optimizers(self) -> list[torch.optim.Optimizer]:
-        return inner_optimizers(self.owner) if self.is_optimizer else []
+        return Change(apply, f"{kind} ({self.name})", partial(keep, self.owner), stage)
 
 
 def _write_custom(content: Any, path: Path) -> None:
@@ -221,19 +213,19 @@ class ModelPart:
         else:  # the second is of other software, as is the first mostly
             state = read_torch(path, options.device, **options.reading)
         own = self.model.state_dict(keep_vars=True) if self.live is None else self.live()
-        return weights_change(
-            partial(self._apply, self.model, state, options, name), self.model, own, state, path, options
-        )
+        model = self.model
 
-    def _apply(self, model: nn.Module, state: Any, options: Load, name: str) -> None:
         def fill_module(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-            fill(module, weights, options.folder / name, options.model)
+            fill(module, weights, path, options.model)
 
-        with options.fitting(name, type(model).__name__):
-            if self.load is None:
-                fill_module(model, state)
-            else:
-                self.load(model, state, fill_module)
+        def apply() -> None:
+            with options.fitting(name, type(model).__name__):
+                if self.load is None:
+                    fill_module(model, state)
+                else:
+                    self.load(model, state, fill_module)
+
+        return weights_change(apply, model, own, state, path, options)
 
 
 def weights_change(
@@ -286,8 +278,7 @@ def extra_changes(model: nn.Module, state: Mapping[str, Any], options: Load, nam
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Mapping[str, Any]) -> None:
-    """Load weights into a module, where names that share a tensor need be there once; strict unless
-    `options` say not."""
+    """Load weights into a module, shared tensors under any name; strict unless `options` say not."""
     outcome = model.load_state_dict(state, **{**options, "strict": False})
     if options.get("strict", True):
         missing = missing_names(model.state_dict(), state) if getattr(outcome, "missing_keys", []) else []
@@ -303,16 +294,15 @@ class GeneratorsPart:
 
     @property
     def name(self) -> str:
-        """The file of this process."""
         return f"{RNG_STATE_NAME}_{self.rank}.pkl"
 
     def collect(self, leads: bool = True) -> list[Payload]:
-        return [Payload(self.name, {"step": self.step, **generators.capture()})]
+        return [Payload(self.name, {"step": self.step, **capture_generators()})]
 
     def read(self, options: Load) -> Change:
         states = options.read(self.name)
         with options.fitting(self.name, "process"):
-            own = generators.check(states)
+            own = check_generators(states)
         return self.change(partial(rng.restore, own))
 
     def change(self, apply: Callable[[], None]) -> Change:
@@ -321,19 +311,78 @@ class GeneratorsPart:
         return Change(apply, name, lambda: partial(rng.restore, rng.capture()), Stage.LAST)
 
 
+_FILE_NAMES = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
+
+
+def capture_generators() -> dict[str, Any]:
+    """Return the states of all generators of this process, under the names they have in the file."""
+    return {_name_in_file(name): state for name, state in rng.capture().items()}
+
+
+def check_generators(states: Any) -> dict[str, Any]:
+    """Return the states that the generators of this process take, tried on others of their kind; of a list
+    with one state for each device, that of this process."""
+    if not isinstance(states, Mapping):
+        raise CheckpointError(f"The file of the random generators holds a {type(states).__name__} instead.")
+    current = rng.capture()
+    missing = [name for name in current if _name_in_file(name) not in states]
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint holds no state for the random generators {', '.join(missing)}: it was saved on "
+            'other hardware. Load it with world_size_policy="reseed" or "ignore".'
+        )
+    own = {name: _of_this_device(states[_name_in_file(name)]) for name in current}
+    try_on_cpu(own)
+    for name in current.keys() - _FILE_NAMES.keys():
+        _check_device(name, current[name], own[name])
+    return own
+
+
+def try_on_cpu(states: Mapping[str, Any]) -> None:
+    """Set unused generators to states, by the names of `rng.capture_on_cpu`; raise where one fails."""
+    random.Random().setstate(states["python"])
+    np.random.RandomState(0).set_state(states["numpy"])
+    torch.Generator().set_state(states["torch"])
+
+
+def _check_device(name: str, current: Any, state: Any) -> None:
+    is_like = type(state) is type(current)
+    if is_like and isinstance(current, Tensor):
+        is_like = (state.dtype, state.shape) == (current.dtype, current.shape)
+    if not is_like:
+        raise CheckpointError(f"The checkpoint holds no state that the random generator of {name} takes.")
+
+
+def seed_of(states: Any, rank: int) -> int:
+    """Return the seed of a process that follows from the states that rank 0 has saved."""
+    state = states.get(_FILE_NAMES["torch"]) if isinstance(states, Mapping) else None
+    origin = state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode()
+    return int(checksum_of(origin + rank.to_bytes(8, "little")), 16) % rng.SEEDS
+
+
+def _name_in_file(name: str) -> str:
+    return _FILE_NAMES.get(name, f"torch_{name}_manual_seed")
+
+
+def _of_this_device(state: Any) -> Any:
+    is_list = isinstance(state, list) and state and isinstance(state[0], Tensor)
+    if not is_list:
+        return state
+    index = torch.accelerator.current_device_index()
+    return state[index] if index < len(state) else state[0]
+
+
 @dataclass(frozen=True)
 class LoaderPart:
-    """The order and position of one prepared loader, and the state of an iterable dataset on each process;
-    `resized` where another number of processes saved it."""
+    """The order and position of one prepared loader, and the state of an iterable dataset on each process."""
 
     index: int
     loader: Any
     rank: int = 0
-    resized: bool = False
+    resized: bool = False  # another number of processes saved it
 
     @property
     def name(self) -> str:
-        """The file of the order and position."""
         return number(SAMPLER_NAME, self.index, ".bin")
 
     def _stream_file(self, rank: int) -> str:
@@ -355,8 +404,15 @@ class LoaderPart:
         state, kind = options.read(self.name), type(self.loader).__name__
         with options.fitting(self.name, kind):
             _check_position(state, stream)
-        keep = partial(changes.keep_loader, self.loader)
-        return Change(partial(self._apply, state, stream, options), f"{kind} ({self.name})", keep)
+
+        def apply() -> None:
+            with options.fitting(self.name, kind):
+                resume.restore(self.loader, state, stream.get("dataset"))
+                if "torchdata" in stream and state["seen"] and not state["is_over"]:
+                    self.loader.first_round.restored = stream.get("first", [])
+                    self.loader.load_state_dict(stream["torchdata"])
+
+        return Change(apply, f"{kind} ({self.name})", partial(changes.keep_loader, self.loader))
 
     def _is_known(self, options: Load) -> bool:
         """Whether what other software says of order and position can be taken over; a line says if not."""
@@ -375,12 +431,6 @@ class LoaderPart:
         )
         return False
 
-    def _apply(self, state: Any, stream: Any, options: Load) -> None:
-        with options.fitting(self.name, type(self.loader).__name__):
-            resume.restore(self.loader, state, stream.get("dataset"))
-            if "torchdata" in stream and state["seen"] and not state["is_over"]:
-                self.loader.go_on_by_torchdata(stream)
-
 
 def _check_position(state: Any, stream: Any) -> None:
     """Refuse what a loader would notice when its next pass begins."""
@@ -388,7 +438,7 @@ def _check_position(state: Any, stream: Any) -> None:
         raise CheckpointError("this is no position of a loader")
     start = state.get("start")
     if start is not None:
-        generators.try_on_cpu(start["global"])
+        try_on_cpu(start["global"])
     drawn = [*state["generators"], *([] if start is None else start["generators"])]
     if not all(isinstance(state, Tensor) and state.dtype == torch.uint8 for state in drawn):
         raise CheckpointError("it holds states of random generators that are none")

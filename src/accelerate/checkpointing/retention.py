@@ -15,11 +15,10 @@ from accelerate.checkpointing import folder, manifest, temporary
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
 ATTEMPTS = 5  # to look at a checkpoint that saves replace at the same time
-LINKED = "checkpoints"
-"""A folder of this name is also searched where it is a link, for instance to another disk."""
+LINKED = "checkpoints"  # a folder of this name is also searched where it is a link, as to another disk
 _PATTERN = re.compile(r"checkpoint_(\d+)")
+# The first bytes of a manifest; other software has files of the same name. One that is empty is damaged.
 _START = re.compile(rb'\s*(\{\s*("files"|$)|$)')
-"""The first bytes of a manifest; other software has files of the same name. One that is empty is damaged."""
 _BYTES_OF_A_START = 64
 
 
@@ -33,7 +32,6 @@ class NumberedCheckpoint:
 
 
 def name_of(number: int) -> str:
-    """Return the name of a numbered checkpoint."""
     return f"checkpoint_{number}"
 
 
@@ -98,15 +96,17 @@ def prune(parent: Path, keep: int) -> list[Path]:
 def checkpoints_below(top: Path) -> list[Path]:
     """Return all folders with a manifest, and numbered checkpoints without one.
 
-    The folders in a checkpoint are not searched, nor are links, except numbered checkpoints and folders of
-    checkpoints. Of the files only the first bytes of manifests are read. What interrupted saves had moved
-    aside is brought back.
-
-    Returns:
-        Their paths, sorted by folder; in each folder the numbered ones first, the newest before the others,
-        then the rest by name.
+    They are sorted by folder; in each folder the numbered ones come first, the newest before the others,
+    then the rest by name. The folders in a checkpoint are not searched, nor are links, except numbered
+    checkpoints and folders of checkpoints. Of the files only the first bytes of manifests are read. What
+    interrupted saves had moved aside is brought back.
     """
-    return sorted(_search(top), key=_order)
+
+    def order(path: Path) -> tuple[Path, bool, int, str]:
+        number = number_of(path.name)
+        return path.parent, number is None, -(number or 0), path.name
+
+    return sorted(_search(top), key=order)
 
 
 def _search(top: Path) -> Iterator[Path]:
@@ -135,13 +135,13 @@ def _content(parent: Path) -> tuple[set[str], list[str]]:
     if any(temporary.is_hidden(entry.name) for entry in entries):
         folder.recover_all(parent)
         entries = list(os.scandir(parent))
-    folders = [entry.name for entry in entries if _is_searched(entry)]
+    folders = [
+        entry.name
+        for entry in entries
+        if not temporary.is_hidden(entry.name)
+        if entry.is_dir(follow_symlinks=entry.name == LINKED or number_of(entry.name) is not None)
+    ]
     return {entry.name for entry in entries}.difference(folders), folders
-
-
-def _is_searched(entry: os.DirEntry[str]) -> bool:
-    follows = entry.name == LINKED or number_of(entry.name) is not None
-    return not temporary.is_hidden(entry.name) and entry.is_dir(follow_symlinks=follows)
 
 
 def _is_manifest(path: Path) -> bool:
@@ -150,8 +150,3 @@ def _is_manifest(path: Path) -> bool:
         return True
     with path.open("rb") as file:
         return bool(_START.match(file.read(_BYTES_OF_A_START)))
-
-
-def _order(path: Path) -> tuple[Path, bool, int, str]:
-    number = number_of(path.name)
-    return path.parent, number is None, -(number or 0), path.name

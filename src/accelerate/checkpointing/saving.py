@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown, sync_folder
@@ -42,9 +42,7 @@ SECONDS_TO_WRITE = 24 * 3600.0
 THREADS = 4
 STORE_TIMEOUT = datetime.timedelta(minutes=5)  # how long one request to the store may take
 
-SaveHook = Callable[[list[nn.Module], list[dict[str, Any]], str], Any]
-LoadHook = Callable[[list[nn.Module], str], Any]
-
+# Names of files, or of folders of shards -> the line about one of them, in the order of the lines.
 SAVED = {
     r"(?:pytorch_)?model(?:_\d+)?\.(?:bin|safetensors)": "Model weights saved in {path}",
     rf"{FOLDERS[MODEL]}_\d+": "Model weights saved in {path}",
@@ -56,15 +54,11 @@ SAVED = {
     r"random_states_\d+\.pkl": "Random states saved in {path}",
     r"custom_checkpoint_(\d+)\.pkl": "Saving the state of {kind} to {path}",
 }
-"""Names of files, or of folders of shards -> the line about one of them, in the order of the lines."""
-
 LOADED = ("model weights", "optimizer states", "scheduler states", "dataloader sampler states")
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is saved where."""
-
     target: Path
     patience: float  # seconds that the ranks have to come together
     step: int = 0
@@ -88,7 +82,6 @@ class Site:
 
     @property
     def folder(self) -> Path:
-        """The folder in which the files are written."""
         return self.staging.folder
 
 
@@ -274,7 +267,6 @@ def _refuse_failures(failures: Sequence[str]) -> None:
 
 
 def saved_lines(target: Path, names: Sequence[str], custom: Sequence[str]) -> list[str]:
-    """Return the lines about what one rank has saved."""
     tops = list(dict.fromkeys(name.partition("/")[0] for name in names))
     lines = []
     for pattern, text in SAVED.items():
@@ -287,7 +279,6 @@ def saved_lines(target: Path, names: Sequence[str], custom: Sequence[str]) -> li
 
 
 def loaded_lines(folder: Path, has_scaler: bool, custom: Sequence[str]) -> list[str]:
-    """Return the lines about what was loaded."""
     return [
         *(f"All {what} loaded successfully" for what in LOADED),
         *(["GradScaler state loaded successfully"] if has_scaler else []),
@@ -305,8 +296,10 @@ class Session:
 
     def __init__(self, patience: float) -> None:
         self.patience = patience
-        self.save_hooks: OrderedDict[int, SaveHook] = OrderedDict()  # called before a save
-        self.load_hooks: OrderedDict[int, LoadHook] = OrderedDict()  # called before a load
+        # called before a save with models, weights and folder
+        self.save_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
+        # called before a load with models and folder
+        self.load_hooks: OrderedDict[int, Callable[..., Any]] = OrderedDict()
         self._staging = StagingArea()
 
     @property
@@ -327,8 +320,7 @@ class Session:
         return handle
 
     def choose_number(self, parent: Path, wanted: int) -> int:
-        """Return the number of the next checkpoint: the one that rank 0 wants, or the next one above all
-        that exist."""
+        """Return the number of the next checkpoint: what rank 0 wants, or the next one above all."""
 
         def choose(wanted_numbers: Sequence[int]) -> int:
             taken = retention.taken_numbers(parent)
@@ -356,8 +348,7 @@ class Session:
 
 
 class Background:
-    """At most one job at a time, in a thread that is no daemon: the interpreter waits for it before it
-    ends."""
+    """At most one job, in a thread that is no daemon: the interpreter waits for it before it ends."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
@@ -397,8 +388,7 @@ class StagingArea:
         self._buffers: dict[tuple[str, int], Tensor] = {}
 
     def stage(self, payloads: Sequence[Payload]) -> list[Payload]:
-        """Copy the content of files; returns when all is in CPU memory. The copies hold until the next
-        call."""
+        """Copy the content of files to CPU memory; the copies hold until the next call."""
         before, self._buffers = self._buffers, {}
         staged: dict[tuple[Any, ...], Tensor] = {}
         tensors = {
@@ -406,33 +396,27 @@ class StagingArea:
             for payload in payloads
             for number, tensor in enumerate(iterate_tensors(payload.content))
         }
-        copies: dict[int, Any] = {  # as `deepcopy` takes them: by the identities of tensors that stay alive
-            id(tensor): self._copy(tensor.detach(), key, before, staged) for key, tensor in tensors.items()
-        }
+
+        def copy_of(key: tuple[str, int], tensor: Tensor) -> Tensor:
+            if not of_device(tensor.device).is_addressable:
+                return tensor.cpu()
+            if tensor.layout != torch.strided or tensor.is_quantized:
+                return tensor.cpu().clone()
+            identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+            if tensor.numel() and identity in staged:
+                return staged[identity]  # shared tensors stay shared
+            buffer = before.get(key)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
+            buffer.copy_(tensor, non_blocking=True)
+            self._buffers[key] = staged[identity] = buffer
+            return buffer
+
+        # as `deepcopy` takes them: by the identities of tensors that stay alive
+        copies = {id(tensor): copy_of(key, tensor.detach()) for key, tensor in tensors.items()}
         for device in {key[0] for key in staged if not of_device(key[0]).is_host}:
             torch.get_device_module(device).synchronize(device)
         return [replace(payload, content=copy.deepcopy(payload.content, copies)) for payload in payloads]
-
-    def _copy(
-        self,
-        tensor: Tensor,
-        key: tuple[str, int],
-        before: Mapping[tuple[str, int], Tensor],
-        staged: dict[tuple[Any, ...], Tensor],
-    ) -> Tensor:
-        if not of_device(tensor.device).is_addressable:
-            return tensor.cpu()
-        if tensor.layout != torch.strided or tensor.is_quantized:
-            return tensor.cpu().clone()
-        identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-        if tensor.numel() and identity in staged:
-            return staged[identity]  # shared tensors stay shared
-        buffer = before.get(key)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
-        buffer.copy_(tensor, non_blocking=True)
-        self._buffers[key] = staged[identity] = buffer
-        return buffer
 
 
 def _open_consensus() -> Consensus:

@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from accelerate import torch_private
 from accelerate.base import AccelerateError, CheckpointError, describe, listed
-from accelerate.checkpointing.local_shards import KeyPath, LocalShards, Value, spread, write_item
 from accelerate.checkpointing.parts import Payload
-from accelerate.checkpointing.shard_index import NAME, ShardIndex
+from accelerate.checkpointing.shard_index import NAME, KeyPath, ShardIndex
+from accelerate.checkpointing.sharded import LocalShards, Value, spread, write_item
 from accelerate.weights import read_torch
 
 State = Mapping[KeyPath, Any]  # tensors, local shards of tensors, and other values, by their paths
@@ -96,8 +96,7 @@ class _Writer(FileSystemWriter):
 
 
 def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
-    """Write the file of one process, and return what the metadata needs; DCP would store shared memory
-    several times."""
+    """Write the file of one process, shared memory once; return what the metadata needs."""
     by_index = {item.index: value for item, value in zip(plan.items, content, strict=True)}
     first: dict[Any, MetadataIndex] = {}
     stored_as = {index: first.setdefault(_memory(value), index) for index, value in by_index.items()}
@@ -128,8 +127,7 @@ def _report(paths: Mapping[str, KeyPath], item: WriteItem, info: Any) -> list[An
 
 
 def finish(folder: Path, reports: Iterable[Report]) -> None:
-    """Write the metadata of a folder whose files are all there, from what `write` returned on each
-    process."""
+    """Write the metadata of a folder with all files, from what `write` returned on each process."""
     plans: list[SavePlan] = []
     results: list[WriteResult] = []
     paths: dict[str, KeyPath] = {}

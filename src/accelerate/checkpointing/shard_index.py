@@ -23,7 +23,6 @@ from torch import Tensor
 
 from accelerate import torch_private
 from accelerate.base import AccelerateError, CheckpointError, describe, refuse_outside, without_collection
-from accelerate.checkpointing.local_shards import KeyPath
 
 if TYPE_CHECKING:  # it takes most of a second to import
     from torch.distributed.checkpoint.metadata import Metadata
@@ -40,6 +39,9 @@ OPERATIONS = (
     *("GLOBAL", "STACK_GLOBAL"),
 )
 """What is run as Python's own reader runs it; `_Careful` has the others."""
+
+KeyPath = tuple[Any, ...]
+"""The keys on the way to a value in nested dictionaries: ("model", "layer.weight")."""
 
 Check = Callable[[Any], bool]
 
@@ -119,9 +121,6 @@ def read_metadata(content: bytes) -> Metadata:
     return metadata
 
 
-# Types of fields
-
-
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -140,11 +139,6 @@ def _or_none(check: Check) -> Check:
 
 def _is_few_texts(value: Any) -> bool:
     return type(value) in (list, tuple) and len(value) <= DIMENSIONS and all(map(_is_text, value))
-
-
-def _make_path_check() -> Check:
-    refuse = cache(refuse_outside)  # thousands of entries name the same few files
-    return lambda value: isinstance(value, str) and refuse(value) is None
 
 
 @dataclass(frozen=True)
@@ -211,7 +205,7 @@ def _known() -> dict[tuple[str, str], _Kind | _Function]:
     """Return what the file may name, beside dtypes and layouts."""
     from torch.distributed.checkpoint import metadata
 
-    size = _is(torch.Size)
+    size, refuse = _is(torch.Size), cache(refuse_outside)  # thousands of entries name the same few files
     formats: tuple[type, ...] = (torch_private.MemoryFormat, torch_private.OldMemoryFormat)
     properties = {
         "dtype": _is(torch.dtype),
@@ -242,7 +236,7 @@ def _known() -> dict[tuple[str, str], _Kind | _Function]:
             "modules": _is(list),
         },
         torch_private.StorageInfo: {
-            "relative_path": _make_path_check(),
+            "relative_path": lambda value: isinstance(value, str) and refuse(value) is None,
             "offset": _is_size,
             "length": _is_size,
             "transform_descriptors": _or_none(_is_few_texts),
@@ -305,7 +299,6 @@ class _Careful(_PythonReader):  # type: ignore[misc]
         raise EOFError("it is cut off")
 
     def is_complete(self) -> bool:
-        """Whether each object has its fields."""
         return not any(kind.fields for _, kind in self._empty.values())
 
     def find_class(self, module: str, name: str) -> Any:

@@ -1,12 +1,16 @@
-"""Sharded models and optimizers, by the names of parameters: each process saves and reads its own shards."""
+"""Sharded models and optimizers, by the names of parameters: each process saves and reads its own shards.
+
+The local shards of a tensor are, for each, its values and its offsets in the whole tensor.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+import math
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +19,15 @@ from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, li
 from accelerate.checkpointing import shard_index
 from accelerate.checkpointing.changes import Change, Stage, inner_optimizers, keep_optimizer
 from accelerate.checkpointing.fit import check_form, check_optimizer, check_weights
-from accelerate.checkpointing.local_shards import KeyPath, LocalShards, rejoin, spread, whole
 from accelerate.checkpointing.parts import Load, Part, Payload, extra_changes, fill
-from accelerate.checkpointing.shard_index import ShardIndex
+from accelerate.checkpointing.shard_index import KeyPath, ShardIndex
+from accelerate.ops import is_dtensor
 from accelerate.weights import is_extra
+
+if TYPE_CHECKING:  # they take half a second to import
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.tensor import DTensor
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
@@ -30,30 +39,179 @@ FOLDERS = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
 Names = Sequence[Sequence[Sequence[str]]]
 """For each group, for each parameter, the names that it has; the first one is saved."""
 
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]  # where a box begins in the whole tensor, and its sizes
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a tensor, and where it begins in the whole tensor."""
+
+    offsets: Shape
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class LocalShards:
+    """What this process has of one tensor; DCP's planners take it by the protocol that DTensor has."""
+
+    shape: Shape  # of the whole tensor
+    dtype: torch.dtype
+    shards: tuple[Shard, ...]
+    owned: bool = True  # this process saves them; where several have the same ones, one of them does
+
+    def emptied(self, dtype: torch.dtype | None = None) -> LocalShards:
+        """Return the same boxes with memory of their own, on the CPU and without values."""
+        kind = self.dtype if dtype is None else dtype
+        shards = tuple(
+            Shard(shard.offsets, torch.empty(shard.tensor.shape, dtype=kind, device="cpu"))
+            for shard in self.shards
+        )
+        return LocalShards(self.shape, kind, shards, self.owned)
+
+    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
+        return [
+            write_item(key, self.shape, self.dtype, shard.offsets, shard.tensor.shape)
+            for shard in self.shards
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(shard.offsets), shard.tensor.shape)
+            for shard in self.shards
+            if shard.tensor.numel()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(shard.tensor for shard in self.shards if shard.offsets == tuple(index.offset or ()))
+
+
+def write_item(
+    key: str, shape: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+) -> WriteItem:
+    """Return what DCP plans for one box of a tensor."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+@dataclass(frozen=True)
+class Value:
+    """Anything but a tensor."""
+
+    content: Any
+    owned: bool = True
+
+
+def spread(value: Any, turn: int, rank: int) -> LocalShards | Value:
+    """Return what this process has of a value; what is not distributed is the same on all processes, and the
+    first one saves it. `turn` counts the values, so that processes with the same boxes share the work."""
+    if isinstance(value, (LocalShards, Value)):
+        return value
+    if is_dtensor(value):
+        return _of_distributed(value, turn)
+    if isinstance(value, Tensor):
+        return whole(value.detach(), rank == 0)
+    return Value(value, rank == 0)
+
+
+def whole(tensor: Tensor, owned: bool = True) -> LocalShards:
+    return LocalShards(tuple(tensor.shape), tensor.dtype, (Shard((0,) * tensor.ndim, tensor),), owned)
+
+
+def local_part(value: DTensor) -> Tensor:
+    """Return the local part of a distributed tensor, without its history."""
+    return value.detach().to_local()  # type: ignore[no-any-return, attr-defined]
+
+
+def _of_distributed(value: DTensor, turn: int) -> LocalShards:
+    mesh, local = value.device_mesh, local_part(value)
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    owned = bool((mesh.mesh == 0).any()) and all(  # other meshes of the run have copies
+        coordinate[dim] == turn % mesh.size(dim)
+        for dim, placement in enumerate(value.placements)
+        if placement.is_replicate()
+    )
+    chunks = value.__create_chunk_list__() if local.numel() else []  # type: ignore[no-untyped-call]
+    shards = tuple(Shard(tuple(chunk.offsets), local) for chunk in chunks)
+    return LocalShards(tuple(value.shape), value.dtype, shards, owned)
+
+
+def rejoin(value: Any, like: Any = None) -> Any:
+    """Return a tensor from its boxes, distributed as `like` is; anything else as it is."""
+    if not isinstance(value, LocalShards):
+        return value
+    if not is_dtensor(like) or tuple(like.shape) != value.shape:
+        return value.shards[0].tensor
+    local = local_part(like)
+    own = value.shards[0].tensor if value.shards else torch.empty(local.shape, dtype=value.dtype)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own.to(local.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Cut a range of a tensor's elements, counted row by row, into boxes, in the order of the elements."""
+    if start >= stop:
+        return
+    if len(shape) == 0:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        yield from _in_row(shape, first - 1, start, stop, row)
+        return
+    yield from _in_row(shape, first - 1, start, first * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _in_row(shape, last, last * row, stop, row)
+
+
+def _in_row(shape: Sequence[int], index: int, start: int, stop: int, row: int) -> Iterator[Box]:
+    for offsets, sizes in boxes(shape[1:], start - index * row, stop - index * row):
+        yield (index, *offsets), (1, *sizes)
+
+
+def shards_of_range(values: Tensor, shape: Sequence[int], start: int) -> tuple[Shard, ...]:
+    """Return the boxes that a range of a tensor's elements makes, as views; `start` is counted row by row."""
+    shards, done = [], 0
+    for offsets, sizes in boxes(shape, start, start + values.numel()):
+        count = math.prod(sizes)
+        shards.append(Shard(offsets, values[done : done + count].view(sizes)))
+        done += count
+    return tuple(shards)
+
 
 class ShardOwner(Protocol):
     """What has a state in shards; nothing here needs another process."""
 
     @property
-    def root(self) -> str:
-        """MODEL or OPTIMIZER: the key of the state."""
-        ...
+    def root(self) -> str: ...  # MODEL or OPTIMIZER: the key of the state
 
     def state(self) -> dict[KeyPath, Any]:
         """Return the state: live tensors, what this process has of tensors, and other values."""
-        ...
 
     def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
         """Return memory for what this process reads; None for other values."""
-        ...
 
     def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
         """Return what brings the object to a state that was read."""
-        ...
 
 
 def folder_of(root: str, index: int) -> str:
-    """Return the folder of an object's shards in a checkpoint."""
     return f"{FOLDERS[root]}_{index}"
 
 
@@ -95,29 +253,24 @@ class ModuleShards:
         return {(MODEL, name): value for name, value in self.module.state_dict(keep_vars=True).items()}
 
     def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
-        return model_targets(self.module, self.state(), index, options)
+        live = self.state()
+        own = {str(path[1]): value for path, value in live.items()}
+        stored = {str(path[1]): index.stored(path) for path in index.paths}
+        check_weights(own, stored, index.folder, self.module, strict=options.model.get("strict", True))
+        return {path: memory_for(stored[path[1]], value) for path, value in live.items() if path[1] in stored}
 
     def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
         name = f"{type(self.module).__name__} ({FSDP_MODEL_NAME})"
         extra = {path[1]: rejoin(value) for path, value in values.items() if is_extra(path[1])}
         first = extra_changes(self.module, extra, options, name)
-        return Change(partial(self._apply, values, options), name, stage=Stage.LAST, first=first)
 
-    def _apply(self, values: Mapping[KeyPath, Any], options: Load) -> None:
-        live = self.state()
-        state = {path[1]: rejoin(value, live.get(path)) for path, value in values.items()}
-        with options.fitting(FSDP_MODEL_NAME, type(self.module).__name__):
-            fill(self.module, state, options.folder / FSDP_MODEL_NAME, options.model)
+        def apply() -> None:
+            live = self.state()
+            state = {path[1]: rejoin(value, live.get(path)) for path, value in values.items()}
+            with options.fitting(FSDP_MODEL_NAME, type(self.module).__name__):
+                fill(self.module, state, options.folder / FSDP_MODEL_NAME, options.model)
 
-
-def model_targets(
-    module: nn.Module, live: Mapping[KeyPath, Any], index: ShardIndex, options: Load
-) -> dict[KeyPath, LocalShards | None]:
-    """Return memory for the weights of a model."""
-    own = {str(path[1]): value for path, value in live.items()}
-    stored = {str(path[1]): index.stored(path) for path in index.paths}
-    check_weights(own, stored, index.folder, module, strict=options.model.get("strict", True))
-    return {path: memory_for(stored[path[1]], value) for path, value in live.items() if path[1] in stored}
+        return Change(apply, name, stage=Stage.LAST, first=first)
 
 
 def memory_for(stored: Tensor | None, own: Any = None) -> LocalShards | None:
@@ -186,7 +339,6 @@ def group_paths(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[st
 
 
 def refuse_other_optimizer(index: ShardIndex, known: Container[str], groups: int, optimizer: Any) -> None:
-    """Refuse the state of another optimizer."""
     kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
     wrong = [path for path in index.paths if not _is_key_path(path)]
     if wrong:
@@ -213,8 +365,7 @@ def _is_key_path(path: KeyPath) -> bool:
 def loaded_groups(
     optimizer: Any, values: Mapping[KeyPath, Any], numbers: Mapping[str, int]
 ) -> list[dict[str, Any]]:
-    """Return the groups of a state dict, with the settings that were read; names of one parameter have one
-    number."""
+    """Return the groups of a state dict, with the settings read; a parameter may have several names."""
     own = optimizer.state_dict()[GROUPS]
     read: list[dict[str, Any]] = [{} for _ in own]
     for path, value in values.items():
@@ -239,8 +390,7 @@ def loaded_groups(
 def optimizer_change(
     optimizer: Any, states: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], options: Load
 ) -> Change:
-    """Return what brings an optimizer to states, by the order of its parameters, and groups with their
-    numbers."""
+    """Return what brings an optimizer to `states`, by the order of its parameters, and `groups`."""
 
     def apply() -> None:
         with options.fitting(OPTIMIZER, type(optimizer).__name__):
@@ -273,11 +423,9 @@ class ByOrder:
         self._names = names
 
     def state_dict(self) -> Any:
-        """Return the state of the owner."""
         return self.owner.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state."""
         check_form(state)
         keys = [*state[STATE], *(parameter for group in state[GROUPS] for parameter in group[PARAMETERS])]
         is_named = any(isinstance(key, str) for key in keys)

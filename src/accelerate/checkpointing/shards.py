@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,8 @@ from accelerate.base import (
 )
 from accelerate.weights import drop_shared, read_weight_map, write_torch, write_whole_tensors
 
+# What is looked for in a folder, in this order.
 _FILES_OF_A_FOLDER = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-"""What is looked for in a folder, in this order."""
 
 
 def save_sharded(
@@ -41,11 +41,8 @@ def save_sharded(
     """Write weights to a folder, and remove weights that an earlier call has left there.
 
     New files appear when they are whole; the index comes last. In safetensors a tensor with several names is
-    stored once, and the metadata of its file tells the others.
-
-    Args:
-        state: tensors by name; files of torch take other objects, too, the first file all of them.
-        max_shard_size: bytes of a file, also as text such as "5GB"; a larger tensor is a file of its own.
+    stored once, and the metadata of its file has the other names. Files of torch take other objects than
+    tensors, too, the first file all of them. A tensor larger than `max_shard_size` is a file of its own.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -59,9 +56,12 @@ def save_sharded(
     index = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
     split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=limit)
     files = split.filename_to_tensors or {pattern.format(suffix=""): []}
-
-    def write(paths: Sequence[Path]) -> None:
-        for path, tensors in zip(paths, files.values(), strict=True):
+    nbytes = sum(tensor.nbytes for tensor in weights.values())
+    present, paths = size_of(folder.iterdir()), [folder / name for name in files]
+    # safetensors writes to a file with a name of its own in this folder, and renames that
+    progress = progress_bar("Saving a model", nbytes, lambda: size_of(folder.iterdir()) - present)
+    with replace_files(paths) as temporary, progress:
+        for path, tensors in zip(temporary, files.values(), strict=True):
             content = {tensor: weights[tensor] for tensor in tensors}
             if safe:
                 twins = {twin: first for twin, first in aliases.items() if first in content}
@@ -69,21 +69,15 @@ def save_sharded(
             else:
                 write_torch({**content, **others}, path)
                 others.clear()
-
-    nbytes = sum(tensor.nbytes for tensor in weights.values())
-    present, paths = size_of(folder.iterdir()), [folder / name for name in files]
-    # safetensors writes to a file with a name of its own in this folder, and renames that
-    progress = progress_bar("Saving a model", nbytes, lambda: size_of(folder.iterdir()) - present)
-    with replace_files(paths) as temporary, progress:
-        write(temporary)
-    _remove_others(folder, pattern, {*files}, index)
+    own = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
+    for path in folder.iterdir():
+        if (own.fullmatch(path.name) and path.name not in files) or path.name == index:
+            path.unlink()
     if split.is_sharded:
-        content = {
-            "metadata": dict(split.metadata),
-            "weight_map": dict(sorted(split.tensor_to_filename.items())),
-        }
+        weight_map = dict(sorted(split.tensor_to_filename.items()))
+        text = json.dumps({"metadata": dict(split.metadata), "weight_map": weight_map}, indent=2)
         with replace_files([folder / index]) as (written,):
-            written.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            written.write_text(f"{text}\n", encoding="utf-8")
     return paths
 
 
@@ -118,20 +112,9 @@ def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
     }
 
 
-def _remove_others(folder: Path, pattern: str, kept: set[str], index: str) -> None:
-    own = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
-    for path in folder.iterdir():
-        if (own.fullmatch(path.name) and path.name not in kept) or path.name == index:
-            path.unlink()
-
-
 def find_shards(checkpoint: Path) -> list[Path]:
-    """Return the files that hold the weights of one model.
-
-    Args:
-        checkpoint: a file, an index of files, or a folder with either: under the names that `save_sharded`
-            gives them, or with one index of any name.
-    """
+    """Return the files that hold the weights of one model, from a file, an index of files, or a folder with
+    either: under the names that `save_sharded` gives them, or with one index of any name."""
     if checkpoint.is_file():
         return _read_index(checkpoint) if checkpoint.name.endswith(".index.json") else [checkpoint]
     if not checkpoint.is_dir():
@@ -139,12 +122,9 @@ def find_shards(checkpoint: Path) -> list[Path]:
     paths = [checkpoint / name for name in _FILES_OF_A_FOLDER if (checkpoint / name).is_file()]
     paths = paths or sorted(checkpoint.glob("*.index.json"))
     if not paths or (len(paths) > 1 and paths[0].name not in _FILES_OF_A_FOLDER):
-        raise wrong_value(
-            "checkpoint",
-            str(checkpoint),
-            f"the folder holds none of {', '.join(_FILES_OF_A_FOLDER)}, nor one other *.index.json",
-            "pass the file with the weights, or their index",
-        )
+        reason = f"the folder holds none of {', '.join(_FILES_OF_A_FOLDER)}, nor one other *.index.json"
+        fix = "pass the file with the weights, or their index"
+        raise wrong_value("checkpoint", str(checkpoint), reason, fix)
     return find_shards(paths[0])
 
 

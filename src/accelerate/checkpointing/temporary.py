@@ -37,8 +37,6 @@ class _Needed(set[str]):
 
 @dataclass(frozen=True)
 class HiddenFolder:
-    """One hidden folder."""
-
     path: Path
     name: str  # of the folder that it shall be, or was, as `spell` gives it
     kind: str
@@ -63,7 +61,9 @@ class HiddenFolder:
             return _seconds_unchanged(self.path) < SECONDS_TO_KEEP_STRANGERS
         if self.pid == os.getpid():
             return self.path.name in services.of_process(_Needed)
-        return _runs(self.pid) and birth_of(self.pid) in (self.birth, "")
+        # A process of which only the exit code is left, for which nobody has asked, runs no more.
+        runs = psutil.pid_exists(self.pid) and _facts_of(self.pid)[:1] not in (["Z"], ["X"])
+        return runs and birth_of(self.pid) in (self.birth, "")
 
     @property
     def is_in_use(self) -> bool:
@@ -74,7 +74,6 @@ class HiddenFolder:
 
     @property
     def is_own(self) -> bool:
-        """Whether this process made it."""
         return self.host == socket.gethostname() and self.pid == os.getpid()
 
 
@@ -136,8 +135,7 @@ def sweep(parent: Path) -> None:
 
 
 def dispose(folder: Path, name: str) -> None:
-    """Remove a folder, or the link alone: it loses its name, and the next save deletes what cannot be
-    deleted now."""
+    """Remove a folder, or the link alone; the next save deletes what cannot be deleted now."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -153,11 +151,6 @@ def birth_of(pid: int) -> str:
     """Return when a process began, in ticks since the machine did; empty where the system does not tell."""
     facts = _facts_of(pid)
     return facts[19] if len(facts) > 19 else ""
-
-
-def _runs(pid: int) -> bool:
-    """Whether there is such a process, and not only its exit code, which nobody has asked for."""
-    return psutil.pid_exists(pid) and _facts_of(pid)[:1] not in (["Z"], ["X"])
 
 
 def _facts_of(pid: int) -> list[str]:

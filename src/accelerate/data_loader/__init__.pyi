@@ -21,10 +21,6 @@ from accelerate.data_loader.base import (
     kept_settings as kept_settings,
     set_batch_metadata as set_batch_metadata,
 )
-from accelerate.data_loader.dispatch import (
-    DataLoaderDispatcher as DataLoaderDispatcher,
-    RoundBuilder as RoundBuilder,
-)
 from accelerate.data_loader.dispatch_transport import (
     Arrival as Arrival,
     Failure as Failure,
@@ -42,6 +38,14 @@ from accelerate.data_loader.last_batch import (
     FirstRound as FirstRound,
     count_samples as count_samples,
     cut_batch as cut_batch,
+)
+from accelerate.data_loader.loaders import (
+    DataLoaderDispatcher as DataLoaderDispatcher,
+    DataLoaderShard as DataLoaderShard,
+    Join as Join,
+    RoundBuilder as RoundBuilder,
+    SkipDataLoader as SkipDataLoader,
+    wrapper_for_xla as wrapper_for_xla,
 )
 from accelerate.data_loader.plan import (
     ShardPlan as ShardPlan,
@@ -68,12 +72,6 @@ from accelerate.data_loader.samplers import (
     SeedableRandomSampler as SeedableRandomSampler,
     SkipBatchSampler as SkipBatchSampler,
     advance as advance,
-)
-from accelerate.data_loader.shard import (
-    DataLoaderShard as DataLoaderShard,
-    Join as Join,
-    SkipDataLoader as SkipDataLoader,
-    wrapper_for_xla as wrapper_for_xla,
 )
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
 from accelerate.logging import get_logger as get_logger

@@ -32,11 +32,8 @@ logger = get_logger(__name__)
 
 
 class Draws:
-    """Whether reading draws random numbers from the generators of this process.
-
-    Such reading has to stay in the thread that trains: in another one the order of draws would be random, and
-    no run could be reproduced.
-    """
+    """Whether reading draws random numbers from the generators of this process. Then it has to stay in the
+    thread that trains: in another one the order of draws would be random, and no run could be reproduced."""
 
     def __init__(self) -> None:
         self._before: dict[str, Any] | None = None

@@ -67,13 +67,7 @@ class DataLoaderStateMixin:
         self.note_counts(None, None)
 
     def note_counts(self, counts: Counts | None, batch: Any) -> None:
-        """Set the attributes for the batch that is yielded next.
-
-        Args:
-            counts: Real samples on each data-parallel rank; None when all are real and ranks have equally
-                many.
-            batch: The batch of this rank.
-        """
+        """Set `valid_counts` and `batch_rows` for the batch that this rank yields next."""
         self.valid_counts = counts
         counts_rows = counts is not None or self.deals_ready_batches or self.shares_batches
         self.batch_rows = ignorant_find_batch_size(batch) if counts_rows else None
@@ -104,11 +98,7 @@ class DataLoaderAdapter(_Base):
     """
 
     def __init__(
-        self,
-        dataset: Any,
-        use_stateful_dataloader: bool = False,
-        batch_sampler: Any = None,
-        **kwargs: Any,
+        self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
         kind = DataLoader
@@ -172,9 +162,13 @@ class DataLoaderAdapter(_Base):
             return 1
         return self.plan.batches_in_round if self.plan.how == "dispatch" and not self._drop_last else 0
 
+    @property
+    def total_dataset_length(self) -> int:
+        """Samples in the whole dataset."""
+        return len(self.dataset)  # type: ignore[arg-type]
+
     def groups_of_ranks(self) -> Sequence[int]:
-        """The data-parallel group of each process; called on all ranks, which exchange them the first time
-        where several make up one group."""
+        """The data-parallel group of each process; called on all ranks, which exchange them where needed."""
         transport = current_transport()
         if self.plan.groups == transport.size:
             return range(transport.size)
@@ -191,8 +185,7 @@ class DataLoaderAdapter(_Base):
 
     @property
     def torchdata_resumes(self) -> bool:
-        """Whether torchdata reads and resumes: where data can only be read in order, and no rank waits for
-        another."""
+        """Whether torchdata reads and resumes: data that is read in order, and no rank waits for another."""
         return hasattr(self.base_dataloader, "state_dict")
 
     def state_dict(self) -> dict[str, Any]:
@@ -213,11 +206,6 @@ class DataLoaderAdapter(_Base):
             return
         cast(Any, self.base_dataloader).load_state_dict(state_dict)
         self.dl_state_dict = state_dict
-
-    def go_on_by_torchdata(self, captured: dict[str, Any]) -> None:
-        """Resume from what `resume.capture_stream` returned for torchdata."""
-        self.first_round.restored = captured.get("first", [])
-        self.load_state_dict(captured["torchdata"])
 
     def adjust_state_dict_for_prefetch(self) -> None:
         """Correct `dl_state_dict` for batches read ahead; nothing to do: it is captured before they are."""
@@ -307,8 +295,7 @@ def set_batch_metadata(loader: Any, metadata: BatchMetadata) -> None:
 
 
 def sampler_under(index_sampler: Any, loader: DataLoader[Any]) -> Any:
-    """The sampler that orders the indices which a loader reads by, or is going to; None where there is
-    none."""
+    """The sampler that orders the indices which a loader reads by; None where there is none."""
     *_, inner = chain_of(index_sampler)
     return getattr(inner, "sampler", inner if loader.batch_sampler is None else None)
 

@@ -38,8 +38,7 @@ MessageHeader = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Round:
-    """One step of all groups; `counts` are the real samples of each part, None where all parts are equal
-    and real."""
+    """One step of all groups; `counts`: real samples of each part, None where all are equal and real."""
 
     parts: list[Any]
     is_last: bool
@@ -48,8 +47,6 @@ class Round:
 
 
 class Spec(NamedTuple):
-    """What one group gets of a round."""
-
     outline: Any  # with a `TensorInformation` for each tensor
     size: int  # bytes of its chunk
     counts: Counts | None
@@ -124,8 +121,6 @@ def unpack(spec: Spec, chunk: Tensor) -> Any:
 
 
 class Arrival(NamedTuple):
-    """A batch for this process, with its metadata."""
-
     part: Any
     counts: Counts | None
     is_last: bool
@@ -133,8 +128,6 @@ class Arrival(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A round that is ready to be sent."""
-
     round: Round
     parts: dict[int, PackedPart]  # for each group of another process
     size: int  # of the largest one
@@ -171,7 +164,6 @@ class Sender:
         self._route.send((_NEW_SPECS if is_new else _SAME_SPECS, len(rounds), is_end), blocks)
 
     def fail(self, error: BaseException) -> None:
-        """Send an exception instead."""
         if self._others:
             chunk = _padded(pickle.dumps(Failure.of(error)))
             self._route.send((_FAILED, 0, True), {group: [chunk] for group in self._others})
@@ -222,8 +214,7 @@ class Route:
         self._may_share = of_device(device).is_host
 
     def send(self, header: MessageHeader, blocks: Mapping[int, Sequence[Tensor]]) -> None:
-        """Process 0: send `HEADER` integers less one to all, and to each of `receivers` its chunks, filled
-        up to the length of the longest block."""
+        """Process 0: send `HEADER` integers less one to all, and chunks to each of `receivers`."""
         size = max((sum(map(len, chunks)) for chunks in blocks.values()), default=0)
         memory = self._memory if size >= LARGE else None
         if memory is not None:
@@ -252,13 +243,10 @@ class Route:
         return tuple(header), self._memory.block(index, size).clone()
 
     def _broadcast_header(self, header: Tensor) -> Tensor:
-        """Give process 0's header to all.
-
-        With shared memory it returns only when all processes have called it: the others are done with the
-        block before the last one, so its slot may be filled again.
-        """
         if self._memory is None:
             return self.transport.broadcast(header, 0)
+        # It returns only when all processes have called it: the others are done with the block before the
+        # last one, so its slot may be filled again.
         return self.transport.gather(header)[:HEADER]
 
     def _share_from_now_on(self, size: int) -> None:
@@ -267,7 +255,11 @@ class Route:
             self._memory = share_memory(self.transport, len(self.receivers))
 
     def _send_by_transport(self, blocks: Mapping[int, Sequence[Tensor]], size: int) -> None:
-        joined = {group: _join(chunks, size).to(self.device) for group, chunks in blocks.items()}
+        joined = {}
+        for group, chunks in blocks.items():
+            filler = torch.empty(size - sum(map(len, chunks)), dtype=torch.uint8, device="cpu")
+            whole = torch.cat([*chunks, filler]) if len(chunks) > 1 or len(filler) else chunks[0]
+            joined[group] = whole.to(self.device)
         if self.transport.size == 2:  # for one receiver the same, without a block for process 0
             self.transport.broadcast(joined[self._group_of[1]], 0)
             return
@@ -304,7 +296,6 @@ class SharedMemory:
         self._bytes = torch.frombuffer(mmap.mmap(self._descriptor, end), dtype=torch.uint8)
 
     def block(self, index: int, size: int) -> Tensor:
-        """The block of `size` bytes at an index of the slot."""
         start = self._start + (self._slot * self._num_blocks + index) * self._room
         return self._bytes[start : start + size]
 
@@ -331,10 +322,3 @@ def _offer() -> tuple[str, int, int] | None:
     if home is None or not hasattr(os, "memfd_create"):
         return None
     return home, os.getpid(), os.memfd_create("accelerate-batches")
-
-
-def _join(chunks: Sequence[Tensor], size: int) -> Tensor:
-    missing = size - sum(map(len, chunks))
-    if missing:
-        chunks = [*chunks, torch.empty(missing, dtype=torch.uint8, device="cpu")]
-    return chunks[0] if len(chunks) == 1 else torch.cat(list(chunks))

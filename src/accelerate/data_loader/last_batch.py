@@ -153,7 +153,6 @@ def last_remainder(loader: Any) -> int:
 
 
 def length_of(sized: Any) -> int | None:
-    """Return the length of an object, None where it has none."""
     if not hasattr(sized, "__len__"):
         return None
     try:

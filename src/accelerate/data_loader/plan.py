@@ -28,12 +28,6 @@ def may_read_own_share(loader: DataLoader[Any], *, dispatch: bool | None, given:
     return not dispatch if given else dispatch is None and not loader.drop_last
 
 
-_WHY_DISPATCH = (
-    "an iterable dataset may differ between processes; where it gives the same samples in the same order in "
-    "each of them, dispatch_batches=False lets each read its share"
-)
-
-
 @dataclass(frozen=True)
 class ShardPlan:
     """How the batches of one loader reach the data-parallel groups.
@@ -52,7 +46,6 @@ class ShardPlan:
 
     @property
     def own_shares(self) -> bool:
-        """Whether groups read shares that the dataset makes, of any length."""
         return self.how == "dataset_shards"
 
     @property
@@ -76,8 +69,7 @@ BY_HAND = ShardPlan(why="built without prepare")  # the plan of a loader that th
 
 
 def data_groups(mesh: Any, num_processes: int, process_index: int) -> tuple[int, int]:
-    """Return the number of data-parallel groups and the one of this process; ranks along a tensor,
-    context, sequence or pipeline axis of the mesh share their batches."""
+    """Return the number of data-parallel groups and the one of this process; `SHARED_AXES` share batches."""
     if mesh is None or not mesh.mesh_dim_names or mesh.size() != num_processes:
         return num_processes, process_index
     groups, group = 1, 0
@@ -132,8 +124,11 @@ def plan(
     if own_share is not None:
         return ShardPlan("dataset_shards", groups, group, part, split, why=own_share)
     if num_processes > 1 and (dispatch or (dispatch is None and iterable and put_on_device)):
-        why = "asked for" if dispatch else _WHY_DISPATCH
-        return ShardPlan("dispatch", groups, group, part, split, why=why)
+        why = (
+            "an iterable dataset may differ between processes; where it gives the same samples in the same "
+            "order in each of them, dispatch_batches=False lets each read its share"
+        )
+        return ShardPlan("dispatch", groups, group, part, split, why="asked for" if dispatch else why)
     if groups == 1:
         why = "one process" if num_processes == 1 else "all processes share each batch"
         return ShardPlan("leave", batch_size=size, split=split, even=even, why=why)
@@ -153,10 +148,25 @@ class OwnShare(NamedTuple):
 
 
 def own_share(dataset: Any, groups: int, group: int) -> OwnShare | None:
-    """Return the shard of one group in a dataset that shards itself, of any length; None for one that does
-    not."""
-    shares = (shard(dataset, groups, group) for shard in _SHARDINGS)
-    return next((share for share in shares if share is not None), None)
+    """Return the shard of one group in a dataset that shards itself, of any length; else None."""
+    library = _package_of(dataset)
+    if library == "datasets":  # streams: by their files, or by every n-th sample
+        given = getattr(dataset, "_distributed", None)
+        if given is None:
+            from datasets.distributed import split_dataset_by_node
+
+            share = split_dataset_by_node(dataset, rank=group, world_size=groups)
+            return OwnShare(share, "the dataset shards itself, by split_dataset_by_node")
+        if (given.rank, given.world_size) == (group, groups):
+            return OwnShare(dataset, "sharded by split_dataset_by_node", True)
+    stages = getattr(dataset, "pipeline", None) if library == "webdataset" else None
+    stages = stages if isinstance(stages, list) else []
+    if any(getattr(stage, "__name__", None) == "split_by_node" for stage in stages):
+        return OwnShare(dataset, "sharded by split_by_node", True)
+    shard, num_shards = getattr(dataset, "shard", None), _num_shards(dataset)
+    if not callable(shard) or num_shards is None or num_shards < groups:
+        return None
+    return OwnShare(shard(num_shards=groups, index=group), f"the dataset has {num_shards} shards")
 
 
 def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
@@ -164,45 +174,6 @@ def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
     Compared are the states of all random generators in it, and the number of its shards."""
     own = (_num_shards(dataset), _generator_states(dataset))
     return all(facts == own for facts in transport.gather_object(own))
-
-
-def _by_datasets(dataset: Any, groups: int, group: int) -> OwnShare | None:
-    """Streams of the library `datasets`: by their files, or by every n-th sample."""
-    if not type(dataset).__module__.startswith("datasets."):
-        return None
-    given = getattr(dataset, "_distributed", None)
-    if given is not None:
-        is_ours = (given.rank, given.world_size) == (group, groups)
-        return OwnShare(dataset, "sharded by split_dataset_by_node", True) if is_ours else None
-    from datasets.distributed import split_dataset_by_node
-
-    share = split_dataset_by_node(dataset, rank=group, world_size=groups)
-    return OwnShare(share, "the dataset shards itself, by split_dataset_by_node")
-
-
-def _by_webdataset(dataset: Any, groups: int, group: int) -> OwnShare | None:
-    """Pipelines of the library `webdataset` in which a stage takes the shards of this process."""
-    stages = getattr(dataset, "pipeline", None)
-    if not type(dataset).__module__.startswith("webdataset.") or not isinstance(stages, list):
-        return None
-    splits = any(getattr(stage, "__name__", None) == "split_by_node" for stage in stages)
-    return OwnShare(dataset, "sharded by split_by_node", True) if splits else None
-
-
-def _by_shards(dataset: Any, groups: int, group: int) -> OwnShare | None:
-    """Datasets with `shard(num_shards=, index=)` that have at least as many shards as there are groups."""
-    shard, num_shards = getattr(dataset, "shard", None), _num_shards(dataset)
-    if not callable(shard) or num_shards is None or num_shards < groups:
-        return None
-    return OwnShare(shard(num_shards=groups, index=group), f"the dataset has {num_shards} shards")
-
-
-_SHARDINGS: tuple[Callable[[Any, int, int], OwnShare | None], ...] = (
-    _by_datasets,
-    _by_webdataset,
-    _by_shards,
-)
-"""How datasets shard themselves; the first that returns a share is used."""
 
 
 def _num_shards(dataset: Any) -> int | None:

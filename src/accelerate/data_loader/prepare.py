@@ -11,8 +11,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from accelerate import torch_private
 from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
-from accelerate.data_loader.dispatch import DataLoaderDispatcher
 from accelerate.data_loader.last_batch import FirstRound
+from accelerate.data_loader.loaders import DataLoaderDispatcher, DataLoaderShard, wrapper_for_xla
 from accelerate.data_loader.plan import (
     OwnShare,
     ShardPlan,
@@ -29,7 +29,6 @@ from accelerate.data_loader.samplers import (
     SamplerShard,
     SeedableRandomSampler,
 )
-from accelerate.data_loader.shard import DataLoaderShard, wrapper_for_xla
 from accelerate.devices import of_device
 from accelerate.ops import current_transport
 from accelerate.state import PartialState
@@ -163,8 +162,7 @@ def _is_xla(device: Any) -> bool:
 
 
 class _Order:
-    """By which indices a loader is read, and the generator of its sampler; the user's samplers are not
-    changed."""
+    """By which indices a loader is read, and the generator of its sampler; the user's samplers stay."""
 
     def __init__(self, loader: DataLoader[Any], num_processes: int) -> None:
         self.loader = loader

@@ -14,13 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import torch_private
 from accelerate.base import stack_dumps
-from accelerate.data_loader.last_batch import (
-    CountingCollate,
-    Fillers,
-    in_samples,
-    last_remainder,
-    untagged,
-)
+from accelerate.data_loader.last_batch import CountingCollate, Fillers, in_samples, last_remainder, untagged
 from accelerate.data_loader.resume import keep_source_state, restore_stream, source_state
 from accelerate.data_loader.samplers import shard_of
 from accelerate.devices import of_device
@@ -50,8 +44,7 @@ def yield_batches(
     number: int,
     move: Callable[[Any], Any] | None,
 ) -> Iterator[Any]:
-    """Yield batches, with the attributes of the loader set for each; `fillers` may grow while batches are
-    read."""
+    """Yield batches, with the attributes of the loader set for each; `fillers` may grow meanwhile."""
     position, batches_in_round = loader.position, loader.plan.batches_in_round
     for current, is_last in batches:
         if fillers or loader.deals_ready_batches or loader.shares_batches:
@@ -79,12 +72,9 @@ def open_batches(
 ) -> tuple[Iterator[Any], IndexAhead | None, Fillers]:
     """Open torch's iterator; the order of the pass is drawn here.
 
-    Args:
-        kept: How many of the skipped ones, at the beginning of the epoch, are yielded nevertheless.
-        ahead_by: How many batches are read before the one that is yielded; None: as torch does.
-
-    Returns:
-        The batches, their indices where those are drawn in this process, and the record of filler.
+    The first `kept` of the skipped batches are yielded nevertheless. `ahead_by` batches are read before the
+    one that is yielded; None: as torch does. Also returns the indices of the batches, where those are drawn
+    in this process, and the record of filler.
     """
     position, start = loader.position, loader.start
     if start.is_over:
@@ -112,7 +102,6 @@ def open_batches(
 
 
 def open_iterator(loader: Any) -> Iterator[Any]:
-    """Open the iterator of a prepared loader's torch loader."""
     base: DataLoader[Any] = loader.base_dataloader
     if base.persistent_workers and base._iterator is not None:
         return iter(base)
@@ -165,8 +154,7 @@ def _fillers_of(loader: Any) -> Fillers:
 
 
 def one_ahead(items: Iterator[T], capture: Callable[[], Any] | None) -> Iterator[tuple[T, Any, bool]]:
-    """Yield each item with the state of its source behind it, and whether it is the last one; one is read
-    ahead."""
+    """Yield each item with the state of its source behind it, and whether it is the last; reads one ahead."""
     current: Any = next(items, _END)
     while current is not _END:
         state = capture() if capture else None
@@ -224,8 +212,7 @@ def after_first(
 
 
 def read_past(source: Iterator[Any], count: int, kept: int = 0) -> Iterator[Any]:
-    """Read batches and drop them but for the first `kept`, for data that can only be read in order; a
-    progress bar shows how far."""
+    """Read batches and drop all but the first `kept`, with a progress bar, for data that is read in order."""
     yield from islice(source, kept)
     message = (
         f"{count} batches of an iterable dataset are read and thrown away, to go on where the run was. A "

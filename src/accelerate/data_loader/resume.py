@@ -45,8 +45,6 @@ BEGINNING = Offset()
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The position of a loader in a loaded checkpoint."""
-
     offset: Offset
     start_states: Mapping[str, Any] | None  # of the random generators; None between two epochs
     groups: int
@@ -97,7 +95,6 @@ class Position:
         self.offset = Offset(seen + 1, consumed + batches, stream)
 
     def end(self) -> None:
-        """End a pass."""
         self.offset = BEGINNING
         self.is_over = False
         self.start_states = None
@@ -137,8 +134,7 @@ def is_state(state: Any) -> bool:
 
 
 def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
-    """Restore the order and position of a prepared loader, also from a run with another number of
-    processes."""
+    """Restore the order and position of a loader, also from a run with another number of processes."""
     try:
         version, offset = state["version"], Offset(int(state["seen"]), int(state["consumed"]), stream)
         epoch, groups, own_states = int(state["epoch"]), int(state["groups"]), state["generators"]
@@ -233,7 +229,6 @@ def source_state(loader: Any) -> Callable[[], Any] | None:
 
 
 def keep_source_state(loader: Any, state: Any) -> None:
-    """Keep the state behind the batch that is yielded next."""
     if loader.torchdata_resumes:
         loader.dl_state_dict = state
         loader.adjust_state_dict_for_prefetch()
@@ -292,7 +287,7 @@ def skip_first_batches(dataloader: Loader, num_batches: int = 0) -> Loader:
     elif is_tracked(loader):
         late = start_late(loader, num_batches)
     elif isinstance(loader.dataset, IterableDataset):
-        from accelerate.data_loader.shard import SkipDataLoader  # builds on this file
+        from accelerate.data_loader.loaders import SkipDataLoader  # builds on this file
 
         late = SkipDataLoader.from_plain(loader, num_batches)
     else:

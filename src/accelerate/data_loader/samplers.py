@@ -16,7 +16,6 @@ from accelerate.base import wrong_value
 from accelerate.data_loader.last_batch import Fillers, FirstRound, Tagged, fill, real_per_part
 
 Batch = list[Any]
-_SEED_RANGE = 2**64
 
 
 class SeedableRandomSampler(RandomSampler):
@@ -40,7 +39,7 @@ class SeedableRandomSampler(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         epoch = self.epoch
         # Each pass has its own generator, so that two passes at the same time are independent.
-        self.generator = torch.Generator().manual_seed((self.initial_seed + epoch) % _SEED_RANGE)
+        self.generator = torch.Generator().manual_seed((self.initial_seed + epoch) % 2**64)
         yield from super().__iter__()
         if self.epoch == epoch:
             self.set_epoch(epoch + 1)
@@ -56,7 +55,6 @@ _ORDER_KNOWN_AT_ONCE = frozenset({SequentialSampler, RandomSampler, SeedableRand
 
 
 def check_split(batch_size: int | None, parts: int, fix: str = "Take") -> None:
-    """Refuse a batch size that cannot be cut into equal parts."""
     if not batch_size or batch_size % parts:
         raise wrong_value(
             "batch_size",
@@ -127,11 +125,7 @@ class BatchSamplerShard(BatchSampler):
         return self.iter_from(0)
 
     def iter_from(self, number: int) -> Iterator[Batch]:
-        """Begin a pass at a later batch of this process.
-
-        Args:
-            number: how many are skipped.
-        """
+        """Begin a pass, and skip the first `number` batches of this process."""
         # Each pass has its own record, made before its first batch: two passes may run at the same time.
         self.fillers = {}
         if self.num_processes == 1:
@@ -396,8 +390,7 @@ class SkipBatchSampler(BatchSampler):
 
 
 def start_at(batch_sampler: Any, number: int, kept: int = 0) -> Iterator[Batch]:
-    """Begin a pass at a later batch, in one step where the sampler allows; the first `kept` batches are
-    yielded."""
+    """Begin a pass at a later batch, in one step where possible; the first `kept` batches are yielded."""
     if isinstance(batch_sampler, BatchSamplerShard):
         return batch_sampler.iter_from(number)
     if isinstance(batch_sampler, SkipBatchSampler):

@@ -22,8 +22,8 @@ from accelerate.checkpointing import (
     Part,
     Payload,
     StatePart,
+    capture_generators,
     custom_part,
-    generators,
     nothing,
     state_parts,
 )
@@ -146,7 +146,7 @@ def test_generators_come_back_and_others_are_refused(tmp_path: Path) -> None:
     assert Load(tmp_path).read("random_states_3.pkl")["step"] == 7
     GeneratorsPart(3).read(Load(tmp_path))()
     assert torch.equal(torch.rand(2), drawn)
-    torch.save({**generators.capture(), "torch_manual_seed": "x"}, tmp_path / "random_states_3.pkl")
+    torch.save({**capture_generators(), "torch_manual_seed": "x"}, tmp_path / "random_states_3.pkl")
     with pytest.raises(CheckpointError, match=r"random_states_3\.pkl does not fit this process"):
         GeneratorsPart(3).read(Load(tmp_path))()
 

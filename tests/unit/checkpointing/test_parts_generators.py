@@ -11,16 +11,16 @@ import torch
 
 from accelerate import rng
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import generators
+from accelerate.checkpointing import capture_generators, check_generators, parts, seed_of
 
 
 def restore(states: Any) -> None:
-    rng.restore(generators.check(states))
+    rng.restore(check_generators(states))
 
 
 @pytest.fixture(autouse=True)
 def kept() -> Any:
-    states = generators.capture()
+    states = capture_generators()
     yield
     restore(states)
 
@@ -30,7 +30,7 @@ def draw() -> tuple[float, float, float]:
 
 
 def test_what_is_captured_is_drawn_again() -> None:
-    states = generators.capture()
+    states = capture_generators()
     assert set(states) == {"random_state", "numpy_random_seed", "torch_manual_seed"}
     drawn = draw()
     assert draw() != drawn
@@ -39,12 +39,12 @@ def test_what_is_captured_is_drawn_again() -> None:
 
 
 def test_further_states_are_left_alone() -> None:
-    restore({**generators.capture(), "torch_xla_seed": 3, "step": 1})
+    restore({**capture_generators(), "torch_xla_seed": 3, "step": 1})
 
 
 @pytest.mark.parametrize("name", ["random_state", "torch_manual_seed"])
 def test_a_missing_state_is_named(name: str) -> None:
-    states = generators.capture()
+    states = capture_generators()
     del states[name]
     with pytest.raises(CheckpointError, match=r"no state for the random generators .*world_size_policy"):
         restore(states)
@@ -57,14 +57,14 @@ def test_other_content_is_refused(content: Any) -> None:
 
 
 def test_each_rank_gets_states_of_its_own_that_follow_from_those_of_rank_0() -> None:
-    states = generators.capture()
+    states = capture_generators()
     drawn = []
     for rank in (0, 1, 0):
-        rng.set_seed(generators.seed_of(states, rank))
+        rng.set_seed(seed_of(states, rank))
         drawn.append(draw())
     assert drawn[0] == drawn[2] != drawn[1]
     torch.manual_seed(77)
-    rng.set_seed(generators.seed_of(generators.capture(), 0))
+    rng.set_seed(seed_of(capture_generators(), 0))
     assert draw() != drawn[0]
 
 
@@ -73,6 +73,6 @@ def test_of_a_list_for_each_device_the_first_is_taken_where_there_are_fewer(
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
     first, second = torch.tensor([1]), torch.tensor([2])
-    assert generators._own([first, second]) is second
-    assert generators._own([first]) is first
-    assert generators._own(first) is first
+    assert parts._of_this_device([first, second]) is second
+    assert parts._of_this_device([first]) is first
+    assert parts._of_this_device(first) is first
