@@ -241,23 +241,21 @@ from accelerate.strategies.fsdp import (
     save_fsdp_optimizer as save_fsdp_optimizer,
 )
 from accelerate.strategies.megatron import (
+    AbstractTrainStep as AbstractTrainStep,
+    BertTrainStep as BertTrainStep,
+    GPTTrainStep as GPTTrainStep,
     MegatronEngine as MegatronEngine,
     MegatronLMDummyDataLoader as MegatronLMDummyDataLoader,
     MegatronLMDummyScheduler as MegatronLMDummyScheduler,
     MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper,
+    T5TrainStep as T5TrainStep,
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
+    initialize as megatron_lm_initialize,
     prepare_data_loader as megatron_lm_prepare_data_loader,
     prepare_model_optimizer_scheduler as megatron_lm_prepare_model_optimizer_scheduler,
     prepare_optimizer as megatron_lm_prepare_optimizer,
     prepare_scheduler as megatron_lm_prepare_scheduler,
-)
-from accelerate.strategies.megatron.initialize import initialize as megatron_lm_initialize
-from accelerate.strategies.megatron.steps import (
-    AbstractTrainStep as AbstractTrainStep,
-    BertTrainStep as BertTrainStep,
-    GPTTrainStep as GPTTrainStep,
-    T5TrainStep as T5TrainStep,
 )
 from accelerate.utils import (
     bnb as bnb,

@@ -22,9 +22,10 @@ from accelerate.strategies.megatron.engine import (
     MegatronLMOptimizerWrapper as MegatronLMOptimizerWrapper,
     MegatronLMSchedulerWrapper as MegatronLMSchedulerWrapper,
 )
-from accelerate.strategies.megatron.initialize import (
+from accelerate.strategies.megatron.library import (
     build_datasets as build_datasets,
     finish_mpu_init as finish_mpu_init,
+    initialize as initialize,
     model_provider_func as model_provider_func,
     prepare_model_optimizer_scheduler as prepare_model_optimizer_scheduler,
     prepare_optimizer as prepare_optimizer,

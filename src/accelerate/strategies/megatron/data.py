@@ -18,7 +18,7 @@ from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
 from accelerate.state import AcceleratorState
 from accelerate.strategies.megatron import library
-from accelerate.strategies.megatron.initialize import build_datasets
+from accelerate.strategies.megatron.library import build_datasets
 
 logger = get_logger(__name__)
 

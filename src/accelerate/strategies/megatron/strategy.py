@@ -27,7 +27,7 @@ from accelerate.plugins import (
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy
-from accelerate.strategies.megatron import initialize as starting, library
+from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import (
     MegatronLMDummyDataLoader,
     RankGrid,
@@ -267,9 +267,9 @@ class MegatronLM(Strategy):
         """Start Megatron-LM and replace the user's objects by what it has built."""
         preparer = self.session.preparer
         if self.engine is None:
-            starting.initialize(preparer)
+            library.initialize(preparer)
             self.grid = RankGrid()
-            self.engine = MegatronEngine(preparer, *starting.prepare_model_optimizer_scheduler(preparer))
+            self.engine = MegatronEngine(preparer, *library.prepare_model_optimizer_scheduler(preparer))
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
         _replace_placeholders(bundle, preparer)
         bundle.replace(Kind.MODEL, preparer.prepare_model)

@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from accelerate.base import StateError
-from accelerate.strategies.megatron import (
-    initialize as starting,
-    library,
-    prepare_model_optimizer_scheduler,
-    prepare_scheduler,
-)
+from accelerate.strategies.megatron import library, prepare_model_optimizer_scheduler, prepare_scheduler
 from accelerate.utils import MegatronLMPlugin
 from accelerate.utils.megatron_lm import initialize
 
@@ -56,7 +51,7 @@ def test_order_of_the_start(start: Start, fake: Fake) -> None:
     assert fake.called("seed") == [("seed", 11)]
     assert fake.called("set_global_variables") == [("set_global_variables", False)]
     ((_, provider, kind),) = fake.called("setup_model_and_optimizer")
-    assert (provider, kind) == (starting.model_provider_func, "decoder")
+    assert (provider, kind) == (library.model_provider_func, "decoder")
 
 
 def test_other_order_of_groups(fake: Fake) -> None:
@@ -67,7 +62,7 @@ def test_other_order_of_groups(fake: Fake) -> None:
         seed=3,
         data_parallel_random_init=True,
     )
-    starting.finish_mpu_init()
+    library.finish_mpu_init()
     assert fake.called("initialize_model_parallel")[0][-1] == "tp-cp-ep-pp-dp"
     assert torch.distributed.get_world_size() == 1
 
@@ -77,7 +72,7 @@ def test_seeds_differ_between_stages_and_copies(fake: Fake, monkeypatch: pytest.
     groups: Any = sys.modules["megatron.core.parallel_state"]
     monkeypatch.setattr(groups, "get_pipeline_model_parallel_rank", lambda: 2)
     monkeypatch.setattr(groups, "get_data_parallel_rank", lambda: 1)
-    starting.finish_mpu_init()
+    library.finish_mpu_init()
     assert fake.called("seed") == [("seed", 213)]
 
 
@@ -153,7 +148,7 @@ def test_conditions_of_the_user(fake: Fake) -> None:
     )
     accelerator = Namespace(state=Namespace(megatron_lm_plugin=plugin))
     model, (config, parts, further), scheduler = prepare_model_optimizer_scheduler(accelerator)
-    assert fake.called("get_model") == [("get_model", starting.model_provider_func, "decoder")]
+    assert fake.called("get_model") == [("get_model", library.model_provider_func, "decoder")]
     assert (model, parts, config) == (fake.parts, fake.parts, "config")
     assert scheduler[0] == "scheduler of"
     kept, decay, rate = further["config_overrides"]

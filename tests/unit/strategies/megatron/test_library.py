@@ -14,7 +14,6 @@ from .conftest import Fake
 
 def test_nothing_is_missing(fake: Fake) -> None:
     assert library.find_missing() == []
-    assert not library.is_running()
     assert library.core("enums").ModelType.encoder_or_decoder == "decoder"
 
 
