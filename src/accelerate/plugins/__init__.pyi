@@ -47,7 +47,6 @@ from accelerate.plugins.low_precision import (
 from accelerate.plugins.megatron import (
     MegatronLMPlugin as MegatronLMPlugin,
     find_wrong_values as find_wrong_values,
-    optimizer_kind as optimizer_kind,
     read_backend as read_backend,
 )
 from accelerate.plugins.megatron_models import (

@@ -7,7 +7,6 @@ from accelerate.strategies.megatron.data import (
     avg_losses_across_data_parallel_group as avg_losses_across_data_parallel_group,
     combine_reports as combine_reports,
     gather_across_data_parallel_groups as gather_across_data_parallel_groups,
-    iterators as iterators,
     means as means,
     perplexity as perplexity,
     prepare_data_loader as prepare_data_loader,

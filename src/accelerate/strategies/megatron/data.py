@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +20,6 @@ from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.library import build_datasets
 
 logger = get_logger(__name__)
-
-_RENAMED = {"splits_string": "split"}
-"""Arguments of Megatron-LM that have another name in scripts."""
 
 _LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
@@ -45,7 +41,9 @@ class MegatronLMDummyDataLoader:
     def set_megatron_data_args(self) -> None:
         """Hand the arguments to the plugin of the run."""
         plugin = AcceleratorState().megatron_lm_plugin
-        args = {_RENAMED.get(name, name): value for name, value in self.dataset_args.items()}
+        args = dict(self.dataset_args)
+        if "splits_string" in args:
+            args["split"] = args.pop("splits_string")
         args.update({name: [args[name]] for name in _LISTS if isinstance(args.get(name), str)})
         if args.get("seq_length") is not None:
             plugin.seq_length = args["seq_length"]
@@ -79,12 +77,8 @@ class MegatronLMDummyDataLoader:
 
 
 class MegatronBatches:
-    """Batches of Megatron-LM's datasets, each with the micro-batches of one step.
-
-    Args:
-        source: an iterator of micro-batches, or None where this process reads none: then batches are empty,
-            and the engine fetches them from the rank that reads.
-    """
+    """Batches of Megatron-LM's datasets, each with the micro-batches of one step; empty where this process
+    reads no micro-batches, as the engine fetches them from the rank that reads."""
 
     _is_accelerate_prepared = True
 
@@ -104,11 +98,8 @@ class MegatronBatches:
 
 
 class RankGrid:
-    """Coordinates of this process in the groups of Megatron-LM, as loaders ask for them.
-
-    It has the part of `torch.distributed.DeviceMesh` that says which ranks share a batch; a mesh would open
-    the same groups a second time.
-    """
+    """Coordinates of this process in the groups of Megatron-LM: the part of `torch.distributed.DeviceMesh`
+    that says which ranks share a batch. A mesh would open the same groups a second time."""
 
     mesh_dim_names = ("pp", "dp", "cp", "tp")
 
@@ -120,11 +111,9 @@ class RankGrid:
         self.mesh = torch.empty(sizes, dtype=torch.int8)
 
     def size(self) -> int:
-        """Number of processes."""
         return self.mesh.numel()
 
     def get_coordinate(self) -> list[int]:
-        """Number of this process along each dimension."""
         return self._coordinate
 
 
@@ -178,32 +167,20 @@ _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
 Batch = dict[str, Tensor]
 
 
-@dataclass(frozen=True)
 class BatchShape:
-    """Rows and columns of the batches of a run.
+    """Rows and columns of the batches of a run, by Megatron-LM's arguments."""
 
-    Args:
-        is_fixed: whether all batches must be of that shape: stages of a pipeline, and ranks that share
-            sequences, agree on it beforehand.
-        lengths: columns by name of the tensor; others have those of "input_ids".
-    """
-
-    micro_batch_size: int
-    rows: int
-    is_fixed: bool
-    lengths: Mapping[str, int | None]
-
-    @classmethod
-    def of(cls, args: Any) -> BatchShape:
-        """Return what Megatron-LM's arguments say."""
+    def __init__(self, args: Any) -> None:
+        self.micro_batch_size: int = args.micro_batch_size
+        self.rows: int = args.micro_batch_size * args.num_micro_batches
+        # Stages of a pipeline, and ranks that share sequences, agree on the shape beforehand.
         shares = args.sequence_parallel or args.context_parallel_size > 1
+        self.is_fixed: bool = shares or args.pipeline_model_parallel_size > 1
+        # Columns by name of the tensor; others have those of "input_ids".
         encoder = getattr(args, "encoder_seq_length", None) or args.seq_length
-        lengths: dict[str, int | None] = {"input_ids": encoder}
+        self.lengths: dict[str, int | None] = {"input_ids": encoder}
         if args.model_type_name == "t5":
-            lengths.update(dict.fromkeys(_DECODER, getattr(args, "decoder_seq_length", None)))
-        is_fixed = bool(shares or args.pipeline_model_parallel_size > 1)
-        rows = args.micro_batch_size * args.num_micro_batches
-        return cls(args.micro_batch_size, rows, is_fixed, lengths)
+            self.lengths.update(dict.fromkeys(_DECODER, getattr(args, "decoder_seq_length", None)))
 
     def fill(self, batch: Batch) -> Batch:
         """Return a batch padded to its shape, where the shape is fixed."""
@@ -265,11 +242,6 @@ def _broadcast(batch: Batch, group: Any, device: torch.device) -> Batch:
     return shared
 
 
-def iterators(batches: list[Batch], parts: int) -> Iterator[Batch] | list[Iterator[Batch]]:
-    """Return what the schedules of Megatron-LM read: one iterator for each part of the model on this rank."""
-    return iter(batches) if parts == 1 else [iter(batches) for _ in range(parts)]
-
-
 # Reports
 
 LOGITS = "logits"
@@ -280,13 +252,10 @@ Report = dict[str, Tensor]
 
 
 def combine_reports(reports: list[Report], groups: Any) -> dict[str, Any]:
-    """Return the report of a step from those of its micro-batches.
+    """Return the report of a step from those of its micro-batches; none on stages without the head.
 
     Pairs of sum and number become the mean over all copies of the model, single values the mean over
     micro-batches, and logits stay one after the other.
-
-    Args:
-        reports: of the micro-batches; none on stages without the head.
     """
     if not reports:
         return {}
@@ -357,8 +326,8 @@ class Losses:
 
     def _write_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> None:
         rates = [group["lr"] for group in engine.optimizer.param_groups]
-        values = {
-            **{name: float(value) for name, value in report.items() if name != LOGITS},
+        values = {name: float(value) for name, value in report.items() if name != LOGITS}
+        values |= {
             "learning-rate": rates[0] if rates else None,
             "grad-norm": engine.grad_norm,
             "num-zeros": zeros,
@@ -381,11 +350,9 @@ class Losses:
                 self.writer.add_scalar(f"{name} validation ppl", perplexity(value), iteration)
 
     def _log(self, when: str, values: dict[str, float]) -> None:
-        if values:
-            text = ", ".join(
-                f"{name} {value:.6g} (ppl {perplexity(value):.6g})" for name, value in values.items()
-            )
-            logger.info(f"{when}: {text}", main_process_only=False)
+        texts = [f"{name} {value:.6g} (ppl {perplexity(value):.6g})" for name, value in values.items()]
+        if texts:
+            logger.info(f"{when}: {', '.join(texts)}", main_process_only=False)
 
 
 def means(totals: dict[str, Any]) -> dict[str, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +24,6 @@ from accelerate.strategies.megatron.data import (
     BatchShape,
     Losses,
     combine_reports,
-    iterators,
     share_batch,
     share_outputs,
 )
@@ -35,11 +33,12 @@ from accelerate.strategies.session import Kind
 logger = get_logger(__name__)
 
 
-_STEPS: dict[str, Callable[[Any, Any], AbstractTrainStep]] = {
-    "bert": BertTrainStep,
-    "gpt": GPTTrainStep,
-    "t5": T5TrainStep,
-}
+_OVERLAPS = (
+    ("no_sync_func", "no_sync", ("overlap_grad_reduce",)),
+    ("grad_sync_func", "start_grad_sync", ("overlap_grad_reduce", "align_grad_reduce")),
+    ("param_sync_func", "start_param_sync", ("overlap_param_gather", "align_param_gather")),
+)
+"""Fields of a model's configuration, the methods of its parts that they take, and the arguments that ask."""
 
 
 class MegatronEngine(nn.Module):
@@ -67,7 +66,7 @@ class MegatronEngine(nn.Module):
         self.optimizer = optimizer
         self.scheduler = scheduler
         self.device: torch.device = accelerator.device
-        self.shape = BatchShape.of(self.args)
+        self.shape = BatchShape(self.args)
         self.train_step_handler = _build_step(accelerator, self.args)
         self.optimizer.skipped_iter = False
         # Steps and operations of a checkpoint that Megatron-LM has loaded by its own arguments.
@@ -98,20 +97,11 @@ class MegatronEngine(nn.Module):
         config.timers = library.training("global_vars").get_timers()
         config.finalize_model_grads_func = library.core("distributed").finalize_model_grads
 
-        def is_set(*names: str) -> bool:
-            return all(getattr(self.args, name, False) for name in names)
-
-        if is_set("overlap_grad_reduce"):
-            config.no_sync_func = self._of_parts("no_sync")
-        if is_set("overlap_grad_reduce", "align_grad_reduce"):
-            config.grad_sync_func = self._of_parts("start_grad_sync")
-        if is_set("overlap_param_gather", "align_param_gather"):
-            config.param_sync_func = self._of_parts("start_param_sync")
+        for field, method, flags in _OVERLAPS:
+            if all(getattr(self.args, flag, False) for flag in flags):
+                methods = [getattr(part, method) for part in self.module]
+                setattr(config, field, methods[0] if len(methods) == 1 else methods)
         return config
-
-    def _of_parts(self, name: str) -> Any:
-        methods = [getattr(part, name) for part in self.module]
-        return methods[0] if len(methods) == 1 else methods
 
     def train(self, mode: bool = True) -> MegatronEngine:
         """Switch to training, or away from it; what was evaluated before is logged first.
@@ -139,7 +129,8 @@ class MegatronEngine(nn.Module):
             fix = "Call it with those of a batch by name: model(**batch)"
             raise wrong_value("batch", batch_data, "the model was called without tensors", fix)
         batches = self.shape.cut(self.shape.fill(shared))
-        return iterators(batches, len(self.module)), len(batches)
+        readers = [iter(batches) for _ in self.module]  # each part of the model reads them
+        return readers if len(readers) > 1 else readers[0], len(batches)
 
     def train_step(self, **batch_data: Tensor) -> tuple[dict[str, Any], bool, float | None, Any]:
         """Run all micro-batches of a batch and step optimizer and scheduler.
@@ -269,7 +260,8 @@ def _build_step(accelerator: Any, args: Any) -> AbstractTrainStep:
     plugin = accelerator.state.megatron_lm_plugin
     custom = plugin.custom_train_step_class
     if custom is None:
-        return _STEPS[args.model_type_name](accelerator, args)
+        kinds: dict[str, Any] = {"bert": BertTrainStep, "gpt": GPTTrainStep, "t5": T5TrainStep}
+        return kinds[args.model_type_name](accelerator, args)  # type: ignore[no-any-return]
     given = (accelerator, args) if "accelerator" in signature(custom).parameters else (args,)
     step: AbstractTrainStep = custom(*given, **(plugin.custom_train_step_kwargs or {}))
     return step
@@ -296,17 +288,18 @@ class MegatronPart:
 
     def read(self, options: Load) -> Change:
         """Return what lets Megatron-LM load its files, on all ranks together."""
+
+        def apply() -> None:
+            with options.fitting(FOLDER, "engine"):
+                self.engine.load_checkpoint(options.folder / FOLDER)
+            options.confirm()
+
         if not (options.folder / FOLDER).is_dir():
             raise CheckpointError(
                 f"{options.folder} holds no {FOLDER}, in which Megatron-LM keeps model and optimizer. It was "
                 "saved by a run without Megatron-LM: choose another checkpoint."
             )
-        return Change(partial(self._apply, options), f"Megatron-LM's engine ({FOLDER})", stage=Stage.LAST)
-
-    def _apply(self, options: Load) -> None:
-        with options.fitting(FOLDER, "engine"):
-            self.engine.load_checkpoint(options.folder / FOLDER)
-        options.confirm()
+        return Change(apply, f"Megatron-LM's engine ({FOLDER})", stage=Stage.LAST)
 
 
 class MegatronLMDummyScheduler:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -22,7 +21,6 @@ from accelerate.plugins import (
     find_wrong_network,
     find_wrong_sizes,
     find_wrong_values,
-    optimizer_kind,
 )
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
@@ -64,8 +62,8 @@ def plan_run(
         )
     plugin.set_mixed_precision(mixed_precision)
     problems += _plan_data(plugin, bundle, processes)
-    problems += _plan_model(plugin, bundle)
-    problems += _plan_optimizer(plugin, bundle)
+    for plan in (_plan_model, _plan_optimizer, _plan_schedule):
+        problems += plan(plugin, bundle)
     return problems
 
 
@@ -107,31 +105,25 @@ def _wrong_queues(own_fsdp: bool, shares: bool) -> list[str]:
     ]
 
 
-def dummies(bundle: Bundle, kind: type) -> list[Any]:
-    """Return the objects that stand for one of Megatron-LM's."""
-    return [obj for obj in bundle.objects if isinstance(obj, kind)]
-
-
 def _plan_data(plugin: MegatronLMPlugin, bundle: Bundle, processes: int) -> list[str]:
-    placeholders, problems = dummies(bundle, MegatronLMDummyDataLoader), []
-    for placeholder in placeholders:
-        placeholder.set_megatron_data_args()
-        plugin.megatron_dataset_flag = True
-    sizes = [loader.batch_size for loader in bundle.of(Kind.LOADER) if loader.batch_size is not None]
-    for loader in bundle.of(Kind.LOADER):
-        problems += _message_of(partial(refuse_batch_sampler, loader))
-    micro_batch_size = plugin.dataset_args.get("micro_batch_size") if placeholders else None
-    if micro_batch_size is None and not sizes and not problems:
+    loaders, size = bundle.of(Kind.LOADER), None
+    for placeholder in bundle.objects:
+        if isinstance(placeholder, MegatronLMDummyDataLoader):
+            placeholder.set_megatron_data_args()
+            plugin.megatron_dataset_flag = True
+            size = plugin.dataset_args.get("micro_batch_size")
+    problems = [line for loader in loaders for line in _message_of(refuse_batch_sampler, loader)]
+    sizes = [loader.batch_size for loader in loaders if loader.batch_size is not None]
+    if size is None and sizes:
+        size = (min if plugin.is_train_batch_min else max)(sizes)
+    if size is not None:
+        copy = (plugin.tp_degree or 1) * (plugin.pp_degree or 1) * (plugin.context_parallel_size or 1)
+        plugin.set_training_args(int(size), max(1, processes // copy))
+    elif not problems:
         problems.append(
             "micro_batch_size: nothing says how many samples a micro-batch has. Prepare the loaders together "
             "with the model, or pass micro_batch_size to MegatronLMDummyDataLoader"
         )
-    if micro_batch_size is not None or sizes:
-        copy = (plugin.tp_degree or 1) * (plugin.pp_degree or 1) * (plugin.context_parallel_size or 1)
-        size = micro_batch_size
-        if size is None:
-            size = (min if plugin.is_train_batch_min else max)(sizes)
-        plugin.set_training_args(int(size), max(1, processes // copy))
     return problems
 
 
@@ -144,7 +136,7 @@ def _plan_model(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
     model = bundle.models[0]
     needs_batch = not (plugin.seq_length or plugin.encoder_seq_length or plugin.decoder_seq_length)
     batch = _sample(bundle.of(Kind.LOADER)) if needs_batch else None
-    problems = _message_of(lambda: plugin.set_network_size_args(model, batch))
+    problems = _message_of(plugin.set_network_size_args, model, batch)
     if problems:
         return problems
     network = plugin.megatron_lm_default_args
@@ -157,28 +149,21 @@ def _plan_model(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
 
 
 def _plan_optimizer(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
-    problems: list[str] = []
     if len(bundle.optimizers) != 1:
-        problems.append(
+        return [
             f"{len(bundle.optimizers)} optimizers: Megatron-LM builds one, like the one that is given. Pass "
             "one to `prepare`, together with the model"
-        )
-    else:
-        optimizer = bundle.optimizers[0]
-        problems += _message_of(lambda: optimizer_kind(optimizer))
-        if not problems:
-            plugin.set_optimizer_type(optimizer)
-            rate = plugin.megatron_lm_default_args["lr"]
-            if plugin.min_lr > rate:
-                problems.append(
-                    f"min_lr={plugin.min_lr}: the optimizer's learning rate is lower, {rate}. Make it smaller"
-                )
-    return [*problems, *_plan_schedule(plugin, bundle)]
+        ]
+    problems = _message_of(plugin.set_optimizer_type, bundle.optimizers[0])
+    rate = plugin.megatron_lm_default_args.get("lr")
+    if not problems and plugin.min_lr > rate:
+        return [f"min_lr={plugin.min_lr}: the optimizer's learning rate is lower, {rate}. Make it smaller"]
+    return problems
 
 
 def _plan_schedule(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
     schedulers = bundle.of(Kind.SCHEDULER)
-    placeholders = dummies(bundle, MegatronLMDummyScheduler)
+    placeholders = [scheduler for scheduler in schedulers if isinstance(scheduler, MegatronLMDummyScheduler)]
     problems = [
         f"{type(scheduler).__name__}: Megatron-LM steps schedulers of its own only. Pass "
         "MegatronLMDummyScheduler(optimizer, total_num_steps=..., warmup_num_steps=...), and lr_decay_style "
@@ -199,10 +184,10 @@ def _plan_schedule(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
     return problems
 
 
-def _message_of(ask: Callable[[], Any]) -> list[str]:
+def _message_of(check: Callable[..., None], *arguments: Any) -> list[str]:
     """Return what an error says, instead of raising it."""
     try:
-        ask()
+        check(*arguments)
     except ConfigurationError as error:
         return [str(error).rstrip(".")]
     return []
@@ -224,10 +209,12 @@ class MegatronLM(Strategy):
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
     holds_whole_models = False
 
+    loader_mesh: Any = None
+    """Which ranks share a batch, as Megatron-LM has grouped them."""
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engine: MegatronEngine | None = None
-        self.grid: RankGrid | None = None
         self.backward: Callable[..., None] = _done_by_engine
 
     def choose_precision(self) -> Precision:
@@ -238,11 +225,6 @@ class MegatronLM(Strategy):
         """The user's plugin: a live object, read when a run is prepared."""
         return AcceleratorState().megatron_lm_plugin
 
-    @property
-    def loader_mesh(self) -> Any:
-        """Which ranks share a batch, as Megatron-LM has grouped them."""
-        return self.grid
-
     def check(self, bundle: Bundle) -> None:
         """Refuse what Megatron-LM cannot train, with all problems in one message."""
         if self.engine is not None:
@@ -252,13 +234,9 @@ class MegatronLM(Strategy):
                     "Prepare everything in one call."
                 )
             return
-        problems = plan_run(
-            self.plugin,
-            bundle,
-            self.context.topology.size,
-            self.context.mixed_precision,
-            self.context.gradients.num_steps,
-        )
+        context = self.context
+        processes, steps = context.topology.size, context.gradients.num_steps
+        problems = plan_run(self.plugin, bundle, processes, context.mixed_precision, steps)
         if problems:
             listed = "".join(f"\n  - {problem.rstrip('.')}." for problem in problems)
             raise PreparationError(f"Megatron-LM cannot train this run, {len(problems)} reasons:{listed}")
@@ -268,7 +246,7 @@ class MegatronLM(Strategy):
         preparer = self.session.preparer
         if self.engine is None:
             library.initialize(preparer)
-            self.grid = RankGrid()
+            self.loader_mesh = RankGrid()
             self.engine = MegatronEngine(preparer, *library.prepare_model_optimizer_scheduler(preparer))
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
         _replace_placeholders(bundle, preparer)

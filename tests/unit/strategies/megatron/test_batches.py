@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate.base import ConfigurationError
-from accelerate.strategies.megatron import BatchShape, iterators, share_batch
+from accelerate.strategies.megatron import BatchShape, share_batch
 
 from .conftest import Fake
 
@@ -36,7 +36,7 @@ def batch(rows: int, columns: int = 3) -> dict[str, torch.Tensor]:
 
 def test_free_shapes_stay() -> None:
     given = batch(3)
-    assert BatchShape.of(arguments()).fill(given) is given
+    assert BatchShape(arguments()).fill(given) is given
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_free_shapes_stay() -> None:
     [{"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}, {"context_parallel_size": 2}],
 )
 def test_fixed_shapes_are_filled_with_what_does_not_count(fixing: dict[str, Any]) -> None:
-    filled = BatchShape.of(arguments(**fixing)).fill(batch(3))
+    filled = BatchShape(arguments(**fixing)).fill(batch(3))
     assert {name: tuple(tensor.shape) for name, tensor in filled.items()} == {
         "input_ids": (4, 4),
         "labels": (4, 4),
@@ -57,18 +57,18 @@ def test_fixed_shapes_are_filled_with_what_does_not_count(fixing: dict[str, Any]
 
 def test_full_batches_stay() -> None:
     given = batch(4, 4)
-    filled = BatchShape.of(arguments(pipeline_model_parallel_size=2)).fill(given)
+    filled = BatchShape(arguments(pipeline_model_parallel_size=2)).fill(given)
     assert all(filled[name] is given[name] for name in given)
 
 
 def test_decoders_have_a_length_of_their_own() -> None:
     args = arguments(model_type_name="t5", sequence_parallel=True, encoder_seq_length=6, decoder_seq_length=4)
-    filled = BatchShape.of(args).fill(batch(4))
+    filled = BatchShape(args).fill(batch(4))
     assert (filled["input_ids"].shape[1], filled["labels"].shape[1]) == (6, 4)
 
 
 def test_what_is_larger_is_refused() -> None:
-    shape = BatchShape.of(arguments(pipeline_model_parallel_size=2))
+    shape = BatchShape(arguments(pipeline_model_parallel_size=2))
     with pytest.raises(
         ConfigurationError, match=r"input_ids=\[4, 5\]: sequences are longer than the 4.*seq_length"
     ):
@@ -79,14 +79,8 @@ def test_what_is_larger_is_refused() -> None:
 
 @pytest.mark.parametrize(("rows", "sizes"), [(4, [2, 2]), (3, [2, 1]), (1, [1])])
 def test_micro_batches(rows: int, sizes: list[int]) -> None:
-    cut = BatchShape.of(arguments()).cut(batch(rows))
+    cut = BatchShape(arguments()).cut(batch(rows))
     assert [len(each["input_ids"]) for each in cut] == sizes
-
-
-def test_one_iterator_for_each_part() -> None:
-    cut = BatchShape.of(arguments()).cut(batch(4))
-    assert len(list(iterators(cut, 1))) == 2
-    assert [len(list(each)) for each in iterators(cut, 2)] == [2, 2]  # type: ignore[arg-type]
 
 
 def test_one_rank_shares_nothing(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:

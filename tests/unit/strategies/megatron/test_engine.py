@@ -39,6 +39,16 @@ def test_overlapping_exchange(start: Start, fake: Fake) -> None:
     assert (config.no_sync_func, config.grad_sync_func, config.param_sync_func) == (part.no_sync,) * 3
 
 
+def test_one_iterator_for_each_part_of_the_model(start: Start, fake: Fake) -> None:
+    _, model, *_, loader = start(num_micro_batches=2)
+    batch = next(iter(loader))
+    iterator, number = model.get_batch_data_iterator(batch)
+    assert (len(list(iterator)), number) == (2, 2)
+    model.module = fake.parts * 2
+    iterators, number = model.get_batch_data_iterator(batch)
+    assert [len(list(iterator)) for iterator in iterators] == [2, 2]
+
+
 def test_a_step(start: Start, fake: Fake) -> None:
     _, model, *_, loader = start(num_micro_batches=2)
     model.train()
