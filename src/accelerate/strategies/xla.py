@@ -88,9 +88,7 @@ class XlaOptimizer(AcceleratedOptimizer):
 class XlaReplicas(Strategy):
     """Each process trains a replica on its share of the data; gradients are averaged before a step.
 
-    Modules get new parameters when they are moved to an XLA device: optimizers that were built before step
-    those, and tied ones are tied again.
-    """
+    Modules get new parameters on an XLA device: optimizers step those, and tied ones are tied again."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.XLA
 
@@ -150,13 +148,10 @@ def refuse_unsupported(plugin: Any) -> None:
     """Refuse what FSDP does on GPUs only."""
     offload = plugin.cpu_offload  # torch's object of either version
     offloads = type(offload).__name__ == "CPUOffloadPolicy" or bool(getattr(offload, "offload_params", False))
-    asked = {
-        "cpu_offload": offloads,
-        "cpu_ram_efficient_loading": bool(plugin.cpu_ram_efficient_loading),
-        "activation_checkpointing_offload": bool(plugin.activation_checkpointing_offload),
-        "ignored_modules": plugin.ignored_modules is not None,
-    }
-    unsupported = [name for name, is_asked in asked.items() if is_asked]
+    names = ("cpu_ram_efficient_loading", "activation_checkpointing_offload")
+    unsupported = ["cpu_offload"] * offloads + [name for name in names if getattr(plugin, name)]
+    if plugin.ignored_modules is not None:
+        unsupported.append("ignored_modules")
     if unsupported:
         raise ConfigurationError(
             f"fsdp_plugin has {', '.join(unsupported)}, which FSDP cannot do on XLA devices. Leave it out "
@@ -180,20 +175,16 @@ def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
 def units_on_xla(model: nn.Module, policy: Callable[..., bool] | None) -> list[nn.Module]:
     """Return the units of a model, inner ones first, itself last."""
     units = [model]
-    if policy is not None:
-        for module in [module for module in model.modules() if module is not model]:
-            size = sum(parameter.numel() for parameter in module.parameters())
-            if policy(module=module, recurse=False, unwrapped_params=size):
-                units.insert(0, module)
+    for module in () if policy is None else model.modules():
+        size = sum(parameter.numel() for parameter in module.parameters())
+        if module is not model and policy(module=module, recurse=False, unwrapped_params=size):
+            units.insert(0, module)
     return units
 
 
 class XlaFullyShard(XlaReplicas):
     """One process drives all devices of its machine: parameters and batches are sharded over them, and XLA's
-    compiler decides when they are gathered.
-
-    The model stays the user's own object, with the names it has.
-    """
+    compiler decides when they are gathered. The model stays the user's own object, with the names it has."""
 
     def __init__(self, context: Context) -> None:
         refuse_unsupported(context.request.fsdp)

@@ -1,10 +1,8 @@
 from accelerate.strategies.deepspeed.building import (
-    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
-)
-from accelerate.strategies.deepspeed.configuration import (
     Given as Given,
     batch_sizes_of as batch_sizes_of,
     filling_of as filling_of,
+    map_pytorch_optim_to_deepspeed as map_pytorch_optim_to_deepspeed,
     problems_of as problems_of,
 )
 from accelerate.strategies.deepspeed.engine import (

@@ -1,37 +1,311 @@
-"""Build an engine: complete DeepSpeed's configuration, choose the optimizer, call `deepspeed.initialize`.
+"""Build an engine: check what was given, complete DeepSpeed's configuration, call `deepspeed.initialize`.
 
 Source: https://deepspeed.readthedocs.io/en/latest/initialize.html
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import PreparationError, environ, packages
+from accelerate.base import PreparationError, environ, packages, wrong_value
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
-from accelerate.plugins import TorchDynamoPlugin, undo_filling
-from accelerate.settings import AUTO, problems_of_counts, refuse_config, straighten
+from accelerate.optimizer import steps_in_backward
+from accelerate.plugins import Filling, TorchDynamoPlugin, undo_filling
+from accelerate.settings import AUTO, look_up, problems_of_counts, refuse_config, straighten
 from accelerate.state import Topology, process_group
-from accelerate.strategies.deepspeed.configuration import (
-    MICRO,
-    TOTAL,
-    Given,
-    check_abilities,
-    computes_in_fp8,
-    filling_of,
-)
 from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
 from accelerate.strategies.session import Context
 from accelerate.wrappers import compile_regions_deepspeed
 
 logger = get_logger(__name__)
+
+MICRO = "train_micro_batch_size_per_gpu"
+STEPS = "gradient_accumulation_steps"
+TOTAL = "train_batch_size"
+HINTS = {
+    MICRO: "give the loader to prepare, with a batch_size, or write a number into "
+    "accelerator.deepspeed_plugin.deepspeed_config",
+    TOTAL: f"it follows from {MICRO}",
+    "optimizer.params.": "DummyOptim(parameters, name=...) tells it",
+    "scheduler.params.": "DummyScheduler(optimizer, name=...) tells it",
+}
+"""Names, or how they begin -> what provides such a value where it is "auto"."""
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a configuration is filled from.
+
+    Attributes:
+        optimizer: torch's, or a placeholder for DeepSpeed's; None to run a model without training it.
+        smallest: whether the smallest counts, and not the largest.
+        accumulation: batches for each step.
+        replicas: number of processes that see different data.
+        pace: steps of a schedule for each step of the optimizer.
+    """
+
+    model: Any
+    optimizer: Any = None
+    scheduler: Any = None
+    batch_sizes: Sequence[int] = ()
+    known_sizes: Sequence[int] = ()
+    smallest: bool = True
+    accumulation: int = 1
+    replicas: int = 1
+    pace: int = 1
+
+    def choose(self, sizes: Sequence[int]) -> int:
+        """Return the batch size that counts."""
+        return min(sizes) if self.smallest else max(sizes)
+
+
+def filling_of(given: Given, config: Mapping[str, Any]) -> Filling:
+    """Return the values for a configuration."""
+    values: dict[str, Any] = {STEPS: given.accumulation}
+    sources = {STEPS: "Accelerator(gradient_accumulation_steps)"}
+    usual: dict[str, Any] = {"gradient_clipping": 0.0, **_sizes_of_buckets(given.model)}
+    micro = _micro_batch(given, config)
+    if micro is not None:
+        usual[MICRO] = micro
+        steps = _number(config.get(STEPS), given.accumulation)
+        values[TOTAL] = micro * steps * given.replicas
+        sources[TOTAL] = f"{MICRO} {micro} x {STEPS} {steps} x {given.replicas} processes"
+    if given.batch_sizes and _number(config.get(MICRO), None) not in given.batch_sizes:
+        values[MICRO] = given.choose(given.batch_sizes)
+        sources[MICRO] = "the loader (its batch on one process)"
+    usual.update(_of_optimizer(given.optimizer))
+    usual.update(_of_scheduler(given.scheduler, given.optimizer, given.pace))
+    return Filling(values, sources, usual=usual, hints=HINTS)
+
+
+def _micro_batch(given: Given, config: Mapping[str, Any]) -> int | None:
+    """Return the batch of one process and round: as configured, else of a loader, else from the whole."""
+    configured: int | None = _number(config.get(MICRO), None)
+    if configured is not None:
+        return configured
+    sizes = given.batch_sizes or given.known_sizes
+    if sizes:
+        return given.choose(sizes)
+    whole: int | None = _number(config.get(TOTAL), None)
+    share: int = _number(config.get(STEPS), given.accumulation) * given.replicas
+    if whole is not None and whole % share == 0:
+        return whole // share
+    return 1 if given.optimizer is None else None  # a model that is only run has no batches to count
+
+
+def _number(value: Any, otherwise: Any) -> Any:
+    return otherwise if value in (None, AUTO) else int(value)
+
+
+def _of_optimizer(optimizer: Any) -> dict[str, Any]:
+    if not isinstance(optimizer, DummyOptim):
+        return {}
+    values = {"lr": optimizer.lr, "weight_decay": optimizer.weight_decay, **optimizer.kwargs}
+    # None leaves the value to the optimizer
+    return {f"optimizer.params.{name}": values.get(name) for name in ("betas", "eps", "momentum", *values)}
+
+
+def _of_scheduler(scheduler: Any, optimizer: Any, pace: int) -> dict[str, Any]:
+    if not isinstance(scheduler, DummyScheduler):
+        return {}
+    is_dummy = isinstance(optimizer, DummyOptim)
+    rate = optimizer.lr if is_dummy else getattr(optimizer, "defaults", {}).get("lr")
+    values: dict[str, Any] = {
+        "warmup_min_lr": 0,
+        "warmup_max_lr": rate,
+        # DeepSpeed refuses a warm-up of no steps
+        "warmup_num_steps": max(1, math.ceil(scheduler.warmup_num_steps / pace)),
+        **scheduler.kwargs,
+    }
+    if scheduler.total_num_steps is not None:
+        values["total_num_steps"] = math.ceil(scheduler.total_num_steps / pace)
+    return {f"scheduler.params.{name}": value for name, value in values.items()}
+
+
+def _sizes_of_buckets(model: Any) -> dict[str, Any]:
+    """Return sizes of ZeRO's buckets by the width of a model; None, for DeepSpeed's own, without a width."""
+    config, width = getattr(model, "config", None), None
+    for part in (getattr(config, "text_config", None), config):  # the last one counts
+        size = getattr(part, "hidden_size", None) or max(getattr(part, "hidden_sizes", None) or [0])
+        width = int(size) or width
+    sizes: dict[str, Any] = {
+        "reduce_bucket_size": width and width * width,
+        "stage3_prefetch_bucket_size": width and int(0.9 * width * width),
+        "stage3_param_persistence_threshold": width and 10 * width,
+    }
+    return {f"zero_optimization.{name}": size for name, size in sizes.items()}
+
+
+def batch_sizes_of(loaders: Iterable[Any]) -> list[int]:
+    """Return the batch size of one process for each prepared loader that has one."""
+    sizes: list[int] = []
+    for loader in loaders:
+        owners = (getattr(loader, "plan", None), getattr(loader, "batch_sampler", None), loader)
+        known = [getattr(owner, "batch_size", None) for owner in owners]
+        sizes += [int(size) for size in known if size][:1]
+    return sizes
+
+
+def problems_of(
+    models: Sequence[Any], optimizers: Sequence[Any], schedulers: Sequence[Any], config: Mapping[str, Any]
+) -> list[str]:
+    """Return one line for each reason why no engine can be built."""
+    problems = []
+    for name, objects in (("models", models), ("optimizers", optimizers)):
+        if len(objects) > 1:
+            kinds = ", ".join(type(obj).__name__ for obj in objects)
+            problems.append(
+                f"{len(objects)} {name} ({kinds}): an engine has one model and one optimizer. Prepare each "
+                "model in a call of its own, with its optimizer; state.select_deepspeed_plugin(name) "
+                "between the calls gives it a configuration of its own"
+            )
+    if optimizers and not models:
+        problems.append(
+            f"{type(optimizers[0]).__name__} without its model: an engine is built from both. Give both to "
+            "one call"
+        )
+    for optimizer in optimizers:
+        problems += _problems_of_optimizer(optimizer, config)
+    if len(models) == len(optimizers) == 1:
+        problems += _problems_of_parameters(models[0], optimizers[0], config)
+    for scheduler in schedulers:
+        is_alone = isinstance(scheduler, DummyScheduler) and not optimizers
+        problems += _first(
+            (
+                is_alone,
+                f"{type(scheduler).__name__} without its optimizer: the engine steps both. Give both to one "
+                "call",
+            ),
+            *_problems_of_section("scheduler", scheduler, config),
+        )
+    return problems
+
+
+def _first(*rows: tuple[bool, str]) -> list[str]:
+    """Return the message of the first row whose condition holds, in a list."""
+    return [message for holds, message in rows if holds][:1]
+
+
+def _problems_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> list[str]:
+    return _first(
+        (
+            steps_in_backward(optimizer),
+            f"{type(optimizer).__name__} updates parameters in the backward pass, and an engine keeps "
+            "gradients until its step. Take an optimizer that steps, or train without DeepSpeed: FSDP shards "
+            "parameters too",
+        ),
+        *_problems_of_section("optimizer", optimizer, config),
+    )
+
+
+_PLACEHOLDERS = {
+    "optimizer": ("DummyOptim(parameters)", "Add an `optimizer` there, or build one of torch's"),
+    "scheduler": (
+        "DummyScheduler(optimizer)",
+        "Add a `scheduler` there, or pass lr_scheduler_callable, which builds one for an optimizer",
+    ),
+}
+"""Section of the configuration -> the placeholder for what it builds, and the fix where it is missing."""
+
+
+def _problems_of_section(section: str, obj: Any, config: Mapping[str, Any]) -> list[tuple[bool, str]]:
+    """Return what is wrong where an object, or a section of the configuration, comes without the other."""
+    name, (placeholder, fix) = type(obj).__name__, _PLACEHOLDERS[section]
+    is_dummy, is_configured = isinstance(obj, (DummyOptim, DummyScheduler)), section in config
+    builds_itself = getattr(obj, "lr_scheduler_callable", None) is not None
+    return [
+        (
+            is_dummy and not is_configured and not builds_itself,
+            f"{name} is a placeholder for the {section} of DeepSpeed's configuration, which has none. {fix}",
+        ),
+        (
+            not is_dummy and is_configured,
+            f"{name}, and DeepSpeed's configuration has the {section} {look_up(config, f'{section}.type')}. "
+            f"Take one of them away: {placeholder} is a placeholder for that of the configuration",
+        ),
+    ]
+
+
+def _problems_of_parameters(model: Any, optimizer: Any, config: Mapping[str, Any]) -> list[str]:
+    """Return reasons why an engine of a model cannot step what an optimizer steps."""
+    groups = [] if isinstance(optimizer, DummyOptim) else optimizer.param_groups
+    name, own = type(optimizer).__name__, {id(parameter) for parameter in model.parameters()}
+    foreign = sum(id(parameter) not in own for group in groups for parameter in group["params"])
+    stage = (config.get("zero_optimization") or {}).get("stage")
+    frozen = [
+        str(number)
+        for number, group in enumerate(groups)
+        if not any(parameter.requires_grad for parameter in group["params"])
+    ]
+    return _first(
+        (
+            not any(parameter.requires_grad for parameter in model.parameters()),
+            f"{type(model).__name__} has no parameter that is trained (requires_grad). Prepare it without an "
+            "optimizer",
+        ),
+        (
+            foreign > 0,
+            f"{name} has {foreign} tensors that are no parameters of {type(model).__name__}, whose "
+            "gradients alone an engine averages. Build it from model.parameters() of that model",
+        ),
+        (
+            bool(frozen) and stage in (1, 2),
+            f"{name} has groups without a parameter that is trained ({', '.join(frozen)}), which ZeRO stage "
+            f"{stage} cannot share. Leave them out of the optimizer",
+        ),
+    )
+
+
+def check_abilities(configs: Sequence[dict[str, Any]], device: torch.device) -> None:
+    """Refuse what DeepSpeed cannot do on this machine."""
+    from deepspeed.accelerator import get_accelerator
+
+    hardware = get_accelerator()
+    if (name := hardware.device_name()) != device.type:
+        raise wrong_value(
+            "DS_ACCELERATOR",
+            name,
+            f"DeepSpeed has chosen this hardware, and the run computes on {device.type}",
+            f"Set DS_ACCELERATOR={device.type} before deepspeed is imported, if DeepSpeed knows it; "
+            "otherwise train without DeepSpeed",
+        )
+    formats = {"fp16": hardware.is_fp16_supported, "bf16": hardware.is_bf16_supported}
+    for config in configs:
+        for name, is_supported in formats.items():
+            if look_up(config, f"{name}.enabled") is True and not is_supported():
+                reason = f"DeepSpeed does not compute in this format on {device.type}"
+                fix = "Set mixed_precision to bf16 or no" if name == "fp16" else "Set mixed_precision to no"
+                raise wrong_value(f"{name}.enabled", True, reason, fix)
+        if computes_in_fp8(config):
+            packages.require("msamp", "FP8 by DeepSpeed and MS-AMP")
+        for name in ("optimizer", "param"):
+            if look_up(config, f"zero_optimization.offload_{name}.device") == "nvme" and not reaches_nvme():
+                reason = "DeepSpeed's extension async_io, which reads and writes there, cannot be built here"
+                fix = "Install libaio with its headers (libaio-dev or libaio-devel), or offload to cpu"
+                raise wrong_value(f"offload_{name}_device", "nvme", reason, fix)
+
+
+def computes_in_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether MS-AMP's engine takes the place of DeepSpeed's."""
+    return bool((config.get("msamp") or {}).get("enabled", False))
+
+
+def reaches_nvme() -> bool:
+    """Whether DeepSpeed's extension for NVMe is there, or can be built."""
+    from deepspeed.git_version_info import installed_ops
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    return bool(installed_ops.get("async_io")) or bool(AsyncIOBuilder().is_compatible(verbose=False))
 
 
 def begin(context: Context) -> None:
@@ -72,8 +346,9 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
     refuse_config(problems_of_counts(config), "Correct the configuration")
     if TOTAL not in config:
         config.setdefault(MICRO, AUTO)
-    if given.optimizer is None:
-        config = without_training(config)
+    if given.optimizer is None:  # an engine that runs a model and never steps
+        kept = (name for name in config if name not in ("optimizer", "scheduler"))
+        config = {name: deepcopy(config[name]) for name in kept}
     filling = filling_of(given, config)
     filling.fill(config)
     if config is plugin.deepspeed_config:
@@ -81,11 +356,6 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
     filling.check_filled()
     plugin.hf_ds_config.set_stage_and_offload()
     return config
-
-
-def without_training(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration for an engine that runs a model and never steps."""
-    return {name: deepcopy(part) for name, part in config.items() if name not in ("optimizer", "scheduler")}
 
 
 def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:

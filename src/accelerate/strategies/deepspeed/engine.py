@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -98,28 +97,28 @@ class DeepSpeedEngineWrapper:
         if float(norm_type) != 2.0:
             raise wrong_value("norm_type", norm_type, "DeepSpeed clips by the 2-norm", "Leave it at 2")
         if self.owes_step:
-            self._set_limit(float(max_norm))
+            limit = self._limit(float(max_norm))
             if not hasattr(self.engine.optimizer, "clip_grad"):  # float32 without ZeRO
-                return self._clip_gradients()
+                return self._clip_gradients(limit)
+            self.engine.optimizer.clip_grad = limit
             self.finish_step()
         norm = self.get_global_grad_norm()
         return torch.tensor(math.nan if norm is None else float(norm))
 
-    def _set_limit(self, asked: float) -> None:
+    def _limit(self, asked: float) -> float:
+        """Return the largest norm of gradients, 0 for none."""
         configured = float(self.engine.config.get("gradient_clipping") or 0.0)
         if configured and math.isfinite(asked) and asked != configured:
             logger.warning_once(
                 f"clip_grad_norm_ was called with max_norm={asked}, and DeepSpeed's configuration has "
                 f"gradient_clipping={configured}, which counts. Set it to 'auto' to let max_norm count."
             )
-        self._limit = configured or (asked if math.isfinite(asked) else 0.0)
-        if hasattr(self.engine.optimizer, "clip_grad"):
-            self.engine.optimizer.clip_grad = self._limit
+        return configured or (asked if math.isfinite(asked) else 0.0)
 
-    def _clip_gradients(self) -> Tensor:
+    def _clip_gradients(self, limit: float) -> Tensor:
         """Clip the gradients of an engine whose parameters have them, whole, until the step."""
         parameters = list(self.engine.module.parameters())
-        norm: Tensor = torch.nn.utils.clip_grad_norm_(parameters, self._limit or math.inf)
+        norm: Tensor = torch.nn.utils.clip_grad_norm_(parameters, limit or math.inf)
         config = self.engine._config
         usual = config.gradient_clipping
         config.gradient_clipping = 0.0  # DeepSpeed's own limit is 1 where none is configured
@@ -287,19 +286,18 @@ class EnginePart:
                 "does not bring back: it would step with new ones. Keep them on the CPU "
                 "(offload_optimizer_device='cpu') in runs that are to go on; parameters may stay on NVMe."
             )
-        if self.engine.load_universal_checkpoint():
-            return self._change(options, self._universal(options.folder))
-        if not (options.folder / self.name).is_dir():
-            raise CheckpointError(
-                f"{options.folder} holds no {self.name}, in which DeepSpeed keeps an engine. It was saved "
-                "by a run without DeepSpeed, or with fewer models: choose another checkpoint, or load its "
-                "weights into the model before `prepare`."
-            )
-        self._check_shards(options.folder)
-        return self._change(options, self.name)
+        find_tag = self._universal if self.engine.load_universal_checkpoint() else self._own
+        tag = find_tag(options.folder)
 
-    def _change(self, options: Load, tag: str) -> Change:
-        return Change(partial(self._apply, options, tag), f"DeepSpeed's engine ({tag})", stage=Stage.LAST)
+        def apply() -> None:
+            strict = options.model.get("strict", True)
+            with options.fitting(tag, "engine"):
+                path, _ = self.engine.load_checkpoint(str(options.folder), tag=tag, load_module_strict=strict)
+                if path is None:
+                    raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")
+            options.confirm()
+
+        return Change(apply, f"DeepSpeed's engine ({tag})", stage=Stage.LAST)
 
     def _universal(self, folder: Path) -> str:
         """Return the tag of the universal checkpoint: beside DeepSpeed's own one, or in its place."""
@@ -319,25 +317,23 @@ class EnginePart:
             f"--output_folder {path}{UNIVERSAL}"
         )
 
-    def _check_shards(self, folder: Path) -> None:
-        """Refuse shards of optimizer states of another number of processes, before anything is loaded."""
+    def _own(self, folder: Path) -> str:
+        """Return the tag of DeepSpeed's own checkpoint; refuse shards of another number of processes."""
+        if not (folder / self.name).is_dir():
+            raise CheckpointError(
+                f"{folder} holds no {self.name}, in which DeepSpeed keeps an engine. It was saved "
+                "by a run without DeepSpeed, or with fewer models: choose another checkpoint, or load its "
+                "weights into the model before `prepare`."
+            )
         shards = len(list((folder / self.name).glob(SHARDS)))
         if shards in (0, self.topology.size) or self.engine.zero_elastic_checkpoint():
-            return
+            return self.name
         raise CheckpointError(
             f"{folder / self.name} was saved by {shards} processes, between which ZeRO shares optimizer "
             f"states, and this run has {self.topology.size}. Start {shards}; or turn it into a universal "
             f"checkpoint by `{self._conversion(folder)}`, and set checkpoint.load_universal to true in "
             "DeepSpeed's configuration."
         )
-
-    def _apply(self, options: Load, tag: str) -> None:
-        strict = options.model.get("strict", True)
-        with options.fitting(tag, "engine"):
-            path, _ = self.engine.load_checkpoint(str(options.folder), tag=tag, load_module_strict=strict)
-            if path is None:
-                raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")
-        options.confirm()
 
 
 GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"

@@ -21,7 +21,7 @@ from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
 from accelerate.strategies.deepspeed import building
-from accelerate.strategies.deepspeed.configuration import (
+from accelerate.strategies.deepspeed.building import (
     MICRO,
     STEPS,
     Given,
@@ -79,6 +79,7 @@ class DeepSpeed(Strategy):
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
     holds_gradients = False
     holds_whole_models = False
+    loader_mesh: Any = None  # DeepSpeed's adapter divides samples between processes that share sequences
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -100,11 +101,6 @@ class DeepSpeed(Strategy):
     def plugin(self) -> Any:
         """The plugin that is selected now: a live object."""
         return AcceleratorState().deepspeed_plugin
-
-    @property
-    def loader_mesh(self) -> Any:
-        """No mesh: DeepSpeed's adapter divides samples between processes that share sequences."""
-        return None
 
     @property
     def engine_wrapped(self) -> DeepSpeedEngineWrapper | None:

@@ -326,7 +326,7 @@ class Losses:
 
     def _write_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> None:
         rates = [group["lr"] for group in engine.optimizer.param_groups]
-        values = {name: float(value) for name, value in report.items() if name != LOGITS}
+        values: dict[str, Any] = {name: float(v) for name, v in report.items() if name != LOGITS}
         values |= {
             "learning-rate": rates[0] if rates else None,
             "grad-norm": engine.grad_norm,

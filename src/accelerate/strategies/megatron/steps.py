@@ -131,8 +131,6 @@ def _cut_for_context(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 class _FamilyTrainStep(AbstractTrainStep):
-    """What the steps of all families have in common."""
-
     def __init__(self, name: str, accelerator: Any, args: Any, output: str) -> None:
         super().__init__(name)
         self.returns_logits: bool = args.return_logits
@@ -147,11 +145,9 @@ class _FamilyTrainStep(AbstractTrainStep):
     def _read_megatron(self, batch: Batch) -> tuple[Any, ...]: ...
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        custom: Callable[..., Any] | None = accelerator.state.megatron_lm_plugin.custom_get_batch_function
-        if custom is not None:
-            return custom
         read = self._read_megatron if megatron_dataset_flag else self._read_labels
-        return lambda data_iterator: read(next(data_iterator))
+        custom: Callable[..., Any] | None = accelerator.state.megatron_lm_plugin.custom_get_batch_function
+        return custom or (lambda data_iterator: read(next(data_iterator)))
 
 
 class _TokenTrainStep(_FamilyTrainStep):
@@ -226,13 +222,11 @@ class GPTTrainStep(_TokenTrainStep):
         if "text" in batch:  # one token more than a sequence has
             text = batch["text"].long()
             tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-            return self._complete(tokens, labels, torch.ones_like(labels).float(), None)
-        return self._complete(
-            batch["tokens"].long(), batch["labels"].long(), batch["loss_mask"].float(), None
-        )
+            return self._complete(tokens, labels, torch.ones_like(labels).float())
+        return self._complete(batch["tokens"].long(), batch["labels"].long(), batch["loss_mask"].float())
 
     def _complete(
-        self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, kept: Tensor | None
+        self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, kept: Tensor | None = None
     ) -> tuple[Any, ...]:
         """Return tokens, labels, loss mask, attention mask and positions; `kept` is 0 for filler."""
         ends = torch.zeros_like(tokens) if self.eod_token is None else (tokens == self.eod_token).long()
@@ -350,11 +344,8 @@ class T5TrainStep(_TokenTrainStep):
         )
 
     def _masks(self, kept: Tensor, decoder_tokens: Tensor) -> tuple[Any, Any, Any]:
-        """Return the masks of encoder, decoder and cross attention.
-
-        Transformer Engine has a form of its own, and hides later tokens by itself.
-        """
-        if self.uses_engine:
+        """Return the masks of encoder, decoder and cross attention."""
+        if self.uses_engine:  # it has a form of its own, and hides later tokens by itself
             hidden = (kept == 0)[:, None, None, :]
             nothing = torch.zeros_like(decoder_tokens, dtype=torch.bool)[:, None, None, :]
             return hidden, None, (nothing, hidden)
@@ -419,9 +410,9 @@ class BertTrainStep(_FamilyTrainStep):
             num_labels: number of classes; 1 for a regression.
         """
         custom: Callable[..., Loss] | None = accelerator.state.megatron_lm_plugin.custom_loss_function
-        if custom is not None:
-            return custom
-        return _pretraining_loss if pretraining_flag else partial(_classification_loss, num_labels)
+        return custom or (
+            _pretraining_loss if pretraining_flag else partial(_classification_loss, num_labels)
+        )
 
     def get_forward_step_func(  # type: ignore[override]  # as scripts call it
         self, pretraining_flag: bool, bert_binary_head: bool

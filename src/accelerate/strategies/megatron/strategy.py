@@ -155,9 +155,10 @@ def _plan_optimizer(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
             "one to `prepare`, together with the model"
         ]
     problems = _message_of(plugin.set_optimizer_type, bundle.optimizers[0])
-    rate = plugin.megatron_lm_default_args.get("lr")
-    if not problems and plugin.min_lr > rate:
-        return [f"min_lr={plugin.min_lr}: the optimizer's learning rate is lower, {rate}. Make it smaller"]
+    if not problems and plugin.min_lr > (rate := plugin.megatron_lm_default_args["lr"]):
+        problems.append(
+            f"min_lr={plugin.min_lr}: the optimizer's learning rate is lower, {rate}. Make it smaller"
+        )
     return problems
 
 

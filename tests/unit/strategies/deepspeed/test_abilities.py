@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate.base import ConfigurationError, MissingPackageError
-from accelerate.strategies.deepspeed import configuration
+from accelerate.strategies.deepspeed import building
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def hardware(monkeypatch):
     inner.get_accelerator = lambda: found
     monkeypatch.setitem(sys.modules, "deepspeed", package)
     monkeypatch.setitem(sys.modules, "deepspeed.accelerator", inner)
-    monkeypatch.setattr(configuration, "reaches_nvme", lambda: False)
+    monkeypatch.setattr(building, "reaches_nvme", lambda: False)
     return found
 
 
@@ -33,7 +33,7 @@ def test_what_it_can_do_passes(hardware):
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
         "fp16": {"enabled": False},
     }
-    configuration.check_abilities([plain, {**plain, "bf16": {"enabled": True}}], CPU)
+    building.check_abilities([plain, {**plain, "bf16": {"enabled": True}}], CPU)
 
 
 @pytest.mark.parametrize(
@@ -46,20 +46,20 @@ def test_what_it_can_do_passes(hardware):
 )
 def test_what_it_cannot_is_refused_for_each_plugin(hardware, config, said):
     with pytest.raises(ConfigurationError, match=said):
-        configuration.check_abilities([{}, config], CPU)
+        building.check_abilities([{}, config], CPU)
 
 
 def test_other_hardware_than_that_of_the_run_is_refused(hardware):
     with pytest.raises(ConfigurationError, match="DS_ACCELERATOR='cpu'.* computes on cuda"):
-        configuration.check_abilities([{}], torch.device("cuda"))
+        building.check_abilities([{}], torch.device("cuda"))
 
 
 def test_fp8_needs_ms_amp(hardware, monkeypatch):
     config = {"msamp": {"enabled": True, "opt_level": "O1"}}
-    assert configuration.computes_in_fp8(config)
-    assert not configuration.computes_in_fp8({"msamp": None})
+    assert building.computes_in_fp8(config)
+    assert not building.computes_in_fp8({"msamp": None})
     with pytest.raises(MissingPackageError, match="ms-amp"):
-        configuration.check_abilities([config], CPU)
+        building.check_abilities([config], CPU)
 
 
 @pytest.mark.parametrize(("installed", "compatible", "reaches"), [(1, 0, True), (0, 1, True), (0, 0, False)])
@@ -69,4 +69,4 @@ def test_nvme_is_reached_by_an_extension(monkeypatch, installed, compatible, rea
     builder.AsyncIOBuilder = lambda: SimpleNamespace(is_compatible=lambda verbose: bool(compatible))
     for module in (ModuleType("deepspeed"), version, ModuleType("deepspeed.ops"), builder):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert configuration.reaches_nvme() is reaches
+    assert building.reaches_nvme() is reaches

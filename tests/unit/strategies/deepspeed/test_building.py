@@ -19,9 +19,12 @@ def parameters():
 
 
 def test_without_training_a_configuration_has_no_optimizer():
-    config = {"optimizer": {}, "scheduler": {}, "zero_optimization": {"stage": 3}}
-    assert building.without_training(config) == {"zero_optimization": {"stage": 3}}
-    assert "optimizer" in config
+    built = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
+    plugin = DeepSpeedPlugin(hf_ds_config={**built, "zero_optimization": {"stage": 3}})
+    config = building.complete(plugin, Given(None))
+    assert config["zero_optimization"]["stage"] == 3
+    assert not {"optimizer", "scheduler"} & set(config)
+    assert "optimizer" in plugin.deepspeed_config
 
 
 @pytest.mark.parametrize(
