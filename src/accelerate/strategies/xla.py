@@ -174,8 +174,10 @@ def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
 
 def units_on_xla(model: nn.Module, policy: Callable[..., bool] | None) -> list[nn.Module]:
     """Return the units of a model, inner ones first, itself last."""
+    if policy is None:
+        return [model]
     units = [model]
-    for module in () if policy is None else model.modules():
+    for module in model.modules():
         size = sum(parameter.numel() for parameter in module.parameters())
         if module is not model and policy(module=module, recurse=False, unwrapped_params=size):
             units.insert(0, module)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import PreparationError, environ, packages, wrong_value
+from accelerate.base import DynamoBackend, PreparationError, environ, packages, wrong_value
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
@@ -44,25 +44,19 @@ HINTS = {
 
 @dataclass(frozen=True)
 class Given:
-    """What a configuration is filled from.
-
-    Attributes:
-        optimizer: torch's, or a placeholder for DeepSpeed's; None to run a model without training it.
-        smallest: whether the smallest counts, and not the largest.
-        accumulation: batches for each step.
-        replicas: number of processes that see different data.
-        pace: steps of a schedule for each step of the optimizer.
-    """
+    """What a configuration is filled from."""
 
     model: Any
-    optimizer: Any = None
+    optimizer: Any = (
+        None  # torch's, or a placeholder for DeepSpeed's; None to run a model without training it
+    )
     scheduler: Any = None
     batch_sizes: Sequence[int] = ()
     known_sizes: Sequence[int] = ()
-    smallest: bool = True
-    accumulation: int = 1
-    replicas: int = 1
-    pace: int = 1
+    smallest: bool = True  # whether the smallest counts, and not the largest
+    accumulation: int = 1  # batches for each step
+    replicas: int = 1  # number of processes that see different data
+    pace: int = 1  # steps of a schedule for each step of the optimizer
 
     def choose(self, sizes: Sequence[int]) -> int:
         """Return the batch size that counts."""
@@ -119,10 +113,9 @@ def _of_scheduler(scheduler: Any, optimizer: Any, pace: int) -> dict[str, Any]:
     if not isinstance(scheduler, DummyScheduler):
         return {}
     is_dummy = isinstance(optimizer, DummyOptim)
-    rate = optimizer.lr if is_dummy else getattr(optimizer, "defaults", {}).get("lr")
     values: dict[str, Any] = {
         "warmup_min_lr": 0,
-        "warmup_max_lr": rate,
+        "warmup_max_lr": optimizer.lr if is_dummy else getattr(optimizer, "defaults", {}).get("lr"),
         # DeepSpeed refuses a warm-up of no steps
         "warmup_num_steps": max(1, math.ceil(scheduler.warmup_num_steps / pace)),
         **scheduler.kwargs,
@@ -175,7 +168,15 @@ def problems_of(
             "one call"
         )
     for optimizer in optimizers:
-        problems += _problems_of_optimizer(optimizer, config)
+        problems += _first(
+            (
+                steps_in_backward(optimizer),
+                f"{type(optimizer).__name__} updates parameters in the backward pass, and an engine keeps "
+                "gradients until its step. Take an optimizer that steps, or train without DeepSpeed: FSDP "
+                "shards parameters too",
+            ),
+            *_problems_of_section("optimizer", optimizer, config),
+        )
     if len(models) == len(optimizers) == 1:
         problems += _problems_of_parameters(models[0], optimizers[0], config)
     for scheduler in schedulers:
@@ -194,18 +195,6 @@ def problems_of(
 def _first(*rows: tuple[bool, str]) -> list[str]:
     """Return the message of the first row whose condition holds, in a list."""
     return [message for holds, message in rows if holds][:1]
-
-
-def _problems_of_optimizer(optimizer: Any, config: Mapping[str, Any]) -> list[str]:
-    return _first(
-        (
-            steps_in_backward(optimizer),
-            f"{type(optimizer).__name__} updates parameters in the backward pass, and an engine keeps "
-            "gradients until its step. Take an optimizer that steps, or train without DeepSpeed: FSDP shards "
-            "parameters too",
-        ),
-        *_problems_of_section("optimizer", optimizer, config),
-    )
 
 
 _PLACEHOLDERS = {
@@ -297,7 +286,7 @@ def check_abilities(configs: Sequence[dict[str, Any]], device: torch.device) -> 
 
 def computes_in_fp8(config: Mapping[str, Any]) -> bool:
     """Whether MS-AMP's engine takes the place of DeepSpeed's."""
-    return bool((config.get("msamp") or {}).get("enabled", False))
+    return bool(look_up(config, "msamp.enabled"))
 
 
 def reaches_nvme() -> bool:
@@ -360,8 +349,7 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
 
 def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:
     """Return the optimizer for states that may be kept on the CPU, and allow it in the configuration."""
-    offload = config.get("zero_optimization", {}).get("offload_optimizer") or {}
-    offloads = offload.get("device") in ("cpu", "nvme")
+    offloads = look_up(config, "zero_optimization.offload_optimizer.device") in ("cpu", "nvme")
     chosen = optimizer
     if offloads and config.get("zero_force_ds_cpu_optimizer", True):
         chosen = map_pytorch_optim_to_deepspeed(optimizer)
@@ -374,13 +362,12 @@ def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:
 
 def build_engine(
     model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any], mpu: Any = None
-) -> tuple[Any, Any, Any]:
-    """Return engine, optimizer and scheduler; without an optimizer the model is not trained. On all ranks."""
+) -> tuple[Any, tuple[Any, Any]]:
+    """Return an engine, and its optimizer and scheduler; no optimizer trains nothing. On all ranks."""
     import deepspeed
 
     arguments: dict[str, Any] = {"model": model, "config": config}
-    if mpu is not None:
-        arguments["mpu"] = mpu
+    arguments |= {} if mpu is None else {"mpu": mpu}
     if isinstance(optimizer, DummyOptim):
         arguments["model_parameters"] = optimizer.params
     elif optimizer is not None:
@@ -392,14 +379,14 @@ def build_engine(
         engine, built_optimizer, _, built_scheduler = package.initialize(**arguments)
     except (deepspeed.DeepSpeedConfigError, AssertionError, ValueError) as error:
         raise PreparationError(f"DeepSpeed builds no engine from its configuration: {error}") from error
-    if config.get("bf16", {}).get("enabled") is True:
+    if look_up(config, "bf16.enabled") is True:
         engine.module.register_forward_pre_hook(_in_bfloat16, with_kwargs=True, prepend=True)
-    return engine, built_optimizer, built_scheduler
+    return engine, (built_optimizer, built_scheduler)
 
 
 def compile_engine(engine: Any, dynamo: TorchDynamoPlugin) -> None:
     """Compile the model inside an engine as the run asks; nothing when it does not."""
-    if str(getattr(dynamo.backend, "value", dynamo.backend)).lower() == "no":
+    if dynamo.backend == DynamoBackend.NO:
         return
     arguments = dynamo.to_kwargs()
     if dynamo.use_regional_compilation:
@@ -411,12 +398,10 @@ def compile_engine(engine: Any, dynamo: TorchDynamoPlugin) -> None:
 
 def _in_bfloat16(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Cast float32 inputs to the format of the weights, as DeepSpeed itself does for float16 only."""
-
-    def is_float32(value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dtype == torch.float32
-
     inputs: tuple[Any, dict[str, Any]] = recursively_apply(
-        lambda tensor: tensor.to(torch.bfloat16), (args, kwargs), test_type=is_float32
+        lambda tensor: tensor.to(torch.bfloat16),
+        (args, kwargs),
+        test_type=lambda value: isinstance(value, Tensor) and value.dtype == torch.float32,
     )
     return inputs
 
@@ -425,11 +410,11 @@ def run_only(model: nn.Module, device: torch.device | None, config: dict[str, An
     """Return a model as an engine would compute it, without an engine: it is not trained."""
     if device is not None:
         model = model.to(device)
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if config.get(name, {}).get("enabled") is True:
-            model = model.to(dtype)
-    if config.get("bf16", {}).get("enabled") is True:
+    if look_up(config, "bf16.enabled") is True:
+        model = model.to(torch.bfloat16)
         model.register_forward_pre_hook(_in_bfloat16, with_kwargs=True)
+    elif look_up(config, "fp16.enabled") is True:
+        model = model.to(torch.float16)
     return model
 
 

@@ -26,10 +26,6 @@ logger = get_logger(__name__)
 _DEEPSPEED = ("DeepSpeed", "deepspeed_plugin=DeepSpeedPlugin(...)")
 
 
-def no_step() -> None:
-    """The step of an optimizer whose engine steps by itself."""
-
-
 class DeepSpeedEngineWrapper:
     """One engine: backward passes, and the step that its last backward pass of a window owes.
 
@@ -59,13 +55,7 @@ class DeepSpeedEngineWrapper:
         self.finish_step()
 
     def compute_gradients(self, loss: Tensor, sync_gradients: bool, **kwargs: Any) -> None:
-        """Compute gradients; the step comes later.
-
-        Args:
-            loss: 0-d tensor.
-            sync_gradients: whether this is the last backward pass of a window.
-            **kwargs: passed to the engine's `backward`.
-        """
+        """Compute gradients; the step comes later."""
         self.finish_step()
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
@@ -83,16 +73,10 @@ class DeepSpeedEngineWrapper:
         return norm.item() if hasattr(norm, "item") else norm
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Take the step that is owed with gradients whose norm is at most `max_norm`.
+        """Take the step that is owed with gradients whose norm is at most `max_norm`; infinity only measures.
 
-        DeepSpeed clips while it steps. A norm in its configuration counts instead of `max_norm`.
-
-        Args:
-            max_norm: infinity only measures.
-            norm_type: the p of the p-norm; DeepSpeed knows 2.
-
-        Returns:
-            The norm before clipping, 0-d; NaN where no step has been taken yet.
+        DeepSpeed clips while it steps, by the 2-norm. A norm in its configuration counts instead of
+        `max_norm`. Return the norm before clipping; NaN where no step has been taken yet.
         """
         if float(norm_type) != 2.0:
             raise wrong_value("norm_type", norm_type, "DeepSpeed clips by the 2-norm", "Leave it at 2")
@@ -134,7 +118,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         optimizer: of an engine.
 
     Attributes:
-        take_step: takes the step that the engine owes.
+        take_step: takes the step that the engine owes; None where the engine steps by itself.
     """
 
     belongs_to_engine = True
@@ -142,7 +126,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
-        self.take_step: Callable[[], None] = no_step
+        self.take_step: Callable[[], None] | None = None
         self.__has_overflow__ = hasattr(self.optimizer, "overflow")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
@@ -157,7 +141,8 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         if closure is not None:
             raise wrong_value("closure", closure, "DeepSpeed's engine steps without one", "Leave it out")
         if self.gradient_state.sync_gradients:
-            self.take_step()
+            if self.take_step is not None:
+                self.take_step()
             self.num_updates += not self.step_was_skipped
 
     @property
@@ -242,9 +227,6 @@ class DummyScheduler:
         self.kwargs = kwargs
 
 
-SHARDS = "*zero_pp_rank_*_optim_states.pt"
-"""Files of optimizer states: one for each process that shares them."""
-
 UNIVERSAL = "_universal"
 """What follows the name of an engine's folder for the same in DeepSpeed's universal layout."""
 
@@ -325,7 +307,8 @@ class EnginePart:
                 "by a run without DeepSpeed, or with fewer models: choose another checkpoint, or load its "
                 "weights into the model before `prepare`."
             )
-        shards = len(list((folder / self.name).glob(SHARDS)))
+        # Files of optimizer states: one for each process that shares them.
+        shards = len(list((folder / self.name).glob("*zero_pp_rank_*_optim_states.pt")))
         if shards in (0, self.topology.size) or self.engine.zero_elastic_checkpoint():
             return self.name
         raise CheckpointError(
@@ -336,17 +319,15 @@ class EnginePart:
         )
 
 
-GATHERS = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-
-
 def whole_state(engine: Any) -> dict[str, Any]:
     """Return the state of an engine's model on the CPU, with shards gathered on rank 0; on all ranks."""
     if engine.zero_optimization_partition_weights():
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ConfigurationError(
                 "The model is sharded (ZeRO stage 3), and DeepSpeed's configuration does not let it "
-                f"be gathered. Set zero3_save_16bit_model=True, or {GATHERS} to true there; or save "
-                "shards by `save_state`, and join them by the zero_to_fp32.py in the checkpoint."
+                "be gathered. Set zero3_save_16bit_model=True, or "
+                "zero_optimization.stage3_gather_16bit_weights_on_model_save to true there; or save shards "
+                "by `save_state`, and join them by the zero_to_fp32.py in the checkpoint."
             )
         return dict(engine._zero3_consolidated_16bit_state_dict() or {})
     if getattr(engine, "autotp_size", int)() > 1:

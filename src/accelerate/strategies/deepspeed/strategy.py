@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -58,18 +58,6 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
         waiting += [following for following, _ in node.next_functions if following is not None]
 
 
-@dataclass
-class EngineBuild:
-    """What the engine that is prepared now is built from, and its optimizer and scheduler."""
-
-    optimizer: Any = None
-    scheduler: Any = None
-    batch_sizes: Sequence[int] = ()
-    built_optimizer: Any = None
-    built_scheduler: Any = None
-    wrapper: DeepSpeedOptimizerWrapper | None = None
-
-
 class DeepSpeed(Strategy):
     """Training by DeepSpeed engines: one for each model that is trained.
 
@@ -86,9 +74,15 @@ class DeepSpeed(Strategy):
         self.engines: list[DeepSpeedEngineWrapper] = []
         self.replicas = context.topology.size // self.sequences.size
         self.known_sizes: list[int] = []
-        self.build = EngineBuild()
+        self._forget_call()
         self.backward = self._backward
         building.begin(context)
+
+    def _forget_call(self) -> None:
+        # What the engine of a `prepare` call is built from, its optimizer and scheduler, and their wrappers.
+        self.given = Given(None)
+        self.built: tuple[Any, Any] = (None, None)
+        self.wrappers: list[DeepSpeedOptimizerWrapper] = []
 
     def choose_precision(self) -> Precision:
         """Return the null format, since the engine casts; with FP8 the one that converts layers."""
@@ -126,9 +120,8 @@ class DeepSpeed(Strategy):
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
         sizes = batch_sizes_of(bundle.of(Kind.LOADER))
         schedulers = (obj for obj in bundle.of(Kind.SCHEDULER) if isinstance(obj, DummyScheduler))
-        self.build = EngineBuild(
-            next(iter(bundle.new(Kind.OPTIMIZER)), None), next(schedulers, None), batch_sizes=sizes
-        )
+        optimizer = next(iter(bundle.new(Kind.OPTIMIZER)), None)
+        self.given = Given(None, optimizer, next(schedulers, None), sizes)
         try:
             bundle.replace(Kind.MODEL, preparer.prepare_model)
             bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
@@ -136,7 +129,7 @@ class DeepSpeed(Strategy):
                 Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(self._stepped(scheduler))
             )
         finally:
-            self.build = EngineBuild()
+            self._forget_call()
             self.known_sizes += sizes
         if self.sequences.size > 1 and bundle.models:
             model = bundle.models[0]
@@ -151,7 +144,7 @@ class DeepSpeed(Strategy):
         if evaluation:
             return super().prepare_model(model, to_device=to_device, evaluation=True)
         plugin = self.plugin
-        if self.build.optimizer is None and not plugin.hf_ds_config.is_zero3():
+        if self.given.optimizer is None and not plugin.hf_ds_config.is_zero3():
             device = self.context.device if to_device else None
             return self.compile(building.run_only(model, device, plugin.deepspeed_config))
         # Accumulate as the configuration says where the user does not: a client may fill it in late.
@@ -159,27 +152,23 @@ class DeepSpeed(Strategy):
         steps, gradients = str(plugin.get_value(STEPS)), self.context.gradients
         if gradients.num_steps == 1 and steps.isdecimal():
             gradients.plugin_kwargs["num_steps"] = int(steps)
-        return self._build(model, building.complete(plugin, self._given(model)))
-
-    def _given(self, model: nn.Module) -> Given:
         request = self.context.request
         by_process = (
             request.step_scheduler_with_optimizer is True and not request.dataloader_config.split_batches
         )
-        return Given(
+        given = replace(
+            self.given,
             model=model,
-            optimizer=self.build.optimizer,
-            scheduler=self.build.scheduler,
-            batch_sizes=self.build.batch_sizes,
             known_sizes=self.known_sizes,
-            smallest=self.plugin.is_train_batch_min,
-            accumulation=self.context.gradients.num_steps,
+            smallest=plugin.is_train_batch_min,
+            accumulation=gradients.num_steps,
             replicas=self.replicas,
             pace=self.context.topology.size if by_process else 1,
         )
+        return self._build(model, building.complete(plugin, given))
 
     def _build(self, model: nn.Module, config: dict[str, Any]) -> nn.Module:
-        optimizer = self.build.optimizer
+        optimizer = self.given.optimizer
         is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
         with self.session.following([optimizer] if is_of_torch else []):
             model = self.convert(model)
@@ -187,8 +176,8 @@ class DeepSpeed(Strategy):
         if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
         self.sequences.transform([model], config.get(MICRO, 1))
-        engine, self.build.built_optimizer, self.build.built_scheduler = building.build_engine(
-            model, optimizer, self.build.scheduler, deepcopy(config), self.sequences.groups
+        engine, self.built = building.build_engine(
+            model, optimizer, self.given.scheduler, deepcopy(config), self.sequences.groups
         )
         building.compile_engine(engine, self.context.request.dynamo)
         if optimizer is not None:
@@ -199,22 +188,22 @@ class DeepSpeed(Strategy):
 
     def prepare_optimizer(self, optimizer: Any, *, to_device: bool) -> AcceleratedOptimizer:
         """Return the optimizer of the engine that was just built from `optimizer`."""
-        if self.build.built_optimizer is None:
+        if self.built[0] is None:
             raise PreparationError(
                 f"{type(optimizer).__name__} was prepared without its model, and an engine is built from "
                 "both. Call prepare(model, optimizer, ...) with all of them."
             )
-        self.build.wrapper = DeepSpeedOptimizerWrapper(self.build.built_optimizer)
-        self.build.wrapper.take_step = self.engines[-1].finish_step
-        return self.build.wrapper
+        wrapper = DeepSpeedOptimizerWrapper(self.built[0])
+        wrapper.take_step = self.engines[-1].finish_step
+        self.wrappers = [wrapper]
+        return wrapper
 
     def _stepped(self, scheduler: Any) -> Any:
         """Return a scheduler as the engine has it: stepped by the engine, or setting the engine's rates."""
         if isinstance(scheduler, DummyScheduler):
-            wrapper = self.build.wrapper
-            return DeepSpeedSchedulerWrapper(self.build.built_scheduler, [wrapper] if wrapper else [])
-        inner = building.innermost(self.build.built_optimizer)
-        if inner is not None and getattr(scheduler, "optimizer", None) is self.build.optimizer:
+            return DeepSpeedSchedulerWrapper(self.built[1], self.wrappers)
+        inner = building.innermost(self.built[0])
+        if inner is not None and getattr(scheduler, "optimizer", None) is self.given.optimizer:
             torch_private.point_scheduler(scheduler, inner)
         return scheduler
 

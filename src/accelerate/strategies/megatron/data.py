@@ -18,6 +18,7 @@ from accelerate.nested import recursively_apply
 from accelerate.state import AcceleratorState
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.library import build_datasets
+from accelerate.strategies.megatron.steps import IGNORED
 
 logger = get_logger(__name__)
 
@@ -141,9 +142,8 @@ def with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
         return loader
     refuse_batch_sampler(loader)
     sampler = None if isinstance(loader.dataset, IterableDataset) else loader.sampler
-    return DataLoader(
-        loader.dataset, batch_size=size, sampler=sampler, drop_last=loader.drop_last, **kept_settings(loader)
-    )
+    kept = {"sampler": sampler, "drop_last": loader.drop_last, **kept_settings(loader)}
+    return DataLoader(loader.dataset, batch_size=size, **kept)
 
 
 def refuse_batch_sampler(loader: DataLoader[Any]) -> None:
@@ -157,9 +157,6 @@ def refuse_batch_sampler(loader: DataLoader[Any]) -> None:
             "Build the loader with batch_size and a sampler",
         )
 
-
-_PADDING = {"labels": -100}
-"""Padding values of tensors in which 0 has a meaning."""
 
 _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
 """Tensors as long as the decoder's sequences, in models that have an encoder too."""
@@ -204,17 +201,14 @@ def _padded(name: str, tensor: Tensor, dim: int, size: int | None) -> Tensor:
     if size is None or tensor.shape[dim] == size:
         return tensor
     if tensor.shape[dim] > size:
-        what = "sequences are longer" if dim else "it has more samples"
-        raise wrong_value(
-            name,
-            list(tensor.shape),
-            f"{what} than the {size} that all ranks have agreed on",
-            "Set seq_length (encoder_seq_length, decoder_seq_length) of MegatronLMPlugin to the longest one"
-            if dim
-            else "Prepare the loader that gives these batches",
-        )
+        what, fix = "it has more samples", "Prepare the loader that gives these batches"
+        if dim:
+            what, setting = "sequences are longer", "seq_length (encoder_seq_length, decoder_seq_length)"
+            fix = f"Set {setting} of MegatronLMPlugin to the longest one"
+        reason = f"{what} than the {size} that all ranks have agreed on"
+        raise wrong_value(name, list(tensor.shape), reason, fix)
     pads = [0, 0] * (tensor.ndim - dim - 1) + [0, size - tensor.shape[dim]]
-    return F.pad(tensor, pads, value=_PADDING.get(name, 0))
+    return F.pad(tensor, pads, value=IGNORED if name == "labels" else 0)
 
 
 def share_batch(batch: Batch, device: torch.device) -> Batch:

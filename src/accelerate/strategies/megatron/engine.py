@@ -104,11 +104,7 @@ class MegatronEngine(nn.Module):
         return config
 
     def train(self, mode: bool = True) -> MegatronEngine:
-        """Switch to training, or away from it; what was evaluated before is logged first.
-
-        Args:
-            mode: whether to train.
-        """
+        """Switch to training, or away from it; what was evaluated before is logged first."""
         if mode and getattr(self, "eval_total_loss_dict", None):
             self.log_eval_results()
         super().train(mode)
@@ -169,7 +165,7 @@ class MegatronEngine(nn.Module):
         return combine_reports(reports, self._groups)
 
     def _forward_backward(self, data: Any, number: int, *, forward_only: bool) -> list[dict[str, Tensor]]:
-        reports: list[dict[str, Tensor]] = self._run(
+        return self._run(  # type: ignore[no-any-return]
             forward_step_func=self.train_step_handler.forward_step,
             data_iterator=data,
             model=self.module if len(self.module) > 1 else self.module[0],
@@ -179,7 +175,6 @@ class MegatronEngine(nn.Module):
             decoder_seq_length=getattr(self.args, "decoder_seq_length", None),
             forward_only=forward_only,
         )
-        return reports
 
     def forward(self, **batch_data: Tensor) -> Any:
         """Take one step of training, or evaluate one batch; called on all ranks.
@@ -215,11 +210,7 @@ class MegatronEngine(nn.Module):
         self.eval_total_loss_dict = {}
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
-        """Save model, optimizer, scheduler and generators by Megatron-LM's own function; on all ranks.
-
-        Args:
-            output_dir: the folder.
-        """
+        """Save model, optimizer, scheduler and generators by Megatron-LM's own function; on all ranks."""
         self.args.save = str(output_dir)
         library.training("checkpointing").save_checkpoint(
             self.iteration,
@@ -231,9 +222,6 @@ class MegatronEngine(nn.Module):
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
         """Load what `save_checkpoint` saved; called on all ranks.
-
-        Args:
-            input_dir: the folder.
 
         Raises:
             CheckpointError: there is no checkpoint in it.
@@ -259,11 +247,13 @@ class MegatronEngine(nn.Module):
 def _build_step(accelerator: Any, args: Any) -> AbstractTrainStep:
     plugin = accelerator.state.megatron_lm_plugin
     custom = plugin.custom_train_step_class
+    step: AbstractTrainStep
     if custom is None:
         kinds: dict[str, Any] = {"bert": BertTrainStep, "gpt": GPTTrainStep, "t5": T5TrainStep}
-        return kinds[args.model_type_name](accelerator, args)  # type: ignore[no-any-return]
-    given = (accelerator, args) if "accelerator" in signature(custom).parameters else (args,)
-    step: AbstractTrainStep = custom(*given, **(plugin.custom_train_step_kwargs or {}))
+        step = kinds[args.model_type_name](accelerator, args)
+    else:
+        given = (accelerator, args) if "accelerator" in signature(custom).parameters else (args,)
+        step = custom(*given, **(plugin.custom_train_step_kwargs or {}))
     return step
 
 
@@ -337,18 +327,10 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=None)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine has done it.
-
-        Args:
-            set_to_none: taken for compatibility.
-        """
+        """Do nothing: the engine has done it."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count the step that the engine has done.
-
-        Args:
-            closure: taken for compatibility.
-        """
+        """Count the step that the engine has done."""
         self.num_updates += not self.step_was_skipped
 
     @property
@@ -371,12 +353,7 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
         super().__init__(scheduler, optimizers)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine has done it.
-
-        Args:
-            *args: taken for compatibility.
-            **kwargs: likewise.
-        """
+        """Do nothing: the engine has done it."""
 
     def get_last_lr(self) -> list[float]:
         """Return the learning rate of each parameter group."""

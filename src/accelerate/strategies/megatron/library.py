@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from accelerate.base import StateError, wrong_value
+from accelerate.base import StateError, environ, wrong_value
 from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
@@ -27,6 +27,11 @@ _FIXES = {
         "https://github.com/NVIDIA/Megatron-LM and put the clone on PYTHONPATH"
     ),
 }
+
+
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+BLACKWELL = 10
+"""The first of NVIDIA's GPUs, by compute capability, that keeps the order of kernels in several queues."""
 
 
 def core(name: str) -> Any:
@@ -44,14 +49,46 @@ def get_args() -> Any:
     return training("global_vars").get_args()
 
 
-def find_missing() -> list[str]:
-    """Return what Megatron-LM lacks on this machine, one line each."""
+def find_missing(plugin: Any) -> list[str]:
+    """Return what this machine lacks for Megatron-LM, one line each."""
+    engine, apex = exists("transformer_engine"), exists("apex")
+    shares = (plugin.context_parallel_size or 1) > 1
     problems = [f"{name} cannot be imported. {fix}" for name, fix in _FIXES.items() if not exists(name)]
     if not torch.cuda.is_available():
         problems.append(
             "Megatron-LM computes on CUDA devices, and there is none. Run it on a machine with one"
         )
-    return problems
+    if plugin.sequence_parallelism and not (engine or apex):
+        problems.append(
+            "sequence_parallelism=True: the layers for it are in Transformer Engine and in Apex, and neither "
+            "can be imported. Install Transformer Engine"
+        )
+    if shares and not engine:
+        problems.append(
+            f"context_parallel_size={plugin.context_parallel_size}: the layers for it are in Transformer "
+            "Engine, which cannot be imported. Install it"
+        )
+    if plugin.use_precision_aware_optimizer and not engine:
+        problems.append(
+            "use_precision_aware_optimizer=True: its Adam is that of Transformer Engine, which cannot be "
+            "imported. Install it"
+        )
+    if plugin.use_custom_fsdp and not exists("einops"):
+        problems.append("use_custom_fsdp=True: Megatron's own FSDP needs einops. Run `pip install einops`")
+    return problems or _wrong_queues(bool(plugin.use_custom_fsdp), shares or (plugin.tp_degree or 1) > 1)
+
+
+def _wrong_queues(own_fsdp: bool, shares: bool) -> list[str]:
+    """Return what is wrong with the number of queues by which kernels come to a GPU."""
+    number = environ.current().get(QUEUES)
+    if own_fsdp and number == "1":
+        return [f"{QUEUES}=1: use_custom_fsdp wants kernels to come in several queues. Unset it"]
+    if own_fsdp or not shares or number == "1" or torch.cuda.get_device_capability()[0] >= BLACKWELL:
+        return []
+    return [
+        f"{QUEUES}={number}: Megatron-LM shares layers and sequences on this GPU only where kernels come in "
+        "one queue. Set it to 1 before the program starts; `accelerate launch --use_megatron_lm` does"
+    ]
 
 
 def exists(name: str) -> bool:
@@ -133,8 +170,7 @@ def initialize(
     arguments.validate_args(args)
     multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
     args.padded_vocab_size = int(-(-args.orig_vocab_size // multiple) * multiple)
-    own_data = bool(plugin.megatron_dataset_flag)
-    training("global_vars").set_global_variables(args, build_tokenizer=own_data)
+    training("global_vars").set_global_variables(args, build_tokenizer=bool(plugin.megatron_dataset_flag))
     finish_mpu_init()
 
 
@@ -256,20 +292,18 @@ def _with_conditions(plugin: Any, overrides: dict[Any, Any] | None) -> dict[Any,
     conditions: dict[Any, Any] = {}
     if plugin.no_wd_decay_cond is not None:
         overrides = {key: value for key, value in (overrides or {}).items() if "wd_mult" not in value}
-        conditions[_key("no_wd_decay_cond", plugin.no_wd_decay_cond)] = {"wd_mult": 0.0}
+        conditions[_key(plugin, "no_wd_decay_cond")] = {"wd_mult": 0.0}
     if plugin.scale_lr_cond is not None:
         args, factor = get_args(), plugin.lr_mult
         rates = {"max_lr": args.lr * factor, "min_lr": args.min_lr * factor}
-        conditions[_key("scale_lr_cond", plugin.scale_lr_cond)] = rates
+        conditions[_key(plugin, "scale_lr_cond")] = rates
     return {**(overrides or {}), **conditions} if conditions else overrides
 
 
-def _key(name: str, condition: Callable[[str, Any], bool]) -> Any:
-    """Return Megatron-LM's key for the parameters that meet a condition on name and parameter."""
-    module = core("optimizer.optimizer_config")
-    predicate = module.ParamWithNamePredicate(
-        name=name, fn=lambda parameter, path: condition(path, parameter)
-    )
+def _key(plugin: Any, name: str) -> Any:
+    """Return Megatron-LM's key for the parameters that meet a condition of the plugin."""
+    module, condition = core("optimizer.optimizer_config"), getattr(plugin, name)
+    predicate = module.ParamWithNamePredicate(name, lambda parameter, path: condition(path, parameter))
     return module.ParamKey(with_name_predicate=predicate)
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate.base import ConfigurationError, DistributedType, PreparationError, environ, wrong_value
+from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
 from accelerate.checkpointing import Part
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
@@ -45,16 +45,15 @@ from accelerate.strategies.session import Bundle, Context, Kind, mark_prepared
 logger = get_logger(__name__)
 
 
-QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
-BLACKWELL = 10
-"""The first of NVIDIA's GPUs, by compute capability, that keeps the order of kernels in several queues."""
-
-
 def plan_run(
     plugin: MegatronLMPlugin, bundle: Bundle, processes: int, mixed_precision: str, steps: int
 ) -> list[str]:
     """Write what the objects of a run say to the plugin, and return what is wrong with it, one line each."""
-    problems = [*find_missing(plugin), *find_wrong_values(plugin), *find_wrong_sizes(plugin, processes)]
+    problems = [
+        *library.find_missing(plugin),
+        *find_wrong_values(plugin),
+        *find_wrong_sizes(plugin, processes),
+    ]
     if steps > 1:
         problems.append(
             f"gradient_accumulation_steps={steps}: Megatron-LM accumulates by itself. Set num_micro_batches "
@@ -65,44 +64,6 @@ def plan_run(
     for plan in (_plan_model, _plan_optimizer, _plan_schedule):
         problems += plan(plugin, bundle)
     return problems
-
-
-def find_missing(plugin: MegatronLMPlugin) -> list[str]:
-    """Return what this machine lacks for Megatron-LM, one line each."""
-    engine, apex = library.exists("transformer_engine"), library.exists("apex")
-    shares = (plugin.context_parallel_size or 1) > 1
-    problems = library.find_missing()
-    if plugin.sequence_parallelism and not (engine or apex):
-        problems.append(
-            "sequence_parallelism=True: the layers for it are in Transformer Engine and in Apex, and neither "
-            "can be imported. Install Transformer Engine"
-        )
-    if shares and not engine:
-        problems.append(
-            f"context_parallel_size={plugin.context_parallel_size}: the layers for it are in Transformer "
-            "Engine, which cannot be imported. Install it"
-        )
-    if plugin.use_precision_aware_optimizer and not engine:
-        problems.append(
-            "use_precision_aware_optimizer=True: its Adam is that of Transformer Engine, which cannot be "
-            "imported. Install it"
-        )
-    if plugin.use_custom_fsdp and not library.exists("einops"):
-        problems.append("use_custom_fsdp=True: Megatron's own FSDP needs einops. Run `pip install einops`")
-    return problems or _wrong_queues(bool(plugin.use_custom_fsdp), shares or (plugin.tp_degree or 1) > 1)
-
-
-def _wrong_queues(own_fsdp: bool, shares: bool) -> list[str]:
-    """Return what is wrong with the number of queues by which kernels come to a GPU."""
-    number = environ.current().get(QUEUES)
-    if own_fsdp and number == "1":
-        return [f"{QUEUES}=1: use_custom_fsdp wants kernels to come in several queues. Unset it"]
-    if own_fsdp or not shares or number == "1" or torch.cuda.get_device_capability()[0] >= BLACKWELL:
-        return []
-    return [
-        f"{QUEUES}={number}: Megatron-LM shares layers and sequences on this GPU only where kernels come in "
-        "one queue. Set it to 1 before the program starts; `accelerate launch --use_megatron_lm` does"
-    ]
 
 
 def _plan_data(plugin: MegatronLMPlugin, bundle: Bundle, processes: int) -> list[str]:

@@ -94,7 +94,7 @@ def test_ms_amp_builds_the_engine_where_it_is_asked_for(package, monkeypatch):
     monkeypatch.setitem(sys.modules, "msamp.deepspeed", inner)
     config = {"msamp": {"enabled": True, "opt_level": "O1"}}
     built = building.build_engine(torch.nn.Linear(1, 1), None, None, config)
-    assert built == ("engine", "optimizer", "rate")
+    assert built == ("engine", ("optimizer", "rate"))
 
 
 def test_a_model_that_is_not_trained_leaves_the_configuration_open():

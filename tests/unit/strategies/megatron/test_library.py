@@ -8,19 +8,20 @@ import pytest
 import torch
 
 from accelerate.strategies.megatron import library
+from accelerate.utils import MegatronLMPlugin
 
 from .conftest import Fake
 
 
 def test_nothing_is_missing(fake: Fake) -> None:
-    assert library.find_missing() == []
+    assert library.find_missing(MegatronLMPlugin()) == []
     assert library.core("enums").ModelType.encoder_or_decoder == "decoder"
 
 
 def test_missing_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(library, "find_spec", lambda name: None)
-    core, training, device = library.find_missing()
+    core, training, device = library.find_missing(MegatronLMPlugin())
     assert "megatron.core cannot be imported" in core
     assert "pip install megatron-core" in core
     assert "clone https://github.com/NVIDIA/Megatron-LM" in training
@@ -36,5 +37,5 @@ def test_a_missing_parent_is_a_missing_module(fake: Fake, monkeypatch: pytest.Mo
         return object()
 
     monkeypatch.setattr(library, "find_spec", find_spec)
-    (problem,) = library.find_missing()
+    (problem,) = library.find_missing(MegatronLMPlugin())
     assert problem.startswith("megatron.training")
