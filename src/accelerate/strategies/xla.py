@@ -106,16 +106,11 @@ class XlaReplicas(Strategy):
 
     def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         if to_device:
-            self.move(model)
+            tied, before = find_tied_parameters(model), dict(model.named_parameters())
+            model.to(self.context.device)
+            retie_parameters(model, tied)
+            self.follow((old, model.get_parameter(name)) for name, old in before.items())
         return super().prepare_model(model, to_device=False, evaluation=evaluation)
-
-    def move(self, model: nn.Module) -> None:
-        """Bring a module to the device in place, and let optimizers follow."""
-        tied = find_tied_parameters(model)
-        before = dict(model.named_parameters())
-        model.to(self.context.device)
-        retie_parameters(model, tied)
-        self.follow((old, model.get_parameter(name)) for name, old in before.items())
 
     def follow(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Let optimizers step the parameters that have taken the places of others."""
@@ -165,11 +160,9 @@ def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
     policy = plugin.auto_wrap_policy
     if policy is None:
         return None
-
-    def choose(module: nn.Module, recurse: bool, unwrapped_params: int, **rest: Any) -> bool:
-        return bool(policy(module=module, recurse=recurse, nonwrapped_numel=unwrapped_params))
-
-    return choose
+    return lambda module, recurse, unwrapped_params, **_: bool(
+        policy(module=module, recurse=recurse, nonwrapped_numel=unwrapped_params)
+    )
 
 
 def units_on_xla(model: nn.Module, policy: Callable[..., bool] | None) -> list[nn.Module]:
@@ -277,7 +270,5 @@ def _shards_by_name(wrapped: nn.Module, kind: type) -> Iterator[tuple[str, nn.Pa
         if isinstance(module, kind):
             for shard in module.sharded_params:  # type: ignore[attr-defined]  # of torch_xla's wrapper
                 names = f"{path}.{shard._orig_name}".split(".")
-                yield ".".join(name for name in names if name not in _WRAPPERS), shard
-
-
-_WRAPPERS = ("", "_fsdp_wrapped_module", "_fpw_module")
+                wrappers = ("", "_fsdp_wrapped_module", "_fpw_module")
+                yield ".".join(name for name in names if name not in wrappers), shard

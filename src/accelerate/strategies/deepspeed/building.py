@@ -363,7 +363,7 @@ def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:
 def build_engine(
     model: nn.Module, optimizer: Any, scheduler: Any, config: dict[str, Any], mpu: Any = None
 ) -> tuple[Any, tuple[Any, Any]]:
-    """Return an engine, and its optimizer and scheduler; no optimizer trains nothing. On all ranks."""
+    """Return an engine, and its optimizer and scheduler; without an optimizer it only runs. On all ranks."""
     import deepspeed
 
     arguments: dict[str, Any] = {"model": model, "config": config}

@@ -219,20 +219,22 @@ def share_batch(batch: Batch, device: torch.device) -> Batch:
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     for group in (groups.get_context_parallel_group(), groups.get_model_parallel_group()):
         if torch.distributed.get_world_size(group) > 1:
-            batch = _broadcast(batch, group, device)
+            first = torch.distributed.get_process_group_ranks(group)[0]
+            batch = _broadcast(batch, first, group, device)
     return batch
 
 
-def _broadcast(batch: Batch, group: Any, device: torch.device) -> Batch:
-    first = torch.distributed.get_process_group_ranks(group)[0]
-    specs: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in batch.items()}]
-    torch.distributed.broadcast_object_list(specs, first, group=group)
+def _broadcast(tensors: Batch, source: int, group: Any, device: torch.device) -> Batch:
+    """Return the tensors of one rank on all ranks of a group, which need not know their names and shapes."""
+    specs: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
+    torch.distributed.broadcast_object_list(specs, source, group=group)
     shared: Batch = {}
     for name, (shape, dtype) in specs[0].items():
-        is_here = torch.distributed.get_rank() == first
-        tensor = batch[name].contiguous() if is_here else torch.empty(shape, dtype=dtype, device=device)
-        torch.distributed.broadcast(tensor, first, group=group)
-        shared[name] = tensor
+        is_here = torch.distributed.get_rank() == source
+        shared[name] = (
+            tensors[name].contiguous() if is_here else torch.empty(shape, dtype=dtype, device=device)
+        )
+        torch.distributed.broadcast(shared[name], source, group=group)
     return shared
 
 
@@ -280,12 +282,7 @@ def share_outputs(
     torch.distributed.broadcast(loss, last, group=group)
     if not with_logits:
         return loss, None
-    spec = [None if logits is None else (logits.shape, logits.dtype)]
-    torch.distributed.broadcast_object_list(spec, last, group=group)
-    shape, dtype = spec[0]  # type: ignore[misc]  # the last stage has them
-    logits = torch.empty(shape, dtype=dtype, device=device) if logits is None else logits.contiguous()
-    torch.distributed.broadcast(logits, last, group=group)
-    return loss, logits
+    return loss, _broadcast({} if logits is None else {LOGITS: logits}, last, group, device)[LOGITS]
 
 
 class Losses:

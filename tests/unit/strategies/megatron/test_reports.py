@@ -59,10 +59,11 @@ def test_stages_hear_of_the_last(
         tensor.copy_(sent["loss"] if tensor.ndim == 0 else sent["logits"])
 
     def broadcast_object_list(objects: list[Any], source: int, group: Any) -> None:
-        objects[0] = (sent["logits"].shape, sent["logits"].dtype)
+        objects[0] = {"logits": (sent["logits"].shape, sent["logits"].dtype)}
 
     monkeypatch.setattr(torch.distributed, "broadcast", broadcast)
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast_object_list)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0 if is_last else 1)
     report = {"lm loss": sent["loss"], "logits": sent["logits"]} if is_last else {}
     loss, logits = share_outputs(report, groups, torch.device("cpu"), True)
     assert float(loss) == 3.0
