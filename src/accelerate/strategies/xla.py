@@ -231,10 +231,8 @@ class XlaFullySharded(XlaReplicas):
         arguments: dict[str, Any] = {
             "reshard_after_forward": plugin.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
             "compute_dtype": torch.bfloat16 if self.context.mixed_precision == "bf16" else None,
+            "auto_wrap_policy": policy_of(plugin, model),
         }
-        policy = policy_of(plugin, model)
-        if policy is not None:
-            arguments["auto_wrap_policy"] = policy
         if plugin.activation_checkpointing:
             arguments["auto_wrapper_callable"] = lambda unit, *args, **kwargs: kind(
                 package.checkpoint_module(unit), *args, **kwargs

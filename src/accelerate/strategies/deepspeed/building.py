@@ -67,7 +67,8 @@ def filling_of(given: Given, config: Mapping[str, Any]) -> Filling:
     """Return the values for a configuration."""
     values: dict[str, Any] = {STEPS: given.accumulation}
     sources = {STEPS: "Accelerator(gradient_accumulation_steps)"}
-    usual: dict[str, Any] = {"gradient_clipping": 0.0, **_sizes_of_buckets(given.model)}
+    usual: dict[str, Any] = {"gradient_clipping": 0.0}
+    usual |= _sizes_of_buckets(given.model) | _of_optimizer(given.optimizer) | _of_scheduler(given)
     micro = _micro_batch(given, config)
     if micro is not None:
         usual[MICRO] = micro
@@ -77,8 +78,6 @@ def filling_of(given: Given, config: Mapping[str, Any]) -> Filling:
     if given.batch_sizes and _number(config.get(MICRO), None) not in given.batch_sizes:
         values[MICRO] = given.choose(given.batch_sizes)
         sources[MICRO] = "the loader (its batch on one process)"
-    usual.update(_of_optimizer(given.optimizer))
-    usual.update(_of_scheduler(given.scheduler, given.optimizer, given.pace))
     return Filling(values, sources, usual=usual, hints=HINTS)
 
 
@@ -109,7 +108,8 @@ def _of_optimizer(optimizer: Any) -> dict[str, Any]:
     return {f"optimizer.params.{name}": values.get(name) for name in ("betas", "eps", "momentum", *values)}
 
 
-def _of_scheduler(scheduler: Any, optimizer: Any, pace: int) -> dict[str, Any]:
+def _of_scheduler(given: Given) -> dict[str, Any]:
+    scheduler, optimizer, pace = given.scheduler, given.optimizer, given.pace
     if not isinstance(scheduler, DummyScheduler):
         return {}
     is_dummy = isinstance(optimizer, DummyOptim)
@@ -298,10 +298,7 @@ def reaches_nvme() -> bool:
 
 
 def begin(context: Context) -> None:
-    """Let DeepSpeed use the process group of the run, and open one where a run has a single process.
-
-    Called on all ranks, once; again it does nothing.
-    """
+    """Let DeepSpeed use the process group of the run, and open one where a run has a single process."""
     packages.require("deepspeed", "Training with DeepSpeedPlugin")
     current = environ.current()
     variables = dict(of_device(context.device).deepspeed_variables) | _rank_variables(context.topology)

@@ -59,10 +59,7 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 
 
 class DeepSpeed(Strategy):
-    """Training by DeepSpeed engines: one for each model that is trained.
-
-    The engine of a model is built from the plugin that is selected when the model is prepared.
-    """
+    """Training by engines: one for each model that is trained, built from the plugin that is selected."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
     holds_gradients = False
@@ -137,10 +134,8 @@ class DeepSpeed(Strategy):
         return bundle
 
     def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
-        """Return an engine for a model that comes with its optimizer, or whose weights are shared.
-
-        Others are placed and cast, as an engine would: they are not trained.
-        """
+        """Return an engine for a model that comes with its optimizer, or whose weights are shared; another is
+        placed and cast as an engine would, and not trained."""
         if evaluation:
             return super().prepare_model(model, to_device=to_device, evaluation=True)
         plugin = self.plugin

@@ -33,14 +33,6 @@ from accelerate.strategies.session import Kind
 logger = get_logger(__name__)
 
 
-_OVERLAPS = (
-    ("no_sync_func", "no_sync", ("overlap_grad_reduce",)),
-    ("grad_sync_func", "start_grad_sync", ("overlap_grad_reduce", "align_grad_reduce")),
-    ("param_sync_func", "start_param_sync", ("overlap_param_gather", "align_param_gather")),
-)
-"""Fields of a model's configuration, the methods of its parts that they take, and the arguments that ask."""
-
-
 class MegatronEngine(nn.Module):
     """Calls Megatron-LM's schedules: in training, one call is a whole step.
 
@@ -97,7 +89,12 @@ class MegatronEngine(nn.Module):
         config.timers = library.training("global_vars").get_timers()
         config.finalize_model_grads_func = library.core("distributed").finalize_model_grads
 
-        for field, method, flags in _OVERLAPS:
+        # A field of the configuration, the method of the parts that it takes, and the arguments that ask.
+        for field, method, flags in (
+            ("no_sync_func", "no_sync", ("overlap_grad_reduce",)),
+            ("grad_sync_func", "start_grad_sync", ("overlap_grad_reduce", "align_grad_reduce")),
+            ("param_sync_func", "start_param_sync", ("overlap_param_gather", "align_param_gather")),
+        ):
             if all(getattr(self.args, flag, False) for flag in flags):
                 methods = [getattr(part, method) for part in self.module]
                 setattr(config, field, methods[0] if len(methods) == 1 else methods)
@@ -138,17 +135,16 @@ class MegatronEngine(nn.Module):
             What the last stage reports, by name (nothing on others); whether the step was left out because
             gradients were not finite; their norm; how many of them were zero, where that is counted.
         """
-        data, number = self.get_batch_data_iterator(batch_data)
         for part in self.module:
             part.zero_grad_buffer()  # type: ignore[operator]  # Megatron-LM's wrapper
         self.optimizer.zero_grad()
-        reports = self._forward_backward(data, number, forward_only=False)
+        report, number = self._forward_backward(batch_data, forward_only=False)
         successful, norm, zeros = self.optimizer.step()
         successful = self._utils.logical_and_across_model_parallel_group(successful)
         norm = self._utils.reduce_max_stat_across_model_parallel_group(norm)
         if successful:
             self.scheduler.step(increment=number * self.args.micro_batch_size * self.args.data_parallel_size)
-        return combine_reports(reports, self._groups), not successful, norm, zeros
+        return report, not successful, norm, zeros
 
     def eval_step(self, **batch_data: Tensor) -> dict[str, Any]:
         """Run all micro-batches of a batch forward.
@@ -159,13 +155,12 @@ class MegatronEngine(nn.Module):
         Returns:
             What the last stage reports, by name; nothing on others.
         """
-        data, number = self.get_batch_data_iterator(batch_data)
         with torch.no_grad():
-            reports = self._forward_backward(data, number, forward_only=True)
-        return combine_reports(reports, self._groups)
+            return self._forward_backward(batch_data, forward_only=True)[0]
 
-    def _forward_backward(self, data: Any, number: int, *, forward_only: bool) -> list[dict[str, Tensor]]:
-        return self._run(  # type: ignore[no-any-return]
+    def _forward_backward(self, batch_data: Batch, *, forward_only: bool) -> tuple[dict[str, Any], int]:
+        data, number = self.get_batch_data_iterator(batch_data)
+        reports = self._run(
             forward_step_func=self.train_step_handler.forward_step,
             data_iterator=data,
             model=self.module if len(self.module) > 1 else self.module[0],
@@ -175,6 +170,7 @@ class MegatronEngine(nn.Module):
             decoder_seq_length=getattr(self.args, "decoder_seq_length", None),
             forward_only=forward_only,
         )
+        return combine_reports(reports, self._groups), number
 
     def forward(self, **batch_data: Tensor) -> Any:
         """Take one step of training, or evaluate one batch; called on all ranks.

@@ -266,8 +266,7 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[list[nn.Module]
     elif plugin.no_wd_decay_cond is not None or plugin.scale_lr_cond is not None:
         model = package.get_model(**given)
     else:
-        model, optimizer, scheduler = package.setup_model_and_optimizer(**given)
-        return model, optimizer, scheduler
+        return package.setup_model_and_optimizer(**given)  # type: ignore[no-any-return]
     optimizer = prepare_optimizer(accelerator, model)
     return model, optimizer, prepare_scheduler(accelerator, optimizer, None)
 

@@ -177,7 +177,7 @@ class MegatronLM(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engine: MegatronEngine | None = None
-        self.backward: Callable[..., None] = _done_by_engine
+        self.backward = lambda loss, **kwargs: None  # the call of the model was a whole step
 
     def choose_precision(self) -> Precision:
         return Precision(self.context.mixed_precision)
@@ -211,7 +211,11 @@ class MegatronLM(Strategy):
             self.loader_mesh = RankGrid()
             self.engine = MegatronEngine(preparer, *library.prepare_model_optimizer_scheduler(preparer))
         bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
-        _replace_placeholders(bundle, preparer)
+        numbers = [i for i, obj in enumerate(bundle.objects) if isinstance(obj, MegatronLMDummyDataLoader)]
+        if numbers:  # Megatron-LM's loaders come in this order: training, validation, test
+            loaders = prepare_data_loader(preparer, bundle.objects[numbers[0]])
+            for number, loader in zip(numbers, loaders, strict=False):
+                bundle.objects[number] = mark_prepared(loader)
         bundle.replace(Kind.MODEL, preparer.prepare_model)
         bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
         scheduler = MegatronLMSchedulerWrapper(self.engine.scheduler, bundle.optimizers)
@@ -284,21 +288,8 @@ class MegatronLM(Strategy):
         self.engine = None
 
 
-def _replace_placeholders(bundle: Bundle, preparer: Any) -> None:
-    """Replace the placeholders of loaders by Megatron-LM's loaders: training, validation, test."""
-    numbers = [i for i, obj in enumerate(bundle.objects) if isinstance(obj, MegatronLMDummyDataLoader)]
-    if numbers:
-        loaders = prepare_data_loader(preparer, bundle.objects[numbers[0]])
-        for number, loader in zip(numbers, loaders, strict=False):
-            bundle.objects[number] = mark_prepared(loader)
-
-
 def _in_parts(what: str, instead: str) -> ConfigurationError:
     return ConfigurationError(
         f"{what} is not available under Megatron-LM, whose models are sharded over all processes. Use "
         f"{instead}; Megatron-LM's own tools convert its checkpoints."
     )
-
-
-def _done_by_engine(loss: Tensor, **kwargs: Any) -> None:
-    """Do nothing: the call of the model was a whole step."""
