@@ -101,7 +101,11 @@ class MegatronEngine(nn.Module):
         return config
 
     def train(self, mode: bool = True) -> MegatronEngine:
-        """Switch to training, or away from it; what was evaluated before is logged first."""
+        """Switch to training, or away from it; what was evaluated before is logged first.
+
+        Args:
+            mode: whether to train.
+        """
         if mode and getattr(self, "eval_total_loss_dict", None):
             self.log_eval_results()
         super().train(mode)
@@ -206,7 +210,11 @@ class MegatronEngine(nn.Module):
         self.eval_total_loss_dict = {}
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
-        """Save model, optimizer, scheduler and generators by Megatron-LM's own function; on all ranks."""
+        """Save model, optimizer, scheduler and generators by Megatron-LM's own function; on all ranks.
+
+        Args:
+            output_dir: the folder.
+        """
         self.args.save = str(output_dir)
         library.training("checkpointing").save_checkpoint(
             self.iteration,
@@ -218,6 +226,9 @@ class MegatronEngine(nn.Module):
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
         """Load what `save_checkpoint` saved; called on all ranks.
+
+        Args:
+            input_dir: the folder.
 
         Raises:
             CheckpointError: there is no checkpoint in it.
