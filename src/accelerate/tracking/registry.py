@@ -118,8 +118,8 @@ def build_tracker(
 def _expand(log_with: Named | Iterable[Named] | None) -> list[Named]:
     if log_with is None:
         return []
-    is_single = isinstance(log_with, Named) or not isinstance(log_with, Iterable)
-    entries: list[Any] = [log_with] if is_single else list(log_with)
+    is_several = isinstance(log_with, Iterable) and not isinstance(log_with, Named)
+    entries: list[Any] = list(log_with) if is_several else [log_with]  # type: ignore[arg-type]
     if not any(str(entry) == "all" for entry in entries):
         return [_recognise(entry) for entry in entries]
     return [*(entry for entry in entries if isinstance(entry, GeneralTracker)), *get_available_trackers()]
