@@ -112,6 +112,15 @@ def test_moving_a_tensor_and_a_structure():
     assert nested.send_to_device(tensor, "cpu") is tensor
 
 
+def test_a_move_waits_for_its_copies_unless_asked():
+    class Recording:
+        def to(self, device, non_blocking=None):
+            return device, non_blocking
+
+    assert nested.send_to_device(Recording(), "cpu") == ("cpu", False)
+    assert nested.send_to_device([Recording()], "cpu", non_blocking=True) == [("cpu", True)]
+
+
 def test_skipped_keys_stay():
     data = {"a": torch.ones(1), "b": {"a": torch.ones(1), "c": torch.ones(1)}}
     moved = nested.send_to_device(data, "meta", skip_keys="a")

@@ -63,6 +63,15 @@ def test_steps_whenever_called_when_it_does_not_follow_the_optimizer() -> None:
     assert scheduler.get_last_lr() == [0.5]
 
 
+def test_a_metric_reaches_a_scheduler_that_does_not_follow_the_optimizer() -> None:
+    optimizer, _ = make()
+    inner = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer.optimizer, patience=0, factor=0.1)
+    scheduler = AcceleratedScheduler(inner, optimizer, step_with_optimizer=False)
+    scheduler.step(1.0)
+    scheduler.step(2.0)
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
 def test_stops_at_the_end_of_a_schedule_that_has_one() -> None:
     AcceleratorState(cpu=True, mixed_precision="no", _from_accelerator=True)
     optimizer = AcceleratedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0))

@@ -34,6 +34,7 @@ def test_assign_and_unset():
 @pytest.mark.parametrize("word", ["y", "Yes", "t", "TRUE", "on", "1", " true "])
 def test_yes_words(word, variable):
     variable("A_FLAG", word)
+    assert type(environ.str_to_bool(word)) is int
     assert environ.str_to_bool(word) == 1
     assert environ.str_to_bool(word, to_bool=True) is True
     assert environ.parse_flag_from_env("A_FLAG") is True

@@ -53,3 +53,4 @@ def test_port_follows_from_job_and_step() -> None:
     second = slurm.port_of_step({"SLURM_JOB_ID": "1234567", "SLURM_STEP_ID": "1"})
     assert first == slurm.FIRST_PORT + 1234567 % slurm.PORTS
     assert second == first + 1
+    assert slurm.port_of_step({}) == slurm.FIRST_PORT

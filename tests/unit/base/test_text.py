@@ -53,6 +53,14 @@ def test_sizes_that_are_none_are_refused(written):
         text.convert_file_size_to_int(written)
 
 
+def test_a_size_that_is_no_text_is_also_the_error_of_an_attribute():
+    with pytest.raises(AttributeError):
+        text.convert_file_size_to_int(None)
+    with pytest.raises(ConfigurationError) as refused:
+        text.convert_file_size_to_int("five")
+    assert not isinstance(refused.value, AttributeError)
+
+
 class Named:
     class Inner:
         pass
@@ -86,6 +94,7 @@ def test_recursive_getattr():
 
 def test_listed_names_the_first_and_counts_the_rest():
     assert text.listed(["a", "b"]) == "a, b"
+    assert text.listed(list("abc"), shown=3) == "a, b, c"
     assert text.listed(list("abcdefg"), shown=3) == "a, b, c and 4 more"
 
 

@@ -28,6 +28,11 @@ def test_unknown_operation_and_library_are_refused():
         versions.compare_versions("no-such-library", ">=", "1")
 
 
+def test_an_unknown_comparison_names_those_there_are():
+    with pytest.raises(ValueError, match=">, >=, =="):
+        versions.compare_versions("1.0", "~", "1.0")
+
+
 def test_torch_version_is_read_on_demand():
     assert versions.torch_version == Version(torch.__version__)
     with pytest.raises(AttributeError, match="numpy_version"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,12 @@ def describe(message: str, **variables: str) -> Failure:
         raise ValueError(message)
     except ValueError as error:
         return Failure.of(error, variables)
+
+
+def test_a_failure_names_its_machine_and_counts_from_rank_0() -> None:
+    failure = describe("no")
+    assert (failure.rank, failure.world_size, failure.attempt) == (0, 1, 0)
+    assert failure.host == socket.gethostname()
 
 
 def test_a_failure_survives_the_way_through_its_file(tmp_path: Path) -> None:

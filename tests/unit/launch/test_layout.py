@@ -8,7 +8,7 @@ import pytest
 
 from accelerate.devices import CUDA, NPU
 from accelerate.launch import Machine, device_ids, worker_environment
-from accelerate.launch.layout import _number_of_others
+from accelerate.launch.layout import _number_of_others, choose_threads
 from accelerate.settings import FLAG, Layer, merge_layers
 
 
@@ -24,6 +24,12 @@ from accelerate.settings import FLAG, Layer, merge_layers
 )
 def test_one_process_of_a_larger_run_is_named_as_such(variables: dict[str, str], said: str) -> None:
     assert _number_of_others(variables) == said
+
+
+def test_each_process_has_a_thread_where_there_are_more_processes_than_cores() -> None:
+    settings = merge_layers(Layer(FLAG, {"num_processes": 4, "num_machines": 1}))
+    settings = choose_threads(settings, Machine(cores=2, environ={}), "elastic", ())
+    assert settings.values["num_cpu_threads_per_process"] == 1
 
 
 def test_device_ids_are_split() -> None:
