@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from functools import cache
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from hypothesis import given, settings, strategies as st
 
+from accelerate import Accelerator
 from accelerate.accelerator import Arguments, build_request
 from accelerate.base import LONGEST, AccelerateError, environ
 from accelerate.commands.launch import launch_command_parser, read_settings
@@ -40,6 +42,7 @@ from accelerate.state import environments
 TIMES = int(os.environ.get("FUZZ_TIMES", "1"))
 """How many times the usual number of examples is tried; somebody who looks for faults sets 20 or more."""
 LONGEST_MESSAGE = 8 * LONGEST
+DEFAULTS = {name: parameter.default for name, parameter in signature(Accelerator).parameters.items()}
 
 # Texts
 
@@ -241,7 +244,7 @@ def test_a_worker_reads_its_variables_or_names_one(found: dict[str, str], way: s
     variables = {f"ACCELERATE_USE_{way}": "true", **found}
 
     def read() -> None:
-        build_request(Arguments(), variables)
+        build_request(Arguments(**DEFAULTS), variables)
         read_limits(variables)
         find_sources(decode(StoppingSection, variables), variables, looks_at_files=True)
 

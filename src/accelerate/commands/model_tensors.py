@@ -19,7 +19,6 @@ from accelerate.base import (
     require,
     wrong_value,
 )
-from accelerate.weights import read_weight_map
 
 CONFIG_NAME = "config.json"
 BITS = {"BOOL": 8, "F4": 4, "F6": 6}  # bits of the number formats whose name does not say it
@@ -90,6 +89,8 @@ def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tens
 
 
 def _safetensors_of(path: Path) -> list[Path]:
+    from accelerate.weights import read_weight_map  # it loads torch
+
     index = path / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
         usual = path / SAFE_WEIGHTS_NAME

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,7 +117,7 @@ def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_
 def _read_index(source: Path) -> ShardIndex:
     """Read which tensors the checkpoint in a folder, or in that of a whole checkpoint, has."""
     for folder in (source, source / f"{FSDP_MODEL_NAME}_0"):
-        if (folder / shard_index.NAME).is_file():
+        if os.path.isfile(folder / shard_index.NAME):  # False for a name that is too long, too
             return shard_index.read(folder, MODEL)
     reason = f"this is no folder with a sharded checkpoint: it has no file {shard_index.NAME}"
     raise wrong_value("checkpoint_directory", str(source), reason, "Name the folder with the model's shards")
