@@ -142,6 +142,6 @@ def _endpoint(text: str) -> tuple[tuple[str, str, str], ...]:
 def _read_torchrun(variable: str, row: Option, text: str) -> Any:
     least, _, most = text.partition(":") if variable == "PET_NNODES" else (text, "", "")
     if most and least != most:
-        reason = "a number of machines that changes while the run goes on is not supported"
+        reason = "a number of machines that changes during a run is not supported"
         raise wrong_value(variable, text, reason, f"Set {variable}={most}, or pass --num_machines")
     return row.read(least, variable)

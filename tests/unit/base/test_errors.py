@@ -35,6 +35,12 @@ def test_long_values_are_shortened(value):
     assert len(str(errors.wrong_value("x", value, "too long", "shorten it"))) < 2 * errors.LONGEST
 
 
+def test_a_shortened_text_has_its_beginning_and_its_end():
+    text = "".join(chr(ord("a") + n % 26) for n in range(100))
+    assert errors.shortened(text, 60) == f"{text[:20]}...{text[-40:]}"
+    assert errors.shortened(text, 100) == text
+
+
 def test_values_that_cannot_be_written_are_named_by_their_type():
     nested = []
     for _ in range(100_000):

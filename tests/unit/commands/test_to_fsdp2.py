@@ -85,6 +85,7 @@ def test_a_file_for_fsdp_2_stays_as_it_is() -> None:
     ("config", "problem"),
     [
         ({"num_processes": 2}, "it is not for FSDP"),
+        ({"fsdp_config": {}}, "it is not for FSDP"),
         ({"fsdp_config": {"fsdp_sharding_strategy": "SOME"}}, "there is no such strategy. Use one of FULL"),
         (
             {"fsdp_config": {"fsdp_sharding_strategy": "NO_SHARD", "fsdp_reshard_after_forward": "true"}},

@@ -32,6 +32,7 @@ def test_samples_are_counted_and_cut_in_any_batch() -> None:
     assert count_samples("abc") is None
     cut = cut_batch(batch, slice(1, 3), 4)
     assert cut["x"].tolist() == [1, 2]
+    assert cut_batch([list("abcd"), (1, 2, 3, 4)], slice(1, 3), 4) == [["b", "c"], (2, 3)]
     assert (cut["scale"].item(), cut["names"], cut["shape"], cut["k"]) == (2.0, ["b", "c"], (2, 2), 4)
 
 

@@ -38,6 +38,7 @@ def test_a_failure_names_its_machine_and_counts_from_rank_0() -> None:
 def test_a_failure_survives_the_way_through_its_file(tmp_path: Path) -> None:
     failure = describe("no\nway", RANK="3", WORLD_SIZE="4", TORCHELASTIC_RESTART_COUNT="1")
     assert failure.headline == "ValueError: no way"
+    assert (failure.rank, failure.world_size, failure.attempt) == (3, 4, 1)
     assert failure.kind[:2] == ("ValueError", "Exception")
     assert failure.place.startswith(__file__)
     assert failure.write(tmp_path)

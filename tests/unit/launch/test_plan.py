@@ -100,6 +100,8 @@ def test_an_elastic_meeting_has_an_endpoint() -> None:
 def test_a_folder_goes_to_the_end_of_a_search_path() -> None:
     with patch_environment(SAMPLE_PATH="/a:/b"):
         assert env_var_path_add("SAMPLE_PATH", "/c") == "/a:/b:/c"
+    with patch_environment(SAMPLE_PATH="/a::/b:"):
+        assert env_var_path_add("SAMPLE_PATH", "/c") == "/a:/b:/c"
     assert env_var_path_add("SAMPLE_PATH", "/c") == "/c"
 
 

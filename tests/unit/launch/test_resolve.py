@@ -45,6 +45,15 @@ def test_a_machine_without_devices_runs_one_process_and_says_so() -> None:
         "assumed 1 process on CPU, mixed_precision=no; flags or `accelerate config` choose otherwise",
     )
     assert "OMP_NUM_THREADS" not in made.environment
+    (note,) = plan(machine(environ={"RANK": "1", "WORLD_SIZE": "4"})).notes
+    assert note.startswith("assumed 1 process on CPU (rank 1 of WORLD_SIZE=4), ")
+    (note,) = plan(machine(gpus=2, environ={"RANK": "1", "WORLD_SIZE": "4"})).notes
+    assert "WORLD_SIZE" not in note
+
+
+def test_further_settings_of_the_rendezvous_are_accepted() -> None:
+    further = "timeout=900,read_timeout=60"
+    assert plan(machine(), num_processes=2, rdzv_conf=further).rendezvous.rdzv_conf == further
 
 
 def test_all_devices_are_used_when_nobody_says_how_many() -> None:

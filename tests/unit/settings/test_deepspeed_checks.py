@@ -92,6 +92,7 @@ def test_what_cannot_be_is_left_for_the_check():
         ({"zero_optimization": {"offload_optimizer": "cpu"}}, ["offload_optimizer is 'cpu'"]),
         ({**ZERO, "fp16": True, "optimizer": "AdamW"}, ["optimizer is 'AdamW'", "fp16 is True"]),
         ({**ZERO, "optimizer": {"params": {}}}, ["optimizer has no type"]),
+        ({**ZERO, "scheduler": {"params": {}}}, ["scheduler has no type"]),
         ({**ZERO, "train_batch_size": "x", "gradient_accumulation_steps": 0}, ["is 'x'", "is 0"]),
         ({**ZERO, "train_batch_size": True, "train_micro_batch_size_per_gpu": 1.5}, ["True", "1.5"]),
         ({**ZERO, "fp16": {"enabled": True}, "bf16": {"enabled": True}}, ["are both true"]),

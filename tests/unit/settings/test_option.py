@@ -58,6 +58,7 @@ def test_the_row_follows_from_the_declaration() -> None:
         ("share", 1, 1.0),
         ("name", 3, "3"),
         ("name", True, "true"),
+        ("name", False, "false"),
         ("kind", "b", "B"),
         ("parts", "a, b", ("a", "b")),
         ("parts", " a ,, b,", ("a", "b")),
