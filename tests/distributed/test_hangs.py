@@ -196,7 +196,7 @@ MISMATCHES = {
 FAULTS = {
     **HANGS,
     **MISMATCHES,
-    "stops": Fault(stop_in_its_tracks, "<STOPS-0>.*rank 1 lives .* gives no answer"),
+    "stops": Fault(stop_in_its_tracks, "<STOPS-0>.*rank 1 runs .* gives no answer"),
 }
 
 

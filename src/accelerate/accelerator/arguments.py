@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 from accelerate import plugins, settings, strategies
 from accelerate.base import (
@@ -40,12 +40,17 @@ _EXCLUSIVE = (
 )
 """Pairs of arguments of which one may be passed, and what both do."""
 
-_PLUGINS: dict[str, tuple[str, type, str, type[Exception]]] = {
-    "fsdp": ("fsdp_plugin", plugins.FullyShardedDataParallelPlugin, "ACCELERATE_USE_FSDP", TypeError),
-    "megatron": ("megatron_lm_plugin", plugins.MegatronLMPlugin, "ACCELERATE_USE_MEGATRON_LM", TypeError),
-    "parallelism": ("parallelism_config", ParallelismConfig, _MESH_VARIABLE, AttributeError),
+_PLUGINS: dict[str, tuple[str, Callable[[], type], str, type[Exception]]] = {
+    "fsdp": ("fsdp_plugin", lambda: plugins.FullyShardedDataParallelPlugin, "ACCELERATE_USE_FSDP", TypeError),
+    "megatron": (
+        "megatron_lm_plugin",
+        lambda: plugins.MegatronLMPlugin,
+        "ACCELERATE_USE_MEGATRON_LM",
+        TypeError,
+    ),
+    "parallelism": ("parallelism_config", lambda: ParallelismConfig, _MESH_VARIABLE, AttributeError),
 }
-"""Field -> its argument and class, the variable that enables it, the error for other classes."""
+"""Field -> argument and class (loaded on use), variable that enables it, error for other classes."""
 
 _HANDLERS: dict[str, type[plugins.KwargsHandler]] = {
     "ddp": plugins.DistributedDataParallelKwargs,
@@ -56,7 +61,7 @@ _HANDLERS: dict[str, type[plugins.KwargsHandler]] = {
 }
 """Field of the request -> the handler in `kwargs_handlers` that it holds."""
 
-DeepSpeedPlugins = plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None
+DeepSpeedPlugins: TypeAlias = "plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None"
 
 Value = TypeVar("Value")
 
@@ -235,12 +240,20 @@ def _project(arguments: Arguments) -> plugins.ProjectConfiguration:
 
 
 def _plugin(
-    arguments: Arguments, environ: Mapping[str, str], name: str, kind: type, variable: str, error: Any
+    arguments: Arguments,
+    environ: Mapping[str, str],
+    name: str,
+    find_kind: Callable[[], type],
+    variable: str,
+    error: Any,
 ) -> Any:
     """Return the plugin that was passed; without one, that of the environment if the launcher enables it."""
     plugin = getattr(arguments, name)
+    if plugin is None and not read_flag(environ, variable):
+        return None
+    kind = find_kind()
     if plugin is None:
-        return kind() if read_flag(environ, variable) else None
+        return kind()
     if not isinstance(plugin, kind):
         reason, fix = f"it is not a {kind.__name__}", f"Pass {kind.__name__}(...)"
         raise wrong_value(name, type(plugin).__name__, reason, fix, error)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ _END = object()
 Count = Callable[[Any], Any]
 """The number of items of a batch."""
 
-_Batches = deque[tuple[Any, data_loader.BatchMetadata]]
+_Batches: TypeAlias = "deque[tuple[Any, data_loader.BatchMetadata]]"
 """The batches of a window on this rank, each with what the loader says of it."""
 
 
