@@ -7,7 +7,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module, metadata
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, TypeVar
 
@@ -43,6 +43,8 @@ def _version(module: str, distributions: tuple[str, ...]) -> str | None:
     # A folder that happens to have a package's name can be imported too: metadata proves an installation.
     if not _importable(module):
         return None
+    from importlib import metadata  # slow, and a launch asks for no package
+
     for distribution in distributions:
         try:
             return metadata.version(distribution)

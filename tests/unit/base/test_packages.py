@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from importlib import metadata
 from types import ModuleType
 
 import pytest
@@ -32,10 +33,10 @@ def install(monkeypatch, forget):
 
     def version(name):
         if name not in installed:
-            raise packages.metadata.PackageNotFoundError(name)
+            raise metadata.PackageNotFoundError(name)
         return installed[name]
 
-    monkeypatch.setattr(packages.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
 
     def pretend(module, distribution, number):
         monkeypatch.setitem(sys.modules, module, ModuleType(module))
