@@ -33,18 +33,24 @@ class Runtime:
     """
 
     def __init__(
-        self,
-        request: strategies.RunRequest,
-        state: AcceleratorState,
-        gradient_state: GradientState,
-        strategy: strategies.Strategy,
+        self, request: strategies.RunRequest, state: AcceleratorState, session: strategies.PrepareSession
     ) -> None:
-        self.request = request
-        self.state = state
-        self.gradient_state = gradient_state
-        self.strategy = strategy
-        self.session = strategy.session
-        self.prepared = self.session.prepared
+        self.request, self.state, self.session = request, state, session
+        self.gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
+        backend = state.device_backend
+        context = strategies.Context(
+            topology=state.topology,
+            backend=backend,
+            # Torch's wrappers refuse a number that means nothing.
+            device=state.device if backend.largest_index is None else backend.device(),
+            request=request,
+            mixed_precision=state.mixed_precision,
+            gradients=self.gradient_state,
+            session=session,
+            mesh=state.device_mesh,
+        )
+        self.strategy = strategies.resolve_strategy(request, state.topology, backend.name)(context)
+        self.prepared = session.prepared
         self.trackers: list[Any] = []
         self.senders = tracking.Senders()
         self.agreement = diagnostics.agreement_of_run(environ.current())
@@ -52,7 +58,7 @@ class Runtime:
             diagnostics.watching.read_limits(environ.current()).seconds or SECONDS_WITHOUT_LIMIT
         )
         self.joins = False
-        self.counted_weights = CountedWeights(strategy.replicas)
+        self.counted_weights = CountedWeights(self.strategy.replicas)
         self.weights: CountedWeights | Window | None = None
 
 
@@ -80,7 +86,9 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
         **group_arguments,
     )
     try:
-        return _assemble(_merge_with_state(request, state), state, session)
+        runtime = Runtime(_merge_with_state(request, state), state, session)
+        diagnostics.watching.start(PartialState(), environ.current())
+        return runtime
     except Exception:
         if fresh:  # a refused run must not decide for the next one
             AcceleratorState._reset_state()
@@ -154,28 +162,6 @@ def _accumulation_of(
     if accumulation.num_steps != 1 or not str(steps).isdecimal():
         return accumulation
     return replace(accumulation, num_steps=int(str(steps)))
-
-
-def _assemble(
-    request: strategies.RunRequest, state: AcceleratorState, session: strategies.PrepareSession
-) -> Runtime:
-    gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
-    backend = state.device_backend
-    context = strategies.Context(
-        topology=state.topology,
-        backend=backend,
-        # Torch's wrappers refuse a number that means nothing.
-        device=state.device if backend.largest_index is None else backend.device(),
-        request=request,
-        mixed_precision=state.mixed_precision,
-        gradients=gradient_state,
-        session=session,
-        mesh=state.device_mesh,
-    )
-    strategy = strategies.resolve_strategy(request, state.topology, backend.name)
-    runtime = Runtime(request, state, gradient_state, strategy(context))
-    diagnostics.watching.start(PartialState(), environ.current())
-    return runtime
 
 
 # A library may build a `PartialState` first: its waits are recorded, and absent ranks reported, too.

@@ -181,7 +181,13 @@ class _Reader:
             return None
         if more not in (0, size):
             _warn_left_out(more, size)
-        self._check_rounds(length, squares, size)
+        sync_each_batch = self._runtime.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if sync_each_batch and length * length != size * squares:
+            raise StateError(
+                f"The processes have different numbers of batches in this window ({length:g} in all), and "
+                "with sync_each_batch=True they exchange gradients after each of them. Use "
+                "sync_each_batch=False, or a loader that gives all processes equally many (even_batches)."
+            )
         return batches, items
 
     def _read(self) -> tuple[_Batches, bool]:
@@ -200,15 +206,6 @@ class _Reader:
             if self.loader is not None and self.loader.end_of_dataloader:
                 return batches, False
         return batches, True
-
-    def _check_rounds(self, length: float, squares: float, size: int) -> None:
-        sync_each_batch = self._runtime.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        if sync_each_batch and length * length != size * squares:
-            raise StateError(
-                f"The processes have different numbers of batches in this window ({length:g} in all), and "
-                "with sync_each_batch=True they exchange gradients after each of them. Use "
-                "sync_each_batch=False, or a loader that gives all processes equally many (even_batches)."
-            )
 
     def close(self) -> None:
         """End the pass over the loader, at its end or before."""
