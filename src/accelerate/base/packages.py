@@ -110,7 +110,11 @@ is_torchdata_stateful_dataloader_available = _package(
 is_torchvision_available = _package("torchvision")
 is_tqdm_available = _package("tqdm")
 is_trackio_available = _package("trackio")
+is_transformer_engine_available = _package("transformer_engine", "transformer-engine", "transformer_engine")
 is_transformers_available = _package("transformers")
+is_triton_available = _package(
+    "triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu"
+)
 is_wandb_available = _package("wandb")
 _package("megatron", "megatron-lm", "megatron-core")
 _package("numpy")
@@ -118,8 +122,6 @@ _package("rich")
 _package("shtab", minimum="1.13")
 _package("tensorboard")
 _package("tensorboardX")
-_package("transformer_engine", "transformer-engine", "transformer_engine")
-_package("triton", "triton", "pytorch-triton", "pytorch-triton-rocm", "pytorch-triton-xpu")
 
 
 def is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:

@@ -1,3 +1,7 @@
+from accelerate.base import (
+    is_transformer_engine_available as is_transformer_engine_available,
+    is_triton_available as is_triton_available,
+)
 from accelerate.devices.backend import CpuBackend as CpuBackend, DeviceBackend as DeviceBackend
 from accelerate.devices.hardware_table import (
     BACKENDS as BACKENDS,
@@ -27,9 +31,7 @@ from accelerate.devices.hardware_table import (
     is_sdaa_available as is_sdaa_available,
     is_torch_distributed_available as is_torch_distributed_available,
     is_torch_xla_available as is_torch_xla_available,
-    is_transformer_engine_available as is_transformer_engine_available,
     is_transformer_engine_mxfp8_available as is_transformer_engine_mxfp8_available,
-    is_triton_available as is_triton_available,
     is_xccl_available as is_xccl_available,
     is_xpu_available as is_xpu_available,
     named as named,

@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.base import (
-    PACKAGES,
     DistributedType,
     RNGType,
     current,
@@ -16,6 +15,7 @@ from accelerate.base import (
     is_msamp_available,
     is_torch_version,
     is_torchao_available,
+    is_transformer_engine_available,
     wrong_value,
 )
 from accelerate.devices import nvidia
@@ -335,22 +335,12 @@ def is_habana_gaudi1() -> bool:
     return HPU.available() and HPU.is_first_generation()
 
 
-def is_transformer_engine_available() -> bool:
-    """Return whether Transformer Engine is installed."""
-    return PACKAGES["transformer_engine"].available()
-
-
 @cache
 def is_transformer_engine_mxfp8_available() -> bool:
     """Return whether Transformer Engine is installed and the GPU computes in MXFP8; starts CUDA."""
     if not (is_transformer_engine_available() and CUDA.available()):
         return False
     return bool(import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
-
-
-def is_triton_available() -> bool:
-    """Return whether Triton is installed."""
-    return PACKAGES["triton"].available()
 
 
 def __getattr__(name: str) -> Any:

@@ -50,14 +50,7 @@ def driver_present() -> bool:
 
 @cache
 def query(*fields: str) -> tuple[tuple[str, ...], ...]:
-    """Ask nvidia-smi about every GPU of the machine; the answer is kept.
-
-    Args:
-        *fields: What to ask, by the names of `nvidia-smi --help-query-gpu`.
-
-    Returns:
-        A row for each GPU, in the order of their numbers, with a text for each field.
-    """
+    """Ask nvidia-smi for fields of `nvidia-smi --help-query-gpu`: a row of texts for each GPU; kept."""
     command = executable()
     if command is None:
         raise StateError("nvidia-smi was not found: install the NVIDIA driver, or put it on the PATH.")
@@ -132,15 +125,12 @@ def visible_indices(environ: Mapping[str, str]) -> list[int]:
         return [int(index) for index, _ in gpus]
     indices: list[int] = []
     for entry in (part.strip() for part in entries.split(",")):
-        numbers = [number for number, uuid in gpus if entry == number or _begins(uuid, entry)]
+        is_uuid = entry.startswith("GPU-")
+        numbers = [number for number, uuid in gpus if entry == number or (is_uuid and uuid.startswith(entry))]
         if not numbers and not entry.startswith("MIG-"):
             break
         indices.append(int(numbers[0]) if numbers else 0)
     return indices
-
-
-def _begins(uuid: str, entry: str) -> bool:
-    return entry.startswith("GPU-") and uuid.startswith(entry)
 
 
 def parse_cpu_list(text: str) -> list[int]:
