@@ -63,7 +63,7 @@ class Contexts:
         """
         state = self._runtime.state
         backend, used = state.device_backend, diagnostics.PeakMemory()
-        meter = diagnostics.meter_of(backend)
+        meter = diagnostics.MemoryMeter(backend)
         meter.start()
         with ExitStack() as block:
             if snapshot_dir is not None:
@@ -134,10 +134,8 @@ class Contexts:
 @contextmanager
 def _even_batches_set_to(runtime: Runtime, even_batches: bool | None) -> Iterator[None]:
     """Set `even_batches` of all prepared loaders that have it, inside the block."""
-    if even_batches is None:
-        yield
-        return
-    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in runtime.prepared.loaders]
+    loaders = [] if even_batches is None else runtime.prepared.loaders
+    samplers: list[Any] = [getattr(loader, "batch_sampler", None) for loader in loaders]
     if any(not hasattr(sampler, "even_batches") for sampler in samplers):
         logger.warning(
             "even_batches has no effect on loaders of iterable datasets: their processes read on their own."

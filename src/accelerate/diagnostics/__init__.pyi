@@ -23,11 +23,9 @@ from accelerate.diagnostics.hang_report import (
 from accelerate.diagnostics.memory import (
     CLEAR_REFS as CLEAR_REFS,
     MIB as MIB,
-    DeviceMeter as DeviceMeter,
-    HostMeter as HostMeter,
+    MemoryMeter as MemoryMeter,
     PeakMemory as PeakMemory,
     find_executable_batch_size as find_executable_batch_size,
-    meter_of as meter_of,
     should_reduce_batch_size as should_reduce_batch_size,
     snapshot_on_exhaustion as snapshot_on_exhaustion,
 )

@@ -363,40 +363,31 @@ class PeakMemory:
         return "\n".join(f"rank {rank}: {peak / MIB:,.0f} MiB" for rank, peak in enumerate(self.peaks))
 
 
-class HostMeter:
-    """Measures the memory of this process in bytes; what was in use at the start counts."""
+class MemoryMeter:
+    """Measures the memory that the current device of a kind of hardware has given out, in bytes.
+
+    For hardware whose module does not report it, the memory of this process, with what it had at the start.
+    """
+
+    def __init__(self, backend: DeviceBackend) -> None:
+        module: Any = None if backend.is_host else backend.torch_module()
+        self._module = module if hasattr(module, "max_memory_allocated") else None
 
     def start(self) -> None:
         """Begin a new peak, where the system can."""
-        if CLEAR_REFS.exists():
+        if self._module is not None:
+            self._module.reset_peak_memory_stats()
+        elif CLEAR_REFS.exists():
             CLEAR_REFS.write_text(NEW_PEAK)
 
     def peak(self) -> int:
+        if self._module is not None:
+            return int(self._module.max_memory_allocated())
         for line in STATUS.read_text().splitlines() if STATUS.exists() else ():
             if line.startswith(PEAK):
                 return int(line.split()[1]) * 1024
         most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
         return max(most if psutil.MACOS else most * 1024, psutil.Process().memory_info().rss)
-
-
-class DeviceMeter:
-    """Measures the memory that a torch module gives out on the current device, in bytes."""
-
-    def __init__(self, module: Any) -> None:
-        self.module = module
-
-    def start(self) -> None:
-        self.module.reset_peak_memory_stats()
-
-    def peak(self) -> int:
-        return int(self.module.max_memory_allocated())
-
-
-def meter_of(backend: DeviceBackend) -> HostMeter | DeviceMeter:
-    """Return what measures the memory of a kind of hardware: of the process where its module cannot tell."""
-    if backend.is_host or not hasattr(backend.torch_module(), "max_memory_allocated"):
-        return HostMeter()
-    return DeviceMeter(backend.torch_module())
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from accelerate import load_checkpoint_and_dispatch, load_checkpoint_in_model
 from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.big_modeling import LoadOptions, check_options, local_part
 from accelerate.checkpointing import save_sharded
-from accelerate.diagnostics import CLEAR_REFS, MIB, HostMeter
+from accelerate.devices import CPU
+from accelerate.diagnostics import CLEAR_REFS, MIB, MemoryMeter
 from accelerate.weights import OffloadedWeightsLoader, model_has_dtensor, write_safetensors
 
 
@@ -417,7 +418,7 @@ def wide_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_more_than_the_model_and_one_file_is_in_memory(wide_files: Path) -> None:
     with torch.device("meta"):
         model = wide()
-    meter, now = HostMeter(), psutil.Process().memory_info
+    meter, now = MemoryMeter(CPU), psutil.Process().memory_info
     before = now().rss
     meter.start()
     load_checkpoint_in_model(model, wide_files, {"": "cpu"}, dtype=torch.bfloat16)
@@ -430,7 +431,7 @@ def test_no_more_than_two_blocks_of_those_on_the_disk_are_in_memory(wide_files: 
         model = wide()
     load_checkpoint_and_dispatch(model, wide_files, {"": "disk"})
     x = torch.ones(1, 1024)
-    meter, now = HostMeter(), psutil.Process().memory_info
+    meter, now = MemoryMeter(CPU), psutil.Process().memory_info
     before = now().rss
     meter.start()
     with torch.no_grad():

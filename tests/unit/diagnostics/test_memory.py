@@ -13,7 +13,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.devices import CPU, CUDA
-from accelerate.diagnostics import DeviceMeter, HostMeter, PeakMemory, meter_of, snapshot_on_exhaustion
+from accelerate.diagnostics import MemoryMeter, PeakMemory, snapshot_on_exhaustion
 from accelerate.state import PartialState
 
 MIB = 2**20
@@ -68,16 +68,14 @@ def test_a_device_is_asked_for_its_peak() -> None:
     backend = backend_with(
         reset_peak_memory_stats=lambda: calls.append("reset"), max_memory_allocated=lambda: 5 * MIB
     )
-    meter = meter_of(backend)
-    assert isinstance(meter, DeviceMeter)
+    meter = MemoryMeter(backend)
     meter.start()
     assert (meter.peak(), calls) == (5 * MIB, ["reset"])
 
 
 @pytest.mark.parametrize("backend", [CPU, backend_with()])
 def test_where_no_device_tells_the_process_is_measured(backend: Any) -> None:
-    meter = meter_of(backend)
-    assert isinstance(meter, HostMeter)
+    meter = MemoryMeter(backend)
     meter.start()
     assert meter.peak() > MIB
 
