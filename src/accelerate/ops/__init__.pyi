@@ -47,10 +47,8 @@ from accelerate.ops.packed import (
     broadcast_packed as broadcast_packed,
     gather_objects as gather_objects,
     gather_packed as gather_packed,
-    gather_values as gather_values,
     is_dtensor as is_dtensor,
     reduce_packed as reduce_packed,
-    reduce_values as reduce_values,
     share_numbers as share_numbers,
     whole_tensors as whole_tensors,
 )

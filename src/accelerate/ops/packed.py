@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def gather_packed(data: Any, transport: Transport, call: Call) -> Any:
     """Join nested tensors of equal shapes and dtypes on all ranks along their first dimension."""
     parts = take_apart(data)
     if any(map(is_dtensor, parts.leaves)):
-        return gather_values(data, transport, lambda leaf: gather_packed(leaf, transport, call))
+        return recursively_apply(_gather_leaf, data, transport, call, error_on_other_type=True)
     leaves, size = parts.leaves, transport.size
     plan, header = _begin(parts, transport, call, sends=True)
     results: list[Any] = [None] * len(leaves)
@@ -61,10 +61,7 @@ def reduce_packed(data: Any, how: str, scale: float, transport: Transport, call:
     """
     parts = take_apart(data)
     if any(map(is_dtensor, parts.leaves)):
-        totals = reduce_values(
-            data, how, transport, lambda leaf, kind: reduce_packed(leaf, kind, 1.0, transport, call)
-        )
-        return recursively_apply(_scaled, totals, scale)
+        return recursively_apply(_reduce_leaf, data, how, scale, transport, call, error_on_other_type=True)
     leaves, size = parts.leaves, transport.size
     plan, header = _begin(parts, transport, call, sends=True, mixed=False)
     results: list[Any] = [None] * len(leaves)
@@ -153,43 +150,30 @@ def whole_tensors(data: Any) -> Any:
     return recursively_apply(lambda leaf: leaf.full_tensor(), data, test_type=is_dtensor)
 
 
-def gather_values(data: Any, transport: Transport, gather: Callable[[Any], Any]) -> Any:
-    """Join nested tensors of which some are distributed: one whole tensor of each group that shares one.
-
-    `gather` joins nested plain tensors of all processes along their first dimension.
-    """
-
-    def join(leaf: Tensor) -> Tensor:
-        if not is_dtensor(leaf):
-            return gather(leaf)  # type: ignore[no-any-return]
-        whole, first_ranks = _whole_and_first_ranks(leaf, transport)
-        whole = whole if whole.ndim else whole.view(1)
-        if first_ranks == [0]:
-            return whole
-        parts = gather(whole).chunk(transport.size)
-        return torch.cat([parts[rank] for rank in first_ranks])
-
-    return recursively_apply(join, data, error_on_other_type=True)
+def _gather_leaf(leaf: Tensor, transport: Transport, call: Call) -> Tensor:
+    """Join a tensor of all processes: of distributed ones, the whole tensor of each group that shares one."""
+    if not is_dtensor(leaf):
+        return gather_packed(leaf, transport, call)  # type: ignore[no-any-return]
+    whole, first_ranks = _whole_and_first_ranks(leaf, transport)
+    whole = whole if whole.ndim else whole.view(1)
+    if first_ranks == [0]:
+        return whole
+    parts = gather_packed(whole, transport, call).chunk(transport.size)
+    return torch.cat([parts[rank] for rank in first_ranks])
 
 
-def reduce_values(data: Any, how: str, transport: Transport, reduce: Callable[[Any, str], Any]) -> Any:
-    """Combine nested tensors of which some are distributed: each group that shares one counts once.
-
-    `reduce` combines nested plain tensors of all processes.
-    """
-
-    def combine(leaf: Tensor) -> Tensor:
-        if not is_dtensor(leaf):
-            return reduce(leaf, how)  # type: ignore[no-any-return]
-        whole, first_ranks = _whole_and_first_ranks(leaf, transport)
-        if first_ranks == [0]:
-            return whole
-        if how in ("max", "min"):
-            return reduce(whole, how)  # type: ignore[no-any-return]
-        total: Tensor = reduce(whole if transport.rank in first_ranks else torch.zeros_like(whole), "sum")
-        return total if how == "sum" else total / len(first_ranks)
-
-    return recursively_apply(combine, data, error_on_other_type=True)
+def _reduce_leaf(leaf: Tensor, how: str, scale: float, transport: Transport, call: Call) -> Tensor:
+    """Combine a tensor of all processes; of a distributed one, each group that shares one counts once."""
+    if not is_dtensor(leaf):
+        return reduce_packed(leaf, how, scale, transport, call)  # type: ignore[no-any-return]
+    whole, first_ranks = _whole_and_first_ranks(leaf, transport)
+    if first_ranks == [0]:
+        return _scaled(whole, scale)
+    if how in ("max", "min"):
+        return reduce_packed(whole, how, scale, transport, call)  # type: ignore[no-any-return]
+    counted = whole if transport.rank in first_ranks else torch.zeros_like(whole)
+    total: Tensor = reduce_packed(counted, "sum", 1.0, transport, call)
+    return _scaled(total if how == "sum" else total / len(first_ranks), scale)
 
 
 def _whole_and_first_ranks(leaf: Any, transport: Transport) -> tuple[Tensor, list[int]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.ops import Transport, gather_values, is_dtensor, reduce_values, whole_tensors
+from accelerate.ops import Call, Transport, gather_packed, is_dtensor, reduce_packed, whole_tensors
 
 
 class Mesh:
@@ -29,8 +29,18 @@ class FakeTransport(Transport):
 
     size, rank = 4, 1
 
+    def __init__(self) -> None:
+        self.reduced: list[tuple[list[float], str]] = []
+
     def gather_object(self, obj: Any) -> list[Any]:
         return [0, 0, 2, 2]
+
+    def gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.repeat(4)
+
+    def reduce(self, tensor: torch.Tensor, how: str = "sum") -> torch.Tensor:
+        self.reduced.append((tensor.tolist(), how))
+        return tensor + 8
 
 
 def shared(values: list[float], *ranks: int) -> Shared:
@@ -53,28 +63,21 @@ def test_whole_tensors_take_their_places() -> None:
 
 
 def test_a_value_of_all_ranks_is_there_once() -> None:
-    def never(*_: Any) -> None:
-        raise AssertionError("nothing needs to travel")
-
-    value = shared([3.0], 0, 1, 2, 3)
-    assert gather_values([value], FakeTransport(), never)[0].tolist() == [3.0, 3.0]
-    assert reduce_values([value], "mean", FakeTransport(), never)[0].tolist() == [3.0, 3.0]
+    value, transport = shared([3.0], 0, 1, 2, 3), FakeTransport()
+    assert gather_packed([value], transport, Call("op"))[0].tolist() == [3.0, 3.0]
+    assert reduce_packed([value], "mean", 2.0, transport, Call("op"))[0].tolist() == [6.0, 6.0]
+    assert not transport.reduced
 
 
 def test_each_group_counts_once() -> None:
-    calls = []
-
-    def reduce(leaf: torch.Tensor, how: str) -> torch.Tensor:
-        calls.append((leaf.tolist(), how))
-        return leaf + 8
-
+    transport, call = FakeTransport(), Call("op")
     value, plain = shared([3.0], 0, 1), torch.tensor([1.0])
-    gathered = gather_values([value, plain], FakeTransport(), lambda leaf: leaf.repeat(4))
+    gathered = gather_packed([value, plain], transport, call)
     assert gathered[0].tolist() == [3.0] * 4
     assert gathered[1].tolist() == [1.0] * 4
-    reduced = reduce_values([value, plain], "mean", FakeTransport(), reduce)
+    reduced = reduce_packed([value, plain], "mean", 1.0, transport, call)
     assert reduced[0].tolist() == [4.0, 4.0]
     assert reduced[1].tolist() == [9.0]
-    assert calls == [([0.0, 0.0], "sum"), ([1.0], "mean")]
-    assert reduce_values([value], "max", FakeTransport(), reduce)[0].tolist() == [11.0, 11.0]
-    assert calls[2:] == [([3.0, 3.0], "max")]
+    assert transport.reduced == [([0.0, 0.0], "sum"), ([1.0], "mean")]
+    assert reduce_packed([value], "max", 2.0, transport, call)[0].tolist() == [22.0, 22.0]
+    assert transport.reduced[2:] == [([3.0, 3.0], "max")]
