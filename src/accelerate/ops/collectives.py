@@ -228,10 +228,9 @@ def gather_tensor_shape(tensor: Tensor | None) -> Tensor:
     Raises:
         ConfigurationError: Not exactly one process has a tensor.
     """
-    transport = current_transport()
     shape = None if tensor is None else tuple(tensor.shape)
-    shapes = _objects_of_all(shape, transport, Call(f"{PUBLIC_MODULE}.gather_tensor_shape"))
-    return torch.tensor(shapes[_only_owner(shapes)], dtype=torch.int64)
+    _, shape = _owner_and_object(shape, current_transport(), Call(f"{PUBLIC_MODULE}.gather_tensor_shape"))
+    return torch.tensor(shape, dtype=torch.int64)
 
 
 @operation
@@ -250,10 +249,9 @@ def copy_tensor_to_devices(tensor: Any = None) -> Any:
     transport = current_transport()
     structure = None if tensor is None else get_data_structure(tensor)
     call = Call(f"{PUBLIC_MODULE}.copy_tensor_to_devices")
-    structures = _objects_of_all(structure, transport, call)
-    owner = _only_owner(structures)
+    owner, structure = _owner_and_object(structure, transport, call)
     if transport.rank != owner:
-        tensor = send_to_device(initialize_tensors(structures[owner]), PartialState().device)
+        tensor = send_to_device(initialize_tensors(structure), PartialState().device)
     return tensor if transport.size == 1 else broadcast_packed(tensor, owner, transport, call)
 
 
@@ -338,10 +336,6 @@ def wait_for_everyone() -> None:
 services.barrier = wait_for_everyone
 
 
-def _objects_of_all(obj: Any, transport: Transport, call: Call) -> list[Any]:
-    return [obj] if transport.size == 1 else gather_objects(obj, transport, call)
-
-
 def _refuse_complex(leaf: Tensor, reduction: str) -> Tensor:
     if leaf.is_complex():
         reason = "complex numbers have no order"
@@ -355,13 +349,15 @@ def _check_counts(counts: Sequence[int], transport: Transport) -> None:
         raise wrong_value("counts", tuple(counts), reason, "Give the number of samples of each")
 
 
-def _only_owner(entries: list[Any]) -> int:
+def _owner_and_object(obj: Any, transport: Transport, call: Call) -> tuple[int, Any]:
+    """Return the one rank whose object is not None, and its object."""
+    entries = [obj] if transport.size == 1 else gather_objects(obj, transport, call)
     owners = [rank for rank, entry in enumerate(entries) if entry is not None]
     if len(owners) != 1:
         reason = f"processes {owners} have one" if owners else "no process has one"
         text = f"tensor: {reason}. Pass the tensor on one process and None on all others."
         raise as_builtin(ConfigurationError(text), IndexError)
-    return owners[0]
+    return owners[0], entries[owners[0]]
 
 
 def _known_rank(rank: int, transport: Transport) -> int:
@@ -379,7 +375,7 @@ def _size_to_pad(tensor: Tensor, dim: int) -> int:
     return tensor.shape[dim] if _can_pad(tensor, dim) else _LEFT_ALONE
 
 
-def _pad(tensor: Tensor, dim: int, longest: int, pad_index: int, pad_first: bool) -> Tensor:
+def _pad(tensor: Tensor, dim: int, longest: int, pad_index: int = 0, pad_first: bool = False) -> Tensor:
     if not _can_pad(tensor, dim) or tensor.shape[dim] == longest:
         return tensor
     shape = list(tensor.shape)
@@ -401,7 +397,7 @@ def gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transpo
     `counts` gives for each tensor the number of its rows on each rank.
     """
     first, second = tee(counts)
-    filled = recursively_apply(lambda leaf: _pad_rows(leaf, next(first)), data, error_on_other_type=True)
+    filled = recursively_apply(lambda leaf: _pad(leaf, 0, max(next(first))), data, error_on_other_type=True)
     joined = gather_packed(filled, transport, call)
     return recursively_apply(lambda leaf: _cut(leaf, next(second)), joined)
 
@@ -426,11 +422,6 @@ def too_few_rows(rows: int, count: int) -> ConfigurationError:
     reason = f"this process has {rows} samples and not {count}"
     fix = "Give one row for each sample of the batch; average only after gathering"
     return wrong_value("counts", count, reason, fix)
-
-
-def _pad_rows(tensor: Tensor, counts: tuple[int, ...]) -> Tensor:
-    missing = max(counts) - tensor.shape[0]
-    return torch.cat([tensor, tensor.new_zeros((missing, *tensor.shape[1:]))]) if missing else tensor
 
 
 def _cut(joined: Tensor, counts: tuple[int, ...]) -> Tensor:

@@ -63,7 +63,6 @@ class Entry:
     started: float  # `time.monotonic()` when it began
     file: str  # the user's file that called it; empty where all frames are in this package or torch
     line: int  # the line there; 0 where it is not known
-    running: bool  # it has not returned yet
 
 
 _Raw = tuple[int, str, object, float, CodeType, int]
@@ -125,12 +124,11 @@ class Ring:
     def running(self) -> Entry | None:
         """The operation that has not returned yet; None without one. May be called from any thread."""
         raw = self._running
-        return None if raw is None else _entry(raw, raw)
+        return None if raw is None else _entry(raw)
 
     def entries(self) -> list[Entry]:
         """The last operations, the oldest first. May be called from any thread."""
-        running = self._running
-        return [_entry(raw, running) for raw in self._entries.copy()]
+        return [_entry(raw) for raw in self._entries.copy()]
 
 
 def flight_recorder() -> Ring:
@@ -162,11 +160,11 @@ def _facts_of(argument: object) -> object:
     return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else type(argument)
 
 
-def _entry(raw: _Raw, running: _Raw | None) -> Entry:
+def _entry(raw: _Raw) -> Entry:
     sequence, operation, facts, started, code, instruction = raw
     file = "" if _is_inside(code.co_filename) else code.co_filename
     line = line_of(code, instruction) if file else 0
-    return Entry(sequence, operation, _spell(facts), started, file, line, raw is running)
+    return Entry(sequence, operation, _spell(facts), started, file, line)
 
 
 def line_of(code: CodeType, instruction: int) -> int:

@@ -238,16 +238,11 @@ def current_transport() -> Transport:
     It is a service of the run: a reset of `PartialState` forgets it. Without a state one is made.
     """
     transport: Transport | None = services.of_run.get(Transport)  # without a call: each collective asks
-    return _open_transport() if transport is None else transport
-
-
-def _open_transport() -> Transport:
+    if transport is not None:
+        return transport
     state = PartialState()
-    if state.num_processes == 1:
-        transport = Transport()
-    else:
-        transport = _TRANSPORTS.get(state.device_backend.name, TorchTransport)(state)
-    return services.put(Transport, transport, uses_group=True)
+    kind = _TRANSPORTS.get(state.device_backend.name, TorchTransport)
+    return services.put(Transport, Transport() if state.num_processes == 1 else kind(state), uses_group=True)
 
 
 def _unpickle() -> Transport:
