@@ -22,7 +22,6 @@ from accelerate.tracking.base import (
     on_main_process as on_main_process,
     plain as plain,
 )
-from accelerate.tracking.clearml import ClearMLTracker as ClearMLTracker
 from accelerate.tracking.mlflow import MLflowTracker as MLflowTracker
 from accelerate.tracking.registry import (
     LOGGER_TYPE_TO_CLASS as LOGGER_TYPE_TO_CLASS,
@@ -34,9 +33,11 @@ from accelerate.tracking.registry import (
 )
 from accelerate.tracking.runs import (
     AimTracker as AimTracker,
+    ClearMLTracker as ClearMLTracker,
     CometMLTracker as CometMLTracker,
     DVCLiveTracker as DVCLiveTracker,
     SwanLabTracker as SwanLabTracker,
+    TensorBoardTracker as TensorBoardTracker,
     TrackioTracker as TrackioTracker,
     WandBTracker as WandBTracker,
 )
@@ -47,4 +48,3 @@ from accelerate.tracking.senders import (
     read_snapshot as read_snapshot,
     take_snapshot as take_snapshot,
 )
-from accelerate.tracking.tensorboard import TensorBoardTracker as TensorBoardTracker

@@ -98,23 +98,14 @@ class GeneralTracker:
 
 
 class LibraryTracker(GeneralTracker):
-    """A tracker that logs through a library.
+    """A tracker that logs through a library."""
 
-    Attributes:
-        package: The name that the library is imported by: a row of `PACKAGES`.
-        attribute: The name of the attribute that holds the library's run.
-        title: The library in messages.
-        accepts: The values that `log` sends to the library; it leaves out others with a warning.
-        configures_by: The name of the run's method that stores what it was configured with.
-        ends_by: The name of the run's method that ends it.
-    """
-
-    package: str
-    attribute: str = "run"
-    title: str
-    accepts: str = "number or text"
-    configures_by: str
-    ends_by: str = "finish"
+    package: str  # the name that the library is imported by: a row of `PACKAGES`
+    attribute: str = "run"  # the name of the attribute that holds the library's run
+    title: str  # the library in messages
+    accepts: str = "number or text"  # what `log` sends to the library; it leaves out others with a warning
+    configures_by: str  # the name of the run's method that stores what it was configured with
+    ends_by: str = "finish"  # the name of the run's method that ends it
     requires_logging_directory = False
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:

@@ -9,22 +9,20 @@ from typing import Any, TypeVar
 from accelerate.base import PACKAGES, LoggerType, wrong_value
 from accelerate.tracking import runs
 from accelerate.tracking.base import GeneralTracker, LibraryTracker
-from accelerate.tracking.clearml import ClearMLTracker
 from accelerate.tracking.mlflow import MLflowTracker
-from accelerate.tracking.tensorboard import TensorBoardTracker
 
 TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
 Named = str | LoggerType | GeneralTracker
 """What users name: a member, its value, the name of a registered class, or a tracker of their own."""
 
 TRACKERS: tuple[type[LibraryTracker], ...] = (
-    TensorBoardTracker,
+    runs.TensorBoardTracker,
     runs.WandBTracker,
     runs.TrackioTracker,
     runs.CometMLTracker,
     runs.AimTracker,
     MLflowTracker,
-    ClearMLTracker,
+    runs.ClearMLTracker,
     runs.DVCLiveTracker,
     runs.SwanLabTracker,
 )

@@ -1,11 +1,22 @@
-"""Trackers whose library returns a run object: wandb, Trackio, SwanLab, Comet, Aim and DVCLive."""
+"""The trackers of all libraries but MLflow: each has an object that it logs to, a run, task or writer."""
 
 from __future__ import annotations
 
+import time
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from accelerate.base import PACKAGES, environ, is_tensorboard_available, require, wrong_value
+from accelerate.logging import get_logger
 from accelerate.tracking.base import LibraryTracker, Silence, TableTracker, flatten, on_main_process, plain
+
+logger = get_logger(__name__)
+
+HPARAMS_FILE = "hparams.yml"
+STORABLE = (bool, int, float, str, type(None))
+PREFIXES = ("eval", "test", "train")
+SERIES = "train"
 
 
 class RunTracker(LibraryTracker):
@@ -226,3 +237,202 @@ class DVCLiveTracker(LibraryTracker):
             else:
                 self._warn_left_out(name, value)
         self.live.next_step()
+
+
+class ClearMLTracker(TableTracker):
+    """Logs to a task of ClearML: the one that is running, or a new one, which is closed at the end.
+
+    Args:
+        run_name: Name of the project; with `project_name` among the further arguments, name of the task.
+            `CLEARML_PROJECT` and `CLEARML_TASK` win over it.
+        **kwargs: Arguments of `Task.init`.
+    """
+
+    name = package = "clearml"
+    title = "ClearML"
+    attribute = "task"
+    configures_by = "connect_configuration"
+    task: Any
+
+    def __init__(self, run_name: str | None = None, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.user_provided_run_name = run_name
+        self._initialized_externally = False
+
+    def _open(self, library: Any) -> Any:
+        running = library.Task.current_task()
+        self._initialized_externally = bool(running)
+        if running:
+            return running
+        usual = dict.fromkeys(("project_name", "task_name"), self.user_provided_run_name)
+        variables = {"project_name": "CLEARML_PROJECT", "task_name": "CLEARML_TASK"}
+        given = environ.current()
+        names = {name: given[variable] for name, variable in variables.items() if variable in given}
+        return library.Task.init(**{**usual, **self.init_kwargs, **names})
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers, strings, and dictionaries of numbers, which share a plot; warn about others.
+
+        `eval_loss` is the series "eval" of "loss". Without a step the numbers are single values of the task.
+        `kwargs` are arguments of `report_scalar`, or without a step of `report_single_value`.
+        """
+        report = self.task.get_logger()
+        for name, value in plain(values).items():
+            if isinstance(value, str):
+                report.report_text(f"{name}: {value}")
+                continue
+            inner = value if isinstance(value, dict) else {None: value}
+            for series, number in inner.items():
+                self._log_number(report, name, series, number, step, kwargs)
+
+    def _log_number(
+        self, report: Any, name: str, series: str | None, number: Any, step: int | None, kwargs: Any
+    ) -> None:
+        if not isinstance(number, int | float):
+            self._warn_left_out(name, number)
+        elif step is None:
+            full = name if series is None else f"{name}/{series}"
+            report.report_single_value(name=full, value=number, **kwargs)
+        else:
+            title, own = self._get_title_series(name) if series is None else (name, series)
+            report.report_scalar(title=title, series=own, value=number, iteration=step, **kwargs)
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images.
+
+        Args:
+            values: By name: an image as `report_image` takes it, or a list of them.
+            step: The training step they belong to.
+            **kwargs: Arguments of `report_image`.
+        """
+        report = self.task.get_logger()
+        for name, images in values.items():
+            title, series = self._get_title_series(name)
+            named = {series: images}
+            if isinstance(images, list):
+                named = {f"{series}_{index}": image for index, image in enumerate(images)}
+            for own, image in named.items():
+                report.report_image(title=title, series=own, iteration=step, image=image, **kwargs)
+
+    def _log_table(
+        self, name: str, columns: Any, data: Any, dataframe: Any, step: int | None, kwargs: dict[str, Any]
+    ) -> None:
+        if data is None and dataframe is None:
+            raise wrong_value("data", data, "the table has no rows", "Pass data or dataframe")
+        rows = [columns, *data] if columns and data is not None else data
+        title, series = self._get_title_series(name)
+        table = rows if dataframe is None else dataframe
+        self.task.get_logger().report_table(
+            title=title, series=series, table_plot=table, iteration=step, **kwargs
+        )
+
+    @on_main_process
+    def finish(self) -> None:
+        """Close the task, unless it was running before."""
+        if not self._initialized_externally:
+            self.task.close()
+
+    @staticmethod
+    def _get_title_series(name: str) -> tuple[str, str]:
+        """Return plot and series of a name: `eval_loss` is the series "eval" of the plot "loss"."""
+        prefix, _, rest = name.partition("_")
+        return (rest, prefix) if rest and prefix in PREFIXES else (name, SERIES)
+
+
+class TensorBoardTracker(LibraryTracker):
+    """Logs to TensorBoard event files.
+
+    Args:
+        run_name: Name of the run: a folder inside `logging_dir`.
+        logging_dir: Folder of all runs.
+        **kwargs: Arguments of `SummaryWriter`.
+    """
+
+    name = package = "tensorboard"
+    title = "TensorBoard"
+    accepts = "number, text or dict"
+    attribute = "writer"
+    ends_by = "close"
+    writer: Any
+    requires_logging_directory = True
+    blocks = True
+
+    def __init__(self, run_name: str, logging_dir: str, **kwargs: Any) -> None:
+        super().__init__(run_name, **kwargs)
+        self.logging_dir_param = logging_dir
+        self.logging_dir = str(Path(logging_dir, run_name))
+
+    @classmethod
+    def available(cls) -> bool:
+        """Return whether tensorboard or tensorboardX is installed."""
+        return is_tensorboard_available()
+
+    def _import(self) -> Any:
+        if PACKAGES["tensorboardX"].available() and not PACKAGES["tensorboard"].available():
+            return import_module("tensorboardX")
+        require("tensorboard", "TensorBoardTracker")
+        return import_module("torch.utils.tensorboard")
+
+    def _open(self, library: Any) -> Any:
+        logger.debug("TensorBoard run %s logs to %s", self.run_name, self.logging_dir)
+        return library.SummaryWriter(self.logging_dir, **self.init_kwargs)
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        """Store hyperparameters, for TensorBoard's own page and in `<logging_dir>/<run>/<time>/hparams.yml`.
+
+        Args:
+            values: By name; what is no number, string, bool or None is stored as its `str`.
+        """
+        import yaml
+
+        storable = {
+            name: value if isinstance(value, STORABLE) else str(value) for name, value in values.items()
+        }
+        # TensorBoard has no None.
+        shown = {name: str(value) if value is None else value for name, value in storable.items()}
+        self.writer.add_hparams(shown, metric_dict={})
+        self.writer.flush()
+        folder = Path(self.logging_dir, str(time.time()))  # where other programs look for it
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / HPARAMS_FILE).write_text(yaml.safe_dump(storable))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers, strings and dictionaries of numbers; leave out others with a warning.
+
+        `kwargs` are arguments of `add_scalar`, `add_text` or `add_scalars`.
+        """
+        for name, value in values.items():
+            if isinstance(value, str):
+                self.writer.add_text(name, value, global_step=step, **kwargs)
+            elif isinstance(value, dict):
+                self.writer.add_scalars(name, value, global_step=step, **kwargs)
+            elif _can_be_plotted(value):
+                self.writer.add_scalar(name, float(value), global_step=step, **kwargs)
+            else:
+                self._warn_left_out(name, value)
+        self.writer.flush()
+
+    @on_main_process
+    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log images.
+
+        Args:
+            values: By name: arrays or tensors of shape (images, channels, height, width).
+            step: The training step they belong to.
+            **kwargs: Arguments of `add_images`, such as `dataformats="NHWC"`.
+        """
+        for name, images in values.items():
+            self.writer.add_images(name, images, global_step=step, **kwargs)
+        self.writer.flush()
+
+
+def _can_be_plotted(value: Any) -> bool:
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True

@@ -13,7 +13,7 @@ import torch
 
 from accelerate.base import MissingPackageError, Package
 from accelerate.state import PartialState
-from accelerate.tracking import TensorBoardTracker, tensorboard
+from accelerate.tracking import TensorBoardTracker, runs
 
 
 class SummaryWriter:
@@ -37,7 +37,7 @@ def install(monkeypatch: pytest.MonkeyPatch, package: str, home: str) -> None:
     installed = {name: Package(name, (name,)) for name in ("tensorboard", "tensorboardX")}
     monkeypatch.setattr(Package, "available", lambda self: self.module == package)
     monkeypatch.setattr(Package, "version", lambda self: None)
-    monkeypatch.setattr(tensorboard, "PACKAGES", installed)
+    monkeypatch.setattr(runs, "PACKAGES", installed)
     module = types.ModuleType(home)
     module.SummaryWriter = SummaryWriter  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, home, module)
