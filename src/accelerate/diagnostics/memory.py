@@ -25,7 +25,7 @@ from accelerate.base import AccelerateError, StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend, clear_device_cache
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport
-from accelerate.state import PartialState, StoreChannel, process_group
+from accelerate.state import PartialState, StoreChannel, process_group, services
 
 logger = get_logger(__name__)
 
@@ -134,7 +134,12 @@ def find_executable_batch_size(
             if not attempts.agree(not fits):
                 fitting = size
                 return result
-            result, size = None, _checked_size(reduce_size(size) if takes_size else reduce_size(), size)
+            result, smaller = None, reduce_size(size) if takes_size else reduce_size()
+            if smaller >= size:
+                reason = f"this is not smaller than {size}, with which memory ran out"
+                fix = "Return a smaller batch size at each call"
+                raise wrong_value("reduce_batch_size_fn", smaller, reason, fix)
+            size = smaller
         raise NoExecutableBatchSizeError(
             f"No executable batch size found, reached zero. `{_name(function)}` ran out of memory with every "
             f"size from {fitting} downwards.{reason and ' The last time: ' + reason}"
@@ -159,13 +164,6 @@ def _attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any, st
     except BaseException as error:
         attempts.fail(error)
         raise
-
-
-def _checked_size(smaller: int, size: int) -> int:
-    if smaller >= size:
-        reason = f"this is not smaller than {size}, with which memory ran out"
-        raise wrong_value("reduce_batch_size_fn", smaller, reason, "Return a smaller batch size at each call")
-    return smaller
 
 
 def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -292,7 +290,7 @@ class StoreAttempts(Attempts):
             timeout=self._store.timeout,
             device_id=device if self._state.device_backend.binds_group else None,
         )
-        process_group.own_group()
+        services.own_group()
 
     def _scope(self) -> str:
         return f"accelerate/attempts/{self._search}/{self._attempt}"

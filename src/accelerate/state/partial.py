@@ -240,7 +240,7 @@ def _join_group(
     topology: Topology, backend: DeviceBackend, device: torch.device, kwargs: dict[str, Any]
 ) -> str | None:
     if process_group.is_open():
-        process_group.own_group()
+        services.own_group()
         return str(dist.get_backend())
     if topology.size == 1 or backend.own_runtime:
         return None

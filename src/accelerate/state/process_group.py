@@ -279,15 +279,10 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
     held = listen_on_loopback(topology)
     dist.init_process_group(comm, rank=topology.rank, world_size=topology.size, **kwargs)
     del held  # the group keeps the store open from here on
-    own_group()
+    services.own_group()
     if comm == "gloo":
         # A process that ends before its peers have connected to each other would make them fail.
         dist.barrier()
-
-
-def own_group() -> None:
-    """Take charge of the open group, whoever opened it: it is closed when this process ends."""
-    services.own_group(os.getpid())
 
 
 def close_group(group: dist.ProcessGroup | None = None) -> None:

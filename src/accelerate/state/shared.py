@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -160,9 +161,9 @@ class ProcessServices:
         for close in list(self._closers.values()):
             close()
 
-    def own_group(self, pid: int) -> None:
-        """Note which process uses the default group from now on, and forget what held the one before."""
-        self.group_owner = pid
+    def own_group(self) -> None:
+        """Let this process use the open default group and close it at exit; forget what held another one."""
+        self.group_owner = os.getpid()
         for kind in list(self._group_users):
             self.remove(kind)
 

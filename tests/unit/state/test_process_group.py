@@ -60,7 +60,7 @@ def test_a_library_that_torch_does_not_bring_is_imported(monkeypatch: pytest.Mon
     standard = "torch.distributed.nn.functional"
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     monkeypatch.setattr(dist, "init_process_group", lambda comm, **arguments: None)
-    monkeypatch.setattr(process_group, "own_group", lambda: None)
+    monkeypatch.setattr(services, "own_group", lambda: None)
     process_group.open_group(Topology(), hardware_table.CUDA, "smddp")
     process_group.open_group(Topology(), hardware_table.HPU)
     process_group.open_group(Topology(), hardware_table.CUDA)
@@ -76,7 +76,7 @@ def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.M
     monkeypatch.setattr(services, "group_owner", 1)
     process_group._close_at_exit()
     assert process_group.is_open()
-    process_group.own_group()
+    services.own_group()
     process_group._close_at_exit()
     assert not process_group.is_open()
 
@@ -119,7 +119,7 @@ def test_restarted_ranks_see_nothing_of_earlier_lives(
     opened: dict[str, Any] = {}
     monkeypatch.setattr(dist, "init_process_group", lambda comm, **arguments: opened.update(arguments))
     monkeypatch.setattr(dist, "barrier", lambda: None)
-    monkeypatch.setattr(process_group, "own_group", lambda: None)
+    monkeypatch.setattr(services, "own_group", lambda: None)
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True)
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.setenv(name, "set by the agent")

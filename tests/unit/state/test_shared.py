@@ -161,7 +161,7 @@ def test_what_holds_a_process_group_goes_with_it(
     held.before_close()
     assert closed == ["note"]
     assert held.find(Wire) is wire
-    held.own_group(1)
+    held.own_group()
     assert held.find(Wire) is None, "the next one uses the new group"
     assert held.find(Note) is note
     held.remove(Note)
