@@ -245,20 +245,16 @@ def _warn_not_per_sample(counts: _Counts, rows: int | None) -> None:
 def _refuse_absent_ranks(loader: Any, counts: _Counts) -> None:
     """Raise where a rank has no batch in this round: it will not come, and the others would hang."""
     absent = [rank for rank, count in enumerate(counts) if count == 0]
-    if absent and not _is_even(loader):
+    if not absent:
+        return
+    sources = (getattr(loader, "plan", None), loader.batch_sampler, loader.dataset)
+    evens = (getattr(source, "even_batches", getattr(source, "even", None)) for source in sources)
+    if not all(even is None or even for even in evens):
         raise StateError(
             f"gather_for_metrics: processes {absent} have no batch in this last round, because even_batches "
             "is False, so they cannot take part. Prepare the evaluation loader with even_batches=True: what "
             "fills it up is left out of what is gathered."
         )
-
-
-def _is_even(loader: Any) -> bool:
-    for source in (getattr(loader, "plan", None), loader.batch_sampler, loader.dataset):
-        even: bool | None = getattr(source, "even_batches", getattr(source, "even", None))
-        if even is not None and not even:
-            return False
-    return True
 
 
 def _check_expands(weight: torch.Tensor, leaf: torch.Tensor) -> None:

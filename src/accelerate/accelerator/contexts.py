@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +65,10 @@ class Contexts:
         backend, used = state.device_backend, diagnostics.PeakMemory()
         meter = diagnostics.MemoryMeter(backend)
         meter.start()
-        with ExitStack() as block:
-            if snapshot_dir is not None:
-                block.enter_context(
-                    diagnostics.snapshot_on_exhaustion(backend, snapshot_dir, state.process_index)
-                )
+        snapshot: AbstractContextManager[None] = nullcontext()
+        if snapshot_dir is not None:
+            snapshot = diagnostics.snapshot_on_exhaustion(backend, snapshot_dir, state.process_index)
+        with snapshot:
             yield used
         used.peak = meter.peak()
         used.peaks = ops.gather_object([used.peak])

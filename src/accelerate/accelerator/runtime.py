@@ -25,12 +25,7 @@ SECONDS_WITHOUT_LIMIT = 1800.0  # what torch takes for its own operations
 
 
 class Runtime:
-    """The parts of one run; the facets of `Accelerator` call them and hold nothing of their own.
-
-    Attributes:
-        weights: what a loss weighs in a window whose items are counted; outside, all rounds weigh the same.
-        joins: whether ranks may run out of batches at different times now.
-    """
+    """The parts of one run; the facets of `Accelerator` call them and hold nothing of their own."""
 
     def __init__(
         self, request: strategies.RunRequest, state: AcceleratorState, session: strategies.PrepareSession
@@ -57,8 +52,9 @@ class Runtime:
         self.checkpoints = checkpointing.Session(
             diagnostics.watching.read_limits(environ.current()).seconds or SECONDS_WITHOUT_LIMIT
         )
-        self.joins = False
+        self.joins = False  # ranks may run out of batches at different times now
         self.counted_weights = CountedWeights(self.strategy.replicas)
+        # What a loss weighs in a window whose items are counted; outside, all rounds weigh the same.
         self.weights: CountedWeights | Window | None = None
 
 

@@ -132,12 +132,7 @@ def is_package_available(pkg_name: str, metadata_name: str | None = None) -> boo
 
 
 def require(package: str, feature: str) -> None:
-    """Raise unless an optional package is installed; to be called before it is imported.
-
-    Args:
-        package: The name it is imported by: a row of `PACKAGES`.
-        feature: What needs it, as the beginning of the sentence "... needs it".
-    """
+    """Raise unless a package of `PACKAGES` is installed; `feature` is what needs it, as messages begin."""
     row = PACKAGES[package]
     if row.available():
         return

@@ -23,6 +23,7 @@ SECONDS_TO_ANSWER = 3.0
 SECONDS_TO_END = 10.0
 _PAUSES = 3
 """Pauses within which every rank that waits has posted so anew."""
+_UNSEEN = "did not come, and no rank that waits can see what it does"
 _WITHOUT_RANK_0 = "Rank 0 keeps the store of the run, so no other rank can be asked before it comes."
 
 
@@ -114,7 +115,7 @@ class ArrivalWatch:
         elif self._reported is None:
             self._reported = {0}
             address = f"{self._topology.address}:{self._topology.port}"
-            state = next(iter(self._describe([0])), self._unseen(0))
+            state = next(iter(self._describe([0])), RankState(0, Doing.SILENT, ending=_UNSEEN))
             state = replace(state, ending=f"{state.ending}; it does not answer at {address}")
             self._publish([self._note(), state], _WITHOUT_RANK_0, {})
 
@@ -177,7 +178,7 @@ class ArrivalWatch:
         states: dict[int, RankState] = {
             self._rank: self._note(),
             **{rank: replace(note, rank=rank) for rank, note in notes.items()},
-            **{rank: seen.get(rank) or self._unseen(rank) for rank in missing},
+            **{rank: seen.get(rank) or RankState(rank, Doing.SILENT, ending=_UNSEEN) for rank in missing},
         }
         self._reported = set(missing)
         channel.post("reported", asdict(SentReport(self._rank, self._token, missing)))
@@ -229,11 +230,6 @@ class ArrivalWatch:
             for rank in missing
             if rank in pids or rank in started
         ]
-
-    def _unseen(self, rank: int) -> RankState:
-        return RankState(
-            rank, Doing.SILENT, ending="did not come, and no rank that waits can see what it does"
-        )
 
     def _note(self) -> Note:
         frame = processes.innermost(self._waiting_thread)

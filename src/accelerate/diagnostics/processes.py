@@ -198,11 +198,7 @@ class Siblings:
 
 
 def find_siblings(rank: int) -> Siblings | None:
-    """Find the ranks that were started by the process that started this one.
-
-    Returns:
-        None where the starter wrote no rank into the environment of this process.
-    """
+    """Find the ranks whose starter started this process too; None where it set no rank in the environment."""
     process = psutil.Process()
     own, value = _variables(process), str(rank)
     name = next((name for name in RANK_VARIABLES if own.get(name) == value), "")

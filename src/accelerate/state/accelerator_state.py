@@ -118,7 +118,10 @@ class AcceleratorState(RunState):
             **{name: plugin for name, plugin in plugins.items() if plugin is not None},
         )
         if partial.device_backend.own_runtime and asked == PrecisionType.BF16:
-            self.downcast_bfloat = _publish_xla_bf16()
+            # torch_xla computes in bfloat16 instead of all floats, as a variable says, or of float32 only.
+            downcast = any(map(parse_flag_from_env, ("ACCELERATE_DOWNCAST_BF16", "XLA_DOWNCAST_BF16")))
+            environ.assign({"XLA_USE_BF16": str(int(not downcast)), "XLA_DOWNCAST_BF16": str(int(downcast))})
+            self.downcast_bfloat = downcast
 
     def _check_initialized(
         self, mixed_precision: PrecisionType | PrecisionName | None = None, cpu: bool | None = None
@@ -255,10 +258,3 @@ def _precision_asked_for(
         formats = ", ".join(PrecisionType.list())
         raise wrong_value(source, value, "no such number format", f"choose one of {formats}")
     return cast("PrecisionName", asked)
-
-
-def _publish_xla_bf16() -> bool:
-    """Say to torch_xla which floats become bfloat16: all, as a variable of ours says, or float32 only."""
-    downcast = parse_flag_from_env("ACCELERATE_DOWNCAST_BF16") or parse_flag_from_env("XLA_DOWNCAST_BF16")
-    environ.assign({"XLA_USE_BF16": str(int(not downcast)), "XLA_DOWNCAST_BF16": str(int(downcast))})
-    return downcast

@@ -92,7 +92,10 @@ class Starter:
             raise wrong_value("MASTER_ADDR", None, f"{reason}where rank 0 runs", fix)
         is_one_machine = address is None or _is_loopback(address)
         _check_below(self.rank, rank, self.size, size)
-        port = _port(environ)
+        port = _number(environ, "MASTER_PORT")
+        if port is not None and not 0 < port < 65536:
+            raise wrong_value("MASTER_PORT", port, "there is no such port", "choose one from 1024 to 65535")
+        port = DEFAULT_PORT if port is None else port
         if local_rank is None and local_size is None and not is_one_machine:
             return Topology(rank, size, 0, 1, rank, address, port, self.name, needs_hosts=True)
         if local_rank is None:
@@ -133,15 +136,6 @@ def _number(environ: Mapping[str, str], names: str, unset: int | None = None) ->
     if number < 0:
         raise wrong_value(name, number, "a negative number has no meaning here", f"correct or unset {name}")
     return number
-
-
-def _port(environ: Mapping[str, str]) -> int:
-    port = _number(environ, "MASTER_PORT")
-    if port is None:
-        return DEFAULT_PORT
-    if not 0 < port < 65536:
-        raise wrong_value("MASTER_PORT", port, "there is no such port", "choose one from 1024 to 65535")
-    return port
 
 
 def _is_loopback(address: str) -> bool:
@@ -216,7 +210,13 @@ def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
     """Recognise a data-parallel job of Amazon SageMaker; rank 0 is on the first of its hosts."""
     if not uses_sagemaker(environ):
         return None
-    hosts = _hosts(environ.get("SM_HOSTS") or "[]")
+    text, fix = environ.get("SM_HOSTS") or "[]", 'set it as SageMaker does: ["algo-1", "algo-2"]'
+    try:
+        hosts = parse_json(text)
+    except ValueError as error:
+        raise wrong_value("SM_HOSTS", text, f"it is not JSON ({error})", fix) from None
+    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
+        raise wrong_value("SM_HOSTS", text, "it is no list of hosts", fix)
     topology = _sagemaker({"MASTER_ADDR": hosts[0], **environ} if hosts else environ)
     if topology is None:
         raise ConfigurationError(
@@ -224,17 +224,6 @@ def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
             "OMPI_COMM_WORLD_RANK says which process this is. Use SageMaker's distribution settings."
         )
     return topology
-
-
-def _hosts(text: str) -> list[str]:
-    fix = 'set it as SageMaker does: ["algo-1", "algo-2"]'
-    try:
-        hosts = parse_json(text)
-    except ValueError as error:
-        raise wrong_value("SM_HOSTS", text, f"it is not JSON ({error})", fix) from None
-    if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
-        raise wrong_value("SM_HOSTS", text, "it is no list of hosts", fix)
-    return hosts
 
 
 def from_xla(environ: Mapping[str, str]) -> Topology | None:
