@@ -15,7 +15,6 @@ from accelerate.ops.casting import (
 from accelerate.ops.collectives import (
     CannotPadNestedTensorWarning as CannotPadNestedTensorWarning,
     ReductionName as ReductionName,
-    at_least_1d as at_least_1d,
     broadcast as broadcast,
     broadcast_object_list as broadcast_object_list,
     copy_tensor_to_devices as copy_tensor_to_devices,

@@ -98,6 +98,10 @@ def as_supported(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _SUPPORTED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
+def at_least_1d(tensor: Tensor) -> Tensor:
+    return tensor.reshape(1) if tensor.ndim == 0 else tensor
+
+
 def reducible_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which numbers of `dtype` are combined: wide enough for a sum, and supported everywhere."""
     if dtype.is_complex:

@@ -21,7 +21,7 @@ from accelerate.nested import (
     recursively_apply,
     send_to_device,
 )
-from accelerate.ops.base import Reduction, Transport
+from accelerate.ops.base import Reduction, Transport, at_least_1d
 from accelerate.ops.packed import (
     agree_on_call,
     broadcast_object,
@@ -408,10 +408,6 @@ def first_rows(tensor: Tensor, count: int) -> Tensor:
     if rows < count or tensor.ndim == 0:
         raise too_few_rows(rows, count)
     return tensor if rows == count else tensor[:count]
-
-
-def at_least_1d(tensor: Tensor) -> Tensor:
-    return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 def row_fact(tensor: Tensor) -> tuple[list[int], str]:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accelerate.nested import recursively_apply
-from accelerate.ops.base import Header, Transport, finished_reduction, reducible_dtype
+from accelerate.ops.base import Header, Transport, at_least_1d, finished_reduction, reducible_dtype
 from accelerate.ops.packing import (
     DtypeSegment,
     Parts,
@@ -155,9 +155,8 @@ def _gather_leaf(leaf: Tensor, transport: Transport, call: Call) -> Tensor:
     if not is_dtensor(leaf):
         return gather_packed(leaf, transport, call)  # type: ignore[no-any-return]
     whole, first_ranks = _whole_and_first_ranks(leaf, transport)
-    whole = whole if whole.ndim else whole.view(1)
     if first_ranks == [0]:
-        return whole
+        return at_least_1d(whole)
     parts = gather_packed(whole, transport, call).chunk(transport.size)
     return torch.cat([parts[rank] for rank in first_ranks])
 

@@ -25,6 +25,7 @@ from accelerate.ops.base import (
     Header,
     Transport,
     as_supported,
+    at_least_1d,
     finished_reduction,
     one_for_each,
     reducible_dtype,
@@ -78,9 +79,7 @@ class TorchTransport(Transport):
         self.header = Header(self.size, _all_gather) if "cpu" in self._supported else None
 
     def gather(self, tensor: Tensor) -> Tensor:
-        local = self._to_group_device(tensor)
-        if local.ndim == 0:
-            local = local.reshape(1)
+        local = at_least_1d(self._to_group_device(tensor))
         joined = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
         if self._copies_results and local.is_cpu and local.nbytes >= IN_TURN:
             parts = joined.chunk(self.size)
@@ -175,8 +174,7 @@ class XlaTransport(Transport):
         self._xm: ModuleType = importlib.import_module("torch_xla.core.xla_model")
 
     def gather(self, tensor: Tensor) -> Tensor:
-        local = self._to_group_device(tensor)
-        joined: Tensor = self._xm.all_gather(local.reshape(1) if local.ndim == 0 else local, dim=0)
+        joined: Tensor = self._xm.all_gather(at_least_1d(self._to_group_device(tensor)), dim=0)
         return self._from_group_device(joined, tensor.device)
 
     def gather_object(self, obj: Any) -> list[Any]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops import Call, Transport, at_least_1d, first_rows, gather_rows, row_fact
+from accelerate.ops import Call, Transport, first_rows, gather_rows, row_fact
 
 
 class Two(Transport):
@@ -37,5 +37,4 @@ def test_first_rows() -> None:
 
 
 def test_facts() -> None:
-    assert at_least_1d(torch.tensor(3)).tolist() == [3]
     assert row_fact(torch.zeros(5, 2)) == ([2], "torch.float32")
