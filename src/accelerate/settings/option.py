@@ -174,6 +174,10 @@ WANTED = {
 }
 
 
+EMPTY_ANSWERS: dict[type, str] = {str: " (empty for none)", tuple: " (separated by commas, empty for none)"}
+"""Kind of an option that may be left out -> the end of its question."""
+
+
 def option(default: Any, help: str, **attributes: Any) -> Any:
     """Declare one option as a field of a :class:`Section`.
 
@@ -244,7 +248,8 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
     if declared.get("ask") is True:
         # "torchao: pad matrices (true or false)." -> "Pad matrices?"
         clause = declared["help"].removesuffix(".").removesuffix(" (true or false)").rpartition(": ")[2]
-        declared["ask"] = f"{clause[0].upper()}{clause[1:]}?"
+        hint = EMPTY_ANSWERS.get(kind, "") if default is None else ""
+        declared["ask"] = f"{clause[0].upper()}{clause[1:]}{hint}?"
     follows = {
         "flags": (f"--{field.name}",) if section.makes_flags else (),
         "flag_default": lower(default) if is_word else default,

@@ -354,16 +354,8 @@ class TpuSection(Section):
     )
     tpu_name: str | None = _pod_option("Name of the TPU.", flags=(), ask="What is the name of the TPU?")
     tpu_zone: str | None = _pod_option("Zone of the TPU.", flags=(), ask="In which zone is the TPU?")
-    command_file: str | None = _pod_option(
-        "File of commands that set up each host.",
-        flags=(),
-        ask="File of commands that set up each host (empty for none)?",
-    )
-    commands: tuple[str, ...] | None = _pod_option(
-        "Commands that set up each host.",
-        flags=(),
-        ask="Commands that set up each host (separated by commas, empty for none)?",
-    )
+    command_file: str | None = _pod_option("File of commands that set up each host.", flags=(), ask=True)
+    commands: tuple[str, ...] | None = _pod_option("Commands that set up each host.", flags=(), ask=True)
 
 
 def _image_option(package: str, default: str) -> Any:
@@ -388,9 +380,7 @@ class SageMakerSection(Section):
     iam_role_name: str | None = optional(
         "Role that the job runs as.", ask="Which IAM role does the job run as?"
     )
-    image_uri: str | None = optional(
-        "Container image of your own.", ask="Container image of your own (empty for none)?"
-    )
+    image_uri: str | None = optional("Container image of your own.", ask=True)
     profile: str | None = optional(
         "Profile of the AWS configuration.",
         ask="Which profile of the AWS configuration (empty for the default one)?",
@@ -402,12 +392,8 @@ class SageMakerSection(Section):
     pytorch_version: str = _image_option("PyTorch", SAGEMAKER_PYTORCH_VERSION)
     transformers_version: str = _image_option("Transformers", SAGEMAKER_TRANSFORMERS_VERSION)
     py_version: str = _image_option("Python", SAGEMAKER_PYTHON_VERSION)
-    sagemaker_inputs_file: str | None = optional(
-        "Table of input channels.", ask="Table of input channels (empty for none)?"
-    )
-    sagemaker_metrics_file: str | None = optional(
-        "Table of metric definitions.", ask="Table of metric definitions (empty for none)?"
-    )
+    sagemaker_inputs_file: str | None = optional("Table of input channels.", ask=True)
+    sagemaker_metrics_file: str | None = optional("Table of metric definitions.", ask=True)
     additional_args: dict[str, Any] | None = optional(
         "Further arguments for the estimator of SageMaker, as they are."
     )

@@ -68,9 +68,7 @@ class Fp8Section(Section):
         ask="Which library computes in FP8?",
     )
     fp8_use_autocast_during_eval: bool = _te_option(
-        False,
-        "Transformer Engine: compute in FP8 during evaluation too.",
-        ask=True,
+        False, "Transformer Engine: compute in FP8 during evaluation too.", ask=True
     )
     fp8_margin: int = _te_option(
         0,
