@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sized
+from dataclasses import dataclass
 from itertools import chain, count, dropwhile, islice, takewhile
 from operator import length_hint
 from types import GeneratorType
@@ -64,6 +65,7 @@ def check_split(batch_size: int | None, parts: int, fix: str = "Take") -> None:
         )
 
 
+@dataclass(eq=False, repr=False)
 class BatchSamplerShard(BatchSampler):
     """The shard of one process of the batches of a batch sampler, of any kind and any batch sizes.
 
@@ -92,24 +94,18 @@ class BatchSamplerShard(BatchSampler):
             divide.
     """
 
-    def __init__(
-        self,
-        batch_sampler: Any,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        self.batch_sampler = batch_sampler
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
-        self.batch_size = cast(int, getattr(batch_sampler, "batch_size", None))
-        self.drop_last = bool(getattr(batch_sampler, "drop_last", False))
+    batch_sampler: Any
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+
+    def __post_init__(self) -> None:
+        self.batch_size = cast(int, getattr(self.batch_sampler, "batch_size", None))
+        self.drop_last = bool(getattr(self.batch_sampler, "drop_last", False))
         self.fillers: Fillers = {}
-        if split_batches:
-            check_split(self.batch_size, num_processes, "Give a batch sampler whose batch_size is")
+        if self.split_batches:
+            check_split(self.batch_size, self.num_processes, "Give a batch sampler whose batch_size is")
 
     @property
     def sampler(self) -> Any:  # type: ignore[override]
@@ -266,6 +262,7 @@ class SamplerShard(Sampler[Any]):
         return len(self.shard)
 
 
+@dataclass(eq=False, repr=False)
 class IterableDatasetShard(IterableDataset[Any]):
     """The shard of one process of the samples of an iterable dataset.
 
@@ -289,27 +286,19 @@ class IterableDatasetShard(IterableDataset[Any]):
         ConfigurationError: `split_batches` with a batch size that `num_processes` does not divide.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int = 1,
-        drop_last: bool = False,
-        num_processes: int = 1,
-        process_index: int = 0,
-        split_batches: bool = False,
-        even_batches: bool = True,
-    ) -> None:
-        if split_batches:
-            check_split(batch_size, num_processes)
-        self.dataset = dataset
-        self.batch_size = batch_size
-        self.drop_last = drop_last
-        self.num_processes = num_processes
-        self.process_index = process_index
-        self.split_batches = split_batches
-        self.even_batches = even_batches
+    dataset: Any
+    batch_size: int = 1
+    drop_last: bool = False
+    num_processes: int = 1
+    process_index: int = 0
+    split_batches: bool = False
+    even_batches: bool = True
+
+    def __post_init__(self) -> None:
+        if self.split_batches:
+            check_split(self.batch_size, self.num_processes)
         self.epoch = 0
-        generator = getattr(dataset, "generator", None)
+        generator = getattr(self.dataset, "generator", None)
         self._seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
         self.skip_samples = 0  # samples at the beginning of each pass that an earlier run has used
         self.first_round = FirstRound()

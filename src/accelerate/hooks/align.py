@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -258,6 +258,10 @@ def find_slots(
     return list(slots.values()), stay
 
 
+_internal = partial(field, init=False, repr=False)
+
+
+@dataclass(eq=False)
 class AlignDevicesHook(ModelHook):
     """Inputs, and the module's own tensors, are on the right device when it computes.
 
@@ -279,41 +283,25 @@ class AlignDevicesHook(ModelHook):
         is_loaded: whether offloaded tensors are there now.
     """
 
-    original_devices: dict[str, torch.device]
-
-    def __init__(
-        self,
-        execution_device: Device | None = None,
-        offload: bool = False,
-        io_same_device: bool = False,
-        weights_map: Mapping[str, Tensor] | None = None,
-        offload_buffers: bool = False,
-        place_submodules: bool = False,
-        skip_keys: str | list[str] | None = None,
-        tied_params_map: Shared | None = None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.io_same_device = io_same_device
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.place_submodules = place_submodules
-        self.skip_keys = skip_keys
-        self.tied_params_map = tied_params_map
-        self.tied_params_names: set[str] = set()
-        self.param_original_devices: dict[str, torch.device] = {}
-        self.buffer_original_devices: dict[str, torch.device] = {}
-        self.input_device: torch.device | None = None
-        self.prefetcher: Prefetcher | None = None
-        self.block: AlignDevicesHook | None = None
-        self.is_loaded = False
-        self.slots: list[Slot] = []
-        self._members: dict[int, tuple[AlignDevicesHook, nn.Module]] = {}
-        self._device: tuple[Any, torch.device | None] = (None, None)
-
-    def __repr__(self) -> str:
-        names = ("execution_device", "offload", "io_same_device", "offload_buffers", "place_submodules")
-        return f"AlignDevicesHook({', '.join(f'{n}={getattr(self, n)!r}' for n in (*names, 'skip_keys'))})"
+    execution_device: Device | None = None
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, Tensor] | None = field(default=None, repr=False)
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: str | list[str] | None = None
+    tied_params_map: Shared | None = field(default=None, repr=False)
+    tied_params_names: set[str] = _internal(default_factory=set)
+    param_original_devices: dict[str, torch.device] = _internal(default_factory=dict)
+    buffer_original_devices: dict[str, torch.device] = _internal(default_factory=dict)
+    original_devices: dict[str, torch.device] = _internal()
+    input_device: torch.device | None = _internal(default=None)
+    prefetcher: Prefetcher | None = _internal(default=None)
+    block: AlignDevicesHook | None = _internal(default=None)
+    is_loaded: bool = _internal(default=False)
+    slots: list[Slot] = _internal(default_factory=list)
+    _members: dict[int, tuple[AlignDevicesHook, nn.Module]] = _internal(default_factory=dict)
+    _device: tuple[Any, torch.device | None] = _internal(default=(None, None))
 
     @property
     def is_loaded_by_block(self) -> bool:
