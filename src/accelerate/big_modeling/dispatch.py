@@ -41,6 +41,7 @@ from accelerate.weights import (
     find_tied_parameters,
     get_non_persistent_buffers,
     mapped_device,
+    memory_of,
     offload_state_dict,
     read_index,
     resolve_device,
@@ -79,8 +80,8 @@ def keep_in_memory(
     kept: dict[Any, Tensor] = {}
     lock = _may_lock(values, resolve_device(main))
     for name, tensor in values.items():
-        key = (tensor.device, tensor.data_ptr(), tensor.shape, tensor.dtype, tensor.stride())
-        if key not in kept or not tensor.numel():
+        key = memory_of(tensor)
+        if key not in kept:
             on_cpu = tensor.to(CPU)
             kept[key] = on_cpu.pin_memory() if lock and not on_cpu.is_pinned() else on_cpu
         values[name] = kept[key]

@@ -35,7 +35,7 @@ from accelerate.base import AccelerateError, CheckpointError, describe, listed
 from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.shard_index import NAME, KeyPath, ShardIndex
 from accelerate.checkpointing.sharded import LocalShards, Value, spread, write_item
-from accelerate.weights import read_torch
+from accelerate.weights import memory_of, read_torch
 
 State = Mapping[KeyPath, Any]  # tensors, local shards of tensors, and other values, by their paths
 
@@ -99,7 +99,7 @@ def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
     """Write the file of one process, shared memory once; return what the metadata needs."""
     by_index = {item.index: value for item, value in zip(plan.items, content, strict=True)}
     first: dict[Any, MetadataIndex] = {}
-    stored_as = {index: first.setdefault(_memory(value), index) for index, value in by_index.items()}
+    stored_as = {index: first.setdefault(memory_of(value), index) for index, value in by_index.items()}
     items = [item for item in plan.items if stored_as[item.index] == item.index]
     writer = _Writer(path.parent)
     plans = [SavePlan([])] * rank + [SavePlan(items)]  # the number of a plan names its file
@@ -110,12 +110,6 @@ def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
         raise OSError(f"{path} could not be written: {error}") from error
     infos = {result.index: result.storage_data for result in results}
     return [_report(plan.planner_data, item, infos[stored_as[item.index]]) for item in plan.items]
-
-
-def _memory(value: Any) -> Any:
-    if not isinstance(value, Tensor) or not value.data_ptr():  # a tensor that wraps others has no address
-        return id(value)
-    return value.device, value.data_ptr(), value.dtype, value.shape, value.stride()
 
 
 def _report(paths: Mapping[str, KeyPath], item: WriteItem, info: Any) -> list[Any]:

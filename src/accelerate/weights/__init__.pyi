@@ -33,6 +33,7 @@ from accelerate.weights.modules import (
     get_non_persistent_buffers as get_non_persistent_buffers,
     has_forward as has_forward,
     is_inside as is_inside,
+    memory_of as memory_of,
     missing_names as missing_names,
     model_has_dtensor as model_has_dtensor,
     named_module_tensors as named_module_tensors,

@@ -246,16 +246,16 @@ def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     memory: set[Any] = set()
     for name, tensor in addressable(state).items():
         _check_storable(name, tensor)
-        memory_of = (tensor.device, tensor.untyped_storage().data_ptr())
+        storage = (tensor.device, tensor.untyped_storage().data_ptr())
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        identity = (*memory_of, tensor.storage_offset(), *layout)
+        identity = (*storage, tensor.storage_offset(), *layout)
         if tensor.numel() and identity in firsts:
             aliases[name] = firsts[identity]
             continue
         firsts[identity] = name
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        kept[name] = tensor.clone() if tensor.numel() and memory_of in memory else tensor
-        memory.add(memory_of)
+        kept[name] = tensor.clone() if tensor.numel() and storage in memory else tensor
+        memory.add(storage)
     return kept, aliases
 
 
@@ -299,14 +299,15 @@ def _wrong_aliases(path: Path, reason: str) -> CheckpointError:
 
 def missing_names(own: Mapping[str, Any], state: Collection[str]) -> list[str]:
     """List what a state dict lacks of another one, where a tensor that has several names needs one."""
-    filled = {_memory(own[name]) for name in state if name in own}
-    return [name for name, tensor in own.items() if name not in state and _memory(tensor) not in filled]
+    filled = {memory_of(own[name]) for name in state if name in own}
+    return [name for name, tensor in own.items() if name not in state and memory_of(tensor) not in filled]
 
 
-def _memory(tensor: Any) -> Any:
-    if not isinstance(tensor, Tensor) or tensor.device.type == "meta" or not tensor.data_ptr():
+def memory_of(tensor: Any) -> Any:
+    """Return what identifies the memory of a tensor and how it is read; of anything else its identity."""
+    if not isinstance(tensor, Tensor) or not tensor.data_ptr():  # one that wraps others has no address
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 logger = logging.getLogger(__name__)  # also used where no run is set up

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.checkpointing import shard_files
 from accelerate.devices import hardware_table
 from accelerate.weights import (
     check_tied_parameters_in_config,
@@ -126,7 +125,7 @@ class Wrapped(torch.Tensor):
 def test_tensors_without_an_address_are_not_taken_for_one() -> None:
     first, second = Wrapped(torch.ones(2)), Wrapped(torch.zeros(2))
     assert modules.missing_names({"a": first, "b": second, "c": first}, {"a"}) == ["b"]
-    assert len({shard_files._memory(each) for each in (first, second, first)}) == 2
+    assert len({modules.memory_of(tensor) for tensor in (first, second, first)}) == 2
 
 
 class Tied(nn.Module):
