@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.launch import LaunchPlan, Machine, Target, explain, resolve_plan
+from accelerate.launch import LaunchPlan, Machine, Target, as_json, as_text, resolve_plan
 from accelerate.launch.backends import LAUNCHERS, launcher_for
 from accelerate.settings import FLAG, Layer, Settings, merge_layers
 
@@ -69,14 +69,14 @@ def test_showing_a_plan_starts_nothing_and_writes_nothing(
     launcher = launcher_for(plan)
     assert launcher.command(plan) == launcher.command(plan)
     assert all(type(word) is str for word in launcher.command(plan))
-    explain.as_text(plan, settings)
+    as_text(plan, settings)
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_what_is_shown_names_the_script_and_its_arguments(name: str) -> None:
     plan, settings = made(name)
-    text, shown = explain.as_text(plan, settings), json.loads(explain.as_json(plan, settings))
+    text, shown = as_text(plan, settings), json.loads(as_json(plan, settings))
     assert shown["command"] == launcher_for(plan).command(plan)
     for part in (text, json.dumps(shown)):
         assert "train.py" in part
@@ -87,7 +87,7 @@ def test_what_is_shown_names_the_script_and_its_arguments(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(CASES))
 def test_secrets_stay_out_of_everything_that_is_shown(name: str) -> None:
     plan, settings = made(name)
-    shown = explain.as_text(plan, settings) + explain.as_json(plan, settings) + repr(plan)
+    shown = as_text(plan, settings) + as_json(plan, settings) + repr(plan)
     assert "HUSH" not in shown
     assert "AKIA" not in shown
 

@@ -22,7 +22,7 @@ from accelerate.accelerator import Arguments, build_request
 from accelerate.base import LONGEST, AccelerateError, environ
 from accelerate.commands.launch import launch_command_parser, read_settings
 from accelerate.diagnostics import find_sources, read_limits
-from accelerate.launch import Machine, Target, explain, resolve_plan
+from accelerate.launch import Machine, Target, as_json, as_text, resolve_plan
 from accelerate.settings import (
     SECTIONS,
     Layer,
@@ -166,8 +166,8 @@ def names(problem: str, name: str) -> bool:
 def plan(merged: Settings, *words: str) -> None:
     """Decide what a launch would start, and write it for people and for machines."""
     found, chosen = resolve_plan(merged, MACHINE, Target("script", "train.py", words))
-    json.loads(explain.as_json(found, chosen))
-    assert explain.as_text(found, chosen)
+    json.loads(as_json(found, chosen))
+    assert as_text(found, chosen)
 
 
 def use_file(content: bytes, name: str) -> None:

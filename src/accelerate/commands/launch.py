@@ -17,6 +17,8 @@ from accelerate.commands.utils import DEVICE_PROBES, entry_point, parser_of
 from accelerate.launch import (
     LaunchPlan,
     Target,
+    as_json,
+    as_text,
     choose_cpu_or_devices,
     collect,
     machine,
@@ -150,9 +152,7 @@ def launch_command(args: argparse.Namespace) -> None:
     plan, settings = make_plan(args)
     launcher = launcher_for(plan)
     if getattr(args, "explain", False) or getattr(args, "dry_run", False):
-        from accelerate.launch import explain  # a run does not load it
-
-        print(explain.as_json(plan, settings) if args.dry_run else explain.as_text(plan, settings))
+        print(as_json(plan, settings) if args.dry_run else as_text(plan, settings))
         return
     if plan.target.kind == "script" and not os.path.exists(plan.target.name):
         raise ConfigurationError(f"There is no script {shown(plan.target.name)} here. Check the path.")

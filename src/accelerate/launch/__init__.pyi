@@ -11,7 +11,6 @@ from accelerate.launch.children import (
     grace as grace,
     run_child as run_child,
 )
-from accelerate.launch.explain import as_json as as_json, as_text as as_text
 from accelerate.launch.failures import (
     ENTRY as ENTRY,
     FOLDER_VARIABLE as FOLDER_VARIABLE,
@@ -67,6 +66,8 @@ from accelerate.launch.plan import (
     torchrun_arguments as torchrun_arguments,
 )
 from accelerate.launch.resolve import (
+    as_json as as_json,
+    as_text as as_text,
     check_engine as check_engine,
     choose_cpu_or_devices as choose_cpu_or_devices,
     resolve_plan as resolve_plan,

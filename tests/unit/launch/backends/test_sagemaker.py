@@ -14,7 +14,8 @@ from accelerate.launch import (
     LaunchPlan,
     Machine,
     Target,
-    explain,
+    as_json,
+    as_text,
     namespace,
     resolve_plan,
 )
@@ -131,7 +132,7 @@ def test_one_half_of_the_credentials_is_refused(tmp_path: Path) -> None:
 
 def test_credentials_are_never_shown(tmp_path: Path) -> None:
     plan, settings = made(tmp_path)
-    shown = explain.as_text(plan, settings) + explain.as_json(plan, settings) + repr(plan)
+    shown = as_text(plan, settings) + as_json(plan, settings) + repr(plan)
     assert "HUSH" not in shown
     assert "AKIA" not in shown
     assert "sagemaker.huggingface.HuggingFace" in shown
