@@ -198,11 +198,7 @@ def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
 def plan_of(
     weights: Iterable[Weight], dtype: str, memory: Mapping[Any, int] | None
 ) -> tuple[dict[str, Any], str]:
-    """Plan a device map; return devices by module, and the plan as a table.
-
-    Args:
-        memory: bytes by device; None: what is free on this machine, without a tenth for activations.
-    """
+    """Plan a device map for limits in bytes, None for what is free; return devices by module, and a table."""
     from accelerate.big_modeling import explain_device_map, infer_auto_device_map, plan_memory
 
     model = _build(weights)

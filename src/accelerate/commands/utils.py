@@ -39,9 +39,7 @@ def parser_of(
 ) -> Callable[[Callable[[CustomArgumentParser], None]], Callable[..., CustomArgumentParser]]:
     """Turn a function that adds the options of a command into the one that makes its parser.
 
-    Args:
-        command: called with the parsed arguments; ``None`` where a subcommand is.
-        **kwargs: for the parser.
+    The parser calls `command` with the parsed arguments; ``None`` where a subcommand is called.
     """
     kwargs = {"formatter_class": OneSpellingFormatter, "description": description, **kwargs}
 

@@ -115,11 +115,7 @@ def torchrun_arguments(plan: LaunchPlan) -> list[str]:
 
 
 def accelerate_command(settings: Settings, target: Target, *left_out: str) -> list[str]:
-    """The words of an `accelerate launch` on another machine, or later, that decides the same.
-
-    Args:
-        left_out: names of options that it finds out by itself.
-    """
+    """The words of an `accelerate launch` that decides the same, and finds `left_out` by itself."""
     if settings.source("num_cpu_threads_per_process") not in (FLAG, ENVIRONMENT):
         left_out = (*left_out, "num_cpu_threads_per_process")
     return [*AGENT, *flags.words(settings, *left_out), *target.words]

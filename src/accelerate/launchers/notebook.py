@@ -321,11 +321,7 @@ def run_elastic(
     rdzv_configs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Let torch's elastic agent fork the processes, and start them again as asked.
-
-    Args:
-        options: Further fields of torch's `LaunchConfig`.
-    """
+    """Let torch's elastic agent fork the processes; `options` are further fields of its `LaunchConfig`."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 

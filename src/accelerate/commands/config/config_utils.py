@@ -43,12 +43,7 @@ def add_subcommand(
     command: Callable[[argparse.Namespace], object],
     help: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a subcommand to ``accelerate config``.
-
-    Args:
-        parents: parsers whose options it has too.
-        help: what the list of subcommands says; default: the description.
-    """
+    """Add a subcommand to ``accelerate config``, with the options of `parents` too."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         parents=parents,
