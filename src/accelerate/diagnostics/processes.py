@@ -7,6 +7,7 @@ their states and stacks, and which of them are ranks of the run.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import site
 import sys
@@ -63,7 +64,15 @@ class Position:
 
 def innermost(thread: int) -> FrameType | None:
     """The frame that a thread executes; None when it has ended."""
-    return sys._current_frames().get(thread)
+    # Python 3.11 and 3.12 may collect garbage here while they hold a lock that each fork inherits as it is
+    # (python/cpython#106883): a worker of a loader that is forked meanwhile would wait for it forever.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def read_position(frame: FrameType) -> Position:

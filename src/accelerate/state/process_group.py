@@ -19,10 +19,11 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
@@ -47,6 +48,7 @@ from accelerate.state.shared import services
 
 SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
 SECONDS_FOR_THREADS = 0.1
+THREADS = Path("/proc/self/task")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 LOOK_AGAIN = 0.5
 """Seconds that a rank waits for the others before it looks whether another generation has begun."""
@@ -308,6 +310,27 @@ def _wait_for_threads() -> None:
     time.sleep(SECONDS_FOR_THREADS)
 
 
+def _wait_before_fork() -> None:
+    """Wait until the threads of torch are idle, at most `SECONDS_FOR_THREADS`.
+
+    After a collective one of them drops its tensors, and enters the interpreter for that. A process that is
+    forked at that moment gets a lock of the interpreter that nobody releases, and hangs: a worker of a loader
+    would never send a batch. Since Python 3.12 a forked process makes that lock anew.
+    """
+    deadline = time.monotonic() + SECONDS_FOR_THREADS
+    while is_open() and _torch_threads_run() and time.monotonic() < deadline:
+        time.sleep(0.0005)
+
+
+def _torch_threads_run() -> bool:
+    for thread in THREADS.iterdir():
+        with suppress(OSError):  # it has ended
+            name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
+            if name.startswith("pt_") and not state.startswith("S"):
+                return True
+    return False
+
+
 def wait(device: torch.device) -> None:
     """Wait until all ranks of the default group have come here; refused where the group is closed."""
     if is_open():
@@ -360,3 +383,5 @@ def _close_at_exit() -> None:
 
 # Registered on import, so that what is registered later, and may still communicate, runs before.
 atexit.register(_close_at_exit)
+if sys.version_info < (3, 12) and THREADS.exists():
+    os.register_at_fork(before=_wait_before_fork)

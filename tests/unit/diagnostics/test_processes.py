@@ -15,6 +15,39 @@ from accelerate.diagnostics import processes
 
 SLEEPING = [sys.executable, "-c", "input()"]
 
+FORK_WHILE_A_THREAD_IS_READ = """
+import os, signal, threading, time
+from accelerate.diagnostics import processes
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0.0001)  # gives up the interpreter's lock, as the iterator of a loader does
+
+def read(thread):
+    while True:
+        processes.innermost(thread)
+        Cycle()
+
+def fork(depth):  # in frames that are new each time
+    Cycle()
+    return fork(depth - 1) if depth else os.fork()
+
+threading.Thread(target=read, args=[threading.get_ident()], daemon=True).start()
+for _ in range(500):
+    child = fork(20)
+    if child == 0:
+        os._exit(0)
+    deadline = time.monotonic() + 10
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os._exit(3)
+        time.sleep(0.0005)
+"""
+
 
 def wait_for(pid: int, status: str) -> None:
     deadline = time.monotonic() + 20
@@ -56,3 +89,7 @@ def test_stacks_are_written_as_python_does() -> None:
         f'  File "{__file__}", line 1, in outer\n    """What the system says of processes."""\n'
         '  File "<string>", line 2, in inner\n'
     )
+
+
+def test_a_fork_while_the_stack_of_a_thread_is_read_does_not_hang() -> None:
+    subprocess.run([sys.executable, "-c", FORK_WHILE_A_THREAD_IS_READ], check=True, timeout=100)

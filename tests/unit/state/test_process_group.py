@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
+import os
 import socket
+import sys
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +33,30 @@ def test_a_group_of_one_needs_no_port_and_no_variables() -> None:
     process_group.close_group()
     assert not process_group.is_open()
     process_group.close_group()
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python makes its locks anew in a fork")
+def test_a_fork_waits_for_threads_of_torch() -> None:
+    """The thread runs without the interpreter's lock, as one that drops the tensors of a collective."""
+    process_group.open_group(Topology(), hardware_table.CPU)
+    begun, done = threading.Event(), threading.Event()
+
+    def run() -> None:
+        set_name = 15
+        ctypes.CDLL(None).prctl(set_name, b"pt_test")
+        data = bytes(1 << 20)
+        begun.set()
+        hashlib.sha3_512(data).digest()
+        done.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    begun.wait()
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if done.is_set() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    thread.join()
 
 
 def test_nobody_can_wait_in_a_closed_group() -> None:
