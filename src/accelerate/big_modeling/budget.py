@@ -19,17 +19,13 @@ from accelerate.weights import Dtype, all_tensors, find_blocks, tensor_bytes
 
 @dataclass(frozen=True)
 class Unit:
-    """One or several modules, or single tensors, that go to one device.
-
-    Attributes:
-        size: bytes of all their tensors that no unit before has; `buffers`: of the buffers among them.
-        block: bytes of the largest block that one of their tensors is part of: what a device must have free
-            to compute with them when they are offloaded.
-    """
+    """One or several modules, or single tensors, that go to one device."""
 
     names: tuple[str, ...]
-    size: float
-    buffers: float
+    size: float  # bytes of all their tensors that no unit before has
+    buffers: float  # bytes of the buffers among them
+    # Bytes of the largest block that one of their tensors is part of: what a device must have free to compute
+    # with them when they are offloaded.
     block: float
 
 

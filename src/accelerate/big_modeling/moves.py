@@ -40,24 +40,18 @@ LAYOUT = "weight_format"
 
 @dataclass(frozen=True)
 class Move:
-    """Where one tensor of the model comes from, and where it goes.
-
-    Attributes:
-        source: its name in the files; that of another tied parameter where it is stored under that.
-        on_disk: whether it goes to the folder of offloaded weights, and the model gets one without a value.
-        in_place: whether the tensor that the model has is filled, and not replaced.
-        in_8_bits: whether it is quantized before it goes to the disk.
-        parts: names in the files of the scales of a weight that is stored in 4 bits.
-    """
+    """Where one tensor of the model comes from, and where it goes."""
 
     name: str
-    source: str
+    source: str  # its name in the files; that of another tied parameter where it is stored under that
     device: torch.device
-    on_disk: bool = False
+    on_disk: bool = (
+        False  # it goes to the folder of offloaded weights, and the model gets one without a value
+    )
     dtype: torch.dtype | None = None
-    in_place: bool = False
-    in_8_bits: bool = False
-    parts: Sequence[str] = ()
+    in_place: bool = False  # the tensor that the model has is filled, and not replaced
+    in_8_bits: bool = False  # it is quantized before it goes to the disk
+    parts: Sequence[str] = ()  # names in the files of the scales of a weight that is stored in 4 bits
 
 
 @dataclass(frozen=True)

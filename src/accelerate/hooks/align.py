@@ -148,27 +148,18 @@ TYPES_WITHOUT_DEVICE = (int, float, bool, str, type(None))
 
 @dataclass
 class Slot:
-    """One offloaded tensor: an entry of a module's parameters or buffers.
-
-    Attributes:
-        tensors: the parameters of `owner`, or its buffers; `key` is the tensor's name there.
-        source: an object with a `weights_map` of its values; `name` is their name there.
-        empty: the tensor without values that is there in between; gives dtype and `requires_grad`.
-        tied: other entries with the same parameter.
-        filled: the tensor made of the values; where those stay in memory anyway, it is used again.
-        address: of the values that are used again; None: they are not.
-    """
+    """One offloaded tensor: an entry of a module's parameters or buffers."""
 
     owner: nn.Module
-    tensors: Tensors
-    key: str
-    source: Any
-    name: str
+    tensors: Tensors  # the parameters of the owner, or its buffers
+    key: str  # the tensor's name there
+    source: Any  # has a `weights_map` of its values
+    name: str  # their name there
     original_device: torch.device
-    empty: Tensor
-    tied: list[tuple[Tensors, str]] = field(default_factory=list)
-    filled: Tensor | None = None
-    address: int | None = None
+    empty: Tensor  # without values, is there in between; gives dtype and `requires_grad`
+    tied: list[tuple[Tensors, str]] = field(default_factory=list)  # other entries with the same parameter
+    filled: Tensor | None = None  # made of the values; where those stay in memory anyway, it is used again
+    address: int | None = None  # of the values that are used again
 
     def read(self, device: torch.device, non_blocking: bool = False) -> Tensor:
         values: Tensor = self.source.weights_map[self.name]

@@ -1,6 +1,7 @@
 """The entry points that take an `argparse.Namespace`: calls of what the resolver uses too.
 
-Such a namespace holds every option, already decided, under its name; nothing is looked up on the machine.
+Such a namespace, `args`, holds every option of ``accelerate launch``, already decided, under its name;
+nothing is looked up on the machine. `current_env` is a dictionary that gets variables, and is returned.
 """
 
 from __future__ import annotations
@@ -86,9 +87,6 @@ def _encode(args: argparse.Namespace, sections: tuple[type[Section], ...]) -> di
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """The command and the whole environment for one process.
 
-    Args:
-        args: every option of ``accelerate launch``, already decided.
-
     Returns:
         The words of the command, and the environment.
 
@@ -110,7 +108,7 @@ def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
     """The whole environment for several processes; the namespace gets what ``torchrun`` needs.
 
     Args:
-        args: every option of ``accelerate launch``, already decided; gets ``nproc_per_node``, ``nnodes``,
+        args: gets ``nproc_per_node``, ``nnodes``,
             ``node_rank``, ``master_addr``, ``master_port`` or ``rdzv_endpoint``, as text.
 
     Returns:
@@ -143,8 +141,7 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
     """The command and the whole environment for DeepSpeed.
 
     Args:
-        args: every option of ``accelerate launch``, already decided; on one machine, and with the launcher
-            ``standard``, it gets what ``torchrun`` needs.
+        args: on one machine, and with the launcher ``standard``, it gets what ``torchrun`` needs.
 
     Returns:
         The words of DeepSpeed's launcher, or ``None`` where ``torchrun`` starts the processes; and the
@@ -172,15 +169,9 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 def prepare_tpu(
     args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Add the variables by which XLA computes in bfloat16, and those of a debug run.
+    """Add the variables by which XLA computes in bfloat16, and those of a debug run; return both arguments.
 
-    Args:
-        args: every option of ``accelerate launch``; with `pod` its ``env`` gets them.
-        current_env: gets them without `pod`.
-        pod: the processes run on the hosts of a pod.
-
-    Returns:
-        `args` and `current_env`.
+    The ``env`` of `args` gets them for the hosts of a `pod`, `current_env` otherwise.
     """
     settings = settings_of(args)
     added = precision_variables(settings.values["downcast_bf16"], settings.values["mixed_precision"])
@@ -200,7 +191,6 @@ def prepare_sagemager_args_inputs(
 
     Args:
         sagemaker_config: the job, as its configuration file describes it.
-        args: every option of ``accelerate launch``.
 
     Returns:
         Arguments of the estimator by name, and channel -> location of its data, None for none.
@@ -229,15 +219,7 @@ def _plan_job(config: SageMakerConfig, args: argparse.Namespace) -> LaunchPlan:
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of the FP8 recipe, where FP8 is the number format.
-
-    Args:
-        args: every option of ``accelerate launch``.
-        current_env: gets the variables.
-
-    Returns:
-        `current_env`.
-    """
+    """Add the variables of the FP8 recipe, where FP8 is the number format."""
     current_env.update(env.encode(settings_of(args), (sections.Fp8Section,)))
     return current_env
 
@@ -245,15 +227,7 @@ def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict
 def prepare_extend_env_parallelism_config(
     args: argparse.Namespace, current_env: dict[str, str]
 ) -> dict[str, str]:
-    """Add the variables of the mesh.
-
-    Args:
-        args: every option of ``accelerate launch``.
-        current_env: gets the variables.
-
-    Returns:
-        `current_env`.
-    """
+    """Add the variables of the mesh."""
     settings = settings_of(args).replaced(FLAG, use_parallelism_config=True)
     current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     current_env.update(env.encode(settings, MESH))
@@ -273,9 +247,6 @@ def _filter_args(
 def simple_launcher(args: argparse.Namespace) -> None:
     """Run the namespace's script as one process.
 
-    Args:
-        args: every option of ``accelerate launch``, already decided.
-
     Raises:
         SystemExit: the script failed; with its exit code.
     """
@@ -286,9 +257,6 @@ def simple_launcher(args: argparse.Namespace) -> None:
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
     """Run the namespace's script in several processes.
 
-    Args:
-        args: every option of ``accelerate launch``, already decided.
-
     Raises:
         SystemExit: a process failed; with its exit code.
     """
@@ -298,9 +266,6 @@ def multi_gpu_launcher(args: argparse.Namespace) -> None:
 
 def deepspeed_launcher(args: argparse.Namespace) -> None:
     """Run the namespace's script with DeepSpeed.
-
-    Args:
-        args: every option of ``accelerate launch``, already decided.
 
     Raises:
         SystemExit: a process failed; with its exit code.
@@ -313,9 +278,6 @@ def deepspeed_launcher(args: argparse.Namespace) -> None:
 def tpu_launcher(args: argparse.Namespace) -> None:
     """Run the namespace's script on the chips of this TPU host.
 
-    Args:
-        args: every option of ``accelerate launch``, already decided.
-
     Raises:
         MissingPackageError: torch_xla is not installed.
     """
@@ -324,9 +286,6 @@ def tpu_launcher(args: argparse.Namespace) -> None:
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
     """Run the namespace's script on all hosts of a TPU pod.
-
-    Args:
-        args: every option of ``accelerate launch``, already decided.
 
     Raises:
         SystemExit: a host failed; with its exit code.
@@ -344,7 +303,6 @@ def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespa
 
     Args:
         sagemaker_config: the job, as its configuration file describes it.
-        args: every option of ``accelerate launch``.
 
     Raises:
         MissingPackageError: the vendor's package is not installed.

@@ -18,6 +18,7 @@ from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Option, Settings, deepspeed_checks as checks
 from accelerate.settings.sections import EXCLUSIVE, LaunchSection, RendezvousSection
 
+HIDDEN = "(hidden)"
 STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")
 NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")
 """Ways of training that need a process group, even with one process."""
@@ -222,9 +223,6 @@ def check_engine(settings: Settings, machine: Machine) -> None:
 def _check_fields(fields: dict[str, Any]) -> None:
     complete: Any = SimpleNamespace(**{**checks.USUAL, **fields})
     checks.refuse_config(checks.problems_of_fields(complete), "Correct them")
-
-
-HIDDEN = "(hidden)"
 
 
 def as_text(plan: LaunchPlan, settings: Settings) -> str:

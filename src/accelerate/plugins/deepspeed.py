@@ -138,12 +138,7 @@ class DeepSpeedPlugin:
         return bool(self.get_value(ds_key_long) == AUTO)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return a value of the configuration.
-
-        Args:
-            ds_key_long: Its dotted name.
-            default: What is returned where there is none.
-        """
+        """Return a value of the configuration by its dotted name, or `default` where there is none."""
         return self.hf_ds_config.get_value(ds_key_long, default)
 
     def fill_match(

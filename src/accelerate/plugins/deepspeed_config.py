@@ -59,12 +59,7 @@ class HfDeepSpeedConfig:
         return find_node(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return a value.
-
-        Args:
-            ds_key_long: Its dotted name.
-            default: What is returned where there is none.
-        """
+        """Return a value by its dotted name, or `default` where there is none."""
         return look_up(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:

@@ -1,4 +1,8 @@
-"""From the configuration of a model to the arguments of Megatron-LM, and whether they fit the processes."""
+"""From the configuration of a model to the arguments of Megatron-LM, and whether they fit the processes.
+
+A function `parse_MODEL_config` reads the configuration of the model and writes the arguments to the plugin;
+the batch, where there is one, gives the lengths of sequences.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +46,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
 @add_model_config_to_megatron_parser("megatron-bert")
 @add_model_config_to_megatron_parser("bert")
 def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a BERT; only its pretraining heads are Megatron-LM's own.
-
-    Args:
-        megatron_lm_plugin: takes the arguments.
-        model: has the configuration.
-        batch_data: a batch, for the length of sequences, or None.
-    """
+    """Take the sizes of a BERT; only its pretraining heads are Megatron-LM's own."""
     config, plugin = _Config(model), megatron_lm_plugin
     name = type(model).__name__
     pretraining = not any(head in name for head in ("ForSequenceClassification", "ForTokenClassification"))
@@ -68,13 +66,7 @@ def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, ba
 
 @add_model_config_to_megatron_parser("gpt2")
 def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a GPT-2.
-
-    Args:
-        megatron_lm_plugin: takes the arguments.
-        model: has the configuration.
-        batch_data: a batch, for the length of sequences, or None.
-    """
+    """Take the sizes of a GPT-2."""
     config = _Config(
         model,
         num_hidden_layers="n_layer",
@@ -92,13 +84,7 @@ def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, ba
 
 @add_model_config_to_megatron_parser("t5")
 def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a T5.
-
-    Args:
-        megatron_lm_plugin: takes the arguments.
-        model: has the configuration.
-        batch_data: a batch, for the lengths of sequences, or None.
-    """
+    """Take the sizes of a T5."""
     config = _Config(
         model,
         num_hidden_layers="num_layers",
@@ -130,13 +116,7 @@ def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batc
 
 @add_model_config_to_megatron_parser("llama")
 def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a Llama.
-
-    Args:
-        megatron_lm_plugin: takes the arguments.
-        model: has the configuration.
-        batch_data: a batch, for the length of sequences, or None.
-    """
+    """Take the sizes of a Llama."""
     config = _Config(model)
     _set_decoder(megatron_lm_plugin, config, batch_data, "Llama2Tokenizer")
     megatron_lm_plugin.megatron_lm_default_args.update(_like_llama(megatron_lm_plugin, config))
@@ -144,13 +124,7 @@ def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, b
 
 @add_model_config_to_megatron_parser("glm4_moe")
 def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a GLM-4 with experts.
-
-    Args:
-        megatron_lm_plugin: takes the arguments.
-        model: has the configuration.
-        batch_data: a batch, for the length of sequences, or None.
-    """
+    """Take the sizes of a GLM-4 with experts."""
     config = _Config(model)
     _set_decoder(megatron_lm_plugin, config, batch_data, "HuggingFaceTokenizer")
     num_dense = config("first_k_dense_replace", 0)

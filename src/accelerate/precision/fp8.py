@@ -38,11 +38,7 @@ TILE = 16
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and the last linear layer of a model; `None` where there is none.
-
-    Args:
-        model: any module.
-    """
+    """Return the names of the first and the last linear layer of a model; `None` where there is none."""
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
@@ -64,22 +60,13 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return whether a module shall compute in FP8, if not for the first and last linear layer in it.
-
-    Args:
-        module: of a model.
-        fqn: its name in the model.
-    """
+    """Return whether a module shall compute in FP8, if not for the first and last linear layer in it."""
     return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
 
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Return whether linear layers of torchao's float8 are in a model.
-
-    Args:
-        model: any module.
-    """
+    """Return whether linear layers of torchao's float8 are in a model."""
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(module, Float8Linear) for module in model.modules())
@@ -217,11 +204,7 @@ def convert_model(
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Return whether layers of Transformer Engine are in a model.
-
-    Args:
-        model: any module.
-    """
+    """Return whether layers of Transformer Engine are in a model."""
     engine = _layers_of(model)
     kinds = (engine.LayerNorm, engine.Linear, engine.TransformerLayer)
     return any(isinstance(module, kinds) for module in model.modules())

@@ -35,23 +35,16 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """What a run asks of its number format.
+    """What a run asks of its number format."""
 
-    Attributes:
-        name: value of `mixed_precision`.
-        make_scaler: builds the gradient scaler; `None` takes the one of the hardware.
-        fp8_library: name of the FP8 library, from the launch configuration; `None` leaves it open.
-        gathers_shards: whether FSDP 2 shards the model.
-    """
-
-    name: str
+    name: str  # value of `mixed_precision`
     backend: DeviceBackend
     autocast: AutocastKwargs | None = None
     scaler: GradScalerKwargs | None = None
-    make_scaler: Callable[..., GradScaler] | None = None
+    make_scaler: Callable[..., GradScaler] | None = None  # None takes the gradient scaler of the hardware
     recipes: Sequence[KwargsHandler] = ()
-    fp8_library: str | None = None
-    gathers_shards: bool = False
+    fp8_library: str | None = None  # its name in the launch configuration; None leaves it open
+    gathers_shards: bool = False  # FSDP 2 shards the model
     convert_layers: ConvertLayers = convert_model_to_fp8_ao
 
 

@@ -339,16 +339,11 @@ def _range_of(name: str, entry: dict[str, Any], data: int, size: int) -> Range:
 
 
 class WeightFile:
-    """A file of weights.
-
-    Attributes:
-        shapes: of all tensors, by name; further names of a tensor are among them.
-        extra: names of the extra states of modules.
-    """
+    """A file of weights."""
 
     path: Path
-    shapes: Mapping[str, torch.Size]
-    extra: Collection[str]
+    shapes: Mapping[str, torch.Size]  # of all tensors, by name; further names of a tensor are among them
+    extra: Collection[str]  # names of the extra states of modules
 
     def read(self, name: str, device: torch.device) -> Any:
         """Return one tensor or extra state; from safetensors to the CPU it is mapped, as a private copy."""

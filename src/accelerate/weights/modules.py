@@ -95,11 +95,7 @@ def _bottom_up(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether a parameter of a model is a distributed tensor of torch.
-
-    Args:
-        model: any module.
-    """
+    """Return whether a parameter of a model is a distributed tensor of torch."""
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())

@@ -57,18 +57,7 @@ CLUSTER_SECTIONS = tuple(section for section in SECTIONS if section is not SageM
 
 
 def get_cluster_input(prompt: Prompt | None = None, suggestions: Suggestions | None = None) -> ClusterConfig:
-    """Ask for the settings of one machine or a cluster.
-
-    Args:
-        prompt: asks; default: the terminal, or lines when this process has none.
-        suggestions: the defaults; default: those for this machine.
-
-    Returns:
-        What the file will hold.
-
-    Raises:
-        ConfigurationError: on a pipe, an answer is wrong or missing.
-    """
+    """Ask for the settings of one machine or a cluster, with the arguments of `get_user_input`."""
     known = suggestions or suggest()
     chosen = prompt or prompt_of_this_process()
     questions = Questionnaire(

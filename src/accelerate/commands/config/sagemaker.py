@@ -63,17 +63,9 @@ POLICY = {
 def get_sagemaker_input(
     prompt: Prompt | None = None, suggestions: Suggestions | None = None
 ) -> SageMakerConfig:
-    """Ask for the settings of a job on Amazon SageMaker.
+    """Ask for the settings of a job on Amazon SageMaker; arguments and errors are those of `get_user_input`.
 
-    Args:
-        prompt: asks; default: the terminal, or lines when this process has none.
-        suggestions: the defaults; nothing of this machine matters to such a job.
-
-    Returns:
-        What the file will hold. Credentials are not asked for and never written: the AWS profile has them.
-
-    Raises:
-        ConfigurationError: on a pipe, an answer is wrong or missing.
+    Credentials are not asked for and never written: the AWS profile has them.
     """
     kept = suggestions.kept if suggestions is not None else {}
     usual = {name: USUAL[name] for name in ("distributed_type", "ec2_instance_type", "iam_role_name")}

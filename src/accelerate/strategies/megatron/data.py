@@ -52,22 +52,14 @@ class MegatronLMDummyDataLoader:
         plugin.megatron_lm_default_args.update(args, megatron_dataset_flag=True)
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the function that builds the three datasets.
-
-        Args:
-            accelerator: has `state.megatron_lm_plugin`.
-        """
+        """Return the function that builds the three datasets."""
         plugin = accelerator.state.megatron_lm_plugin
         provider: Any = plugin.custom_megatron_datasets_provider_function or build_datasets
         provider.is_distributed = True  # Megatron-LM asks for it
         return provider  # type: ignore[no-any-return]
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
-        """Return what training, validation and test read; None where this process reads nothing.
-
-        Args:
-            accelerator: has `state.megatron_lm_plugin`.
-        """
+        """Return what training, validation and test read; None where this process reads nothing."""
         provider = self.get_train_valid_test_datasets_provider(accelerator)
         args = library.get_args()
         consumed = getattr(args, "consumed_samples", None) or [0, 0]

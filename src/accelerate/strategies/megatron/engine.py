@@ -322,11 +322,7 @@ class MegatronLMDummyScheduler:
 
 
 class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
-    """Megatron-LM's optimizer: a call of the engine has stepped it and cleared its gradients.
-
-    Args:
-        optimizer: Megatron-LM's.
-    """
+    """Megatron-LM's optimizer: a call of the engine has stepped it and cleared its gradients."""
 
     belongs_to_engine: bool = True
 

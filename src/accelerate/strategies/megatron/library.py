@@ -249,9 +249,6 @@ def model_provider_func(
 def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[list[nn.Module], Any, Any]:
     """Let Megatron-LM build its model, optimizer and scheduler; called on all ranks.
 
-    Args:
-        accelerator: has `state.megatron_lm_plugin`.
-
     Returns:
         The parts of the model on this process, its optimizer and its scheduler.
     """
@@ -272,12 +269,7 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[list[nn.Module]
 
 
 def prepare_optimizer(accelerator: Any, model: list[nn.Module]) -> Any:
-    """Return Megatron-LM's optimizer for a model that is wrapped already.
-
-    Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        model: its parts on this process.
-    """
+    """Return Megatron-LM's optimizer for a model that is wrapped already."""
     built = training("training").get_megatron_optimizer_config(get_args())
     # Newer versions return what differs from parameter to parameter apart.
     config, overrides = built if isinstance(built, tuple) else (built, None)

@@ -66,9 +66,6 @@ class AbstractTrainStep(ABC):
 
         It returns the loss summed over tokens, their number, and tensors to report by name: pairs of sum and
         number, or means.
-
-        Args:
-            accelerator: has `state.megatron_lm_plugin`.
         """
 
 
@@ -189,10 +186,6 @@ class GPTTrainStep(_TokenTrainStep):
 
     Batches have `input_ids`, and may have `labels` (not shifted, -100 where a token does not count) and
     `attention_mask`; those of Megatron-LM's datasets have `tokens`, `labels` and `loss_mask`.
-
-    Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        args: Megatron-LM's.
     """
 
     label_argument = "labels"
@@ -265,10 +258,6 @@ class T5TrainStep(_TokenTrainStep):
     Batches have `input_ids` and `labels` (-100 where a token does not count), and may have `attention_mask`
     and `decoder_input_ids`; those of Megatron-LM's datasets have `text_enc`, `text_dec`, `labels`,
     `loss_mask`, `enc_mask` and `dec_mask`.
-
-    Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        args: Megatron-LM's.
     """
 
     label_argument = "lm_labels"
@@ -363,10 +352,6 @@ class BertTrainStep(_FamilyTrainStep):
     Batches have `input_ids`, and may have `attention_mask`, `token_type_ids`, `labels` (-100 where a token is
     not predicted) and `next_sentence_label`; those of Megatron-LM's datasets have `text`, `types`, `labels`,
     `is_random`, `loss_mask` and `padding_mask`. Classification needs a model of the user's own.
-
-    Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        args: Megatron-LM's.
     """
 
     def __init__(self, accelerator: Any, args: Any) -> None:
