@@ -7,6 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.base import ConfigurationError, StateError
 from accelerate.parallelism_config import ParallelismConfig
@@ -31,6 +33,19 @@ def test_axes_have_an_order_and_common_names() -> None:
     assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
     assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (120, 6, 20)
     assert config._sizes == {"dp_replicate": 2, "dp_shard": 3, "cp": 5, "sp": 1, "tp": 4}
+
+
+@pytest.mark.filterwarnings("ignore:Slicing a flattened dim")  # which torch is about to change
+def test_the_mesh_has_the_unions_of_its_axes() -> None:
+    dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    try:
+        mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2, cp_size=2).build_device_mesh("cpu")
+        assert mesh is not None
+        assert mesh.mesh_dim_names == ("dp_replicate", "dp_shard", "cp")
+        sizes = {name: mesh[name].size() for name in ("dp_replicate", "dp", "dp_shard_cp", "dp_cp")}
+        assert sizes == {"dp_replicate": 2, "dp": 4, "dp_shard_cp": 4, "dp_cp": 8}
+    finally:
+        dist.destroy_process_group()
 
 
 def test_only_axes_with_several_processes_are_in_the_mesh() -> None:

@@ -89,6 +89,9 @@ def test_a_row_for_each_device() -> None:
     ]
     half = explain_device_map(model, {"": "disk"}, dtype="float16").splitlines()[1]
     assert half.split() == ["disk", "576", "bytes", "72", "bytes", "648", "bytes", "all"]
+    special = {"0.weight": torch.float64, "2.weight": torch.float64}
+    other = explain_device_map(model, {"": "disk"}, dtype="float16", special_dtypes=special).splitlines()[1]
+    assert other.split()[1:3] == ["2.06", "KB"]
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,15 @@ def test_another_number_of_groups_goes_on_behind_what_all_had() -> None:
     assert sorted(parts) == list(range(12, 20))
 
 
+def test_another_number_of_groups_reads_the_rest_of_a_stream() -> None:
+    parts = []
+    for rank in range(2):
+        loader = make(Stream(), 2, rank, dispatch_batches=False)
+        late = start_late(resumed(loader, 1, groups=3, consumed=3), 1)
+        parts += [value for batch in late for value in batch.tolist()]
+    assert sorted(set(parts)) == list(range(6, 20))
+
+
 @pytest.mark.parametrize(("groups", "seen", "rows", "first"), [(2, 4, 1, 8), (1, 2, 4, 8), (2, 3, 2, 12)])
 def test_batches_of_another_size_go_on_behind_the_same_samples(
     groups: int, seen: int, rows: int, first: int

@@ -17,7 +17,8 @@ def test_a_configuration_is_made_complete_enough_to_build_a_model():
         "zero_optimization": {"stage": 3},
         "train_micro_batch_size_per_gpu": 1,
     }
-    assert config_to_build({"train_micro_batch_size_per_gpu": 8})["train_micro_batch_size_per_gpu"] == 8
+    given = {"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8}
+    assert config_to_build(given) == {"train_micro_batch_size_per_gpu": 8}
 
 
 def test_nothing_is_shown_without_the_package(monkeypatch):
