@@ -23,10 +23,10 @@ Spelling = Callable[[Any], str | None]
 
 
 def _spelling(case: Callable[[str], str] = str, writes_empty: bool = True) -> Spelling:
-    """Write text in a case; nothing for ``None``, and for 0, ``False`` and the empty text if asked for."""
+    """Write text in a case; nothing for ``None``, nor for the empty text if asked for."""
 
     def spell(value: Any) -> str | None:
-        is_written = value is not None and (writes_empty or value)
+        is_written = value is not None and (writes_empty or value != "")
         return case(str(value)) if is_written else None
 
     return spell

@@ -49,6 +49,16 @@ def test_what_the_launcher_writes_the_worker_reads(section: type[Section]) -> No
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
+def test_false_and_zero_are_written_where_nothing_is_the_default(section: type[Section]) -> None:
+    rows = [row for row in section.options() if row.variables and row.default is None]
+    rows = [row for row in rows if row.kind in (bool, int, float) and (row.limits or (0,))[0] == 0]
+    values = {**SWITCHED_ON, **{row.name: row.kind(0) for row in rows if row.name not in SWITCHED_ON}}
+    written = env.encode(merge_layers(Layer(FLAG, values)), (section,))
+    for row in rows:
+        assert getattr(env.decode(section, written), row.name) == values[row.name], row.name
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
 def test_an_empty_environment_gives_the_built_in_values(section: type[Section]) -> None:
     decoded = env.decode(section, {})
     assert decoded == section()

@@ -214,7 +214,7 @@ class RendezvousSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosticsSection(Section):
-    """Hangs: after what time they are reported, and whether the run goes on."""
+    """Hangs: after what time they are reported, and whether the run continues."""
 
     title = "Diagnostics Arguments"
     env_prefix = "ACCELERATE_"
