@@ -198,7 +198,8 @@ def test_each_spelling_writes_its_form() -> None:
     assert unless_empty("") is None
     assert unless_empty(2) == "2"
     assert unless_empty_lower("CPU") == "cpu"
-    assert unless_empty_lower(False) is None
+    assert unless_empty_lower(False) == "false"
+    assert unless_empty_lower(None) is None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,7 +98,7 @@ class DeepSpeedSection(Section):
         when=lambda answers: answers["offload_param_device"] == "nvme",
     )
     gradient_accumulation_steps: int | None = _inline_option(
-        "Batches per optimizer step, with DeepSpeed; otherwise see Accelerator(gradient_accumulation_steps=...).",
+        "Batches per optimizer step, with DeepSpeed; else Accelerator(gradient_accumulation_steps=...).",
         env="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         ask="How many batches per optimizer step?",
     )
