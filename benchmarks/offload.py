@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from accelerate import cpu_offload, disk_offload, dispatch_model, load_checkpoint_and_dispatch
 from accelerate.checkpointing import save_sharded
-from accelerate.diagnostics import HostMeter
+from accelerate.devices import of_device
+from accelerate.diagnostics import MemoryMeter
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from pairing import Pair, measure, report
 
@@ -62,7 +63,7 @@ def from_shards(plain: nn.Module, folder: str) -> nn.Module:
 def peak_of_forward(model: nn.Module, block: int) -> Pair:
     """Measure the memory that a forward takes, over that of two blocks and what activations take anyway."""
     x = torch.randn(1, 8, WIDTH)
-    meter, before = HostMeter(), psutil.Process().memory_info().rss
+    meter, before = MemoryMeter(of_device(torch.device("cpu"))), psutil.Process().memory_info().rss
     meter.start()
     model(x)
     model(x)

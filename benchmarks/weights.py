@@ -14,7 +14,8 @@ from torch import nn
 
 from accelerate import load_checkpoint_in_model
 from accelerate.checkpointing import save_sharded
-from accelerate.diagnostics import HostMeter
+from accelerate.devices import of_device
+from accelerate.diagnostics import MemoryMeter
 from pairing import Pair, measure, report
 
 LAYERS, WIDTH, SHARD = 24, 256, "20MB"
@@ -40,7 +41,7 @@ def peak_of_loading(folder: str) -> Pair:
     with torch.device("meta"):
         model = build()
     half = sum(each.nbytes for each in model.state_dict().values()) // 2
-    meter, before = HostMeter(), psutil.Process().memory_info().rss
+    meter, before = MemoryMeter(of_device(torch.device("cpu"))), psutil.Process().memory_info().rss
     meter.start()
     load_checkpoint_in_model(model, folder, {"": "cpu"}, dtype=torch.bfloat16)
     allowed, taken = half + SHARD_BYTES, meter.peak() - before
