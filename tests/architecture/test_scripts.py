@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,4 @@ SCRIPTS = sorted(path for folder in ("benchmarks", "examples") for path in (ROOT
 def test_names_imported_from_the_package_exist(path: Path) -> None:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "accelerate":
-            module = import_module(str(node.module))
-            missing = [name.name for name in node.names if not hasattr(module, name.name)]
-            assert not missing, f"{node.module} has no {missing}"
+            exec(ast.unparse(node), {})
