@@ -64,8 +64,8 @@ class Position:
 
 def innermost(thread: int) -> FrameType | None:
     """The frame that a thread executes; None when it has ended."""
-    # Python 3.11 and 3.12 may collect garbage here while they hold a lock that each fork inherits as it is
-    # (python/cpython#106883): a worker of a loader that is forked meanwhile would wait for it forever.
+    # Python 3.11 and 3.12 may collect garbage here while they hold a lock that a forked process inherits in
+    # its locked state (python/cpython#106883): a worker of a loader that is forked meanwhile deadlocks.
     collects = gc.isenabled()
     gc.disable()
     try:

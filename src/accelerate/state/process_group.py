@@ -313,9 +313,9 @@ def _wait_for_threads() -> None:
 def _wait_before_fork() -> None:
     """Wait until the threads of torch are idle, at most `SECONDS_FOR_THREADS`.
 
-    After a collective one of them drops its tensors, and enters the interpreter for that. A process that is
-    forked at that moment gets a lock of the interpreter that nobody releases, and hangs: a worker of a loader
-    would never send a batch. Since Python 3.12 a forked process makes that lock anew.
+    After a collective one of them releases its tensors and acquires the interpreter for that. A process that
+    is forked at that moment inherits a locked lock of the interpreter and deadlocks: the worker of a loader
+    would never return a batch. Since Python 3.12 a forked process initializes that lock again.
     """
     deadline = time.monotonic() + SECONDS_FOR_THREADS
     while is_open() and _torch_threads_run() and time.monotonic() < deadline:
