@@ -13,12 +13,13 @@ from accelerate import checkpointing, rng
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import Candidate, Change, Load, Part, Payload, Site
+from accelerate.ops import current_transport
 
 
 def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload]:
     """Return the content of the files of this rank, after the user's hooks; `safe` writes safetensors."""
     in_shards = runtime.strategy.saves_shards
-    if in_shards and not site.is_common:
+    if in_shards and not all(current_transport().gather_object(site.is_common)):
         raise CheckpointError(
             f"{site.request.target} is another folder on each machine, and states in shards need one that "
             "all processes see. Choose a folder on a common disk, or FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"

@@ -66,11 +66,11 @@ class Persistence:
         runtime, project = self._runtime, self._runtime.request.project
         session = runtime.checkpoints
         session.background.wait()
-        request = self._request(output_dir)
+        site = checkpointing.saving.open_site(self._request(output_dir), session.consensus)
+        request = site.request
         logger.info(f"Saving current state to {request.target}")
         if request.iteration is not None:
             project.iteration = request.iteration + 1
-        site = checkpointing.saving.open_site(request, session.consensus)
         try:
             write = session.prepare_write(
                 site,
@@ -264,9 +264,8 @@ class Persistence:
         iteration = None
         target = Path(output_dir or "").expanduser()
         if numbered:
-            parent = _numbered_folder(project)
-            iteration = session.choose_number(parent, project.iteration)
-            target = parent / checkpointing.retention.name_of(iteration)
+            iteration = project.iteration
+            target = _numbered_folder(project) / checkpointing.retention.name_of(iteration)
         loaders = runtime.prepared.loaders
         gradients = runtime.gradient_state
         if not gradients.sync_gradients:

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,8 +118,7 @@ class Candidate:
             "path": "" if save else f"{socket.gethostname()}:{self.folder}",
             "save": save or self._stamp,
         }
-        answers = self._consensus.decide(CALL, own, list, SECONDS_TO_VERIFY)
-        problems, again = _judge(answers)
+        problems, again = self._consensus.decide(CALL, own, _judge, SECONDS_TO_VERIFY)
         self.was_replaced = again and not self._is_last
         if problems:
             raise CheckpointError(problems)
@@ -200,8 +200,8 @@ def _open_numbered(
     except OSError as error:  # this rank has none, so that the others need not wait for it
         logger.warning(f"Checkpoints in {parent} cannot be looked for: {error}.", main_process_only=False)
         checkpoints = {}
-    answers = consensus.decide(CALL, sorted(checkpoints), list, patience)
-    for number in sorted({number for numbers in answers for number in numbers}, reverse=True):
+    numbers = consensus.decide(CALL, sorted(checkpoints), lambda lists: sorted({*chain(*lists)}), patience)
+    for number in reversed(numbers):
         path = parent / retention.name_of(number)
         fault = checkpoints[number].fault if number in checkpoints else "it is not on all machines"
         yield Candidate(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)

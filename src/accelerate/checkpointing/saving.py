@@ -88,47 +88,59 @@ class Site:
 def open_site(request: Request, consensus: Consensus) -> Site:
     """Make the folder that the checkpoint is written in; called on all ranks.
 
-    Ranks that do not see the folder of rank 0, on machines without a common disk, get a folder on their own
-    machine; the first of them gives it its name.
+    Rank 0 chooses the number of a numbered checkpoint. Ranks that do not see the folder of rank 0, on
+    machines without a common disk, get a folder on their own machine; the rank that makes it commits it.
     """
-    target = absolute_path(request.target)
     opened: list[StagingFolder] = []
 
-    def begin() -> StagingFolder:
+    def begin(target: Path) -> StagingFolder:
         opened.append(plan_staging_folder(target))
         opened[-1].open()
         return opened[-1]
 
     try:
-        return _agree_on_site(request, consensus, target, begin)
+        return _agree_on_site(request, consensus, begin)
     except BaseException:
         for staging in opened:
             staging.discard()
         raise
 
 
-def _agree_on_site(
-    request: Request, consensus: Consensus, target: Path, begin: Callable[[], StagingFolder]
-) -> Site:
-    answer = consensus.decide(CALL, None, lambda _: _spell(begin()), request.patience)
+def _agree_on_site(request: Request, consensus: Consensus, begin: Callable[[Path], StagingFolder]) -> Site:
+    def begin_first(_: Sequence[Any]) -> dict[str, Any]:
+        chosen = _choose_number(request)
+        return {"iteration": chosen.iteration, **_spell(begin(absolute_path(chosen.target)))}
+
+    answer = consensus.decide(CALL, None, begin_first, request.patience)
+    if answer["iteration"] != request.iteration:
+        logger.warning(
+            f"{request.target.parent} holds a checkpoint {request.iteration} already: this run goes on with "
+            f"number {answer['iteration']}. A project folder for each run keeps them apart."
+        )
+    request = _with_number(request, answer["iteration"])
+    target = absolute_path(request.target)
     first = _staging_folder(target, answer)
     sees = answer["target"] == str(target) and first.folder.is_dir()
-    path = "" if sees else f"{socket.gethostname()}:{target}"
-    paths = consensus.decide(CALL, path, list, request.patience)
-    leader = paths.index(path)
-    if not any(paths):
+    name = "" if sees else f"{socket.gethostname()}:{target}"
+    leader, offer = consensus.share(name, lambda: _spell(begin(target)), request.patience)
+    if sees:
         return Site(first, consensus.rank == 0, consensus, request, save=first.folder.name)
-    commits = leader == consensus.rank
-    own, failure = first, ""
-    if commits and not sees:
-        try:
-            own = begin()
-        except CheckpointError as error:
-            failure = str(error)
-    offers = consensus.decide(CALL, {"failure": failure, "staging": _spell(own)}, list, request.patience)
-    _refuse_failures([offer["failure"] for offer in offers])
-    staging = _staging_folder(target, offers[leader]["staging"])
+    staging, commits = _staging_folder(target, offer), leader == consensus.rank
     return Site(staging, commits, consensus, request, is_common=False, save=first.folder.name)
+
+
+def _choose_number(request: Request) -> Request:
+    """Take the next number above all where there is a checkpoint of this number."""
+    if request.iteration is None:
+        return request
+    taken = retention.taken_numbers(request.target.parent)
+    return _with_number(request, max(taken) + 1) if request.iteration in taken else request
+
+
+def _with_number(request: Request, number: int | None) -> Request:
+    if number is None or number == request.iteration:
+        return request
+    return replace(request, iteration=number, target=request.target.parent / retention.name_of(number))
 
 
 def _spell(staging: StagingFolder) -> dict[str, Any]:
@@ -152,7 +164,6 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
     consensus = site.consensus
     records: list[FileRecord] = []
     reports: dict[str, Any] = {}
-    all_reports: list[Mapping[str, Any]] = []
 
     def write_file(payload: Payload) -> FileRecord:
         path = site.folder / payload.name
@@ -173,31 +184,55 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
         with ThreadPoolExecutor(threads, "accelerate-write", **for_threads()) as pool:
             records.extend(pool.map(write_file, payloads))
 
-    def keep_reports(summaries: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Keep the reports to rank 0, which commits where there are any: they can be large."""
-        all_reports.extend(summary["reports"] for summary in summaries)
-        return [{**summary, "reports": {}} for summary in summaries]
-
     def commit(summaries: Sequence[Mapping[str, Any]]) -> None:
         for payload in payloads:
             if payload.finish is not None:
                 shards = str(Path(payload.name).parent)
-                payload.finish(site.folder / shards, [reports[shards] for reports in all_reports])
-        own = [summary for summary in summaries if summary["folder"] == str(site.folder)]
-        _commit(site, [FileRecord(**record) for summary in own for record in summary["records"]])
+                payload.finish(site.folder / shards, [summary["reports"][shards] for summary in summaries])
+        _commit(site, summaries)
 
     try:
         failure = _attempt(write_files)
         summary = _summary(site, failure, [asdict(record) for record in records], reports)
-        summaries = consensus.decide(CALL, summary, keep_reports, SECONDS_TO_WRITE)
-        _refuse_failures([summary["failure"] for summary in summaries])
-        failure = _attempt(lambda: commit(summaries)) if site.commits else ""
-        _refuse_failures(consensus.decide(CALL, failure, list, SECONDS_TO_WRITE))
+        _finish(site, summary, commit)
     finally:
         discard(site)
     for line in saved_lines(site.request.target, [payload.name for payload in payloads], site.request.custom):
         logger.info(line)
     return site.staging.target
+
+
+Commit = Callable[[Sequence[Mapping[str, Any]]], None]
+"""Commits the folder of this rank, after the summaries of the ranks that have written in it."""
+
+
+def _finish(site: Site, summary: dict[str, Any], commit: Commit) -> None:
+    """Commit the checkpoint when all ranks have written; raises on all ranks where one has failed."""
+    verdict = _decide(site, summary, commit)
+    _refuse_failures(verdict["failures"])
+    if not verdict["others"]:
+        return
+    own = [each for each in verdict["others"] if each["folder"] == str(site.folder)]
+    failure = _attempt(lambda: commit(own)) if site.commits and own else ""
+    failures = site.consensus.decide(CALL, failure, list, SECONDS_TO_WRITE)
+    _refuse_failures([(rank, text) for rank, text in enumerate(failures) if text])
+
+
+def _decide(site: Site, summary: dict[str, Any], commit: Commit) -> Any:
+    """Let rank 0 commit its folder when all ranks have written, and return what the ranks need to know.
+
+    These are the failures, and the summaries of other folders; those of a folder that all have are many.
+    """
+
+    def judge(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        failures = [(rank, each["failure"]) for rank, each in enumerate(summaries) if each["failure"]]
+        own = [each for each in summaries if each["folder"] == str(site.folder)]
+        if not failures and (failure := _attempt(lambda: commit(own))):
+            failures = [(site.consensus.rank, failure)]
+        others = [each for each in summaries if each["folder"] != str(site.folder)]
+        return {"failures": failures, "others": [] if failures else others}
+
+    return site.consensus.decide(CALL, summary, judge, SECONDS_TO_WRITE)
 
 
 def _summary(site: Site, failure: str, records: Sequence[Any] = (), reports: Any = None) -> dict[str, Any]:
@@ -207,7 +242,7 @@ def _summary(site: Site, failure: str, records: Sequence[Any] = (), reports: Any
 def abandon(site: Site, error: Exception) -> None:
     """Tell the other ranks, which are about to write or wait for it, that this one cannot save."""
     try:
-        site.consensus.decide(CALL, _summary(site, describe(error)), list, SECONDS_TO_WRITE)
+        _decide(site, _summary(site, describe(error)), lambda _: None)
     finally:
         discard(site)
 
@@ -218,9 +253,10 @@ def discard(site: Site) -> None:
         site.staging.discard()
 
 
-def _commit(site: Site, records: Sequence[FileRecord]) -> None:
+def _commit(site: Site, summaries: Sequence[Mapping[str, Any]]) -> None:
     """Describe the folder, give it its name, and only then delete what it makes superfluous."""
     request = site.request
+    records = [FileRecord(**record) for summary in summaries for record in summary["records"]]
     files = {record.name: record for record in records}
     for name in files_under(site.folder):
         if name not in files:  # written by the user's hooks
@@ -256,10 +292,9 @@ def _attempt(action: Callable[[], Any]) -> str:
     return ""
 
 
-def _refuse_failures(failures: Sequence[str]) -> None:
-    failed = {rank: text for rank, text in enumerate(failures) if text}
-    if failed:
-        lines = "; ".join(f"process {rank}: {text}" for rank, text in failed.items())
+def _refuse_failures(failures: Sequence[tuple[int, str]]) -> None:
+    if failures:
+        lines = "; ".join(f"process {rank}: {text}" for rank, text in failures)
         raise CheckpointError(
             f"The checkpoint was not saved, and the ones before it are unchanged ({lines}). Fix the cause, "
             "such as a full disk, and save again."
@@ -318,21 +353,6 @@ class Session:
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
-
-    def choose_number(self, parent: Path, wanted: int) -> int:
-        """Return the number of the next checkpoint: what rank 0 wants, or the next one above all."""
-
-        def choose(wanted_numbers: Sequence[int]) -> int:
-            taken = retention.taken_numbers(parent)
-            return wanted_numbers[0] if wanted_numbers[0] not in taken else max(taken) + 1
-
-        number = int(self.consensus.decide(CALL, wanted, choose, self.patience))
-        if number != wanted:
-            logger.warning(
-                f"{parent} holds a checkpoint {wanted} already: this run goes on with number {number}. "
-                "A project folder for each run keeps them apart."
-            )
-        return number
 
     def prepare_write(
         self, site: Site, payloads: Sequence[Payload], *, blocking: bool
@@ -422,4 +442,11 @@ class StagingArea:
 def _open_consensus() -> Consensus:
     # All ranks open theirs in the same order; the store may still hold values from before a reset.
     purpose = f"checkpoints/{services.next_number('checkpoints')}"
-    return open_consensus(current_transport(), process_group.connect_channel(purpose, STORE_TIMEOUT))
+    consensus = open_consensus(current_transport(), process_group.connect_channel(purpose, STORE_TIMEOUT))
+    return services.put(Consensus, consensus, close=_close_consensus)
+
+
+def _close_consensus() -> None:
+    consensus = services.remove(Consensus)
+    if consensus is not None:
+        consensus.close()

@@ -313,6 +313,13 @@ class CollectiveConsensus(Consensus):
         verdict = pack_verdict(judge, values) if self.rank == 0 else None
         return unpack(self._transport.broadcast_object(verdict))
 
+    def share(self, name: str, make: Callable[[], Any], patience: float) -> tuple[int, Any]:
+        names = self._transport.gather_object(name)
+        maker = names.index(name)
+        made = pack_verdict(lambda _: make(), []) if name and maker == self.rank else None
+        all_made = self._transport.gather_object(made)
+        return (maker, unpack(all_made[maker])) if name else (-1, None)
+
 
 def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consensus:
     """Choose the way in which the ranks of a run agree; `channel` is a connection of its own to the store."""

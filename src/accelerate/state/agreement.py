@@ -19,18 +19,22 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any, TypeVar, get_type_hints
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, DistStoreError, Store  # type: ignore[attr-defined]
 
 from accelerate.base import AccelerateError, CheckpointError, StateError, describe, errors
 from accelerate.launch import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-FIRST_PAUSE = 0.002
-LONGEST_PAUSE = 0.1
+PAUSE = 0.1
+"""Seconds between requests for a value that is not of this run, and for counters at the end of a run."""
+SHORTEST = timedelta(milliseconds=1)  # a store takes 0 for no limit
 SECONDS_FOR_THE_VERDICT = 10.0
+_ABSENT = b"?"  # no value is so short
+_END = b"\n"  # JSON has none
 Message = TypeVar("Message")
 
 _DIGITS = hashlib.sha256().digest_size * 2
@@ -54,33 +58,47 @@ class StoreChannel:
         """Set a value: numbers, text, booleans, and lists and dictionaries of these; not None."""
         self._store.set(self._name(name), self._encode(name, value))
 
+    def post_all(self, values: Mapping[str, Any]) -> None:
+        """Set several values in one request."""
+        encoded = [self._encode(name, value) for name, value in values.items()]
+        self._store.multi_set([self._name(name) for name in values], encoded)
+
     def decide(self, name: str, value: Any) -> Any:
         """Set a value unless there is one, and return the one that is there: the first decides for all."""
         return self._decode(name, self._store.compare_set(self._name(name), "", self._encode(name, value)))
 
     def read(self, name: str) -> Any:
         """Return a value; None where there is none, or one that is not of this run."""
-        return self._get([name]).get(name)
+        data = self._read(name)
+        return None if data == _ABSENT else self._decode(name, data)
 
-    def read_all(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return values by name, as `read` does; two requests where all are there."""
-        return self._get(names) or {name: self.read(name) for name in names}
+    def append(self, name: str, value: Any) -> None:
+        """Append a value to a list."""
+        self._store.append(self._name(name), self._encode(name, value) + _END)
+
+    def read_list(self, name: str) -> list[Any]:
+        """Return the values of a list, in the order in which they were appended."""
+        values = (self._decode(name, line) for line in self._read(name).split(_END)[:-1])
+        return [value for value in values if value is not None]
 
     def wait(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
-        """Wait until values are there, and return them by name; None for those that did not come in time."""
-        end, pause = time.monotonic() + seconds, FIRST_PAUSE
+        """Wait until values are there, and return them by name; None for those that did not come in time.
+
+        One request where all come. No other thread can use the connection meanwhile.
+        """
+        end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
-            values = self._get(names)
-            if values and None not in values.values():
+            try:
+                values = self._get(names, left)
+            except DistStoreError:  # some did not come in time
+                break
+            if None not in values.values():
                 return values
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, LONGEST_PAUSE)
-        return self.read_all(names)
+            time.sleep(min(PAUSE, left))  # a value that is not of this run may be replaced
+        return dict.fromkeys(names) | self._get(self._present(names))
 
     def gather(self, topic: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
         """Wait for the values that ranks post as `topic/rank`; see `wait`."""
-        if not ranks:
-            return {}
         values = self.wait([f"{topic}/{rank}" for rank in ranks], seconds)
         return dict(zip(ranks, values.values(), strict=True))
 
@@ -92,11 +110,31 @@ class StoreChannel:
         for name in names:
             self._store.delete_key(self._name(name))
 
-    def _get(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return values by name; none at all where one is absent."""
-        keys = [self._name(name) for name in names]
-        content = self._store.multi_get(keys) if self._store.check(keys) else []
-        return {name: self._decode(name, data) for name, data in zip(names, content, strict=False)}
+    def _read(self, name: str) -> bytes:
+        """Return the data of a name without waiting for it, in one request."""
+        # An exchange against a value that nobody has changes nothing. `get` would wait.
+        return bytes(self._store.compare_set(self._name(name), _ABSENT, _ABSENT))
+
+    def _get(self, names: Sequence[str], seconds: float = 0.0) -> dict[str, Any]:
+        """Return values by name; they are there, or come within `seconds`."""
+        if not names:
+            return {}
+        before = self._store.timeout
+        self._store.set_timeout(max(timedelta(seconds=seconds), before if seconds == 0 else SHORTEST))
+        try:
+            content = self._store.multi_get([self._name(name) for name in names])
+        finally:
+            self._store.set_timeout(before)
+        return {name: self._decode(name, data) for name, data in zip(names, content, strict=True)}
+
+    def _present(self, names: Sequence[str]) -> list[str]:
+        """Return those names that have values: halves are searched in which some have none."""
+        if not names or self._store.check([self._name(name) for name in names]):
+            return list(names)
+        if len(names) == 1:
+            return []
+        middle = len(names) // 2
+        return self._present(names[:middle]) + self._present(names[middle:])
 
     def _name(self, name: str) -> str:
         return f"{self._scope}/{name}"
@@ -165,10 +203,22 @@ class Consensus:
         """
         return judge([value])
 
+    def share(self, name: str, make: Callable[[], Any], patience: float) -> tuple[int, Any]:
+        """Let one of the ranks that give the same name make a value; return its rank and the value.
+
+        Called on all ranks after `decide`. An empty name takes no part: its rank gets -1 and None. What
+        `make` raises is raised on the ranks of that name.
+        """
+        return (self.rank, make()) if name else (-1, None)
+
+    def close(self) -> None:
+        """End the agreement on this rank."""
+
 
 class StoreConsensus(Consensus):
     """Over a connection to the store: a rank that does not come is named, and does not block the others.
 
+    A decision takes three requests on each rank: its value, the decision, and the removal of an old value.
     The connection is used by one thread at a time.
     """
 
@@ -178,6 +228,8 @@ class StoreConsensus(Consensus):
         self.rank, self.size, self._channel = rank, size, channel
         self._describe_absence = describe_absence or _describe_absence
         self._number = 0
+        self._old: list[str] = []  # what this rank has posted, and removes when all have read it
+        self._decided_at = -SECONDS_FOR_THE_VERDICT
 
     def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
         try:
@@ -190,35 +242,64 @@ class StoreConsensus(Consensus):
 
     def _decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
         self._number += 1
-        topic = f"{self._number}"
-        self._channel.post(f"{topic}/{self.rank}", [what, value])
+        key, own = f"{self._number}/verdict", f"{self._number}/{self.rank}"
         if self.rank == 0:
-            verdict = self._judge(topic, what, judge, patience)
-            self._channel.post(f"{topic}/verdict", verdict)
-            if self._number > 2:  # nobody reads that topic any more: all ranks have come to the one after it
-                old = self._number - 2
-                topics = [f"{old}/{part}{rank}" for rank in range(self.size) for part in ("", "read/")]
-                self._channel.remove(f"{old}/verdict", *topics)
-            # Wait until all ranks that came have read it: this process may end next, and the store with it.
-            posted = self._channel.gather(topic, range(1, self.size), 0.0)
-            came = [rank for rank, value in posted.items() if value is not None]
-            self._channel.gather(f"{topic}/read", came, SECONDS_FOR_THE_VERDICT)
+            verdict = self._judge([what, value], judge, patience)
+            self._channel.post(key, verdict)
+            self._decided_at = time.monotonic()
+            self._old.append(key)
             return unpack(verdict)
-        key = f"{topic}/verdict"
+        self._channel.post(own, [what, value])
         verdict = self._channel.wait([key], patience + SECONDS_FOR_THE_VERDICT)[key]
         if verdict is None:
             raise StateError(self._describe_absence(what, [0], patience))
-        self._channel.post(f"{topic}/read/{self.rank}", True)
+        self._remove_old(own)
         return unpack(verdict)
 
-    def _judge(self, topic: str, what: str, judge: Judge, patience: float) -> dict[str, Any]:
-        posted = self._channel.gather(topic, range(self.size), patience)
+    def _remove_old(self, *names: str) -> None:
+        self._channel.remove(*names, *self._old)
+        self._old = []
+
+    def _judge(self, own: list[Any], judge: Judge, patience: float) -> dict[str, Any]:
+        what = own[0]
+        posted = {0: own} | self._channel.gather(f"{self._number}", range(1, self.size), patience)
         if missing := [rank for rank, value in posted.items() if value is None]:
             return pack_error(StateError(self._describe_absence(what, missing, patience)))
+        self._remove_old()  # all ranks have read the verdict before
         if len({name for name, _ in posted.values()}) > 1:
             lines = "\n".join(f"  - Process {rank}: {name}" for rank, (name, _) in posted.items())
             return pack_error(StateError(f"The processes do different things at the same time:\n{lines}"))
         return pack_verdict(judge, [value for _, value in posted.values()])
+
+    def share(self, name: str, make: Callable[[], Any], patience: float) -> tuple[int, Any]:
+        if not name:
+            return -1, None
+        topic = f"{self._number}/shared/{name}"
+        maker = int(self._channel.decide(f"{topic}/maker", self.rank))
+        if maker == self.rank:
+            made = pack_verdict(lambda _: make(), [])
+            self._channel.post(topic, made)
+            self._old += [topic, f"{topic}/maker"]
+        else:
+            made = self._channel.wait([topic], patience)[topic]
+        if made is None:
+            raise StateError(self._describe_absence(name, [maker], patience))
+        return maker, unpack(made)
+
+    def close(self) -> None:
+        """End the agreement on this rank; rank 0, whose process may keep the store, waits for the others.
+
+        It waits until they have read the last decision, `SECONDS_FOR_THE_VERDICT` after it at most.
+        """
+        with suppress(DistError):  # the process that keeps the store has ended
+            closed = self._channel.count("closed", 1)
+            while (
+                self.rank == 0
+                and closed < self.size
+                and time.monotonic() < self._decided_at + SECONDS_FOR_THE_VERDICT
+            ):
+                time.sleep(PAUSE)
+                closed = self._channel.count("closed")
 
 
 def pack_verdict(judge: Judge, values: Sequence[Any]) -> dict[str, Any]:

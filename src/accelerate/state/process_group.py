@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -50,8 +51,8 @@ SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
 SECONDS_FOR_THREADS = 0.1
 THREADS = Path("/proc/self/task")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-LOOK_AGAIN = 0.5
-"""Seconds that a rank waits for the others before it looks whether another generation has begun."""
+FIRST_PAUSE, GROWTH, LONGEST_PAUSE = 0.05, 1.5, 2.0
+"""Seconds between two looks for the name of this generation, and by how much they grow."""
 
 # Packages that register a communication library when imported, by its name or by the hardware it is for.
 PROVIDERS = {
@@ -89,29 +90,28 @@ def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
 def agree_on_generation(channel: StoreChannel, rank: int, size: int, timeout: timedelta) -> str:
     """Return a name that all ranks of one generation get, and no others. Called on all ranks.
 
-    Rank 0 posts a name. Each other rank posts a token of its own under that name, and rank 0 posts the tokens
-    of all ranks. A rank that does not find its token there has read the name of an earlier generation.
+    Rank 0 posts a name. Each other rank posts a token of its own under that name, and rank 0 posts the token
+    that it has read. A rank that does not find its token there has read the name of an earlier generation.
     """
-    token, end = uuid4().hex, time.monotonic() + timeout.total_seconds()
+    token, end, pause = uuid4().hex, time.monotonic() + timeout.total_seconds(), FIRST_PAUSE
     if rank == 0:
         channel.post("name", token)
         answers = channel.gather(token, range(1, size), timeout.total_seconds())
-        tokens = [token, *answers.values()]
-        if None in tokens:
-            raise _absent(tokens.index(None), timeout)
-        channel.post(f"{token}/all", tokens)
+        absent = [other for other, answer in answers.items() if answer is None]
+        if absent:
+            raise _absent(absent[0], timeout)
+        channel.post_all({f"{token}/read/{other}": answer for other, answer in answers.items()})
         return token
     answered = ""
     while time.monotonic() < end:
-        name = channel.wait(["name"], LOOK_AGAIN)["name"]
-        if name is None:
-            continue
-        if name != answered:
+        name = channel.read("name")
+        if name not in (None, answered):
             channel.post(f"{name}/{rank}", token)
             answered = name
-        tokens = channel.wait([f"{name}/all"], LOOK_AGAIN)[f"{name}/all"]
-        if isinstance(tokens, list) and tokens[rank:][:1] == [token]:
-            return str(name)
+        if answered and channel.read(f"{answered}/read/{rank}") == token:
+            return str(answered)
+        time.sleep(pause)
+        pause = min(pause * GROWTH, LONGEST_PAUSE)
     raise _absent(0, timeout)
 
 
@@ -132,11 +132,17 @@ def exchange_hosts(topology: Topology, store: Store, timeout: timedelta) -> Topo
     """
     channel = StoreChannel(store, f"accelerate/hosts/{services.groups_opened}", environ.current())
     consensus = StoreConsensus(channel, topology.rank, topology.size, _describe_absent_hosts)
-    hosts = consensus.decide("host names", socket.gethostname(), list, timeout.total_seconds())
+    runs = consensus.decide("host names", socket.gethostname(), _count_runs, timeout.total_seconds())
+    hosts = [host for host, length in runs for _ in range(length)]
     own = hosts[topology.rank]
     local_rank, node = hosts[: topology.rank].count(own), list(dict.fromkeys(hosts)).index(own)
     local_size = hosts.count(own)
     return replace(topology, local_rank=local_rank, local_size=local_size, node=node, needs_hosts=False)
+
+
+def _count_runs(hosts: Sequence[str]) -> list[tuple[str, int]]:
+    """Write each host with the number of ranks in a row that it has: all ranks read this."""
+    return [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
 
 
 def _describe_absent_hosts(what: str, ranks: Sequence[int], seconds: float) -> str:
@@ -179,7 +185,7 @@ def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
     The connection that the group uses is locked while a thread waits in it; a thread needs its own. A
     request may take as long as `timeout`.
     """
-    store = _connect() if dist.is_available() and dist.is_initialized() else None
+    store = connect_store() if is_open() else None
     if store is None:
         return None
     store.set_timeout(timeout)
@@ -202,7 +208,8 @@ def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> Stor
     return StoreChannel(store, f"accelerate/{purpose}", environ.current())
 
 
-def _connect() -> Store | None:
+def connect_store() -> Store | None:
+    """Open a connection of its own to the store of the default group; None where it has no such store."""
     store: Any = torch_private.default_store()
     if hasattr(store, "clone"):
         try:
@@ -368,6 +375,7 @@ def failed() -> bool:
 def _close_at_exit() -> None:
     if services.group_owner != os.getpid():
         return
+    services.before_close()
     if is_open() and not failed():
         dist.destroy_process_group()
     elif is_open():

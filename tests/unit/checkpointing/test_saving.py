@@ -98,14 +98,8 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 class Elsewhere(Consensus):
     """Fails after the folder was made, as when another rank does not come."""
 
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def decide(self, what: str, value: Any, judge: Any, patience: float) -> Any:
-        self.calls += 1
-        if self.calls > 1:
-            raise CheckpointError("not together")
-        return judge([value])
+    def share(self, name: str, make: Any, patience: float) -> Any:
+        raise CheckpointError("not together")
 
 
 def test_a_folder_that_ranks_do_not_agree_on_is_removed(tmp_path: Path) -> None:

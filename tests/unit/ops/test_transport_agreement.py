@@ -77,6 +77,7 @@ def test_rank_0_stays_until_the_others_have_heard(ranks: list[StoreConsensus]) -
     def decide(consensus: StoreConsensus) -> None:
         consensus._channel = Late(consensus._channel._store, "", {})
         consensus.decide("call", None, len, 5.0)
+        consensus.close()
         if consensus.rank == 0:
             order.append("ends")
 
@@ -84,10 +85,38 @@ def test_rank_0_stays_until_the_others_have_heard(ranks: list[StoreConsensus]) -
     assert order == ["heard", "heard", "ends"]
 
 
+def test_rank_0_does_not_stay_long_after_the_last_decision(
+    ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    together(*(partial(each.decide, "call", None, len, 5.0) for each in ranks))
+    monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.0)
+    ranks[0].close()
+
+
+def test_ranks_of_one_name_share_what_the_first_of_them_makes(ranks: list[StoreConsensus]) -> None:
+    def share(consensus: StoreConsensus, name: str) -> Any:
+        return consensus.share(name, lambda: f"made by {consensus.rank}", 5.0)
+
+    first, second, third = together(*map(partial, [share] * 3, ranks, ["", "a", "a"]))
+    assert first == (-1, None)
+    assert second == third
+    assert second in [(1, "made by 1"), (2, "made by 2")]
+
+    def fail() -> None:
+        raise CheckpointError("no folder")
+
+    raised = together(*(partial(each.share, "b", fail, 5.0) for each in ranks[1:]))
+    assert [str(error) for error in raised] == ["no folder"] * 2
+
+
 def test_nothing_piles_up_in_the_store(ranks: list[StoreConsensus]) -> None:
+    def decide(consensus: StoreConsensus) -> None:
+        consensus.decide("call", None, len, 5.0)
+        consensus.share(f"host {consensus.rank}", lambda: 1, 5.0)
+
     for _ in range(5):
-        together(*(lambda each=each: each.decide("call", None, len, 5.0) for each in ranks))
-    assert ranks[0]._channel._store.num_keys() <= 14
+        together(*(partial(decide, each) for each in ranks))
+    assert ranks[0]._channel._store.num_keys() <= 10
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def test_values_arrive_as_they_were_posted(store: HashStore, environ: dict[str, 
     assert second.read("name") is None
     first.post("name", value)
     assert second.read("name") == value
-    assert second.read_all(["name", "other"]) == {"name": value, "other": None}
+    assert second.wait(["name", "other"], 0.01) == {"name": value, "other": None}
     assert second.wait(["name"], 1.0) == {"name": value}
     second.remove("name")
     assert first.read("name") is None
@@ -51,6 +51,29 @@ def test_waiting_ends_with_what_is_there(store: HashStore) -> None:
     channel.post("here", 1)
     assert channel.wait(["here", "missing"], 0.02) == {"here": 1, "missing": None}
     assert channel.wait(["here"], 0.0) == {"here": 1}
+
+
+def test_lists_keep_the_order_and_what_this_run_has_signed(store: HashStore) -> None:
+    first, second = StoreChannel(store, "part", KEY), StoreChannel(store, "part", KEY)
+    assert second.read_list("names") == []
+    first.append("names", "a\nb")
+    store.append("part/names", "forged\n")
+    StoreChannel(store, "part", {}).append("names", "of a stranger")
+    second.append("names", {"c": 1})
+    assert first.read_list("names") == ["a\nb", {"c": 1}]
+
+
+def test_reading_what_is_absent_sets_nothing(store: HashStore) -> None:
+    channel = StoreChannel(store, "part", KEY)
+    assert [channel.read("name"), channel.read_list("name")] == [None, []]
+    assert store.num_keys() == 0
+
+
+def test_several_values_are_posted_and_gathered_at_once(store: HashStore) -> None:
+    channel = StoreChannel(store, "part", KEY)
+    channel.post_all({f"topic/{rank}": rank * 2 for rank in (0, 3, 4)})
+    expected = {rank: rank * 2 if rank in (0, 3, 4) else None for rank in range(6)}
+    assert channel.gather("topic", range(6), 0.01) == expected
 
 
 @pytest.mark.parametrize(

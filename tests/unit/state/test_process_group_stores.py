@@ -67,7 +67,7 @@ def test_who_does_not_come_is_named(rank: int, missing: int) -> None:
     agent = open_agent()
     channel = StoreChannel(agent, "", {})
     channel.post("name", "earlier")
-    channel.post("earlier/all", ["earlier", "another word"])
+    channel.post("earlier/read/1", "another word")
     with pytest.raises(StateError, match=f"Rank {missing} did not come within 1 s"):
         process_group.agree_on_generation(channel, rank, 2, timedelta(seconds=1))
 
