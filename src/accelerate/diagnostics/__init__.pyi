@@ -1,5 +1,5 @@
 from accelerate.diagnostics import watching as watching
-from accelerate.diagnostics.arrivals import ArrivalWatch as ArrivalWatch, End as End, Note as Note
+from accelerate.diagnostics.arrivals import ArrivalWatch as ArrivalWatch, Message as Message, Note as Note
 from accelerate.diagnostics.digest import (
     CAUSES as CAUSES,
     MOST_LINES as MOST_LINES,
@@ -31,6 +31,7 @@ from accelerate.diagnostics.memory import (
 )
 from accelerate.diagnostics.observation import LoaderWatch as LoaderWatch, Observation as Observation
 from accelerate.diagnostics.peers import (
+    Events as Events,
     Identity as Identity,
     Peers as Peers,
     own_identity as own_identity,

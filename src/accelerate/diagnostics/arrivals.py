@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from uuid import uuid4
 
 from accelerate.diagnostics import processes
 from accelerate.diagnostics.hang_report import Doing, Limits, Outlet, RankState, Report, compose
@@ -22,44 +21,32 @@ from accelerate.state import StoreChannel, Topology, as_dataclass, process_group
 SECONDS_TO_ANSWER = 3.0
 SECONDS_TO_END = 10.0
 _PAUSES = 3
-"""Pauses within which every rank that waits has posted so anew."""
+"""Pauses within which every rank that waits has answered."""
 _UNSEEN = "did not come, and no rank that waits can see what it does"
 _WITHOUT_RANK_0 = "Rank 0 keeps the store of the run, so no other rank can be asked before it comes."
 
 
 @dataclass(frozen=True)
 class Note(RankState):
-    """What a rank posts as long as it waits."""
+    """The answer of a rank that waits."""
 
-    token: str = ""  # of its process
-    beat: int = 0  # how often it has posted
     space: str = ""  # differs between machines, and between containers on them
 
 
 @dataclass(frozen=True)
-class Question:
-    """A request to the ranks `asked` to post what they see of the missing ones."""
+class Message:
+    """A question to the ranks that wait, or a report.
 
-    number: str
-    asked: list[int]
+    All that wait answer a question that they are there. Restarts share this part of the store: a report is
+    for the processes that have answered the question before it.
+    """
+
     missing: list[int]
-
-
-@dataclass(frozen=True)
-class SentReport:
-    """A message that the process `token` of a rank has reported missing ranks."""
-
-    rank: int
-    token: str
-    missing: list[int]
-
-
-@dataclass(frozen=True)
-class End:
-    """A message that the process `token` is to end because of a report."""
-
-    token: str
-    text: str
+    asked: list[int]  # ranks that answer too what they see of the missing ones
+    question: int = 0  # number of the question that a report answers; 0 for a question
+    printer: int = 0  # rank that prints the report
+    text: str = ""
+    ends: bool = False
 
 
 class ArrivalWatch:
@@ -73,14 +60,14 @@ class ArrivalWatch:
         self._rank, self._size = topology.rank, topology.size
         self._outlet = Outlet(topology.rank, topology.size, environ)
         self._waiting_thread = threading.get_ident()
-        self._token = uuid4().hex  # another one than that of the same rank before a restart
         self._own = own_identity()
         self._began = time.monotonic()
         self._next = limits.seconds
-        self._beats = 0
         self._channel: StoreChannel | None = None
-        self._answered: set[str] = set()
+        self._read = 0  # number of the last message that this process has read, or posted
+        self._answered: set[int] = set()
         self._reported: set[int] | None = None
+        self._has_printed = False
         self._is_open = False
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._run, name="accelerate-arrivals", daemon=True)
@@ -100,7 +87,7 @@ class ArrivalWatch:
                 self._look()
             except RuntimeError:  # what torch raises when a store does not answer: this rank is alone
                 self._channel = None
-        if self._is_open and self._reported is not None:
+        if self._is_open and self._has_printed:
             self._outlet.withdraw(f"accelerate: the hang is over: rank {self._rank} goes on.")
 
     def _look(self) -> None:
@@ -109,7 +96,7 @@ class ArrivalWatch:
             self._take_part(channel)
         if self._waited() < self._next:
             return
-        self._next += self._limits.seconds
+        self._next = self._waited() + self._limits.seconds
         if channel is not None:
             self._inquire(channel)
         elif self._reported is None:
@@ -117,102 +104,98 @@ class ArrivalWatch:
             address = f"{self._topology.address}:{self._topology.port}"
             state = next(iter(self._describe([0])), RankState(0, Doing.SILENT, ending=_UNSEEN))
             state = replace(state, ending=f"{state.ending}; it does not answer at {address}")
-            self._publish([self._note(), state], _WITHOUT_RANK_0, {})
+            text = _spell([self._note(), state], _WITHOUT_RANK_0)
+            self._publish(text)
+            if self._limits.ends:
+                self._end(text)
 
     def _connect(self) -> StoreChannel | None:
-        # Restarts share this part of the store: their processes have other tokens.
         return process_group.connect_before(self._topology, f"arrivals/{self._opened}", PATIENCE)
 
     def _take_part(self, channel: StoreChannel) -> None:
-        """Post that this rank waits, and do what another one asks for."""
-        self._beats += 1
-        channel.post(f"here/{self._rank}", asdict(self._note()))
-        end = as_dataclass(End, channel.read(f"end/{self._rank}"))
-        if end is not None and end.token == self._token and self._may_end(channel):
-            self._end(end.text)
-        question = as_dataclass(Question, channel.read("question"))
-        if question is None or question.number in self._answered or self._rank not in question.asked:
+        """Answer the last question, or follow the last report."""
+        number = channel.count("messages")
+        if number == self._read:
             return
-        self._answered.add(question.number)
-        for state in self._describe(question.missing):
-            channel.post(f"seen/{question.number}/{state.rank}", asdict(state))
+        message = as_dataclass(Message, channel.read(f"message/{number}"))
+        if message is None:  # not posted yet
+            return
+        self._read = number
+        if message.question:
+            self._follow(channel, message)
+            return
+        self._next = max(self._next, self._waited() + self._limits.seconds)  # another rank reports
+        self._answered.add(number)
+        channel.append(f"waiting/{number}", asdict(self._note()))
+        if self._rank in message.asked:
+            for state in self._describe(message.missing):
+                channel.append(f"seen/{number}", asdict(state))
+
+    def _follow(self, channel: StoreChannel, report: Message) -> None:
+        if report.question not in self._answered:  # of processes before a restart
+            return
+        self._reported = set(report.missing)
+        if report.printer == self._rank:
+            self._publish(report.text)
+        if report.ends and self._may_end(channel) and not self._done.wait(_PAUSES * self._limits.pause):
+            self._end(report.text)
 
     def _may_end(self, channel: StoreChannel) -> bool:
         """Whether another rank may end this one: anybody may have written what is not signed."""
         return channel.is_signed or (self._limits.ends and self._waited() >= self._limits.seconds)
 
-    def _wait_for_notes(self, channel: StoreChannel) -> bool:
-        """Wait until every rank that waits has posted so anew; whether the group is open meanwhile."""
-        for _ in range(_PAUSES):
-            if self._done.wait(self._limits.pause):
-                return True
-            self._take_part(channel)
-        return False
+    def _post(self, channel: StoreChannel, message: Message) -> int:
+        """Post a message, and return its number."""
+        self._read = channel.count("messages", 1)
+        self._answered.add(self._read)
+        channel.post(f"message/{self._read}", asdict(message))
+        return self._read
 
-    def _find_waiting(self, channel: StoreChannel, ranks: list[int]) -> dict[int, Note]:
-        """The ranks that post at this time that they wait; others may have posted before a restart."""
-        before = self._read_notes(channel, ranks)
-        if not ranks or self._wait_for_notes(channel):
-            return {}
-        after = self._read_notes(channel, ranks)
-        return {rank: note for rank, note in after.items() if note != before.get(rank)}
-
-    def _read_notes(self, channel: StoreChannel, ranks: list[int]) -> dict[int, Note]:
-        posted = channel.gather("here", ranks, 0.0)
-        notes = {rank: as_dataclass(Note, value) for rank, value in posted.items()}
-        return {rank: note for rank, note in notes.items() if note is not None}
+    def _ask(self, channel: StoreChannel, missing: list[int], asked: list[int]) -> dict[int, Note] | None:
+        """The other ranks that wait; None where another rank has asked meanwhile, or the group is open."""
+        number = self._post(channel, Message(missing, asked))
+        seconds = _PAUSES * self._limits.pause + (SECONDS_TO_ANSWER if {*asked} - {self._rank} else 0.0)
+        if self._done.wait(seconds) or channel.count("messages") != number:
+            return None
+        notes = (as_dataclass(Note, value) for value in channel.read_list(f"waiting/{number}"))
+        return {note.rank: note for note in notes if note is not None}
 
     def _inquire(self, channel: StoreChannel) -> None:
-        others = self._find_waiting(channel, [rank for rank in range(self._size) if rank != self._rank])
-        if min(others, default=self._size) < self._rank:
-            return  # the lowest one reports
-        missing = [rank for rank in range(self._size) if rank != self._rank and rank not in others]
-        if self._done.is_set() or self._was_reported(channel, others, missing):
+        waiting = self._ask(channel, [], [])
+        if waiting is None:
             return
-        seen = self._ask(channel, others, missing) if missing else {}
-        late = self._find_waiting(channel, missing)
-        if self._done.is_set() or (missing and len(late) == len(missing)):
+        missing = self._missing(waiting)
+        if self._reported is not None and self._reported >= set(missing):
             return
-        missing = [rank for rank in missing if rank not in late]
-        notes = {**others, **late}
+        seen: dict[int, RankState] = {}
+        if missing:
+            asked = {(self._own.host, self._own.space): self._rank}
+            for rank, note in sorted(waiting.items()):
+                asked.setdefault((note.host, note.space), rank)
+            waiting = self._ask(channel, missing, sorted(asked.values()))
+            if waiting is None or not self._missing(waiting):
+                return
+            seen = self._read_seen(channel) if len(asked) > 1 else {}
+            seen |= {state.rank: state for state in self._describe(missing)}
+            missing = self._missing(waiting)
         states: dict[int, RankState] = {
             self._rank: self._note(),
-            **{rank: replace(note, rank=rank) for rank, note in notes.items()},
+            **waiting,
             **{rank: seen.get(rank) or RankState(rank, Doing.SILENT, ending=_UNSEEN) for rank in missing},
         }
-        self._reported = set(missing)
-        channel.post("reported", asdict(SentReport(self._rank, self._token, missing)))
-        advice = _advice([states[rank] for rank in missing])
-        self._publish([states[rank] for rank in sorted(states)], advice, notes)
+        text = _spell([states[rank] for rank in sorted(states)], _advice([states[rank] for rank in missing]))
+        printer = min({self._rank, *waiting})
+        report = Message(missing, [], self._read, printer, text, self._limits.ends)
+        self._post(channel, report)
+        self._follow(channel, report)
 
-    def _was_reported(self, channel: StoreChannel, others: Mapping[int, Note], missing: list[int]) -> bool:
-        """Whether this rank, or one that waits too, has reported all of these already."""
-        if self._reported is not None and self._reported >= set(missing):
-            return True
-        sent = as_dataclass(SentReport, channel.read("reported"))
-        if sent is None or sent.rank not in others or others[sent.rank].token != sent.token:
-            return False
-        return set(sent.missing) >= set(missing)
+    def _read_seen(self, channel: StoreChannel) -> dict[int, RankState]:
+        """What the ranks that were asked see of the missing ones."""
+        states = (as_dataclass(RankState, value) for value in channel.read_list(f"seen/{self._read}"))
+        return {state.rank: state for state in states if state is not None}
 
-    def _ask(
-        self, channel: StoreChannel, others: Mapping[int, Note], missing: list[int]
-    ) -> dict[int, RankState]:
-        """What the lowest rank of each machine sees of the missing ones."""
-        number, asked = uuid4().hex, {(self._own.host, self._own.space): self._rank}
-        for rank, note in sorted(others.items()):
-            asked.setdefault((note.host, note.space), rank)
-        self._answered.add(number)
-        channel.post("question", asdict(Question(number, sorted(asked.values()), missing)))
-        seen = {state.rank: state for state in self._describe(missing)}
-        deadline = time.monotonic() + max(SECONDS_TO_ANSWER, _PAUSES * self._limits.pause)
-        while len(asked) > 1 and len(seen) < len(missing) and time.monotonic() < deadline:
-            if self._done.wait(self._limits.pause / 4):
-                return {}
-            self._take_part(channel)
-            for rank in missing:
-                state = as_dataclass(RankState, channel.read(f"seen/{number}/{rank}"))
-                seen |= {} if state is None else {rank: replace(state, rank=rank)}
-        return seen
+    def _missing(self, waiting: Mapping[int, Note]) -> list[int]:
+        return [rank for rank in range(self._size) if rank != self._rank and rank not in waiting]
 
     def _describe(self, missing: Iterable[int]) -> list[RankState]:
         """What this process sees of the missing ranks of its machine."""
@@ -243,25 +226,15 @@ class ArrivalWatch:
             seconds=self._waited(),
             host=self._own.host,
             pid=self._own.pid,
-            token=self._token,
-            beat=self._beats,
             space=self._own.space,
         )
 
     def _waited(self) -> float:
         return time.monotonic() - self._began
 
-    def _publish(self, states: list[RankState], advice: str, notes: Mapping[int, Note]) -> None:
-        text = f"{compose(states, os.getcwd())}\n{advice}"
+    def _publish(self, text: str) -> None:
+        self._has_printed = True
         self._outlet.publish(self._report(text))
-        if not self._limits.ends:
-            return
-        if self._channel is not None:
-            for rank, note in notes.items():
-                self._channel.post(f"end/{rank}", asdict(End(note.token, text)))
-            if self._wait_for_notes(self._channel):
-                return
-        self._end(text)
 
     def _end(self, text: str) -> None:
         self._outlet.prepare_end(self._report(text))
@@ -269,6 +242,10 @@ class ArrivalWatch:
 
     def _report(self, text: str) -> Report:
         return Report(text, self._rank, self._limits.ends, [self._rank], [])
+
+
+def _spell(states: list[RankState], advice: str) -> str:
+    return f"{compose(states, os.getcwd())}\n{advice}"
 
 
 def _advice(missing: list[RankState]) -> str:

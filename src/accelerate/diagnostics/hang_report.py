@@ -21,7 +21,7 @@ MOST_STACKS = 3
 EXIT_CODE = 1
 
 SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_TO_NOTICE_A_DEATH = 2.0
+SECONDS_TO_NOTICE_A_DEATH = 1.5
 
 BACKWARD = "backward"
 DEVICE = "unfinished collectives of its device"

@@ -11,6 +11,7 @@ import functools
 import inspect
 import resource
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,7 +36,10 @@ R = TypeVar("R")
 SECONDS_OF_GRACE = 5.0
 """How long a process that ran out of memory waits for the others before it takes them for stuck."""
 SECONDS_TO_LEAVE = 30.0
-_PAUSE = 0.5
+_PAUSE = 4.0
+"""Seconds between two looks whether a rank closes the process group: this goes on while all ranks train."""
+_FIRST_LOOK = 0.05
+_GROWTH = 2.0
 
 SNAPSHOT = "memory_{rank}.pickle"
 MOST_EVENTS = 100_000  # allocations and frees that a record keeps; older ones are dropped
@@ -210,21 +214,23 @@ class Attempts:
 
 
 class StoreAttempts(Attempts):
-    """Several processes of `torch.distributed`, which agree through its store."""
+    """Several processes of `torch.distributed`, which agree through its store.
 
-    def __init__(self, state: PartialState) -> None:
-        self._state = state
-        self._ranks = range(state.num_processes)
+    The rank that ends its attempt last posts a summary of all: no other rank reads all reports.
+    """
+
+    def __init__(self, state: PartialState, connection: Any) -> None:
+        self._state, self._connection = state, connection
         self._store: Any = torch_private.default_store()
         self._search = self._store.add(f"accelerate/attempts/{state.process_index}", 1)
         self._attempt = 0
-        self._channel = self._open_channel()
+        self._channel = self._open_channel(connection)
         self._watcher: threading.Thread | None = None
         self._stopped = self._left = threading.Event()
 
     def begin(self) -> None:
         self._attempt += 1
-        self._channel = self._open_channel()
+        self._channel = self._open_channel(self._connection)
         self._start_watcher()
 
     def was_interrupted(self) -> bool:
@@ -249,27 +255,38 @@ class StoreAttempts(Attempts):
 
     def _agree(self, ran_out: bool) -> bool:
         self._report("ran out" if ran_out else "done", _collectives_issued())
-        if ran_out and (_is_closing(self._channel) or None in self._wait(SECONDS_OF_GRACE)):
+        if ran_out and (_is_closing(self._channel) or not self._all_end_soon()):
             self._channel.decide("fate", "close")
             torch_private.drop_group_references()
         limit = self._store.timeout.total_seconds()
-        reports = self._wait(limit)
-        if None in reports:
-            missing = [rank for rank, report in enumerate(reports) if report is None]
+        summary = self._channel.wait(["summary"], limit)["summary"]
+        if summary is None:
+            came = {rank for rank, *_ in self._channel.read_list("ended")}
+            missing = [rank for rank in range(self._state.num_processes) if rank not in came]
             raise StateError(
                 f"Processes {missing} did not end their attempt within {limit:.0f} s, so no size "
                 "can be agreed on. Give InitProcessGroupKwargs a longer timeout, and make what holds "
                 "the process group (device meshes, subgroups) inside the function."
             )
-        failed = [f"Process {rank}: {why}" for rank, (how, why) in enumerate(reports) if how == "failed"]
-        if failed:
-            raise StateError("The attempt failed on another process. " + "\n".join(failed))
-        if all(how == "done" for how, _ in reports):
+        if summary["failed"]:
+            failed = "\n".join(f"Process {rank}: {why}" for rank, why in summary["failed"])
+            raise StateError(f"The attempt failed on another process. {failed}")
+        if summary["fits"]:
             return False
         # Where all ranks have issued the same number of collectives, the next ones meet.
-        in_step = len({_collectives_issued(), *(issued for _, issued in reports)}) == 1
+        in_step = summary["issued"] == [_collectives_issued()]
         if self._channel.decide("fate", "keep" if in_step else "close") == "close":
             self._reopen_group()
+        return True
+
+    def _all_end_soon(self) -> bool:
+        """Whether the other ranks end their attempts too, and do not wait for this one in a collective."""
+        end, pause = time.monotonic() + SECONDS_OF_GRACE, _FIRST_LOOK
+        while self._channel.read("summary") is None:
+            if time.monotonic() >= end:
+                return False
+            time.sleep(min(pause, max(end - time.monotonic(), 0.0)))
+            pause *= _GROWTH
         return True
 
     def _reopen_group(self) -> None:
@@ -286,7 +303,7 @@ class StoreAttempts(Attempts):
             self._state.backend,
             store=dist.PrefixStore(f"{self._scope()}/group", self._store),  # type: ignore[attr-defined]
             rank=self._state.process_index,
-            world_size=len(self._ranks),
+            world_size=self._state.num_processes,
             timeout=self._store.timeout,
             device_id=device if self._state.device_backend.binds_group else None,
         )
@@ -295,22 +312,22 @@ class StoreAttempts(Attempts):
     def _scope(self) -> str:
         return f"accelerate/attempts/{self._search}/{self._attempt}"
 
-    def _open_channel(self) -> StoreChannel:
-        return StoreChannel(self._store, self._scope(), environ.current())
+    def _open_channel(self, store: Any) -> StoreChannel:
+        return StoreChannel(store, self._scope(), environ.current())
 
     def _report(self, how: str, detail: str | int | None) -> None:
         """Report how this attempt ended on this rank: "done", "ran out" or "failed"."""
-        self._channel.post(how, True)
-        self._channel.post(f"ended/{self._state.process_index}", [how, detail])
-
-    def _wait(self, seconds: float) -> list[Any]:
-        """Wait for the reports of all ranks; None for those that did not come in time."""
-        return list(self._channel.gather("ended", self._ranks, seconds).values())
+        if how == "ran out":
+            self._channel.post(how, True)
+        self._channel.append("ended", [self._state.process_index, how, detail])
+        if self._channel.count("ends", 1) == self._state.num_processes:
+            self._channel.post("summary", _summarize(self._channel.read_list("ended")))
 
     def _start_watcher(self) -> None:
         """Start a thread that aborts the process group when a rank decides so: this one may hang in it."""
         self._stopped, self._left = threading.Event(), threading.Event()
-        arguments = (self._channel, self._stopped, self._left)
+        # On the connection of the group: this rank waits on its own one.
+        arguments = (self._open_channel(self._store), self._stopped, self._left)
         self._watcher = threading.Thread(
             target=_watch, args=arguments, name="accelerate-attempt", daemon=True
         )
@@ -335,10 +352,20 @@ def _watch(channel: StoreChannel, stopped: threading.Event, left: threading.Even
     left.set()
 
 
+def _summarize(reports: list[Any]) -> dict[str, Any]:
+    """Write what all ranks need to know of the ends of an attempt."""
+    return {
+        "failed": [(rank, why) for rank, how, why in reports if how == "failed"],
+        "fits": all(how == "done" for _, how, _ in reports),
+        "issued": list({issued for _, _, issued in reports}),
+    }
+
+
 def join_attempts() -> Attempts:
     """Return how this process agrees with the others: alone when there is no state or no other process."""
     has_others = bool(PartialState._shared_state) and PartialState().num_processes > 1
-    return StoreAttempts(PartialState()) if has_others and process_group.is_open() else Attempts()
+    connection = process_group.connect_store() if has_others and process_group.is_open() else None
+    return Attempts() if connection is None else StoreAttempts(PartialState(), connection)
 
 
 def _is_closing(channel: StoreChannel) -> bool:

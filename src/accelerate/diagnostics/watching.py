@@ -1,7 +1,8 @@
 """The hang detector of one rank: it detects deadlocks, answers other ranks, and ends with the process group.
 
 It looks about once a second, from a thread of its own. That costs the training thread nothing, and works
-while it is blocked outside Python.
+while it is blocked outside Python. It asks the store at each look while the rank waits, and otherwise at each
+fourth, so that the store answers any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,6 +34,16 @@ DEFAULT_SECONDS = 60.0
 
 _logger = logging.getLogger(__name__)
 
+IDLE_LOOKS = 4
+"""Looks of a rank that does not wait for each request to the store."""
+_READINGS = (1.25, 2.25, 4.0, 5.5)
+"""When answers to an inquiry are read, in pauses after it: by then ranks that do not wait look too."""
+_SOON = 2.25
+"""Pauses within which ranks that wait answer; a report about a rank that has ended waits for no other."""
+_SLOW = 1.0
+"""Seconds for one request, from which on a store is slow."""
+_REQUESTS_TO_ANSWER = 4
+
 SECONDS_TO_CONNECT = 5.0
 """How long after its start rank 0 waits, when it ends, for ranks that have not connected to its store yet."""
 
@@ -50,6 +61,8 @@ class Watchdog:
         self.failed = False
         self.lost: RankState | None = None  # where an operation with other ranks failed
         self._limits, self._peers, self._observation, self._outlet = limits, peers, observation, outlet
+        self._num_looks = 0
+        self._num_reports = 0  # that were posted up to the last look
         self._answered = 0  # last inquiry that this rank has answered
         self._read = 0  # last inquiry whose report it has read
         self._answered_at = 0.0
@@ -120,15 +133,21 @@ class Watchdog:
         if token != self._token:
             is_data = isinstance(token, tuple) and token[0] == Doing.DATA
             self._token, self._next = token, self._patience_for_data if is_data else self._limits.seconds
-        self._attend(seconds)
+        self._num_looks += 1
+        is_waiting = token is not None and seconds >= self._limits.death
+        if is_waiting or self._is_inquiring() or self._num_looks % IDLE_LOOKS == 0:
+            self._attend(seconds)
+        self._peers.look_at_machine(is_waiting)
         self._report_end_of_hang()
-        # An inquiry whose report does not come has been begun by a rank that has died meanwhile.
-        since_answer = time.monotonic() - self._answered_at
-        is_inquiring = self._read < self._answered and since_answer < 3 * SECONDS_TO_ANSWER
-        if token is None or seconds < self._limits.death or is_inquiring:
+        if not is_waiting or self._is_inquiring():
             return
         if seconds >= self._next or self._peers.ended().keys() - self._named:
             self._inquire(seconds)
+
+    def _is_inquiring(self) -> bool:
+        """Whether a report is to come; a rank that began an inquiry and posts none has died meanwhile."""
+        since_answer = time.monotonic() - self._answered_at
+        return self._read < self._answered and since_answer < 5 * SECONDS_TO_ANSWER
 
     def post_end(self, ending: str, failed: bool, lost: RankState | None) -> None:
         """Post how this process ends, and name those whose end before made it fail.
@@ -138,20 +157,29 @@ class Watchdog:
         self._peers.leave(ending)
         if self._reported is not None and not failed:
             self._withdraw()
-        ended = {} if lost is None else self._peers.ended()
-        if lost is not None and ended and not self._named and self._peers.is_first_to_report():
-            states = [self._peers.silent_state(rank) for rank in ended]
+        if lost is None:
+            return
+        self._peers.events()
+        self._peers.look_at_machine(is_waiting=True)
+        ended = self._peers.ended()
+        if ended and not self._named and self._peers.is_first_to_report():
+            states = self._peers.silent_states(list(ended))
             text = compose(sorted([lost, *states], key=lambda state: state.rank), os.getcwd())
             self._outlet.publish(self._build_report(text, [self.rank], list(ended), ends=False))
 
     def _attend(self, seconds: float) -> None:
         """Answer the last inquiry, and read its report when it is there."""
-        number = self._peers.inquiry()
-        if number > self._answered:
+        events = self._peers.events()
+        is_new, was_reported = events.asked > self._answered, events.reported != self._num_reports
+        self._num_reports = events.reported
+        if is_new:
+            self._enter(events.asked, seconds)
+        number = self._answered
+        report = self._peers.report(number) if was_reported and self._read < number else None
+        if report is not None:
+            self._follow(number, report)
+        elif is_new:
             self._peers.answer(number, self._observation.state())
-            self._enter(number, seconds)
-        if self._read < self._answered and (report := self._peers.report(self._answered)) is not None:
-            self._follow(self._answered, report)
 
     def _enter(self, number: int, seconds: float) -> None:
         self._answered, self._answered_at = number, time.monotonic()
@@ -162,31 +190,52 @@ class Watchdog:
             return
         own = self._observation.state()
         self._enter(self._answered + 1, seconds)
-        self._peers.answer(self._answered, own)
-        answers = self._collect(own)
-        ended = list(self._peers.ended())
-        ranks = sorted((self.rank, *self._peers.others))
-        states = [answers.get(rank) or self._peers.silent_state(rank) for rank in ranks]
+        answers, slowest = self._collect(own)
+        ended = self._peers.ended()
+        missing = [rank for rank in self._peers.others if rank not in answers]
+        states = sorted((*answers.values(), *self._describe(missing, slowest)), key=lambda state: state.rank)
         hang = is_hang(states) and self._observation.waited()[0] == self._token
         slow = not hang and any(s.doing == Doing.DATA and s.seconds >= self._limits.seconds for s in states)
         if slow:
             self._patience_for_data = seconds * GROWTH
         text = compose(states, os.getcwd()) if hang or slow else ""
-        report = self._build_report(text, list(answers), ended, ends=hang and self._limits.ends)
+        report = self._build_report(text, list(answers), list(ended), ends=hang and self._limits.ends)
         self._peers.announce(self._answered, report)
         self._reported = self._token if hang or slow else None
         self._follow(self._answered, report)
 
-    def _collect(self, own: RankState) -> dict[int, RankState]:
-        states = {self.rank: own}
-        deadline = time.monotonic() + SECONDS_TO_ANSWER
-        while time.monotonic() < deadline:
-            missing = [rank for rank in self._peers.others if rank not in states]
-            states |= self._peers.answers(self._answered, missing)
-            if len(states) + len(self._peers.ended().keys() - states.keys()) == len(self._peers.others) + 1:
+    def _collect(self, own: RankState) -> tuple[dict[int, RankState], float]:
+        """The states of the ranks that answer, and the longest time that the store took for a request.
+
+        The slower the store, the longer the ranks have to answer.
+        """
+        started, slowest, states = time.monotonic(), 0.0, {self.rank: own}
+        for reading in _READINGS:
+            due = started + reading * self._limits.pause + _REQUESTS_TO_ANSWER * slowest
+            time.sleep(max(due - time.monotonic(), 0.0))
+            before = time.monotonic()
+            states |= self._peers.answers(self._answered)
+            slowest = max(slowest, time.monotonic() - before)
+            ended = self._peers.ended().keys()
+            if len(states.keys() | ended) > len(self._peers.others) or (
+                ended - self._named and reading >= _SOON
+            ):
                 break
-            time.sleep(self._limits.pause / 4)
-        return states
+        return states, slowest
+
+    def _describe(self, missing: list[int], slowest: float) -> list[RankState]:
+        """The states of ranks that have not answered. Only those that had time to do so are silent."""
+        ended = self._peers.ended()
+        late = [rank for rank in missing if rank not in ended]
+        text = ""
+        if slowest >= _SLOW:
+            text = f"gave no answer yet: the store of the run is slow ({slowest:.1f} s for a request)"
+        elif ended.keys() - self._named:
+            text = "gave no answer yet"
+        if not text:
+            return self._peers.silent_states(missing)
+        gone = self._peers.silent_states([rank for rank in missing if rank in ended])
+        return [*gone, *(RankState(rank, Doing.SILENT, ending=text) for rank in late)]
 
     def _build_report(self, text: str, answered: list[int], ended: list[int], *, ends: bool) -> Report:
         running = [rank for rank in answered if rank not in ended]
@@ -200,7 +249,8 @@ class Watchdog:
         if report.ends and self._may_end():
             self._outlet.prepare_end(report)
             with suppress(RuntimeError):  # the process that keeps the store has ended before this one
-                self._wait_for_confirmations(number, len(report.answered))
+                # The end of the first does not keep others from the report.
+                self._peers.confirm(number, len(report.answered), SECONDS_TO_ANSWER)
             self._outlet.end()
 
     def _may_end(self) -> bool:
@@ -210,14 +260,6 @@ class Watchdog:
         """
         _, seconds = self._observation.waited()
         return self._peers.is_signed or (self._limits.ends and seconds >= self._limits.seconds)
-
-    def _wait_for_confirmations(self, number: int, wanted: int) -> None:
-        """Let all that answered come here, so that the end of the first does not keep others from it."""
-        deadline = time.monotonic() + SECONDS_TO_ANSWER
-        confirmed = self._peers.confirm(number)
-        while confirmed < wanted and time.monotonic() < deadline:
-            time.sleep(self._limits.pause / 4)
-            confirmed = self._peers.confirm(number, 0)
 
     def _report_end_of_hang(self) -> None:
         """Withdraw the report of this rank a look after its wait is over: it may have ended in an error."""
@@ -260,7 +302,7 @@ def start(state: PartialState, environ: Mapping[str, str]) -> None:
         return
     rank, size, own, record = state.process_index, state.num_processes, own_identity(), flight_recorder()
     record.reset()  # the thread that builds the state is the one that trains
-    peers = Peers(channel, rank, size, own)
+    peers = Peers(channel, rank, size, own, state.topology.local_size)
     observation = Observation(record, rank, own.host, own.pid)
     watchdog = Watchdog(rank, limits, peers, observation, Outlet(rank, size, environ))
     watchdog.start()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import ArrivalWatch, End, Limits, Note, Report, Siblings, arrivals
+from accelerate.diagnostics import ArrivalWatch, Limits, Message, Note, Report, Siblings, arrivals
 from accelerate.launch import KEY_VARIABLE
 from accelerate.state import StoreChannel, Topology
 
@@ -123,10 +123,14 @@ def test_all_end_where_a_hang_ends_the_run(ranks: Ranks) -> None:
     assert [text for text in ranks.kept[2].texts if "hang:" in text] == []
 
 
-def test_words_of_a_process_before_a_restart_do_not_count(ranks: Ranks) -> None:
+@pytest.mark.parametrize(
+    "last", [Message([1], [], 1, 0, "an old report", True), Message([], []), Message([2], [0, 1])]
+)
+def test_words_of_processes_before_a_restart_do_not_count(ranks: Ranks, last: Message) -> None:
     channel = ranks.channel()
-    channel.post("here/0", asdict(Note(0, "starting", host="host", pid=1, token="old", beat=3)))
-    channel.post("end/1", asdict(End("old", "an old report")))
+    channel.append("waiting/1", asdict(Note(0, "starting", host="host", pid=1)))
+    channel.post("message/2", asdict(last))
+    channel.count("messages", 2)
     ranks.come(1, 2)
     ranks.until(lambda: ranks.kept[1].texts or ranks.kept[2].texts)  # of the one that looked first
     assert "rank 0 did not come" in ranks.go()[0]
@@ -159,10 +163,12 @@ def test_without_the_store_each_rank_says_where_rank_0_does_not_answer(ranks: Ra
 def test_an_end_that_is_not_signed_ends_no_rank_that_has_waited_less(ranks: Ranks) -> None:
     ranks.key = None
     ranks.come(1, limits=Limits(60.0, True))
-    ranks.until(lambda: ranks.channel().read("here/1"))
-    token = ranks.channel().read("here/1")["token"]
-    ranks.channel().post("end/1", asdict(End(token, "not a report")))
-    beat = ranks.channel().read("here/1")["beat"]
-    ranks.until(lambda: ranks.channel().read("here/1")["beat"] > beat + 1)
-    assert ranks.go() == []
+    channel = ranks.channel()
+    for number, message in enumerate([Message([], []), Message([0], [], 1, 1, "not a report", True)], 1):
+        channel.post(f"message/{number}", asdict(message))
+        channel.count("messages", 1)
+        if number == 1:
+            ranks.until(lambda: channel.read_list("waiting/1"))
+    ranks.until(lambda: ranks.kept[1].texts)
+    assert ranks.go()[0] == "not a report"
     assert ranks.kept[1].ended == []

@@ -17,14 +17,15 @@ def test_the_living_the_dead_and_those_out_of_sight() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     channel = StoreChannel(HashStore(), "", {})
-    peers = Peers(channel, 0, 6, own)
-    Peers(channel, 1, 6, own)
-    Peers(channel, 2, 6, replace(own, pid=ended.pid))
-    Peers(channel, 3, 6, replace(own, host="far"))
-    Peers(channel, 4, 6, own).leave("exited with ValueError")
+    peers = Peers(channel, 0, 6, own, 4)
+    Peers(channel, 1, 6, own, 4)
+    Peers(channel, 2, 6, replace(own, pid=ended.pid), 4)
+    Peers(channel, 3, 6, replace(own, host="far"), 1)
+    Peers(channel, 4, 6, own, 4).leave("exited with ValueError")
+    peers.look_at_machine(is_waiting=False)
     dead = f"died without a message (process {ended.pid} on {own.host})"
     assert peers.ended() == {2: dead, 4: "exited with ValueError"}
-    states = {rank: peers.silent_state(rank) for rank in peers.others}
+    states = {state.rank: state for state in peers.silent_states(peers.others)}
     assert [rank for rank, state in states.items() if state.doing == Doing.ENDED] == [2, 4]
     assert states[1].doing == Doing.SILENT
     assert "runs but gives no answer" in states[1].ending
@@ -35,5 +36,33 @@ def test_the_living_the_dead_and_those_out_of_sight() -> None:
 def test_another_process_with_the_same_number_is_not_the_one() -> None:
     own = own_identity()
     channel = StoreChannel(HashStore(), "", {})
-    Peers(channel, 1, 2, replace(own, born=own.born - 100))
-    assert list(Peers(channel, 0, 2, own).ended()) == [1]
+    Peers(channel, 1, 2, replace(own, born=own.born - 100), 2)
+    peers = Peers(channel, 0, 2, own, 2)
+    peers.look_at_machine(is_waiting=False)
+    assert list(peers.ended()) == [1]
+
+
+def test_the_lowest_rank_that_runs_speaks_for_its_machine() -> None:
+    """What it says, a rank of another machine reads, which sees none of these processes."""
+    own, channel = own_identity(), StoreChannel(HashStore(), "", {})
+    dead = replace(own, born=own.born - 100)
+    ranks = [Peers(channel, rank, 5, dead if rank in (0, 3) else own, 4) for rank in range(4)]
+    far = Peers(channel, 4, 5, replace(own, host="far"), 1)
+    ranks[2].look_at_machine(is_waiting=False)
+    far.events()
+    assert far.ended() == {}
+    for _ in range(2):
+        ranks[1].look_at_machine(is_waiting=False)
+        ranks[2].look_at_machine(is_waiting=True)
+        assert far.events().ended == 2
+    text = f"died without a message (process {own.pid} on {own.host})"
+    assert far.ended() == ranks[2].ended() == {0: text, 3: text}
+
+
+def test_a_process_that_said_how_it_ends_did_not_die_without_a_message() -> None:
+    own, channel = own_identity(), StoreChannel(HashStore(), "", {})
+    peers = Peers(channel, 0, 2, own, 2)
+    Peers(channel, 1, 2, replace(own, born=own.born - 100), 2).leave("exited")
+    peers.look_at_machine(is_waiting=False)
+    assert peers.ended() == {1: "exited"}
+    assert peers.events().ended == 1

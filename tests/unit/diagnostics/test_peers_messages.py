@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import Doing, Identity, Peers, RankState, Report, peers
+from accelerate.diagnostics import Doing, Events, Identity, Peers, RankState, Report, peers
 from accelerate.state import StoreChannel
 
 WHO = Identity("a", "b", 7, 1.0)
@@ -18,15 +20,15 @@ Pair = tuple[Peers, Peers]
 def pair() -> Pair:
     store = HashStore()
     store.set_timeout(timedelta(seconds=1))
-    first, second = (Peers(StoreChannel(store, "", {}), rank, 2, WHO) for rank in range(2))
+    first, second = (Peers(StoreChannel(store, "", {}), rank, 2, WHO, 2) for rank in range(2))
     return first, second
 
 
 def test_one_of_two_that_ask_at_the_same_time_is_the_first(pair: Pair) -> None:
     first, second = pair
-    assert first.inquiry() == 0
+    assert first.events().asked == 0
     assert [first.ask(0), second.ask(0)] == [True, False]
-    assert second.inquiry() == 1
+    assert second.events().asked == 1
     assert second.ask(1)
 
 
@@ -37,26 +39,44 @@ def test_states_and_reports_arrive_as_they_were_sent(pair: Pair) -> None:
         RankState(1, Doing.OTHER_CODE),
     ]
     first.answer(1, states[0])
-    assert second.answers(1, [0, 1]) == {0: states[0]}
+    assert second.answers(1) == {0: states[0]}
     second.answer(1, states[1])
-    assert first.answers(1, [0, 1]) == dict(enumerate(states))
+    assert first.answers(1) == dict(enumerate(states))
     assert second.report(1) is None
+    assert second.events().reported == 0
     report = Report("hang", 0, False, [0], [1, 2], 12.5)
     first.announce(1, report)
     assert second.report(1) == report
+    assert second.events() == Events(ended=0, reported=1, asked=0)
+    assert first.answers(1) == {}
 
 
 def test_identities_and_endings_are_known_to_the_others(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
     first, second = pair
     monkeypatch.setattr(peers.processes, "runs", lambda pid, born: (pid, born) == (WHO.pid, WHO.born))
-    assert second.ending(0) is None
-    state = second.silent_state(0)
+    second.look_at_machine(is_waiting=True)
+    assert second.ended() == {}
+    (state,) = second.silent_states([0])
     assert (state.host, state.pid) == (WHO.host, WHO.pid)
     first.leave("exited")
-    assert second.ending(0) == "exited"
+    assert second.ended() == {}  # as of the last look at the counter
+    assert second.events().ended == 1
+    assert second.ended() == {0: "exited"}
 
 
 def test_one_reports_and_all_confirm(pair: Pair) -> None:
     first, second = pair
     assert [first.is_first_to_report(), second.is_first_to_report()] == [True, False]
-    assert [first.confirm(4, 0), first.confirm(4), second.confirm(4), first.confirm(4, 0)] == [0, 1, 2, 2]
+    order = []
+
+    def confirm() -> None:
+        first.confirm(4, 2, 20.0)
+        order.append("all")
+
+    thread = threading.Thread(target=confirm)
+    thread.start()
+    time.sleep(0.1)
+    order.append("second")
+    second.confirm(4, 2, 20.0)
+    thread.join()
+    assert order == ["second", "all"]

@@ -56,7 +56,7 @@ class Pair:
         store, own = HashStore(), own_identity()
         self.seen, self.kept = (Seen(0), Seen(1)), (Kept(), Kept())
         channel = StoreChannel(store, "", {} if key is None else {KEY_VARIABLE: key})
-        self.peers = [Peers(channel, rank, 2, own) for rank in range(2)]
+        self.peers = [Peers(channel, rank, 2, own, 2) for rank in range(2)]
         self.dogs = [self.build(rank, ends) for rank in range(2)]
 
     def build(self, rank: int, ends: bool) -> Watchdog:
@@ -126,14 +126,15 @@ def test_the_last_words_name_those_whose_end_was_the_reason() -> None:
     pair.dogs[0].post_end("exited with RuntimeError", True, lost)
     (text,) = pair.kept[0].texts
     assert "rank 1 has exited with ValueError" in text
-    assert pair.peers[1].ending(0) == "exited with RuntimeError"
+    pair.peers[1].events()
+    assert pair.peers[1].ended() == {0: "exited with RuntimeError"}
 
 
 def plant(pair: Pair, key: str) -> None:
     """Write a report as somebody does who reaches the port of the store and has this key."""
     stranger = StoreChannel(pair.peers[0]._channel._store, "", {KEY_VARIABLE: key})
     stranger.post("report/1", asdict(Report("end now", 0, True, [0, 1], [])))
-    stranger.count("inquiry", 1)
+    stranger.count("events", (1 << 41) + (1 << 20))
 
 
 def test_a_report_with_another_signature_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:

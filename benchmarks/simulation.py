@@ -1,0 +1,135 @@
+"""Simulated ranks: the hang detectors and the agreement of many ranks, as threads, with counted requests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from accelerate.diagnostics import Doing, Identity, Limits, Peers, RankState, Report, Watchdog, processes
+from accelerate.state import StoreChannel
+
+_METHODS = "set get add check wait append compare_set delete_key multi_get multi_set"
+REQUESTS = frozenset(_METHODS.split(" "))
+
+
+class CountingStore:
+    """A store that counts requests by name, and the bytes of names and values in both directions.
+
+    A request is one call. torch sends two messages for `get` and `multi_get`: it waits for the names first.
+    """
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.requests: Counter[str] = Counter()
+        self.bytes = 0
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._store, name)
+        return self._counted(name, method) if name in REQUESTS else method
+
+    def _counted(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            self.requests[name] += 1
+            result = method(*arguments)
+            self.bytes += sum(map(_size, (*arguments, result)))
+            return result
+
+        return call
+
+    @property
+    def total(self) -> int:
+        return sum(self.requests.values())
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, (str, bytes)):
+        return len(value)
+    return sum(map(_size, value)) if isinstance(value, list) else 8
+
+
+class Host:
+    """The processes of one simulated machine; which of them have died, `runs` says."""
+
+    def __init__(self) -> None:
+        self.dead: set[int] = set()
+
+    def runs(self, pid: int, born: float | None = None) -> bool:
+        return pid not in self.dead
+
+
+class SimulatedRank(Watchdog):
+    """A hang detector whose rank waits when the simulation says so; it notes when it knows of an end."""
+
+    def __init__(self, store: CountingStore, rank: int, size: int, local_size: int, limits: Limits) -> None:
+        self.store, self.wait_began = store, 0.0  # 0 while the rank does not wait
+        self.reports: list[str] = []
+        self.named_at: dict[int, float] = {}  # when this rank read that another one has ended
+        own = Identity(f"host{rank // local_size}", "", rank, 0.0)
+        channel = StoreChannel(store, "hangs", {"ACCELERATE_RUN_KEY": "secret"})  # type: ignore[arg-type]
+        peers = Peers(channel, rank, size, own, local_size)
+        super().__init__(rank, limits, peers, self, self)  # type: ignore[arg-type]
+
+    # What an observation says.
+
+    def waited(self) -> tuple[object, float]:
+        began = self.wait_began
+        return (began, time.monotonic() - began) if began else (None, 0.0)
+
+    def state(self) -> RankState:
+        token, seconds = self.waited()
+        doing = Doing.OTHER_CODE if token is None else Doing.COLLECTIVE
+        return RankState(self.rank, doing, "gather", 1, file="train.py", line=7, seconds=seconds)
+
+    def release(self) -> None:
+        """End."""
+
+    # What an outlet takes.
+
+    def publish(self, report: Report) -> None:
+        self.reports.append(report.text)
+
+    def withdraw(self, text: str) -> None:
+        self.reports.append(text)
+
+    def _follow(self, number: int, report: Report) -> None:
+        now = time.time()
+        self.named_at = dict.fromkeys(report.ended, now) | self.named_at
+        super()._follow(number, report)
+
+    def die(self, host: Host) -> None:
+        """End without a message, as a process that is killed."""
+        self.post_end = lambda *_: None  # type: ignore[method-assign]
+        self.end()
+        host.dead.add(self.rank)
+
+
+def simulate_processes(host: Host) -> Callable[[], None]:
+    """Let detectors look for simulated processes; what is returned takes that back."""
+    before = processes.runs, processes.stack_of, processes.describe
+    processes.runs = host.runs
+    processes.stack_of = lambda pid: []
+    processes.describe = lambda pid: "sleeps"
+
+    def restore() -> None:
+        processes.runs, processes.stack_of, processes.describe = before
+
+    return restore
+
+
+def call_together(calls: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Call functions at the same time, each in a thread; what they return."""
+    calls = list(calls)
+    results: list[Any] = [None] * len(calls)
+
+    def call(index: int) -> None:
+        results[index] = calls[index]()
+
+    threads = [threading.Thread(target=call, args=(index,), daemon=True) for index in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return results
