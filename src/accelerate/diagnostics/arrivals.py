@@ -241,7 +241,7 @@ class ArrivalWatch:
         self._outlet.end()
 
     def _report(self, text: str) -> Report:
-        return Report(text, self._rank, self._limits.ends, [self._rank], [])
+        return Report(text, self._rank, self._limits.ends, 1, [])
 
 
 def _spell(states: list[RankState], advice: str) -> str:

@@ -90,7 +90,7 @@ class Report:
     text: str  # the report itself; empty where there is nothing to report
     printer: int  # rank that prints it
     ends: bool  # all ranks end now
-    answered: list[int]  # ranks that answered
+    num_answered: int  # ranks that answered
     ended: list[int]  # ranks that have ended
     moment: float = field(default_factory=time.time)  # seconds since the epoch
 

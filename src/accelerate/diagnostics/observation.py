@@ -310,5 +310,5 @@ class _Pass:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        self.outlet.publish(Report(compose([state], os.getcwd()), 0, False, [0], []))
+        self.outlet.publish(Report(compose([state], os.getcwd()), 0, False, 1, []))
         self.was_reported = True

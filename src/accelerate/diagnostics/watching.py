@@ -239,7 +239,7 @@ class Watchdog:
 
     def _build_report(self, text: str, answered: list[int], ended: list[int], *, ends: bool) -> Report:
         running = [rank for rank in answered if rank not in ended]
-        return Report(text, min(running, default=self.rank), ends, answered, ended)
+        return Report(text, min(running, default=self.rank), ends, len(answered), ended)
 
     def _follow(self, number: int, report: Report) -> None:
         self._read = number
@@ -250,7 +250,7 @@ class Watchdog:
             self._outlet.prepare_end(report)
             with suppress(RuntimeError):  # the process that keeps the store has ended before this one
                 # The end of the first does not keep others from the report.
-                self._peers.confirm(number, len(report.answered), SECONDS_TO_ANSWER)
+                self._peers.confirm(number, report.num_answered, SECONDS_TO_ANSWER)
             self._outlet.end()
 
     def _may_end(self) -> bool:

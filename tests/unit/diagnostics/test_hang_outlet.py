@@ -13,7 +13,7 @@ import pytest
 from accelerate.diagnostics import Outlet, Report
 from accelerate.launch import FOLDER_VARIABLE, HANG_KIND, collect
 
-REPORT = Report("accelerate: hang: rank 0 waits.\nstack", 0, True, [0], [], 5.0)
+REPORT = Report("accelerate: hang: rank 0 waits.\nstack", 0, True, 1, [], 5.0)
 
 
 def test_a_report_is_printed_and_kept_until_it_is_withdrawn(

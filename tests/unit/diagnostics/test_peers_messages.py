@@ -44,7 +44,7 @@ def test_states_and_reports_arrive_as_they_were_sent(pair: Pair) -> None:
     assert first.answers(1) == dict(enumerate(states))
     assert second.report(1) is None
     assert second.events().reported == 0
-    report = Report("hang", 0, False, [0], [1, 2], 12.5)
+    report = Report("hang", 0, False, 1, [1, 2], 12.5)
     first.announce(1, report)
     assert second.report(1) == report
     assert second.events() == Events(ended=0, reported=1, asked=0)

@@ -133,7 +133,7 @@ def test_the_last_words_name_those_whose_end_was_the_reason() -> None:
 def plant(pair: Pair, key: str) -> None:
     """Write a report as somebody does who reaches the port of the store and has this key."""
     stranger = StoreChannel(pair.peers[0]._channel._store, "", {KEY_VARIABLE: key})
-    stranger.post("report/1", asdict(Report("end now", 0, True, [0, 1], [])))
+    stranger.post("report/1", asdict(Report("end now", 0, True, 2, [])))
     stranger.count("events", (1 << 41) + (1 << 20))
 
 
