@@ -42,7 +42,8 @@ _SOON = 2.25
 """Pauses within which ranks that wait answer; a report about a rank that has ended waits for no other."""
 _SLOW = 1.0
 """Seconds for one request, from which on a store is slow."""
-_REQUESTS_TO_ANSWER = 4
+_REQUESTS_TO_ANSWER, _LONGEST = 4, 30.0
+"""Requests for which a rank that answers waits, and for how many seconds at most others wait for these."""
 
 SECONDS_TO_CONNECT = 5.0
 """How long after its start rank 0 waits, when it ends, for ranks that have not connected to its store yet."""
@@ -62,6 +63,7 @@ class Watchdog:
         self.lost: RankState | None = None  # where an operation with other ranks failed
         self._limits, self._peers, self._observation, self._outlet = limits, peers, observation, outlet
         self._num_looks = 0
+        self._seconds_of_request = 0.0  # that the last look at the counter took
         self._num_reports = 0  # that were posted up to the last look
         self._answered = 0  # last inquiry that this rank has answered
         self._read = 0  # last inquiry whose report it has read
@@ -147,7 +149,12 @@ class Watchdog:
     def _is_inquiring(self) -> bool:
         """Whether a report is to come; a rank that began an inquiry and posts none has died meanwhile."""
         since_answer = time.monotonic() - self._answered_at
-        return self._read < self._answered and since_answer < 5 * SECONDS_TO_ANSWER
+        limit = 3 * SECONDS_TO_ANSWER + 2 * self._seconds_of_store()
+        return self._read < self._answered and since_answer < limit
+
+    def _seconds_of_store(self) -> float:
+        """How much longer an answer takes than with a store that answers at once."""
+        return min(_REQUESTS_TO_ANSWER * self._seconds_of_request, _LONGEST)
 
     def post_end(self, ending: str, failed: bool, lost: RankState | None) -> None:
         """Post how this process ends, and name those whose end before made it fail.
@@ -169,7 +176,9 @@ class Watchdog:
 
     def _attend(self, seconds: float) -> None:
         """Answer the last inquiry, and read its report when it is there."""
+        before = time.monotonic()
         events = self._peers.events()
+        self._seconds_of_request = time.monotonic() - before
         is_new, was_reported = events.asked > self._answered, events.reported != self._num_reports
         self._num_reports = events.reported
         if is_new:
@@ -190,10 +199,10 @@ class Watchdog:
             return
         own = self._observation.state()
         self._enter(self._answered + 1, seconds)
-        answers, slowest = self._collect(own)
+        answers = self._collect(own)
         ended = self._peers.ended()
         missing = [rank for rank in self._peers.others if rank not in answers]
-        states = sorted((*answers.values(), *self._describe(missing, slowest)), key=lambda state: state.rank)
+        states = sorted((*answers.values(), *self._describe(missing)), key=lambda state: state.rank)
         hang = is_hang(states) and self._observation.waited()[0] == self._token
         slow = not hang and any(s.doing == Doing.DATA and s.seconds >= self._limits.seconds for s in states)
         if slow:
@@ -204,32 +213,28 @@ class Watchdog:
         self._reported = self._token if hang or slow else None
         self._follow(self._answered, report)
 
-    def _collect(self, own: RankState) -> tuple[dict[int, RankState], float]:
-        """The states of the ranks that answer, and the longest time that the store took for a request.
-
-        The slower the store, the longer the ranks have to answer.
-        """
-        started, slowest, states = time.monotonic(), 0.0, {self.rank: own}
+    def _collect(self, own: RankState) -> dict[int, RankState]:
+        """The states of the ranks that answer: the slower the store, the more time they have."""
+        started, states = time.monotonic(), {self.rank: own}
         for reading in _READINGS:
-            due = started + reading * self._limits.pause + _REQUESTS_TO_ANSWER * slowest
+            due = started + reading * self._limits.pause + self._seconds_of_store()
             time.sleep(max(due - time.monotonic(), 0.0))
-            before = time.monotonic()
             states |= self._peers.answers(self._answered)
-            slowest = max(slowest, time.monotonic() - before)
             ended = self._peers.ended().keys()
             if len(states.keys() | ended) > len(self._peers.others) or (
                 ended - self._named and reading >= _SOON
             ):
                 break
-        return states, slowest
+        return states
 
-    def _describe(self, missing: list[int], slowest: float) -> list[RankState]:
+    def _describe(self, missing: list[int]) -> list[RankState]:
         """The states of ranks that have not answered. Only those that had time to do so are silent."""
         ended = self._peers.ended()
         late = [rank for rank in missing if rank not in ended]
         text = ""
-        if slowest >= _SLOW:
-            text = f"gave no answer yet: the store of the run is slow ({slowest:.1f} s for a request)"
+        if self._seconds_of_request >= _SLOW:
+            seconds = f"{self._seconds_of_request:.1f} s for a request"
+            text = f"gave no answer yet: the store of the run is slow ({seconds})"
         elif ended.keys() - self._named:
             text = "gave no answer yet"
         if not text:

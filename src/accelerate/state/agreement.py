@@ -12,6 +12,7 @@ cannot be copied to another name, nor from another run.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import json
@@ -170,9 +171,12 @@ def as_dataclass(kind: type[Message], value: Any) -> Message | None:
     """
     if not isinstance(value, dict):
         return None
-    hints = get_type_hints(kind)
+    hints = _hints(kind)
     fits = value.keys() == hints.keys() and all(_fits(value[name], hint) for name, hint in hints.items())
     return kind(**value) if fits else None
+
+
+_hints = functools.cache(get_type_hints)  # a rank reads the messages of all others
 
 
 def _fits(value: Any, hint: Any) -> bool:
