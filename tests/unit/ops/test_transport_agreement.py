@@ -189,6 +189,23 @@ def test_without_a_store_the_wire_carries_it() -> None:
     assert not CollectiveConsensus(FakeTransport(0)).is_threaded
 
 
+def test_without_a_store_ranks_of_one_name_share_a_value_too() -> None:
+    class Answers(FakeTransport):
+        """The other rank answers one call after the other."""
+
+        def gather_object(self, obj: Any) -> list[Any]:
+            other = self._other.pop(0)
+            return [obj, other] if self.rank == 0 else [other, obj]
+
+    def share(rank: int, name: str, others: list[Any]) -> Any:
+        return CollectiveConsensus(Answers(rank, others)).share(name, lambda: "mine", 1.0)
+
+    assert share(0, "a", ["a", None]) == (0, "mine")
+    assert share(1, "a", ["a", {"result": "other"}]) == (0, "other")
+    assert share(1, "a", ["b", {"result": "other"}]) == (1, "mine")
+    assert share(1, "", ["b", {"result": "other"}]) == (-1, None)
+
+
 def test_the_way_to_agree_follows_from_the_run() -> None:
     assert type(open_consensus(Transport(), None)) is Consensus
     assert type(open_consensus(FakeTransport(0), None)) is CollectiveConsensus
