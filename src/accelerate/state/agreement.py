@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, cast, get_type_hints
 
 from torch.distributed import DistError, DistStoreError, Store  # type: ignore[attr-defined]
 
@@ -171,12 +171,14 @@ def as_dataclass(kind: type[Message], value: Any) -> Message | None:
     """
     if not isinstance(value, dict):
         return None
-    hints = _hints(kind)
+    hints = _hints(cast(Any, kind))
     fits = value.keys() == hints.keys() and all(_fits(value[name], hint) for name, hint in hints.items())
     return kind(**value) if fits else None
 
 
-_hints = functools.cache(get_type_hints)  # a rank reads the messages of all others
+@functools.cache  # one rank reads the messages of all
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _fits(value: Any, hint: Any) -> bool:
