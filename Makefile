@@ -18,7 +18,7 @@ CHECKPOINT := $(VENV)/.checkpoint-installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutate check bench reference pictures docs clean
+.PHONY: help demo test test-slow mutate check bench scale reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -45,8 +45,11 @@ check: $(VENV)/.check-installed ## lint, formatting and types
 	$(BIN)/mypy
 
 bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw call
-	@missed=0; for each in $(filter-out benchmarks/pairing.py benchmarks/clients.py,$(wildcard benchmarks/*.py)); do \
+	@missed=0; for each in $(filter-out $(addprefix benchmarks/,pairing.py clients.py simulation.py scale.py),$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$each || missed=1; echo; done; exit $$missed
+
+scale: $(VENV)/.test-installed ## measure up to 4,096 simulated ranks and 16 processes, and write docs/concepts/scale.md
+	$(BIN)/python benchmarks/scale.py --write; missed=$$?; $(BIN)/python docs/draw_pictures.py && exit $$missed
 
 reference: $(VENV)/.test-installed ## write docs/reference, the JSON Schema and the list of files anew from the source
 	$(BIN)/python docs/write_reference.py

@@ -6,6 +6,8 @@ that their text can be read on a telephone, and have colors for a light and for 
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -13,6 +15,7 @@ from pathlib import Path
 import yaml
 
 FOLDER = Path(__file__).parent / "pictures"
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "scale.json"
 WIDTH = 400
 Rows = Sequence[Sequence[Sequence[int]]]
 """The samples of each batch of each rank."""
@@ -24,7 +27,8 @@ text { fill: #1f2430; font: 13px system-ui, "DejaVu Sans", sans-serif; }
 .note { fill: #555d70; font-size: 12px; }
 .small { font-size: 12px; }
 .code { font-family: ui-monospace, "DejaVu Sans Mono", monospace; font-size: 12px; }
-.middle { text-anchor: middle; }
+.middle { text-anchor: middle; } .end { text-anchor: end; }
+.curve { stroke: #3b6fd4; stroke-width: 2; }
 rect, path { stroke: #6b7388; stroke-width: 1; fill: none; }
 .a { fill: #cfe0fc; } .b { fill: #fbdcb8; }
 .c { fill: #cdeccf; } .d { fill: #e6d3f7; } .plain { fill: #ffffff; }
@@ -90,6 +94,11 @@ class Picture:
         """Draw an arrow through points."""
         way = " ".join(f"{x} {y}" for x, y in points)
         self.parts.append(f'<path class="arrow" d="M{way}"/>')
+
+    def line(self, *points: tuple[float, float], kind: str = "") -> None:
+        """Draw a line through points."""
+        way = " ".join(f"{x} {y}" for x, y in points)
+        self.parts.append(f'<path class="{kind}" d="M{way}"/>')
 
     def __str__(self) -> str:
         return "\n".join([*self.parts, "</svg>", ""])
@@ -361,6 +370,45 @@ def draw_step() -> Picture:
     return picture
 
 
+def draw_scale() -> Picture:
+    """Show how many requests the store gets per second as ranks are added."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    picture = Picture(
+        "Requests per second at the store",
+        "Requests per second of all simulated ranks, on two logarithmic axes: ranks that train, ranks "
+        "that wait, and what one store answers.",
+        300,
+    )
+    figures, most = results["simulated"], results["store"]
+    left, right, top, bottom = 58.0, 380.0, 40.0, 258.0
+    columns = [math.log2(figure["ranks"]) for figure in figures]
+    rows = [math.floor(math.log10(min(f["ranks"] * f["idle_requests"] for f in figures))), 5]
+
+    def point(ranks: float, requests: float) -> tuple[float, float]:
+        across = (math.log2(ranks) - columns[0]) / (columns[-1] - columns[0])
+        up = (math.log10(requests) - rows[0]) / (rows[1] - rows[0])
+        return round(left + across * (right - left), 1), round(bottom - up * (bottom - top), 1)
+
+    picture.text(14, 24, "Requests per second at the store", "head")
+    for exponent in range(rows[0], rows[1] + 1):
+        _, y = point(figures[0]["ranks"], 10**exponent)
+        picture.line((left, y), (right, y))
+        picture.text(14, y + 4, f"{10**exponent:,}", "small")
+    for figure in figures:
+        x, _ = point(figure["ranks"], 10 ** rows[0])
+        picture.text(min(x, right - 10), bottom + 18, f"{figure['ranks']:,}", "small middle")
+    picture.text(right, bottom + 34, "ranks", "note end")
+    for kind, label in (("idle", "train"), ("waiting", "wait")):
+        points = [point(f["ranks"], f["ranks"] * f[f"{kind}_requests"]) for f in figures]
+        picture.line(*points, kind="curve")
+        x, y = points[-2]
+        picture.text(x, y - 8, f"ranks that {label}", "note end")
+    _, y = point(figures[0]["ranks"], most)
+    picture.line((left, y), (right, y), kind="curve")
+    picture.text(left + 4, y - 6, f"what one store answers: {most:,.0f}", "note")
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "sharding": draw_sharding,
     "uneven_end": draw_uneven_end,
@@ -370,6 +418,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "offload": draw_offload,
     "packages": draw_packages,
     "step": draw_step,
+    "scale": draw_scale,
 }
 
 
