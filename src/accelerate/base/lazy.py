@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pkgutil import get_data
+from types import ModuleType
 from typing import Any
 
 
@@ -31,9 +32,9 @@ def attach(
         source, attribute = table[name]
         with without_collection():
             if source == module:  # a submodule of this package
-                value: Any = import_module(f"{module}.{attribute}")
+                value: Any = _import(f"{module}.{attribute}")
             else:
-                value = getattr(import_module(source), attribute)
+                value = getattr(_import(source), attribute)
         setattr(sys.modules[module], name, value)  # the next look-up finds it without coming here
         return value
 
@@ -41,6 +42,13 @@ def attach(
         return sorted({*vars(sys.modules[module]), *table})
 
     return load, list_names, sorted(table)
+
+
+def _import(module: str) -> ModuleType:
+    try:
+        return import_module(module)
+    except AttributeError as error:  # `from ... import` takes it for an unknown name, and hides it
+        raise ImportError(f"{module} cannot be imported: {error}", name=module) from error
 
 
 def read_table(module: str) -> Iterator[tuple[str, str, str]]:

@@ -43,3 +43,14 @@ def test_unknown_and_lost_names_are_attribute_errors(package):
         package.lost  # noqa: B018
     with pytest.raises(ImportError):
         importlib.import_module("lazy_example.elsewhere")
+
+
+def test_an_attribute_error_inside_of_a_module_is_shown(package, tmp_path):
+    (tmp_path / "lazy_example" / "home.py").write_text("import os\nos.no_such_call()\n")
+    with pytest.raises(
+        ImportError, match=r"lazy_example.home cannot be imported: .*'no_such_call'"
+    ) as caught:
+        from lazy_example import thing  # noqa: F401
+    assert isinstance(caught.value.__cause__, AttributeError)
+    with pytest.raises(ImportError, match="no_such_call"):
+        package.home  # noqa: B018
