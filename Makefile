@@ -39,10 +39,13 @@ mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which sma
 	rm -rf mutants
 	$(ONE_THREAD) $(BIN)/python tests/mutation/run.py --sample $(SAMPLE) --workers $(WORKERS)
 
-check: $(VENV)/.check-installed ## lint, formatting and types
+check: $(VENV)/.check-installed ## lint, formatting and types, also as on macOS and Windows
 	$(BIN)/ruff check
+	$(BIN)/ruff check --preview --select PLW1514 src examples
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
+	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 
 bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw call
 	@missed=0; for each in $(filter-out $(addprefix benchmarks/,pairing.py clients.py simulation.py scale.py),$(wildcard benchmarks/*.py)); do \

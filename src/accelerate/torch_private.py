@@ -289,14 +289,36 @@ def agent_hooks(
             start(self, super()._start)
 
         def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-            close(int(death_sig))
-            super()._close(signal.SIGKILL, timeout)
+            # On Windows the agent means CTRL_C_EVENT, 0, which cannot be sent to a single process.
+            close(int(death_sig or signal.SIGTERM))
+            if sys.platform == "win32":
+                super()._close(signal.SIGTERM, timeout)  # which ends a process at once there
+            else:
+                super()._close(signal.SIGKILL, timeout)
 
     multiprocessing.SubprocessContext = HookedContext  # type: ignore[misc]  # where the agent looks it up
     try:
         yield
     finally:
         multiprocessing.SubprocessContext = original  # type: ignore[misc]
+
+
+def default_to_stores_without_libuv() -> None:
+    """Let `TCPStore` use libuv only where it is asked for.
+
+    Builds of torch for Windows have no libuv, and its elastic agent and `env://` leave out the argument.
+    """
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    original = store.__init__
+
+    def open_store(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{"use_libuv": False, **kwargs})
+
+    store.__init__ = open_store
+
+
+if sys.platform == "win32" and dist.is_available():
+    default_to_stores_without_libuv()
 
 
 def drop_group_references() -> None:

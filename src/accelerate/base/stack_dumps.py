@@ -43,7 +43,7 @@ def offer() -> bool:
     Nothing happens a second time, or where the program uses the signals itself.
     """
     asking, pid = numbers(), os.getpid()
-    if _files or not asking:
+    if _files or not asking or not hasattr(os, "memfd_create") or not hasattr(faulthandler, "register"):
         return bool(_files)
     used = _mask(pid, "SigCgt") | _mask(pid, "SigIgn") | _mask(pid, "SigBlk")
     if any(used >> (number - 1) & 1 for number in asking):

@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import stat
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,7 +46,7 @@ def check_os_kernel() -> None:
 def process_home() -> str | None:
     """Return the run of this kernel and the container that process numbers belong to; None where unknown."""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux, or /proc is not mounted
         return None
@@ -80,20 +81,31 @@ def replace_files(paths: Sequence[Path], *, sync: bool = True) -> Iterator[list[
         for path in temporary if sync else ():
             sync_file(path)
         for new, path in zip(temporary, paths, strict=True):
-            os.replace(new, path)
+            _replace(new, path)
     finally:
         for path in temporary:
             path.unlink(missing_ok=True)
 
 
+def _replace(new: Path, path: Path) -> None:
+    try:
+        os.replace(new, path)
+    except PermissionError as error:
+        if sys.platform == "win32":
+            reason = "a file that is open or mapped, as by a model with weights on disk, cannot be replaced"
+            error.strerror = f"{reason}: close it, or write to another folder"
+        raise
+
+
 def sync_folder(folder: Path) -> None:
     """Bring the names in a folder to the disk, where its file system can."""
-    sync_file(folder, UNSUPPORTED)
+    if sys.platform != "win32":  # which opens no folder
+        sync_file(folder, UNSUPPORTED)
 
 
 def sync_file(path: Path, ignored: tuple[int, ...] = ()) -> None:
     """Bring the content of a written file to the disk; error numbers in `ignored` are no errors."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)  # it has to be writable
     try:
         os.fsync(descriptor)
     except OSError as error:

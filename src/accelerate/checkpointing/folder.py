@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from accelerate.base import CheckpointError, sync_folder
 from accelerate.checkpointing import manifest, temporary
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)  # also used where no run is set up
 
 SECONDS_OF_A_REPLACEMENT = 1.0  # far more than two renames take
 POLL = 0.01
+NOT_RENAMED = (errno.EXDEV, errno.EACCES) if sys.platform == "win32" else (errno.EXDEV,)
+"""What renaming a folder answers where its files can be moved: on Windows, if any file in it is open."""
 ATTEMPTS = 20  # to be the only process that writes a checkpoint
 
 # What the files of a checkpoint are called, for folders that have no manifest.
@@ -116,7 +118,7 @@ class StagingFolder:
             exchange_folders(self.folder, self.target, aside)
             clear_aside(aside, self.target)
         except OSError as error:
-            if error.errno != errno.EXDEV:
+            if error.errno not in NOT_RENAMED:
                 raise
             return False
         finally:
@@ -150,7 +152,7 @@ def remove(folder: Path) -> None:
     try:
         temporary.dispose(folder, folder.name)
     except OSError as error:
-        if error.errno != errno.EXDEV:  # it cannot be renamed, as in a lower layer of overlayfs
+        if error.errno not in NOT_RENAMED:  # it cannot be renamed, as in a lower layer of overlayfs
             raise
         (folder / manifest.NAME).unlink(missing_ok=True)  # from here on it is not complete
         shutil.rmtree(folder)
@@ -390,9 +392,9 @@ def swap(first: Path, second: Path) -> None:
 
 def _find_renameat2() -> Callable[..., int] | None:
     """Return Linux's call of that name; None on other systems, and where the C library is too old."""
-    if sys.platform != "linux":
-        return None
-    call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    call: Any = None
+    if sys.platform == "linux":
+        call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if call is not None:
         call.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
     return cast("Callable[..., int] | None", call)

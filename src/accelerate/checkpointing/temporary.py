@@ -148,9 +148,14 @@ def dispose(folder: Path, name: str) -> None:
 
 
 def birth_of(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did; empty where the system does not tell."""
+    """Return when a process began, in ticks since the machine did, elsewhere in milliseconds since 1970."""
     facts = _facts_of(pid)
-    return facts[19] if len(facts) > 19 else ""
+    if len(facts) > 19:
+        return facts[19]
+    try:
+        return str(round(psutil.Process(pid).create_time() * 1000))
+    except psutil.Error:
+        return ""
 
 
 def _facts_of(pid: int) -> list[str]:

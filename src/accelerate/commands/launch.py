@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from accelerate.base import ConfigurationError, attach, environ, shown
 from accelerate.commands.utils import DEVICE_PROBES, entry_point, parser_of
 from accelerate.launch import (
+    CONSOLE_EVENTS,
     LaunchPlan,
     Target,
     as_json,
@@ -88,7 +89,7 @@ DESCRIPTION = (
     "that over --config_file, and that over the default configuration file."
 )
 DEFAULT_FILE = "default file"
-ENDED_BY_USER = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+ENDED_BY_USER = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, *CONSOLE_EVENTS))
 """Exit codes of a run that the user ended, unless the launcher saw ranks fail."""
 
 

@@ -311,7 +311,7 @@ def share_memory(transport: Transport, num_blocks: int) -> SharedMemory | None:
         descriptor = offer[2]
     elif offer is not None and offer[0] == process_home():
         with suppress(OSError):  # other user, hidden processes: everything is sent over the transport
-            descriptor = os.open(f"/proc/{offer[1]}/fd/{offer[2]}", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(f"/proc/{offer[1]}/fd/{offer[2]}", os.O_RDWR)
     memory = None if descriptor is None else SharedMemory(descriptor, num_blocks)
     return memory if all(transport.gather_object(memory is not None)) else None
 

@@ -13,7 +13,17 @@ from typing import NamedTuple
 
 from accelerate.base import AccelerateError, spell_ranks
 from accelerate.diagnostics.hang_report import group_ranks
-from accelerate.launch import HANG_KIND, Failure, Kind, Outcome, Suspect, find_first, grace, shortened
+from accelerate.launch import (
+    HANG_KIND,
+    SIGKILL,
+    Failure,
+    Kind,
+    Outcome,
+    Suspect,
+    find_first,
+    grace,
+    shortened,
+)
 
 REPORT = "failure.json"
 MOST_LINES = 60
@@ -26,7 +36,7 @@ _NUMBERS = re.compile(r"\d+")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in .*(?:\n    (?P<source>.*))?', re.M)
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = re.compile(
-    rf"^({re.escape(_OURS)}|{re.escape(sysconfig.get_path('stdlib'))})|/(site|dist)-packages/|^<frozen"
+    rf"^({re.escape(_OURS)}|{re.escape(sysconfig.get_path('stdlib'))})|[/\\](site|dist)-packages[/\\]|^<frozen"
 )
 
 
@@ -92,7 +102,7 @@ _MISUSED = Cause(
     "The script refused its own arguments; argparse ends a program so.",
     "Read its message, above this screen, and correct the words behind the script's name.",
 )
-_BY_NUMBER = {-signal.SIGKILL: _KILLED, 2: _MISUSED}
+_BY_NUMBER = {-SIGKILL: _KILLED, 2: _MISUSED}
 """What the operating system says of a process that left no Python error -> its cause."""
 
 _LEFT = Cause(
@@ -248,7 +258,7 @@ def _spell(number: int) -> str:
     if number >= 0:
         return f"exit code {number}"
     name = signal.Signals(-number).name
-    hint = " (out of memory?)" if number == -signal.SIGKILL else ""
+    hint = " (out of memory?)" if number == -SIGKILL else ""
     return f"killed by signal {-number} ({name}){hint}"
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-import resource
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -403,16 +403,23 @@ class MemoryMeter:
         if self._module is not None:
             self._module.reset_peak_memory_stats()
         elif CLEAR_REFS.exists():
-            CLEAR_REFS.write_text(NEW_PEAK)
+            CLEAR_REFS.write_text(NEW_PEAK, encoding="ascii")
 
     def peak(self) -> int:
         if self._module is not None:
             return int(self._module.max_memory_allocated())
-        for line in STATUS.read_text().splitlines() if STATUS.exists() else ():
+        for line in STATUS.read_text(encoding="ascii").splitlines() if STATUS.exists() else ():
             if line.startswith(PEAK):
                 return int(line.split()[1]) * 1024
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # bytes on macOS, else KiB
-        return max(most if psutil.MACOS else most * 1024, psutil.Process().memory_info().rss)
+        now = psutil.Process().memory_info()
+        if sys.platform == "win32":
+            most = int(now.peak_wset)
+        else:
+            import resource  # not on Windows
+
+            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            most = most if sys.platform == "darwin" else most * 1024  # it is in bytes on macOS alone
+        return max(most, int(now.rss))
 
 
 @contextmanager

@@ -187,14 +187,12 @@ def _kernel_function(pid: int) -> str:
 
 def _spell_end(pid: int) -> str:
     """How a child of this process ended, without taking its exit code from whoever waits for it."""
-    try:
-        child = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except (AttributeError, ChildProcessError):  # no such call on this system, or no child of this process
-        return ENDED
-    if child is None:
-        return ENDED
-    by_code = child.si_code == os.CLD_EXITED
-    return f"{ENDED} with exit code {child.si_status}" if by_code else f"{ENDED} by signal {child.si_status}"
+    if sys.platform != "win32" and hasattr(os, "waitid"):  # macOS has it since Python 3.13
+        with contextlib.suppress(ChildProcessError):  # it is no child of this process
+            if child := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                how = "with exit code" if child.si_code == os.CLD_EXITED else "by signal"
+                return f"{ENDED} {how} {child.si_status}"
+    return ENDED
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ _ALLOCATION_END = "SLURM_JOB_END_TIME"
 _AGENT = "torch.distributed.elastic"
 _PURPOSE = "accelerate.Accelerator.should_stop"
 _STOP_READ, _SAVE_READ = 1, 2
+_ENDING = (signal.SIGTERM, getattr(signal, "SIGBREAK", None))
 _CYCLES_TO_WARM = 2  # the first exchange opens a group, the first steps compile
 
 Combine = Callable[[Sequence[float], str, str], Answer]
@@ -61,6 +62,8 @@ SIGNALS = (
     Trigger("SIGTERM", "SIGTERM reached", stops=True),
     Trigger("SIGUSR1", "SIGUSR1 reached", stops=True),
     Trigger("SIGUSR2", "SIGUSR2 reached", stops=False),
+    # Ctrl-Break, the only request that reaches the processes of a run on Windows
+    *((Trigger("SIGBREAK", "SIGBREAK reached", stops=True),) if hasattr(signal, "SIGBREAK") else ()),
 )
 TIME_IS_UP = Trigger("max_time", "max_time is over, says", stops=True)
 ALLOCATION_ENDS = Trigger("allocation", "the SLURM allocation ends soon, says", stops=True)
@@ -234,7 +237,7 @@ class SignalNotes:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         is_fork = os.getpid() != self._process
-        if is_fork or (number == signal.SIGTERM and self._is_second()):
+        if is_fork or (number in _ENDING and self._is_second()):
             self.restore()
             signal.raise_signal(number)
             return

@@ -1,8 +1,10 @@
 from accelerate.launch.children import (
+    CONSOLE_EVENTS as CONSOLE_EVENTS,
     FORWARDED as FORWARDED,
     GRACE_VARIABLE as GRACE_VARIABLE,
     NOTES as NOTES,
     REQUESTS as REQUESTS,
+    SIGKILL as SIGKILL,
     End as End,
     Ending as Ending,
     RequestNotes as RequestNotes,

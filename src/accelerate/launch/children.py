@@ -23,15 +23,18 @@ def _existing(*names: str) -> tuple[int, ...]:
 REQUESTS = _existing("SIGUSR1", "SIGUSR2")
 """Signals that ask a program for something, and end one that has no handler."""
 
-FORWARDED = _existing("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT")
+FORWARDED = _existing("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGBREAK")
 TERMINAL_KEYS = _existing("SIGINT", "SIGQUIT")
 HANGUP = _existing("SIGHUP")
+CONSOLE_EVENTS = _existing("SIGINT", "SIGBREAK") if sys.platform == "win32" else ()
+"""Signals that Windows sends to all processes of a console at once."""
+SIGKILL = 9
+"""Its number, also for the reports of a system that has no such signal."""
 GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 GRACE_SECONDS = 15
 """How long processes may take to end by themselves; the variable, which torch reads too, says otherwise."""
 
 PATIENCE = 2.0  # seconds that descendants get to notice that the child has ended
-_CAN_BLOCK = hasattr(signal, "pthread_sigmask")
 
 
 @contextmanager
@@ -40,14 +43,14 @@ def blocked(numbers: Iterable[int]) -> Iterator[None]:
 
     Those that arrive meanwhile are delivered after it, unless another thread of this process takes them.
     """
-    if not _CAN_BLOCK:
+    if sys.platform == "win32":  # it has no such signals
         yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    else:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class RequestNotes:
@@ -62,7 +65,7 @@ class RequestNotes:
         self._process = os.getpid()
         for number in REQUESTS:
             signal.signal(number, self.note)
-        if _CAN_BLOCK:
+        if sys.platform != "win32":
             signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
     def note(self, number: int, frame: FrameType | None) -> None:
@@ -195,7 +198,7 @@ class Ending:
             self._first, self._family = number, _descendants(child.pid)
         sent = self._instead.get(number, number)
         if sent != number or not has_it:
-            child.send_signal(sent)
+            send_signal(child, sent)
         if number not in REQUESTS:
             continue_stopped([child.pid, *(process.pid for process in self._family)])
         if is_first:
@@ -227,16 +230,26 @@ class Ending:
         say(f"{signal.Signals(self._first).name} ended all processes{more}")
 
 
-def continue_stopped(pids: Iterable[int], send: Callable[[int, int], None] = os.kill) -> None:
-    """Continue stopped processes, or with `os.killpg` their groups: they cannot do what a signal asks for."""
-    import psutil  # only a run that is ended early needs it
+def send_signal(child: subprocess.Popen[Any], number: int) -> None:
+    """Send a signal to a process. On Windows nothing can be asked for this way: the process is ended."""
+    if sys.platform == "win32":
+        child.terminate()
+    else:
+        child.send_signal(number)
 
-    for pid in pids:
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
-                send(pid, signal.SIGCONT)
-        except (psutil.NoSuchProcess, ProcessLookupError):
-            continue
+
+def continue_stopped(pids: Iterable[int], *, groups: bool = False) -> None:
+    """Continue stopped processes, or their groups: they cannot do what a signal asks for."""
+    if sys.platform != "win32":  # no process is stopped there
+        import psutil  # only a run that is ended early needs it
+
+        send = os.killpg if groups else os.kill
+        for pid in pids:
+            try:
+                if psutil.Process(pid).status() == psutil.STATUS_STOPPED:
+                    send(pid, signal.SIGCONT)
+            except (psutil.NoSuchProcess, ProcessLookupError):
+                continue
 
 
 def _descendants(pid: int) -> list[Any]:
@@ -265,6 +278,6 @@ def _kill_all(family: Sequence[Any], patience: float = 0.0) -> int:
 
 def _sent_by_terminal(number: int) -> bool:
     """Whether a key was pressed: the terminal then sends the signal to the child as well."""
-    if number not in TERMINAL_KEYS or not sys.stdin or not sys.stdin.isatty():
-        return False
-    return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    if sys.platform != "win32" and number in TERMINAL_KEYS and sys.stdin and sys.stdin.isatty():
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    return number in CONSOLE_EVENTS

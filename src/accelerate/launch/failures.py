@@ -167,7 +167,7 @@ _ANY_CONNECTION = re.compile(
     r"connection refused|connection reset|broken pipe|timed? ?out|timeout|socket", re.IGNORECASE
 )
 """Said of connections of the script too, such as a download: it counts where torch.distributed raised it."""
-_DISTRIBUTED = re.compile(r'File "[^"]*torch/distributed/')
+_DISTRIBUTED = re.compile(r'File "[^"]*torch[/\\]distributed[/\\]')
 _OF_OTHERS = re.compile(r"did not come within|did not end their attempt|on another process|does not answer")
 _READ_BY_ANOTHER = re.compile(
     r"^RuntimeError: the loader failed on process \d+, which reads for all:$", re.MULTILINE

@@ -135,11 +135,10 @@ class Machine:
 def look(environ: Mapping[str, str], *, cpu: bool) -> Machine:
     """Gather the facts, without importing torch where nvidia-smi can answer; with `cpu` find no devices."""
     hardware, devices = (CPU, 1) if cpu else count_visible(environ)
-    has_affinity = hasattr(os, "sched_getaffinity")
     return Machine(
         hardware=hardware,
         devices=devices,
-        cores=len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         environ=environ,
         is_root=hasattr(os, "geteuid") and os.geteuid() == ROOT,
     )

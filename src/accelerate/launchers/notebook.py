@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -35,6 +36,8 @@ _STATES = (AcceleratorState, PartialState, GradientState)
 _SECONDS_TO_END = 10.0
 # Libraries that may start CUDA when they are imported.
 _CUDA_STARTERS = ("bitsandbytes", "cupy", "jax", "pycuda.autoinit", "tensorflow")
+# With "spawn", on Windows, the function has to be importable.
+_START_METHOD = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
 _AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
@@ -57,7 +60,8 @@ def notebook_launcher(
 ) -> None:
     """Run a training function in several processes, started from a notebook.
 
-    The processes are forked, so the function may be defined in a cell. It has to make the `Accelerator`, and
+    The processes are forked, so the function may be defined in a cell; on Windows they are not, and the
+    function has to be defined in a file that they can import. It has to make the `Accelerator`, and
     nothing may have used a GPU before. A single process is not started: the function is called here, and the
     state of an `Accelerator` that it makes ends with it.
 
@@ -289,7 +293,7 @@ def run_forked(
         worker = Worker(function, Path(folder), on_cpu=True)
         launcher = launch.PrepareForLaunch(worker, DistributedType.MULTI_CPU, debug)
         start: Any = start_processes
-        context = start(launcher, args=args, nprocs=size, join=False, start_method="fork")
+        context = start(launcher, args=args, nprocs=size, join=False, start_method=_START_METHOD)
         try:
             while not context.join():
                 pass
@@ -332,7 +336,7 @@ def run_elastic(
         nproc_per_node=workers.size,
         rdzv_backend=rdzv_backend,
         rdzv_configs={**own_rank, **(rdzv_configs or {})},
-        start_method="fork",
+        start_method=_START_METHOD,
         **options,
     )
     signals = current().get(_AGENT_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # the agent leaves it there

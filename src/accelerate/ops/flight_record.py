@@ -136,7 +136,8 @@ def flight_recorder() -> Ring:
     return services.of_process(Ring)
 
 
-os.register_at_fork(after_in_child=lambda: flight_recorder().reset())
+if hasattr(os, "register_at_fork"):  # not on Windows, which starts processes without fork
+    os.register_at_fork(after_in_child=lambda: flight_recorder().reset())
 
 
 def recorded(function: Callable[P, R], argument: int = 0) -> Callable[P, R]:

@@ -391,5 +391,5 @@ def _close_at_exit() -> None:
 
 # Registered on import, so that what is registered later, and may still communicate, runs before.
 atexit.register(_close_at_exit)
-if sys.version_info < (3, 12) and THREADS.exists():
+if sys.version_info < (3, 12) and hasattr(os, "register_at_fork") and THREADS.exists():
     os.register_at_fork(before=_wait_before_fork)

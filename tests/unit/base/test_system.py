@@ -39,7 +39,7 @@ def test_processes_of_one_machine_have_one_home():
 
 
 def test_a_system_that_does_not_tell_is_nobodys_home(monkeypatch):
-    def fail(path):
+    def fail(path, encoding):
         raise FileNotFoundError(path)
 
     monkeypatch.setattr(Path, "read_text", fail)

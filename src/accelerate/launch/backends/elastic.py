@@ -6,8 +6,9 @@ import errno
 import os
 import signal
 import socket
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -51,7 +52,7 @@ class LocalLauncher(Launcher):
         folder = folder_of(plan)  # only our entry unblocks what is blocked at its start
         end = run_child(self.command(plan), plan.environment, blocked_at_start=REQUESTS if folder else ())
         if folder and end.killed_after:
-            Exits({0: -signal.SIGKILL}, asked=(0,), asked_by=end.killed_after, killed=(0,)).write(folder)
+            Exits({0: -children.SIGKILL}, asked=(0,), asked_by=end.killed_after, killed=(0,)).write(folder)
         return end.code
 
 
@@ -101,12 +102,12 @@ class Ranks:
             return
         if not self._seen.asked:
             self._seen = replace(self._seen, asked=tuple(running), asked_by=number, asked_at=time.time())
-        for handle in running.values():
-            handle.close(death_sig=signal.Signals(number))
+        for handle in running.values() if number not in children.CONSOLE_EVENTS else ():
+            handle.close(death_sig=signal.Signals(number))  # on Windows this ends it at once
         seconds = children.grace()
         deadline = time.monotonic() + seconds
         while (running := self._running()) and time.monotonic() < deadline:
-            children.continue_stopped([handle.proc.pid for handle in running.values()], os.killpg)
+            children.continue_stopped([handle.proc.pid for handle in running.values()], groups=True)
             time.sleep(POLL)
         self._seen = replace(self._seen, killed=tuple(running))
         if running:
@@ -171,6 +172,8 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
 
     key = run_key(environ.current()) if plan.machines == 1 else {}  # several machines need one from outside
     variables = {**plan.environment, children.GRACE_VARIABLE: str(children.grace()), **key}
+    if sys.platform == "win32":  # the agent warns about each signal that it does not find
+        variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _names(children.FORWARDED)
     for attempt in range(1, ATTEMPTS + 1):
         try:
             with environ.patch_environment(**variables), torch_private.agent_hooks(ranks.start, ranks.end):
@@ -194,8 +197,11 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
 
     is_alone = plan.machines == 1 and plan.rendezvous.rdzv_backend == "static"
     held = hold_loopback_store(plan.address, plan.port) if is_alone else None
+    arguments = torchrun.parse_args(torchrun_arguments(plan))  # type: ignore[no-untyped-call]
+    if sys.platform == "win32":
+        arguments.signals_to_handle = _names(children.FORWARDED)  # newer torch does not read the variable
     try:
-        torchrun.run(torchrun.parse_args(torchrun_arguments(plan)))  # type: ignore[no-untyped-call]
+        torchrun.run(arguments)  # type: ignore[no-untyped-call]
     except ValueError as error:  # before a process is started
         reason = " ".join(str(error).split()).rstrip(".?")
         raise ConfigurationError(
@@ -211,6 +217,10 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
     finally:
         del held
     return 0
+
+
+def _names(numbers: Sequence[int]) -> str:
+    return ",".join(signal.Signals(number).name for number in numbers)
 
 
 def _code_of_first(plan: LaunchPlan, ranks: Ranks) -> int:
