@@ -8,14 +8,17 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, load_checkpoint_and_dispatch
+from accelerate.devices.hardware_table import CUDA
 from accelerate.utils import ProjectConfiguration, set_seed
 
 STEPS = 4
 
 
 def train(folder: Path) -> None:
-    assert sys.platform == "win32"
-    assert not hasattr(os, "fork")
+    assert sys.platform == os.environ["SIMULATED_SYSTEM"]
+    assert hasattr(os, "fork") == (sys.platform == "darwin")
+    assert not hasattr(os, "memfd_create")
+    assert CUDA.comm == ("gloo" if sys.platform == "win32" else "nccl")
     set_seed(1)
     configuration = ProjectConfiguration(str(folder / "project"), total_limit=1)
     accelerator = Accelerator(cpu=True, project_config=configuration)

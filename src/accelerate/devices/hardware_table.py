@@ -2,6 +2,7 @@
 
 import gc
 import platform
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
@@ -47,12 +48,12 @@ CUDA = DeviceBackend(
     name="cuda",
     label="GPU (NVIDIA or AMD)",
     distributed_type=DistributedType.MULTI_GPU,
-    comm="nccl",
+    comm="gloo" if sys.platform == "win32" else "nccl",  # there is no NCCL for Windows
     visible_env="CUDA_VISIBLE_DEVICES",
     module="torch.cuda",
     rng_type=RNGType.CUDA,
     probe_variables=(("PYTORCH_NVML_BASED_CUDA_CHECK", "1"),),
-    binds_group=True,
+    binds_group=sys.platform != "win32",
     has_float64=True,
     has_streams=True,
     checks_fork=True,

@@ -1,7 +1,7 @@
-"""Programs on a simulated Windows: import, train, launch, save, replace, load, resume and stop.
+"""Programs on a simulated Windows and macOS: import, train, launch, save, replace, load, resume and stop.
 
-`windows/simulated.py` says what is simulated. It shows that nothing is used that Windows does not have; it
-does not replace a run on Windows.
+`simulation/simulated.py` says what is simulated. It shows that nothing is used that the system does not have;
+it does not replace a run on that system.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -23,16 +24,17 @@ SIGBREAK = 21
 COMMAND = (sys.executable, "-m", "accelerate.commands.accelerate_cli")
 
 
-class Windows:
+class System:
     """Starts programs, whose output goes to a file; nothing of them is left at the end."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.output = folder, folder / "output"
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder, self.output = name, folder, folder / "output"
         self._started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *words: object) -> subprocess.Popen[bytes]:
         variables = {
-            "PYTHONPATH": str(HERE / "windows"),
+            "PYTHONPATH": str(HERE / "simulation"),
+            "SIMULATED_SYSTEM": self.name,
             "SIMULATED_FOLDER": str(self.folder),
             "PYTHONWARNDEFAULTENCODING": "1",
             "PYTHONWARNINGS": "ignore::EncodingWarning",
@@ -76,9 +78,9 @@ def _session(pid: int) -> int:
         return 0
 
 
-@pytest.fixture
-def windows(tmp_path: Path) -> Iterator[Windows]:
-    system = Windows(tmp_path)
+@contextmanager
+def simulated(name: str, folder: Path) -> Iterator[System]:
+    system = System(name, folder)
     try:
         yield system
     finally:
@@ -86,18 +88,30 @@ def windows(tmp_path: Path) -> Iterator[Windows]:
     assert not left
 
 
+@pytest.fixture
+def windows(tmp_path: Path) -> Iterator[System]:
+    with simulated("win32", tmp_path) as system:
+        yield system
+
+
+@pytest.fixture
+def macos(tmp_path: Path) -> Iterator[System]:
+    with simulated("darwin", tmp_path) as system:
+        yield system
+
+
 def launched(*words: object) -> tuple[object, ...]:
     return (*COMMAND, "launch", "--cpu", "--main_process_port", "0", *words)
 
 
-def test_a_process_trains_with_a_worker_of_its_loader(windows: Windows) -> None:
+def test_a_process_trains_with_a_worker_of_its_loader(windows: System) -> None:
     code, text = windows.run(sys.executable, HERE / "train.py", windows.folder / "run", 1)
     assert code == 0, text
     assert "rank 0 of 1 is done" in text
 
 
 @pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_launched_processes_train_save_load_and_resume(windows: Windows, count: int) -> None:
+def test_launched_processes_train_save_load_and_resume(windows: System, count: int) -> None:
     code, text = windows.run(
         *launched("--num_processes", count, HERE / "train.py", windows.folder / "run", 0)
     )
@@ -106,7 +120,13 @@ def test_launched_processes_train_save_load_and_resume(windows: Windows, count: 
     assert "Failed to register signal handler" not in text
 
 
-def test_a_failed_rank_ends_the_others_and_is_shown(windows: Windows) -> None:
+def test_processes_on_macos_train_save_load_and_resume(macos: System) -> None:
+    code, text = macos.run(*launched("--num_processes", 2, HERE / "train.py", macos.folder / "run", 1))
+    assert code == 0, text
+    assert all(f"rank {rank} of 2 is done" in text for rank in range(2))
+
+
+def test_a_failed_rank_ends_the_others_and_is_shown(windows: System) -> None:
     code, text = windows.run(*launched("--num_processes", 2, HERE / "fail.py"))
     assert code == 1
     assert "rank 1 on" in text
@@ -116,7 +136,7 @@ def test_a_failed_rank_ends_the_others_and_is_shown(windows: Windows) -> None:
 @pytest.mark.parametrize(
     ("count", "expected"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 128 + SIGBREAK)]
 )
-def test_an_event_of_the_console_stops_all_ranks(windows: Windows, count: int, expected: int) -> None:
+def test_an_event_of_the_console_stops_all_ranks(windows: System, count: int, expected: int) -> None:
     process = windows.start(*launched("--num_processes", count, HERE / "stop.py"))
     deadline = time.monotonic() + SECONDS
     while windows.text().count("is ready") < count and process.poll() is None and time.monotonic() < deadline:
@@ -127,13 +147,13 @@ def test_an_event_of_the_console_stops_all_ranks(windows: Windows, count: int, e
     assert "the run failed" not in windows.text()
 
 
-def test_what_is_open_is_not_replaced(windows: Windows) -> None:
+def test_what_is_open_is_not_replaced(windows: System) -> None:
     code, text = windows.run(sys.executable, HERE / "mapped.py", windows.folder / "run")
     assert code == 0, text
 
 
 @pytest.mark.slow
-def test_functions_are_started_without_fork(windows: Windows) -> None:
+def test_functions_are_started_without_fork(windows: System) -> None:
     code, text = windows.run(sys.executable, HERE / "notebook.py")
     assert code == 0, text
     assert text.count("added up") == 4
@@ -148,7 +168,7 @@ def test_functions_are_started_without_fork(windows: Windows) -> None:
         pytest.param("test", "All checks passed", marks=pytest.mark.slow),
     ],
 )
-def test_commands_run(windows: Windows, words: str, expected: str) -> None:
+def test_commands_run(windows: System, words: str, expected: str) -> None:
     code, text = windows.run(*COMMAND, *words.split())
     assert code == 0, text
     assert expected in text

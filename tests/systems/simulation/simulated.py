@@ -1,8 +1,8 @@
-"""What Python is like on Windows, as far as Linux can show it.
+"""What Python is like on Windows and on macOS ($SIMULATED_SYSTEM), as far as Linux can show it.
 
 The standard library and torch are imported first and keep what they need. accelerate, and what is imported
-later, find a system without the names, modules, folders and signals that Windows does not have. Calls refuse
-what they refuse there: to open a folder, to sync a file that is open for reading only, to rename to a name in
+later, find a system without the names, modules, folders and signals that it does not have. On Windows, calls
+refuse what they refuse there: to open a folder, to sync a file that is open to read, to rename to a name in
 use, to rename, replace or delete what is open or mapped, to make a file with a name that is not allowed.
 Files are checked below $SIMULATED_FOLDER. `os.name` and the form of paths stay those of Linux.
 """
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 FIRST = (
@@ -47,12 +47,17 @@ SIGNAL_CALLS = (
     "pthread_sigmask pthread_kill sigwait sigpending setitimer alarm siginterrupt sigtimedwait"
     " sigwaitinfo pause SIG_BLOCK SIG_UNBLOCK SIG_SETMASK SIGRTMAX SIGRTMIN"
 )
+LINUX_ALONE = (
+    "sched_getaffinity sched_setaffinity memfd_create waitid P_PID P_ALL WEXITED WNOWAIT O_TMPFILE O_DIRECT"
+    " posix_fadvise posix_fallocate pidfd_open eventfd copy_file_range fdatasync pipe2"
+)
+LINUX_SIGNALS = "SIGRTMAX SIGRTMIN SIGCLD sigtimedwait sigwaitinfo"
 SIGBREAK = 21
 INTERRUPTED = 0xC000013A
 MAPS = "/proc/self/maps"  # read here alone
 FORBIDDEN = set('<>:"|?*\\')
 KNOWING = ("psutil", "torch", "multiprocessing", "tempfile")
-"""Packages that do without /proc on Windows, and use it here."""
+"""Packages that do without /proc on other systems, and use it here."""
 
 
 def simulate() -> None:
@@ -60,24 +65,30 @@ def simulate() -> None:
     for name in FIRST.split():
         importlib.import_module(name)
     sys.modules["sysconfig"].get_config_vars()  # from a file that is named after the system
-    vars(signal).update(CTRL_C_EVENT=Event(0), CTRL_BREAK_EVENT=Event(1))
-    _refuse_calls()
-    _end_processes()
-    before = [module for name, module in sys.modules.items() if isinstance(module, types.ModuleType)]
-    for module in (os, signal, sys.modules["socket"]):
-        _copy_for(before, module)
-    for name in OS_NAMES.split():
-        vars(os).pop(name, None)
-    for name in (*SIGNALS.split(), *SIGNAL_CALLS.split()):
-        vars(signal).pop(name, None)
-    for name in MODULES.split():
-        sys.modules[name] = None  # type: ignore[assignment]
-    _few_signals()
-    _only_spawn()
-    _torch_and_psutil()
-    _hide_folders()
+    system = os.environ["SIMULATED_SYSTEM"]
+    is_windows = system == "win32"
+    if is_windows:
+        vars(signal).update(CTRL_C_EVENT=Event(0), CTRL_BREAK_EVENT=Event(1))
+        _refuse_calls()
+        _end_processes()
+    before = [module for module in sys.modules.values() if isinstance(module, types.ModuleType)]
+    kept, _, _ = (_copy_for(before, module) for module in (os, signal, sys.modules["socket"]))
+    _remove(os, OS_NAMES if is_windows else LINUX_ALONE)
+    _remove(signal, f"{SIGNALS} {SIGNAL_CALLS}" if is_windows else LINUX_SIGNALS)
+    _spawn(is_windows)
+    if is_windows:
+        for name in MODULES.split():
+            sys.modules[name] = None  # type: ignore[assignment]
+        _few_signals()
+        _torch_and_psutil()
+    _hide_folders((os, kept), checks_names=is_windows)
     warnings.filterwarnings("error", category=EncodingWarning, module=r"accelerate\.")
-    sys.platform = "win32"
+    sys.platform = system
+
+
+def _remove(module: types.ModuleType, names: str) -> None:
+    for name in names.split():
+        vars(module).pop(name, None)
 
 
 class Event(int):
@@ -93,13 +104,14 @@ class OnLinux:
         return getattr(sys, name)
 
 
-def _copy_for(modules: list[types.ModuleType], original: types.ModuleType) -> None:
+def _copy_for(modules: list[types.ModuleType], original: types.ModuleType) -> types.ModuleType:
     """Give modules that were imported before a whole copy."""
     copy = types.ModuleType(original.__name__)
     vars(copy).update(vars(original))
     for module in modules:
         if module.__name__ not in ("__main__", "__mp_main__", "sitecustomize", __name__):
             vars(module).update({name: copy for name, value in vars(module).items() if value is original})
+    return copy
 
 
 def _ours(path: Any) -> str | None:
@@ -215,9 +227,10 @@ def _few_signals() -> None:
     vars(signal).update(SIGBREAK=SIGBREAK, signal=set_handler)
 
 
-def _only_spawn() -> None:
+def _spawn(is_windows: bool) -> None:
+    """Make "spawn" the default, and on Windows the only method to start processes."""
     context: Any = importlib.import_module("multiprocessing.context")
-    for name in ("fork", "forkserver"):
+    for name in ("fork", "forkserver") if is_windows else ():
         del context._concrete_contexts[name]
     context._default_context._default_context = context._concrete_contexts["spawn"]
     for name, module in sys.modules.items():
@@ -248,7 +261,7 @@ def _torch_and_psutil() -> None:
     del sys.modules["socket"].AF_UNIX  # type: ignore[attr-defined]
 
 
-def _hide_folders() -> None:
+def _hide_folders(modules: Sequence[types.ModuleType], checks_names: bool) -> None:
     """Hide /proc and /sys, and check the names of new files."""
 
     def is_hidden(path: Any) -> bool:
@@ -278,7 +291,7 @@ def _hide_folders() -> None:
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event == "open" and args[0] is not None and is_hidden(args[0]):
             raise FileNotFoundError(errno.ENOENT, "No such file or directory", args[0])
-        if event in ("open", "os.mkdir", "os.rename"):
+        if checks_names and event in ("open", "os.mkdir", "os.rename"):
             path = args[1] if event == "os.rename" else args[0]
             whole = path is not None and _ours(path)
             parts = whole.split("/") if whole else []
@@ -287,7 +300,7 @@ def _hide_folders() -> None:
                     errno.EINVAL, "The filename, directory name, or volume label syntax is incorrect", path
                 )
 
-    for module in (os, sys.modules["pathlib"].os, sys.modules["genericpath"].os):  # type: ignore[attr-defined]
+    for module in modules:
         for name in ("stat", "lstat", "listdir", "scandir", "readlink", "access"):
             setattr(module, name, hide(getattr(module, name)))
     sys.addaudithook(audit)
