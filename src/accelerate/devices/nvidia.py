@@ -157,7 +157,7 @@ def near_cores(local_process_index: int, environ: Mapping[str, str]) -> list[int
     # nvidia-smi writes the PCI domain with eight digits, the kernel with four.
     domain, _, rest = address.partition(":")
     cpu_list = PCI_DEVICES / f"{int(domain, 16):04x}:{rest}" / "local_cpulist"
-    return parse_cpu_list(cpu_list.read_text()) if cpu_list.exists() else []
+    return parse_cpu_list(cpu_list.read_text(encoding="ascii")) if cpu_list.exists() else []
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:

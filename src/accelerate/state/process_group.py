@@ -332,7 +332,7 @@ def _wait_before_fork() -> None:
 def _torch_threads_run() -> bool:
     for thread in THREADS.iterdir():
         with suppress(OSError):  # it has ended
-            name, _, state = (thread / "stat").read_text().partition("(")[2].rpartition(") ")
+            name, _, state = (thread / "stat").read_text("latin-1").partition("(")[2].rpartition(") ")
             if name.startswith("pt_") and not state.startswith("S"):
                 return True
     return False

@@ -397,7 +397,7 @@ class TensorBoardTracker(LibraryTracker):
         self.writer.flush()
         folder = Path(self.logging_dir, str(time.time()))  # where other programs look for it
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / HPARAMS_FILE).write_text(yaml.safe_dump(storable))
+        (folder / HPARAMS_FILE).write_text(yaml.safe_dump(storable), encoding="utf-8")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
