@@ -122,3 +122,14 @@ def test_one_of_another_machine_is_in_use_while_it_is_written_to(tmp_path: Path)
     (found,) = find(tmp_path, SAVING)
     assert not found.is_in_use
     assert found.is_needed
+
+
+def test_without_proc_another_process_of_the_same_number_needs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(temporary, "_facts_of", lambda pid: [])
+    alive = abandoned(tmp_path, SAVING, os.getppid(), temporary.birth_of(os.getppid()))
+    reused = abandoned(tmp_path, SAVING, os.getppid(), "1")
+    temporary.sweep(tmp_path)
+    assert alive.exists()
+    assert not reused.exists()
