@@ -30,6 +30,9 @@ STATES = ("AcceleratorState", "PartialState", "GradientState")
 PATIENCE = 5.0  # seconds that threads and processes get to end after their test
 POLL = 0.02
 
+if not hasattr(psutil.Process, "net_connections"):  # its name since psutil 6
+    psutil.Process.net_connections = psutil.Process.connections
+
 
 class Watch(NamedTuple):
     """One kind of thing that a test may leak, and how long it may take to go away."""

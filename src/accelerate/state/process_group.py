@@ -300,7 +300,12 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
         return
     if group is None:
         services.before_close()
-    # A thread of gloo that released the last reference would wait for itself, and abort the process.
+    _destroy(group)
+
+
+def _destroy(group: dist.ProcessGroup | None = None) -> None:
+    # A thread of gloo that released the last reference would wait for itself, and abort the process. Before
+    # torch 2.8 the deletion waits for these threads without releasing the interpreter, which they may need.
     held = group or dist.group.WORLD
     dist.destroy_process_group(group)
     _wait_for_threads()
@@ -376,9 +381,11 @@ def _close_at_exit() -> None:
     if services.group_owner != os.getpid():
         return
     services.before_close()
-    if is_open() and not failed():
-        dist.destroy_process_group()
-    elif is_open():
+    if not is_open():
+        _wait_for_threads()
+    elif not failed():
+        _destroy()
+    else:
         # What this process still sends is given up. An operation that the others never join keeps the group
         # from closing: do not wait for it for long.
         has_nccl = "nccl" in dist.get_backend()
@@ -386,7 +393,7 @@ def _close_at_exit() -> None:
         closing = threading.Thread(target=close, name="close-process-group", daemon=True)
         closing.start()
         closing.join(SECONDS_TO_CLOSE_AFTER_ERROR)
-    _wait_for_threads()
+        _wait_for_threads()
 
 
 # Registered on import, so that what is registered later, and may still communicate, runs before.

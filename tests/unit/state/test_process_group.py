@@ -8,6 +8,8 @@ import os
 import socket
 import sys
 import threading
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -119,6 +121,20 @@ def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytes
     process_group.open_group(Topology(), hardware_table.CPU)
     process_group.close_group()
     assert waited == [process_group.SECONDS_FOR_THREADS]
+
+
+@pytest.mark.parametrize("close", [process_group.close_group, process_group._close_at_exit])
+def test_a_group_is_deleted_after_its_threads_are_idle(
+    close: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The deletion waits for threads of gloo, which need the interpreter to delete their tensors."""
+    process_group.open_group(Topology(), hardware_table.CPU)
+    is_there: list[bool] = []
+    group = weakref.ref(dist.group.WORLD)
+    monkeypatch.setattr(process_group.time, "sleep", lambda _: is_there.append(group() is not None))
+    close()
+    assert is_there == [True]
+    assert group() is None
 
 
 @pytest.mark.parametrize(
