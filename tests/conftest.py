@@ -151,7 +151,9 @@ def reset_states() -> None:
     for _, cls in find_states():
         cls._reset_state()
     if list_process_groups():
-        sys.modules["torch.distributed"].destroy_process_group()
+        from accelerate.state import process_group
+
+        process_group.close_group()
 
 
 PROCESSES = Watch("child processes", list_processes, PATIENCE)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from accelerate.ops import NeuronTransport, TorchTransport, Transport, XlaTransport
+from accelerate.state import process_group
 
 DTYPES = [
     torch.float32,
@@ -65,7 +66,7 @@ class FakeXla(ModuleType):
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    process_group.close_group()
 
 
 @pytest.fixture

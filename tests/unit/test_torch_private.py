@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError
+from accelerate.state import process_group
 
 BUILDS_WITHOUT = {"dump_nccl_trace"}
 """Names that some builds of torch lack, such as those for the CPU."""
@@ -26,8 +27,7 @@ BUILDS_WITHOUT = {"dump_nccl_trace"}
 def group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    process_group.close_group()
 
 
 def test_each_name_has_a_reason() -> None:

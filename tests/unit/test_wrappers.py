@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import Accelerator
 from accelerate.ops import convert_outputs_to_fp32
+from accelerate.state import process_group
 from accelerate.wrappers import WrappedForward, extract_model_from_parallel, is_compiled_module, is_peft_model
 
 
@@ -74,7 +75,7 @@ def _one_process_group() -> Iterator[None]:
         port = probe.getsockname()[1]
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
     yield
-    dist.destroy_process_group()
+    process_group.close_group()
 
 
 @pytest.mark.parametrize("keep_fp32", [True, False])
