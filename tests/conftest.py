@@ -23,6 +23,7 @@ FIXED_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "CUDA_MODULE_LOADING": "LAZY",  # set by builds of torch for CUDA when they look for devices
     # torch writes its own choice into the environment when its compiler is first imported, by any optimizer.
     "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "torchinductor_accelerate_tests"),
 }

@@ -16,11 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, RandomSampler
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, is_torch_version
 from accelerate.state import process_group
 
 BUILDS_WITHOUT = {"dump_nccl_trace"}
 """Names that some builds of torch lack, such as those for the CPU."""
+SINCE = {
+    "dump_fr_trace": "2.8",
+    **dict.fromkeys(("attention_handlers", "ring_attention", "ring_attention_backward"), "2.10"),
+}
+"""Names that older versions of torch lack: without them context parallelism on the CPU is refused."""
+PRESENT = {
+    name for name in {*torch_private.NAMES} - BUILDS_WITHOUT if is_torch_version(">=", SINCE.get(name, "2.7"))
+}
 
 
 @pytest.fixture
@@ -34,7 +42,7 @@ def test_each_name_has_a_reason() -> None:
     assert all(row.reason.endswith(".") for row in torch_private.NAMES.values())
 
 
-@pytest.mark.parametrize("name", sorted({*torch_private.NAMES} - BUILDS_WITHOUT))
+@pytest.mark.parametrize("name", sorted(PRESENT))
 def test_torch_has_each_name(name: str) -> None:
     assert resolve_name(torch_private.NAMES[name].path) is not None
     assert getattr(torch_private, name) is resolve_name(torch_private.NAMES[name].path)

@@ -101,13 +101,17 @@ def _refusals(name: str, ranges: Iterable[SpecifierSet], package: metadata.Distr
     for specifiers in ranges:
         if not specifiers.contains(package.version, prereleases=True):
             yield f"it requires {PACKAGE}{specifiers}"
-    if name in HEADER_GATE and SEARCHED not in (package.metadata["Home-page"] or ""):
+    if name in HEADER_GATE and not _has_header(package):
         yield (
             "its training asks for a header that this package does not have (the rest works): "
             f"`accelerate clients --allow {HEADER_GATE[0]}` says more"
         )
     if name == "llamafactory" and Version(package.version) > NEWEST:
         yield f"it compares with <={NEWEST}, local version included; DISABLE_VERSION_CHECK=1 skips that"
+
+
+def _has_header(package: metadata.Distribution) -> bool:
+    return "Home-page" in package.metadata and SEARCHED in package.metadata["Home-page"]
 
 
 def _report(package: metadata.Distribution) -> Iterator[str]:
@@ -128,7 +132,7 @@ def _report(package: metadata.Distribution) -> Iterator[str]:
 
 
 def _allow(package: metadata.Distribution) -> str:
-    if SEARCHED in (package.metadata["Home-page"] or ""):
+    if _has_header(package):
         return "The header is there already; nothing was changed."
     path = _file(package, "METADATA")
     head, separator, body = path.read_text(encoding="utf-8").partition("\n\n")

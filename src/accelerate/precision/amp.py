@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -94,7 +95,7 @@ class AutocastForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward without autocast; `inspect.signature` follows this name."""
-        return self.inner or type(self.module).forward.__get__(self.module)
+        return self.inner or MethodType(type(self.module).forward, self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(*self.autocast):

@@ -1,7 +1,8 @@
 """Comparing installed versions with requirements."""
 
+from importlib import metadata
+
 import pytest
-import torch
 from packaging.version import Version, parse
 
 from accelerate.base import ConfigurationError, MissingPackageError, versions
@@ -17,7 +18,7 @@ def test_compare_a_parsed_version(operation, holds):
 
 def test_compare_an_installed_library():
     assert versions.compare_versions("torch", ">=", "2.6")
-    assert versions.compare_versions("torch", "==", torch.__version__)
+    assert versions.compare_versions("torch", "==", metadata.version("torch"))
     assert versions.is_torch_version("<", "99")
 
 
@@ -34,6 +35,6 @@ def test_an_unknown_comparison_names_those_there_are():
 
 
 def test_torch_version_is_read_on_demand():
-    assert versions.torch_version == Version(torch.__version__)
+    assert versions.torch_version == Version(metadata.version("torch"))
     with pytest.raises(AttributeError, match="numpy_version"):
         versions.numpy_version  # noqa: B018
