@@ -5,6 +5,8 @@ PYTHON ?= python3
 # How many mutants of each module `make mutate` runs; 0 stands for all.
 SAMPLE ?= 10
 WORKERS ?= 2
+# The one environment that `make test-versions` runs: oldest, middle, newest or lowest; all where it is empty.
+ONLY ?=
 # Debian packages that tests of several machines start; without them those tests skip, and say so.
 INSTALL := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends
 PROGRAMS := iproute2 openmpi-bin mpich slurm-wlm munge openssh-server pdsh
@@ -18,7 +20,7 @@ CHECKPOINT := $(VENV)/.checkpoint-installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow mutate check bench scale reference pictures docs clean
+.PHONY: help demo test test-slow test-versions mutate check bench scale reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -34,6 +36,9 @@ test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## r
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \
 		echo "not installed: $(PROGRAMS); tests that need them will skip"
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
+
+test-versions: $(VENV)/.versions-installed ## run the tests on the oldest, a middle and the newest torch, and with the lowest versions (ONLY=oldest: one)
+	$(BIN)/python tests/versions/run.py --only "$(ONLY)" --workers $(WORKERS)
 
 mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which small faults in pure modules their tests notice (SAMPLE=0: all of them)
 	rm -rf mutants
@@ -64,7 +69,7 @@ docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an erro
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean: ## remove .venv and what the other targets wrote
-	rm -rf $(VENV) site dist mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions site dist mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # One stamp for each extra of pyproject.toml: `.test-installed` holds as long as the declared versions do.
 $(VENV)/.%-installed: pyproject.toml constraints.txt $(TORCH)

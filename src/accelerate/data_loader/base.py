@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -267,18 +267,25 @@ class DataLoaderAdapter(_Base):
                 loader.iteration = epoch + 1
 
 
-@contextmanager
-def one_pass(loader: Any) -> Iterator[None]:
-    """Make a pass: agree on the epoch, be the active loader, and count the epoch at the end."""
-    epoch = loader._agree_on_epoch()
-    loader.begin()
-    try:
-        yield
-    finally:
-        loader.end()
-        loader._advance(epoch)
-        if loader.torchdata_resumes and not loader.persistent_workers:
-            loader.base_dataloader._iterator = None  # its workers end with the pass, not with the loader
+class Pass:
+    """A pass over a loader: agree on the epoch, be the active loader, and count the epoch at the end.
+
+    A class, because on Python 3.10 `contextmanager` keeps the frames of a pass that is left early, and so its
+    workers, until the next garbage collection.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __enter__(self) -> None:
+        self.epoch = self.loader._agree_on_epoch()
+        self.loader.begin()
+
+    def __exit__(self, *error: object) -> None:
+        self.loader.end()
+        self.loader._advance(self.epoch)
+        if self.loader.torchdata_resumes and not self.loader.persistent_workers:
+            self.loader.base_dataloader._iterator = None  # its workers end with the pass, not with the loader
 
 
 def get_batch_metadata(loader: Any) -> BatchMetadata:

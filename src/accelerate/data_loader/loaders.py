@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.base import PreparationError, RNGType
 from accelerate.data_loader.background import Draws, ReadAhead
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, kept_settings, one_pass
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, Pass, kept_settings
 from accelerate.data_loader.dispatch_transport import Arrival, Round, Route, Sender, receive
 from accelerate.data_loader.last_batch import (
     Counts,
@@ -171,7 +171,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             yield from late
             return
         transport = current_transport()
-        with one_pass(self), closing(self._arrivals(transport)) as arrivals:
+        with Pass(self), closing(self._arrivals(transport)) as arrivals:
             if transport.rank:  # nothing is drawn here
                 self.position.begin(self, self.start.offset)()
             move = choose_move(self.device, self._non_blocking)
@@ -370,7 +370,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             yield from late.read_through(wrap)
             return
         self._synchronize_generators()
-        with one_pass(self):
+        with Pass(self):
             number = first_number(self._index_sampler) + self.skip_batches
             if self.plan.own_shares:
                 batches, fillers = self._open_own_share(number)
@@ -450,7 +450,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         return cls(loader.dataset, skip_batches, **sizes, **kept_settings(loader))
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        with one_pass(self):
+        with Pass(self):
             batches, fillers = open_pass(self, self.skip_batches)
             yield from yield_batches(self, batches, fillers, self.skip_batches, None)
 
