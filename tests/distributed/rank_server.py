@@ -216,10 +216,16 @@ def serve_one(request: dict[str, Any]) -> dict[str, Any]:
     return {"codes": [rank.code for rank in ranks], "first": first, "expired": expired, "strays": strays}
 
 
+WARNINGS_OF_TORCH = ("TypedStorage is deprecated", "The epoch parameter in `scheduler.step")
+"""Of older versions about calls of their own, as in `pyproject.toml`."""
+
+
 def main() -> None:
     reply = os.dup(1)
     os.dup2(2, 1)
     warnings.simplefilter("error")
+    for message in WARNINGS_OF_TORCH:
+        warnings.filterwarnings("ignore", message, UserWarning, r"torch\.")
     for name in PRELOADED:
         importlib.import_module(name)
     assert psutil.Process().num_threads() == 1, (

@@ -21,13 +21,10 @@ from accelerate.state import process_group
 
 BUILDS_WITHOUT = {"dump_nccl_trace"}
 """Names that some builds of torch lack, such as those for the CPU."""
-SINCE = {
-    "dump_fr_trace": "2.8",
-    **dict.fromkeys(("attention_handlers", "ring_attention", "ring_attention_backward"), "2.10"),
-}
+SINCE = dict.fromkeys(("attention_handlers", "ring_attention", "ring_attention_backward"), "2.13")
 """Names that older versions of torch lack: without them context parallelism on the CPU is refused."""
 PRESENT = {
-    name for name in {*torch_private.NAMES} - BUILDS_WITHOUT if is_torch_version(">=", SINCE.get(name, "2.7"))
+    name for name in {*torch_private.NAMES} - BUILDS_WITHOUT if is_torch_version(">=", SINCE.get(name, "2.8"))
 }
 
 

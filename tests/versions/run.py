@@ -37,7 +37,7 @@ class Environment(NamedTuple):
 
 
 ENVIRONMENTS = {
-    "oldest": Environment("3.10", "2.7.0", "0.11.0"),
+    "oldest": Environment("3.10", "2.8.0", "0.13.0"),
     "middle": Environment("3.11", "2.9.0", "0.14.1"),
     "newest": Environment("3.13", "2.13.0", "0.18.0"),
     "lowest": Environment("3.11", "2.13.0", "0.18.0", is_lowest=True),

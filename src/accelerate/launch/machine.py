@@ -66,11 +66,8 @@ def hold_loopback_store(address: str, port: int) -> object:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     options: Any = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
-    host, options["master_listen_fd"] = str(listener.getsockname()[0]), listener.detach()
-    try:
-        return TCPStore(host, port, **options)
-    except NotImplementedError:  # the default backend, libuv, takes no socket before torch 2.9
-        return TCPStore(host, port, use_libuv=False, **options)
+    host = str(listener.getsockname()[0])
+    return TCPStore(host, port, master_listen_fd=listener.detach(), **options)
 
 
 def loopback_interface() -> str | None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import socket
-from typing import Any
 
 import psutil
 import pytest
-import torch
 from torch.distributed import TCPStore
 
 from accelerate.devices import CPU
@@ -73,21 +71,6 @@ def test_the_store_listens_on_the_loopback_alone_and_torch_uses_it(address: str,
     del held
     store.set("name", "value")
     assert TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False).get("name") == b"value"
-    assert listening(port) == {"127.0.0.1"}
-
-
-def test_a_backend_that_takes_no_socket_is_replaced(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's default backend before 2.9."""
-
-    def open_store(*arguments: Any, use_libuv: bool = True, **options: Any) -> TCPStore:
-        if use_libuv:
-            raise NotImplementedError
-        return TCPStore(*arguments, use_libuv=False, **options)
-
-    monkeypatch.setattr(torch.distributed, "TCPStore", open_store)
-    held = hold_loopback_store("127.0.0.1", port)
-    assert isinstance(held, TCPStore)
-    assert not held.libuvBackend
     assert listening(port) == {"127.0.0.1"}
 
 

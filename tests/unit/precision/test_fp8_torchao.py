@@ -60,10 +60,6 @@ def test_a_filter_of_the_user_decides() -> None:
     assert float8_layers(model) == ["0", "4"]
 
 
-HAS_KERNEL = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", "CPU")
-
-
-@pytest.mark.skipif(not HAS_KERNEL, reason="this torch multiplies matrices of float8 on GPUs alone")
 @pytest.mark.parametrize("gathers", [True, False])
 def test_training_in_float8_learns(states: None, gathers: bool) -> None:
     handlers = [AORecipeKwargs(enable_fsdp_float8_all_gather=gathers)]
