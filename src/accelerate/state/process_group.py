@@ -304,8 +304,7 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _destroy(group: dist.ProcessGroup | None = None) -> None:
-    # A thread of gloo that released the last reference would wait for itself, and abort the process. Before
-    # torch 2.8 the deletion waits for these threads without releasing the interpreter, which they may need.
+    # A thread of gloo that released the last reference would wait for itself, and abort the process.
     held = group or dist.group.WORLD
     dist.destroy_process_group(group)
     _wait_for_threads()
