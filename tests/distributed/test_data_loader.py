@@ -97,6 +97,31 @@ def test_shuffles_agree(run: Run, processes: int) -> None:
     assert all(first != second for first, second in zip(passes[::2], passes[1::2], strict=True))
 
 
+def read_in_constant_memory(dispatch: bool | None) -> list[Any]:
+    torch.manual_seed(PartialState().process_index + 1)
+    loader = DataLoader(range(9000), batch_size=50, shuffle=True)  # type: ignore[arg-type]
+    prepared = prepare(
+        loader,
+        dispatch_batches=dispatch,
+        even_batches=False,
+        use_constant_memory_sampler=True,
+        data_seed=4,
+    )
+    return [batches(prepared) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dispatch", [None, True], ids=["sharded", "dispatched"])
+def test_a_computed_order_is_the_same_for_any_number_of_processes(run: Run, dispatch: bool | None) -> None:
+    orders = []
+    for processes in (1, 2, 3):
+        passes = zip(*run(read_in_constant_memory, dispatch, processes=processes), strict=True)
+        rounds = (batch for ranks in passes for one in zip(*ranks, strict=True) for batch in one)
+        orders.append([sample for batch in rounds for sample in batch])
+    assert orders[0] == orders[1] == orders[2]
+    assert sorted(orders[0][:9000]) == sorted(orders[0][9000:]) == list(range(9000))
+    assert orders[0][:9000] != orders[0][9000:]
+
+
 def read_custom_sampler() -> list[Any]:
     torch.manual_seed(PartialState().process_index)
     sampler = torch.utils.data.WeightedRandomSampler([1.0] * 12, 12, replacement=False)

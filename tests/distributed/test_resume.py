@@ -164,8 +164,13 @@ def check(
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [("shuffled", {}), ("shuffled", {"dispatch_batches": True}), ("stream", {})],
-    ids=["sharded", "dispatched", "stream"],
+    [
+        ("shuffled", {}),
+        ("shuffled", {"use_constant_memory_sampler": True}),
+        ("shuffled", {"dispatch_batches": True}),
+        ("stream", {}),
+    ],
+    ids=["sharded", "constant memory", "dispatched", "stream"],
 )
 def test_interrupted_equals_uninterrupted(run: Run, kind: str, config: dict[str, Any]) -> None:
     check(run, kind, 0, config, 2, [(0, 2), (1, 6)])
@@ -232,8 +237,13 @@ def finish(folder: str, kind: str, config: dict[str, Any], batches: int) -> Any:
 
 @pytest.mark.parametrize(
     ("kind", "config"),
-    [("shuffled", {}), ("shuffled", {"dispatch_batches": True}), ("stream", {"dispatch_batches": False})],
-    ids=["sharded", "dispatched", "stream"],
+    [
+        ("shuffled", {}),
+        ("shuffled", {"use_constant_memory_sampler": True}),
+        ("shuffled", {"dispatch_batches": True}),
+        ("stream", {"dispatch_batches": False}),
+    ],
+    ids=["sharded", "constant memory", "dispatched", "stream"],
 )
 def test_another_number_of_processes_goes_on_at_the_right_sample(
     run: Run, tmp_path: Path, kind: str, config: dict[str, Any]

@@ -288,6 +288,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
                 non_blocking=config.non_blocking,
                 use_stateful_dataloader=config.use_stateful_dataloader,
                 torch_device_mesh=self._runtime.strategy.loader_mesh,
+                use_constant_memory_sampler=config.use_constant_memory_sampler,
             )
         )
         self._dataloaders.append(loader)

@@ -47,6 +47,11 @@ from accelerate.data_loader.loaders import (
     SkipDataLoader as SkipDataLoader,
     wrapper_for_xla as wrapper_for_xla,
 )
+from accelerate.data_loader.permutation import (
+    ConstantMemorySampler as ConstantMemorySampler,
+    IndexPermutation as IndexPermutation,
+    SeedableRandomSampler as SeedableRandomSampler,
+)
 from accelerate.data_loader.plan import (
     ShardPlan as ShardPlan,
     data_groups as data_groups,
@@ -69,7 +74,6 @@ from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,
     IterableDatasetShard as IterableDatasetShard,
     SamplerShard as SamplerShard,
-    SeedableRandomSampler as SeedableRandomSampler,
     SkipBatchSampler as SkipBatchSampler,
     advance as advance,
 )

@@ -13,6 +13,7 @@ from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
 from accelerate.data_loader.last_batch import FirstRound
 from accelerate.data_loader.loaders import DataLoaderDispatcher, DataLoaderShard, wrapper_for_xla
+from accelerate.data_loader.permutation import ConstantMemorySampler, SeedableRandomSampler
 from accelerate.data_loader.plan import (
     OwnShare,
     ShardPlan,
@@ -27,7 +28,6 @@ from accelerate.data_loader.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SamplerShard,
-    SeedableRandomSampler,
 )
 from accelerate.devices import of_device
 from accelerate.ops import current_transport
@@ -61,6 +61,7 @@ def prepare_data_loader(
     non_blocking: bool = False,
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
+    use_constant_memory_sampler: bool = False,
 ) -> Loader:
     """Make a loader that gives each process its share, on its device; called on all ranks.
 
@@ -84,6 +85,8 @@ def prepare_data_loader(
         use_stateful_dataloader: Resume by itself, see `DataLoaderAdapter`.
         torch_device_mesh: The `DeviceMesh` of the run: ranks that differ along tensor, context, sequence or
             pipeline axes only get the same batches.
+        use_constant_memory_sampler: Shuffle by `ConstantMemorySampler` where torch's `RandomSampler` does so;
+            seeded as with `use_seedable_sampler`, which it includes.
 
     Returns:
         A `DataLoaderShard` or a `DataLoaderDispatcher`, both `torch.utils.data.DataLoader`s; on an XLA device
@@ -91,7 +94,8 @@ def prepare_data_loader(
 
     Raises:
         PreparationError: The loader is a prepared one.
-        ConfigurationError: Settings that contradict each other, see `plan`.
+        ConfigurationError: Settings that contradict each other, see `plan`; `use_constant_memory_sampler`
+            for a sampler with replacement.
     """
     if isinstance(dataloader, DataLoaderAdapter):
         raise PreparationError(
@@ -114,8 +118,10 @@ def prepare_data_loader(
         own_share=None if share is None else share.why,
     )
     order = _Order(dataloader, num_processes)
-    if use_seedable_sampler:
-        order.make_seedable(data_seed)
+    if use_constant_memory_sampler and type(order.sampler) is RandomSampler:
+        order.make_seedable(data_seed, ConstantMemorySampler)
+    elif use_seedable_sampler and isinstance(order.sampler, RandomSampler):
+        order.make_seedable(data_seed, SeedableRandomSampler)
     settings: dict[str, Any] = {
         # Of ranks that wait for each other, none can read on as torchdata does.
         "use_stateful_dataloader": use_stateful_dataloader and share is None,
@@ -180,15 +186,18 @@ class _Order:
             return {"batch_size": None, "sampler": self.index_sampler}
         return {"batch_sampler": self.index_sampler}
 
-    def make_seedable(self, data_seed: int | None) -> None:
+    @property
+    def sampler(self) -> Any:
+        """The sampler that orders the indices; None where there is none."""
+        return sampler_under(self.index_sampler, self.loader)
+
+    def make_seedable(self, data_seed: int | None, kind: type[SeedableRandomSampler]) -> None:
         """Make a random order a function of seed and epoch; the seed of the user's generator is kept."""
-        sampler = sampler_under(self.index_sampler, self.loader)
-        if not isinstance(sampler, RandomSampler):
-            return
+        sampler = self.sampler
         if data_seed is None:
             seed = torch.initial_seed() if sampler.generator is None else sampler.generator.initial_seed()
             data_seed = self._of_process_0(seed)
-        seedable = SeedableRandomSampler(
+        seedable = kind(
             sampler.data_source,
             replacement=sampler.replacement,
             num_samples=torch_private.requested_samples(sampler),
@@ -214,7 +223,7 @@ class _Order:
 
     def _synchronize(self) -> None:
         """Give a random sampler without a generator one that has the same seed on all processes."""
-        sampler = sampler_under(self.index_sampler, self.loader)
+        sampler = self.sampler
         if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
             return
         if sampler.generator is None:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import rng
 from accelerate.base import CheckpointError, wrong_value
+from accelerate.data_loader.permutation import ConstantMemorySampler
 from accelerate.data_loader.plan import BY_HAND
 from accelerate.data_loader.samplers import (
     BatchSamplerShard,
@@ -125,6 +126,7 @@ def capture(loader: Any) -> dict[str, Any] | None:
         "start": position.start_states,
         "generators": [generator.get_state() for generator in generators_of(loader)],
         "seed": getattr(loader.get_sampler(), "initial_seed", None),
+        "computes_order": _computes_order(loader),
     }
 
 
@@ -142,6 +144,7 @@ def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
         raise CheckpointError(f"this is no position of a loader: {error!r}") from error
     if version != VERSION:
         raise CheckpointError(f"the position of a loader has version {version}, and this one reads {VERSION}")
+    _refuse_other_sampler(loader, state)
     start = _match_generators(loader, own_states, state["start"])
     if state.get("seed") is not None and hasattr(sampler := loader.get_sampler(), "initial_seed"):
         sampler.initial_seed = state["seed"]
@@ -150,6 +153,22 @@ def restore(loader: Any, state: Mapping[str, Any], stream: Any = None) -> None:
     own_shares, is_over = bool(state.get("own_shares")), bool(state["is_over"])
     point = ResumePoint(offset, start, groups, is_over, own_shares, state.get("rows_in_batch"))
     loader.position.resume_point = point
+
+
+def _computes_order(loader: Any) -> bool:
+    return isinstance(loader.get_sampler(), ConstantMemorySampler)
+
+
+def _refuse_other_sampler(loader: Any, state: Mapping[str, Any]) -> None:
+    """A random order by another sampler has other samples behind a position within the epoch."""
+    before, now = bool(state.get("computes_order")), _computes_order(loader)
+    if before == now or not state["seen"] or state["is_over"]:
+        return
+    raise CheckpointError(
+        f"{loader!r} cannot go on in the middle of this epoch: use_constant_memory_sampler was {before}, is "
+        f"{now} now, and gives another order. Set it to {before} until the end of the epoch, or go on from a "
+        "checkpoint between two epochs."
+    )
 
 
 def _match_generators(

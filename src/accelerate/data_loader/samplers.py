@@ -1,4 +1,4 @@
-"""Which indices or samples each process takes: shards of samplers and datasets, a seeded shuffle, skips."""
+"""Which indices or samples each process takes: shards of samplers and datasets, and skips."""
 
 from __future__ import annotations
 
@@ -15,44 +15,15 @@ from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampl
 
 from accelerate.base import wrong_value
 from accelerate.data_loader.last_batch import Fillers, FirstRound, Tagged, fill, real_per_part
+from accelerate.data_loader.permutation import BLOCK, ConstantMemorySampler, SeedableRandomSampler
 
 Batch = list[Any]
-
-
-class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is a pure function of its seed and the epoch.
-
-    After a full pass the epoch advances by itself, so that the next pass has another order; `set_epoch`
-    goes to any epoch, also back.
-
-    Args:
-        *args: As for `torch.utils.data.RandomSampler`.
-        **kwargs: As for `torch.utils.data.RandomSampler`, and `data_seed` (int, default: the seed that torch
-            was last given by `torch.manual_seed`).
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        data_seed = kwargs.pop("data_seed", None)
-        super().__init__(*args, **kwargs)
-        self.initial_seed: int = torch.initial_seed() if data_seed is None else data_seed
-        self.epoch = 0
-
-    def __iter__(self) -> Iterator[int]:
-        epoch = self.epoch
-        # Each pass has its own generator, so that two passes at the same time are independent.
-        self.generator = torch.Generator().manual_seed((self.initial_seed + epoch) % 2**64)
-        yield from super().__iter__()
-        if self.epoch == epoch:
-            self.set_epoch(epoch + 1)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and with it the order, of the next pass."""
-        self.epoch = epoch
 
 
 _END = object()
 _SEEKABLE: tuple[type, ...] = (type(iter([])), type(iter(range(0))))  # can be moved to any index
 _ORDER_KNOWN_AT_ONCE = frozenset({SequentialSampler, RandomSampler, SeedableRandomSampler})
+_SKIPS_AT_ONCE = _ORDER_KNOWN_AT_ONCE | {ConstantMemorySampler}
 
 
 def check_split(batch_size: int | None, parts: int, fix: str = "Take") -> None:
@@ -126,6 +97,8 @@ class BatchSamplerShard(BatchSampler):
         self.fillers = {}
         if self.num_processes == 1:
             return start_at(self.batch_sampler, number)
+        if type(self.batch_sampler) is BatchSampler and type(self.sampler) is ConstantMemorySampler:
+            return self._computed(self.sampler, self.fillers, number)
         if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _ORDER_KNOWN_AT_ONCE:
             return self._slices(self.sampler, self.fillers, number)
         share = self._rounds if self.drop_last or not self.even_batches else self._even_rounds
@@ -152,9 +125,7 @@ class BatchSamplerShard(BatchSampler):
 
     def _slices(self, sampler: Sampler[int], fillers: Fillers, number: int) -> Iterator[Batch]:
         """The same as below for torch's own samplers, without building the batches of other processes."""
-        processes, index, size = self.num_processes, self.process_index, self.batch_size
-        whole = size if self.split_batches else size * processes
-        part = whole // processes
+        index, (part, whole) = self.process_index, self._sizes()
         source = iter(sampler)
         length = len(sampler)  # type: ignore[arg-type]
         full, rest = divmod(length, whole)
@@ -168,13 +139,36 @@ class BatchSamplerShard(BatchSampler):
         for start in range(index * part, len(order) - rest, whole):
             yield order[start : start + part]
         if rest and not self.drop_last and number <= full:
-            last = order[-rest:]
-            fillers[full] = tuple(real_per_part(rest, part, processes))
-            if self.even_batches:
-                last = fill(last, first, whole)
-            if mine := last[index * part : (index + 1) * part]:
-                yield mine
+            yield from self._short_end(order[-rest:], first, fillers, full)
         next(source, None)  # lets the sampler end its pass
+
+    def _computed(self, sampler: ConstantMemorySampler, fillers: Fillers, number: int) -> Iterator[Batch]:
+        """The same, computing only the indices of this process, for several batches at once."""
+        epoch, order, (part, whole) = sampler.epoch, sampler.order(), self._sizes()
+        full, rest = divmod(len(sampler), whole)
+        in_batch = torch.arange(self.process_index * part, (self.process_index + 1) * part, device="cpu")
+        for start in range(number, full, step := -(-BLOCK // part)):
+            rounds = torch.arange(start, min(start + step, full), device="cpu")
+            yield from order(rounds[:, None] * whole + in_batch).tolist()
+        if rest and not self.drop_last and number <= full:
+            last, first = torch.arange(full * whole, len(sampler)), torch.arange(min(whole, len(sampler)))
+            yield from self._short_end(order(last).tolist(), order(first).tolist(), fillers, full)
+        sampler.end_pass(epoch)
+
+    def _sizes(self) -> tuple[int, int]:
+        """The sizes of the batch of one process and of all processes."""
+        if self.split_batches:
+            return self.batch_size // self.num_processes, self.batch_size
+        return self.batch_size, self.batch_size * self.num_processes
+
+    def _short_end(self, last: Batch, first: Batch, fillers: Fillers, number: int) -> Iterator[Batch]:
+        """The part of this process of the last, short batch of all processes."""
+        part, whole = self._sizes()
+        fillers[number] = tuple(real_per_part(len(last), part, self.num_processes))
+        if self.even_batches:
+            last = fill(last, first, whole)
+        if mine := last[self.process_index * part : (self.process_index + 1) * part]:
+            yield mine
 
     def _rounds(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
         """Without filler: an incomplete round is dropped, or shared as it is."""
@@ -255,7 +249,11 @@ class SamplerShard(Sampler[Any]):
         return self.shard.fillers
 
     def __iter__(self) -> Iterator[Any]:
-        batches = iter(self.shard)
+        return self.iter_from(0)
+
+    def iter_from(self, number: int) -> Iterator[Any]:
+        """Begin a pass, and skip the first `number` items of this process."""
+        batches = self.shard.iter_from(number)
         return (item for (item,) in batches)
 
     def __len__(self) -> int:
@@ -380,21 +378,32 @@ class SkipBatchSampler(BatchSampler):
 
 def start_at(batch_sampler: Any, number: int, kept: int = 0) -> Iterator[Batch]:
     """Begin a pass at a later batch, in one step where possible; the first `kept` batches are yielded."""
-    if isinstance(batch_sampler, BatchSamplerShard):
+    if isinstance(batch_sampler, (BatchSamplerShard, SamplerShard)):
         return batch_sampler.iter_from(number)
     if isinstance(batch_sampler, SkipBatchSampler):
         return start_at(batch_sampler.batch_sampler, batch_sampler.skip_batches + number, kept)
-    if number and type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _ORDER_KNOWN_AT_ONCE:
+    if number and type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _SKIPS_AT_ONCE:
         return _batches_from(batch_sampler, number, kept)
+    if number and type(batch_sampler) is ConstantMemorySampler:
+        return _indices_from(batch_sampler, number, kept)
     source = iter(batch_sampler)
     return chain(islice(source, kept), islice(source, number - kept, None)) if number else source
 
 
+def _indices_from(sampler: Sampler[int], number: int, kept: int) -> Iterator[Any]:
+    """The first `kept` indices of a sampler, and those from `number` on."""
+    source = iter(sampler)
+    yield from islice(source, kept)
+    if isinstance(sampler, ConstantMemorySampler):
+        source = sampler.iter_from(number)
+    else:
+        advance(source, number - kept)
+    yield from source
+
+
 def _batches_from(batch_sampler: BatchSampler, number: int, kept: int) -> Iterator[Batch]:
-    source, size = iter(batch_sampler.sampler), batch_sampler.batch_size
-    for _ in range(kept):
-        yield list(islice(source, size))
-    advance(source, (number - kept) * size)
+    size = batch_sampler.batch_size
+    source = _indices_from(batch_sampler.sampler, number * size, kept * size)  # type: ignore[arg-type]
     while batch := list(islice(source, size)):
         if len(batch) == size or not batch_sampler.drop_last:
             yield batch

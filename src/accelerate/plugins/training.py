@@ -58,6 +58,10 @@ class DataLoaderConfiguration:
         non_blocking: whether batches are copied to the device without waiting for it.
         use_stateful_dataloader: whether loaders go on by themselves after a checkpoint was loaded; where
             torchdata is installed, they are its `StatefulDataLoader` too.
+        use_constant_memory_sampler: whether loaders with `shuffle=True` compute the order of an epoch from
+            `data_seed` and the epoch, instead of storing it: memory and the time to the first batch do not
+            grow with the number of samples, also where an epoch resumes. Includes `use_seedable_sampler`
+            with another order. Other samplers stay as they are.
     """
 
     split_batches: bool = False
@@ -67,6 +71,7 @@ class DataLoaderConfiguration:
     data_seed: int | None = None
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
+    use_constant_memory_sampler: bool = False
 
 
 @dataclass

@@ -139,6 +139,7 @@ def train(
     return steps, [parameter.detach().clone() for parameter in model.parameters()]
 
 
+CONSTANT_MEMORY = {"use_constant_memory_sampler": True}
 CONFIGS: tuple[dict[str, Any], ...] = ({}, {"use_seedable_sampler": True}, {"use_stateful_dataloader": True})
 
 
@@ -159,6 +160,26 @@ def test_interrupted_equals_uninterrupted_with_workers(
 
 def test_shuffled_with_workers(tmp_path: Path) -> None:
     check(tmp_path, "shuffled", 2, {}, places=("middle",))
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator"])
+@pytest.mark.parametrize("stateful", [False, True])
+def test_an_order_that_is_computed_resumes(tmp_path: Path, kind: str, stateful: bool) -> None:
+    check(tmp_path, kind, 0, {**CONSTANT_MEMORY, "use_stateful_dataloader": stateful})
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_an_epoch_does_not_resume_with_another_sampler(before: bool) -> None:
+    def prepare(computed: bool) -> Any:
+        config = DataLoaderConfiguration(use_seedable_sampler=True, use_constant_memory_sampler=computed)
+        return Accelerator(cpu=True, dataloader_config=config).prepare(build("shuffled", 0))
+
+    loader, other = prepare(before), prepare(not before)
+    states = [resume.capture(loader) for _ in loader]
+    with pytest.raises(CheckpointError, match=f"use_constant_memory_sampler was {before}, is {not before}"):
+        resume.restore(other, states[0] or {})
+    for allowed in (states[-1], resume.capture(loader)):
+        resume.restore(other, allowed or {})
 
 
 def check(

@@ -69,7 +69,11 @@ def python_calls(work: Any) -> int:
 
 
 @pytest.mark.parametrize(("processes", "rank"), [(1, 0), (2, 1)])
-@pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}], ids=["default", "seedable"])
+@pytest.mark.parametrize(
+    "config",
+    [{}, {"use_seedable_sampler": True}, {"use_constant_memory_sampler": True}],
+    ids=["default", "seedable", "constant memory"],
+)
 def test_a_million_batches_are_passed_over_at_once(processes: int, rank: int, config: dict[str, Any]) -> None:
     data = Counted(processes * (BATCH * MILLION // processes) + 50)
     late = skip_first_batches(make(data, processes, rank, **config), MILLION // processes)

@@ -113,6 +113,7 @@ CASES = (
     Case("shuffled"),
     Case("shuffled", workers=2),
     Case("shuffled with a seeded sampler", config={"use_seedable_sampler": True}),
+    Case("shuffled in constant memory", config={"use_constant_memory_sampler": True}),
     Case("sampler with its own generator", sampler=sample_again),
     Case("dispatched", config={"dispatch_batches": True}),
     Case("dispatched", workers=2, config={"dispatch_batches": True}),
