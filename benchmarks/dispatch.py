@@ -111,31 +111,38 @@ def compare(case: Case) -> Pair:
     return Pair(case.name, median(raw), median(dispatched), ratio, case.budget)
 
 
-def measure_here(answer: str) -> None:
+def measure_in(answer: str, compare_all: Callable[[], list[Pair]]) -> None:
     """The work of one process; process 0 writes what it measured."""
     torch.set_num_threads(1)
     state = PartialState(cpu=True)
-    pairs = [compare(case) for case in CASES]
+    pairs = compare_all()
     if state.is_main_process:
         Path(answer).write_bytes(pickle.dumps([vars(pair) for pair in pairs]))
     state.destroy_process_group()
 
 
-def start_process(rank: int, port: int, answer: str) -> subprocess.Popen[bytes]:
+def start_process(
+    rank: int,
+    port: int,
+    answer: str,
+    program: str = __file__,
+    processes: int = PROCESSES,
+    arguments: tuple[str, ...] = (),
+) -> subprocess.Popen[bytes]:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-    values = (rank, rank, PROCESSES, PROCESSES, "127.0.0.1", port)
+    values = (rank, rank, processes, processes, "127.0.0.1", port)
     environment = {**os.environ, **dict(zip(names, map(str, values), strict=True)), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, __file__, "--measure", answer], env=environment)
+    return subprocess.Popen([sys.executable, program, "--measure", answer, *arguments], env=environment)
 
 
-def run_processes(start: Callable[[int, int, str], subprocess.Popen[bytes]]) -> list[Pair]:
+def run_processes(start: Callable[..., subprocess.Popen[bytes]], processes: int = PROCESSES) -> list[Pair]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         answer = str(Path(folder) / "pairs")
-        processes = [start(rank, port, answer) for rank in range(PROCESSES)]
-        codes = [process.wait() for process in processes]
+        started = [start(rank, port, answer) for rank in range(processes)]
+        codes = [process.wait() for process in started]
         if any(codes):
             raise SystemExit(f"the measuring processes ended with {codes}")
         return [Pair(**fields) for fields in pickle.loads(Path(answer).read_bytes())]
@@ -143,7 +150,7 @@ def run_processes(start: Callable[[int, int, str], subprocess.Popen[bytes]]) -> 
 
 def main() -> int:
     if sys.argv[1:2] == ["--measure"]:
-        measure_here(sys.argv[2])
+        measure_in(sys.argv[2], lambda: [compare(case) for case in CASES])
         return 0
     return report(run_processes(start_process), "Dispatched loading, two gloo processes, a batch read")
 

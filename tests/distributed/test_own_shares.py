@@ -72,15 +72,34 @@ def read(sizes: list[int], batch_size: int | None, workers: int = 0, **config: A
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
     loader = accelerator.prepare(DataLoader(Shards(cut(sizes)), batch_size, num_workers=workers))
     gathered, steps, ends = [], 0, []
+    dataset = getattr(loader.dataset, "dataset", loader.dataset)  # where this rank shards the samples
     for batch in loader:
         steps += 1
         gathered += accelerator.gather_for_metrics(batch).reshape(-1).tolist()
         ends.append(accelerator.gradient_state.end_of_dataloader)
-    return sorted(gathered), steps, ends, loader.plan.how, loader.dataset.reads
+    return sorted(gathered), steps, ends, loader.plan.how, dataset.reads
 
 
 def read_all(processes: int) -> list[Any]:
     return [read(sizes, batch) for sizes in SIZES for batch in (1, 2, 4)]
+
+
+def read_without_dispatch() -> list[Any]:
+    return [read(sizes, batch, dispatch_batches=False) for sizes in SIZES for batch in (1, 2, 4)]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_without_dispatch_shards_are_read_where_their_number_divides(run: Run, processes: int) -> None:
+    ranks = run(read_without_dispatch, processes=processes)
+    for place, sizes in enumerate(sizes for sizes in SIZES for _ in range(3)):
+        gathered, steps, ends, hows, reads = zip(*[rank[place] for rank in ranks], strict=True)
+        divides = len(sizes) % processes == 0
+        assert gathered == (list(range(sum(sizes))),) * processes
+        assert len(set(steps)) == 1
+        assert all(end == [False] * (len(end) - 1) + [True] for end in ends)
+        assert set(hows) == {"dataset_shards" if divides else "shard"}
+        shares = tuple(sum(sizes[rank::processes]) for rank in range(processes))
+        assert reads == (shares if divides else (sum(sizes),) * processes)
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -121,6 +140,9 @@ def prepare_kinds() -> list[Any]:
         prepare(Shards(even), dispatch_batches=True),
         prepare(Shards(cut([8]))),  # fewer shards than processes
         prepare(Shards(even), split_batches=True),
+        prepare(Shards(even), dispatch_batches=False, split_batches=True),
+        prepare(Shards(even), dispatch_batches=False, drop_last=True),
+        prepare(Shards(even, seed=2), dispatch_batches=False),
     ]
 
 
@@ -133,6 +155,9 @@ def test_shares_are_read_where_they_give_the_same_samples(run: Run) -> None:
         "dataset_shards",
         "dispatch",
         "dispatch",
+        "dataset_shards",
+        "dataset_shards",
+        "shard",
         "dataset_shards",
     ]
     assert [how for how, _ in first] == hows == [how for how, _ in second]
@@ -152,15 +177,19 @@ def test_an_empty_share_is_the_same_error_everywhere(run: Run) -> None:
     assert "[1] of 2 are empty" in first
 
 
-def go_on(kind: str, stateful: bool) -> list[tuple[list[Any], list[Any]]]:
+def go_on(
+    kind: str, stateful: bool, dispatch: bool | None, sizes: list[int]
+) -> list[tuple[list[Any], list[Any]]]:
     """For each stop: what the interrupted run gives in all, and the one that is not."""
     warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata's own
     dataset = {"skips": Shards, "goes on": GoesOn}[kind]
 
     def build() -> tuple[Accelerator, Any]:
-        config = DataLoaderConfiguration(use_stateful_dataloader=stateful)
+        config = DataLoaderConfiguration(use_stateful_dataloader=stateful, dispatch_batches=dispatch)
         accelerator = Accelerator(dataloader_config=config)
-        return accelerator, accelerator.prepare(DataLoader(dataset(cut([5, 4, 6])), batch_size=2))
+        loader = accelerator.prepare(DataLoader(dataset(cut(sizes)), batch_size=2))
+        assert loader.plan.how == "dataset_shards"
+        return accelerator, loader
 
     def epochs(loader: Any, count: int) -> list[Any]:
         return [batch.tolist() for _ in range(count) for batch in loader]
@@ -184,11 +213,20 @@ def go_on(kind: str, stateful: bool) -> list[tuple[list[Any], list[Any]]]:
 
 @pytest.mark.parametrize("stateful", [False, True])
 @pytest.mark.parametrize("kind", ["skips", "goes on"])
+@pytest.mark.parametrize(
+    ("dispatch", "sizes"), [(None, [5, 4, 6]), (None, [5, 4, 6, 1]), (False, [5, 4, 6, 1]), (False, [9, 1])]
+)
 def test_interrupted_shares_go_on_as_if_nothing_had_been(
-    run: Run, kind: str, stateful: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+    run: Run,
+    kind: str,
+    stateful: bool,
+    dispatch: bool | None,
+    sizes: list[int],
+    tmp_path: Any,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for rank in run(go_on, kind, stateful, timeout=120):
+    for rank in run(go_on, kind, stateful, dispatch, sizes, timeout=120):
         for interrupted, whole in rank:
             assert interrupted == whole
 
@@ -220,7 +258,7 @@ def test_other_shares_than_those_of_the_checkpoint_are_refused(run: Run, tmp_pat
             assert f"{processes} groups" in message
 
 
-def read_streams_of_datasets(shards: int) -> Any:
+def read_streams_of_datasets(shards: int, dispatch: bool | None) -> Any:
     from datasets import Dataset
     from datasets.distributed import split_dataset_by_node
 
@@ -234,7 +272,7 @@ def read_streams_of_datasets(shards: int) -> Any:
         "mapped": stream.map(lambda row: {"x": row["x"]}),
         "split": mine,
     }
-    accelerator = Accelerator()
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     found = {}
     for name, dataset in kinds.items():
         loader = accelerator.prepare(DataLoader(dataset.with_format("torch"), batch_size=4))
@@ -247,7 +285,20 @@ def read_streams_of_datasets(shards: int) -> Any:
 @pytest.mark.parametrize("shards", [1, 4, 5])
 def test_streams_of_the_library_datasets(run: Run, shards: int) -> None:
     pytest.importorskip("datasets")
-    for found in run(read_streams_of_datasets, shards, timeout=120):
+    for found in run(read_streams_of_datasets, shards, None, timeout=120):
         hows = {name: how for name, (how, _) in found.items()}
         assert hows == {**dict.fromkeys(found, "dataset_shards"), "unseeded": "dispatch"}
+        assert all(seen == list(range(23)) for _, seen in found.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [1, 4, 5])
+def test_streams_of_the_library_datasets_without_dispatch(run: Run, shards: int) -> None:
+    pytest.importorskip("datasets")
+    for found in run(read_streams_of_datasets, shards, False, timeout=120):
+        hows = {name: how for name, (how, _) in found.items()}
+        assert hows.pop("split") == "dataset_shards"
+        assert hows.pop("unseeded") == "shard"
+        assert set(hows.values()) == {"dataset_shards" if shards == 4 else "shard"}
+        del found["unseeded"]  # each rank has another order, against what the user has stated
         assert all(seen == list(range(23)) for _, seen in found.values())

@@ -34,6 +34,7 @@ from accelerate.data_loader.dispatch_transport import (
     share_memory as share_memory,
     unpack as unpack,
 )
+from accelerate.data_loader.joining import Join as Join
 from accelerate.data_loader.last_batch import (
     FirstRound as FirstRound,
     count_samples as count_samples,
@@ -42,7 +43,6 @@ from accelerate.data_loader.last_batch import (
 from accelerate.data_loader.loaders import (
     DataLoaderDispatcher as DataLoaderDispatcher,
     DataLoaderShard as DataLoaderShard,
-    Join as Join,
     RoundBuilder as RoundBuilder,
     SkipDataLoader as SkipDataLoader,
     wrapper_for_xla as wrapper_for_xla,

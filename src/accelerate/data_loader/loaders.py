@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache
 from itertools import chain, islice
 from typing import Any
 
@@ -16,10 +16,9 @@ from accelerate.base import PreparationError, RNGType
 from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, Pass, kept_settings
 from accelerate.data_loader.dispatch_transport import Arrival, Round, Route, Sender, receive
+from accelerate.data_loader.joining import Join
 from accelerate.data_loader.last_batch import (
-    Counts,
     Fillers,
-    FirstRound,
     count_samples,
     cut_batch,
     first_samples,
@@ -250,73 +249,6 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return size if self.split_batches or not size else size * self.plan.groups
 
 
-@dataclass(frozen=True)
-class Join:
-    """Joins ranks with uneven shares: each takes a batch in every round, as long as any rank has one.
-
-    The batch of a rank that has fewer samples than the others in a round, or none, is filled from the first
-    batch of its share. One small collective in each round exchanges how many samples each rank has; it runs
-    for the next round before a batch is yielded, so every rank knows which batch is the last.
-    """
-
-    transport: Transport
-    group_of: Sequence[int]
-    first_round: FirstRound  # the first batch of this rank's share; empty where that is not read yet
-    fills_short: bool  # whether a short batch is filled; otherwise only a missing one is replaced
-    drop_last: bool  # end when the first rank does, instead of filling
-
-    def take(
-        self,
-        batches: Iterator[Any],
-        capture: Callable[[], Any] | None,
-        keep: Callable[[Any], None],
-        number: int,
-        fillers: Fillers,
-    ) -> Iterator[tuple[Any, bool]]:
-        """Yield the batches of this rank, each with whether it is the last one; `fillers` gets the real
-        samples of each rank, for batches where they differ and the last."""
-        goes_on: Callable[[Counts], bool] = all if self.drop_last else any
-        current = next(batches, _END)
-        if begins := not self.first_round.items:
-            self.first_round.items = [current]
-        state = capture() if capture else None
-        counts = self._exchange(current)
-        empty = [group for group, count in enumerate(counts) if not count]
-        if begins and not self.drop_last and empty and any(counts):
-            raise PreparationError(
-                f"The dataset shards itself, and the shares {empty} of {len(counts)} are empty, so that "
-                "there is nothing to fill their batches with. Give the dataset at least as many shards as "
-                "there are processes, or prepare its loader with dispatch_batches=True."
-            )
-        while goes_on(counts):
-            upcoming = next(batches, _END)
-            # Behind its end a share would begin anew: a rank without batches keeps the state before its end.
-            upcoming_state = capture() if capture and upcoming is not _END else state
-            upcoming_counts = self._exchange(upcoming)
-            is_last = not goes_on(upcoming_counts)
-            if capture:
-                keep(capture() if is_last else state)
-            if is_last or len(set(counts)) > 1:
-                fillers[number] = counts
-            yield self._filled(current, counts), is_last
-            current, state, counts = upcoming, upcoming_state, upcoming_counts
-            number += 1
-
-    def _exchange(self, batch: Any) -> Counts:
-        """The samples of this round's batch on each group; a batch that cannot be counted is one."""
-        samples = 0 if batch is _END else count_samples(batch)
-        gathered = self.transport.gather(torch.tensor([1 if samples is None else samples])).tolist()
-        return tuple(gathered[self.group_of.index(group)] for group in sorted(set(self.group_of)))
-
-    def _filled(self, batch: Any, counts: Counts) -> Any:
-        first = self.first_round.items
-        if not self.fills_short:
-            return first[0] if batch is _END else batch
-        real = [] if batch is _END else [batch]
-        missing = max(counts) - sum(count_samples(batch) or 1 for batch in real)
-        return join([*real, *first_samples(first, missing)])
-
-
 class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader whose samplers, or dataset, already give this process its shard only.
 
@@ -382,9 +314,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def _open_own_share(self, number: int) -> tuple[Iterator[tuple[Any, bool]], Fillers]:
         """Start a pass over a shard that the dataset makes, and whose length other ranks do not know."""
         kept = self.batches_kept if self.start.keeps_first_round else 0
+        stream = None if self.position.resume_point is None else self.start.offset.stream
+        ended = stream if stream is not None and stream.get("ended") else None
         source, _, fillers = open_batches(self, self.skip_batches, kept)
         restored = self.first_round.take_restored()
         self.first_round.items = list(islice(source, kept)) or restored
+        if ended is not None:
+            next(source, None)
         join = Join(
             current_transport(),
             self.groups_of_ranks(),
@@ -392,8 +328,13 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             fills_short=self.batch_sampler is not None,
             drop_last=self._drop_last,
         )
-        keep = partial(keep_source_state, self)
-        return join.take(source, source_state(self), keep, number, fillers), fillers
+        capture = source_state(self)
+        return join.take(source, capture, self._keep_share_state, number, fillers, ended), fillers
+
+    def _keep_share_state(self, state: Any, ended: bool) -> None:
+        if state is not None:  # captured before the first round was read, perhaps
+            state = {**state, "first": self.first_round.items, "ended": ended}
+        keep_source_state(self, state)
 
     def _synchronize_generators(self) -> None:
         if self.position.resume_point is not None:  # the states of the checkpoint are set instead

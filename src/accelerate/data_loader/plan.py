@@ -22,10 +22,13 @@ _DEPTH = 12  # of objects in a dataset that are searched for random generators
 SHARED_AXES = frozenset({"tp", "cp", "sp", "pp"})  # mesh axes whose ranks work on the same batch together
 
 
-def may_read_own_share(loader: DataLoader[Any], *, dispatch: bool | None, given: bool) -> bool:
-    """Whether groups read the shares that a dataset makes, instead of process 0 reading for all: not where
-    each share would drop its short batch, and always where the user has sharded the dataset."""
-    return not dispatch if given else dispatch is None and not loader.drop_last
+def may_read_own_share(loader: DataLoader[Any], groups: int, *, dispatch: bool | None, given: bool) -> bool:
+    """Whether groups read the shares that a dataset makes, instead of process 0 reading for all, or each the
+    whole: not where each share would drop its short batch, and always where the user has sharded the dataset.
+    With `dispatch=False` the number of shards must divide by that of the groups."""
+    if given or dispatch or loader.drop_last:
+        return given and not dispatch
+    return dispatch is None or (_num_shards(loader.dataset) or 1) % groups == 0
 
 
 @dataclass(frozen=True)

@@ -74,7 +74,9 @@ def prepare_data_loader(
             batches.
         put_on_device: Move batches to the device.
         rng_types: Generators to synchronize at each pass, see `DataLoaderShard`.
-        dispatch_batches: Read on process 0 only; None: for iterable datasets that are put on the device.
+        dispatch_batches: Read on process 0 only; None: for iterable datasets that are put on the device and
+            do not shard themselves. False: each process iterates the whole dataset and keeps its share, or
+            reads its own shards where the number of shards divides by that of the processes.
         even_batches: Fill the short end from the beginning, so that all processes get equal batches. False
             concerns map-style loaders that are sharded; dispatched loaders and iterable datasets are
             always filled.
@@ -155,7 +157,7 @@ def _own_share(
     if groups[0] == 1 or not isinstance(loader.dataset, IterableDataset):
         return None
     share = own_share(loader.dataset, *groups)
-    if share is None or not may_read_own_share(loader, dispatch=dispatch, given=share.is_given):
+    if share is None or not may_read_own_share(loader, groups[0], dispatch=dispatch, given=share.is_given):
         return None
     transport = current_transport()
     if transport.size != num_processes:  # processes that this one cannot reach

@@ -50,7 +50,9 @@ class DataLoaderConfiguration:
         split_batches: True divides each batch of the loader among the processes; False gives each process
             batches of its own, so that one step sees `num_processes` batches.
         dispatch_batches: True reads on the first process only and sends each its share; None does so for
-            iterable datasets that no process can divide.
+            iterable datasets that no process can divide; False lets each process read its own shards of an
+            iterable dataset whose number of shards divides by the number of processes, and otherwise iterate
+            all of it.
         even_batches: whether the last batches are filled up from the beginning so that all processes get
             equally many.
         use_seedable_sampler: whether shuffling is a function of `data_seed` and the epoch alone.

@@ -36,7 +36,7 @@ def batches(*sizes: int) -> Iterator[torch.Tensor]:
 def take(mine: Iterator[Any], theirs: list[int], **options: Any) -> tuple[list[Any], dict[int, Any]]:
     ranks = Join(Other(theirs), [0, 1], FirstRound(), **{"fills_short": True, "drop_last": False, **options})
     fillers: dict[int, Any] = {}
-    taken = list(ranks.take(mine, None, lambda note: None, 0, fillers))
+    taken = list(ranks.take(mine, None, lambda state, ended: None, 0, fillers))
     return [(getattr(batch, "tolist", lambda b=batch: b)(), is_last) for batch, is_last in taken], fillers
 
 
@@ -96,7 +96,7 @@ def test_batches_that_cannot_be_counted_are_one_each() -> None:
 def test_ranks_of_one_group_count_once() -> None:
     ranks = Join(Other([2, 2]), [0, 0], FirstRound(), fills_short=True, drop_last=False)
     fillers: dict[int, Any] = {}
-    list(ranks.take(batches(2, 2), None, lambda note: None, 0, fillers))
+    list(ranks.take(batches(2, 2), None, lambda state, ended: None, 0, fillers))
     assert fillers == {1: (2,)}
 
 
@@ -111,6 +111,26 @@ def test_the_states_of_a_batch_are_those_behind_it() -> None:
 
     kept: list[Any] = []
     ranks = Join(Other([1, 1, 1]), [0, 1], FirstRound(), fills_short=True, drop_last=False)
-    for _ in ranks.take(source(), lambda: list(read), kept.append, 0, {}):
+    for _ in ranks.take(source(), lambda: list(read), lambda *state: kept.append(state), 0, {}):
         pass
-    assert kept == [[0], [0, 1], [0, 1, 2, -1]]
+    assert kept == [([0], False), ([0, 1], False), ([0, 1, 2, -1], False)]
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
+def test_a_share_that_ends_first_keeps_the_state_in_front_of_its_last_batch(sizes: tuple[int, ...]) -> None:
+    read: list[int] = []
+    source = (read.append(number) or batch for number, batch in enumerate(batches(*sizes)))
+    kept: list[Any] = []
+    ranks = Join(Other([2, 2, 2, 2]), [0, 1], FirstRound(), fills_short=True, drop_last=False)
+    for _ in ranks.take(source, lambda: list(read), lambda *state: kept.append(state), 0, {}):
+        pass
+    assert kept == [([0], False), ([0], True), ([0], True), ([0, 1], False)]
+
+
+def test_a_share_that_had_ended_keeps_the_state_of_the_checkpoint() -> None:
+    kept: list[Any] = []
+    first = FirstRound([next(batches(2))])
+    ranks = Join(Other([2, 2]), [0, 1], first, fills_short=True, drop_last=False)
+    taken = ranks.take(iter(()), lambda: "now", lambda *state: kept.append(state), 5, {}, ended="before")
+    assert [batch.tolist() for batch, _ in taken] == [[0, 1], [0, 1]]
+    assert kept == [("before", True), ("now", False)]

@@ -158,19 +158,27 @@ def test_the_batch_size_is_the_declared_one(loader: DataLoader[Any], size: int |
 
 
 @pytest.mark.parametrize(
-    ("given", "dispatch", "drop_last", "allowed"),
+    ("given", "dispatch", "drop_last", "shards", "allowed"),
     [
-        (True, None, True, True),
-        (True, False, True, True),
-        (True, True, False, False),
-        (False, None, False, True),
-        (False, None, True, False),
-        (False, False, False, False),
-        (False, True, False, False),
+        (True, None, True, 5, True),
+        (True, False, True, 5, True),
+        (True, True, False, 4, False),
+        (False, None, False, 5, True),
+        (False, None, True, 4, False),
+        (False, False, False, 4, True),
+        (False, False, False, 2, True),
+        (False, False, False, 5, False),
+        (False, False, False, 1, False),
+        (False, False, False, None, False),
+        (False, False, True, 4, False),
+        (False, True, False, 4, False),
     ],
 )
+@pytest.mark.parametrize("name", ["num_shards", "n_shards"])
 def test_when_the_share_of_the_dataset_may_be_read(
-    given: bool, dispatch: bool | None, drop_last: bool, allowed: bool
+    given: bool, dispatch: bool | None, drop_last: bool, shards: int | None, allowed: bool, name: str
 ) -> None:
-    loader = DataLoader(Stream(), batch_size=4, drop_last=drop_last)
-    assert may_read_own_share(loader, given=given, dispatch=dispatch) is allowed
+    dataset = Stream()
+    setattr(dataset, name, shards)
+    loader = DataLoader(dataset, batch_size=4, drop_last=drop_last)
+    assert may_read_own_share(loader, 2, given=given, dispatch=dispatch) is allowed
