@@ -152,6 +152,7 @@ from accelerate.base.system import (
     check_os_kernel as check_os_kernel,
     expanded as expanded,
     is_file as is_file,
+    populate_pages as populate_pages,
     process_home as process_home,
     replace_files as replace_files,
     sync_file as sync_file,

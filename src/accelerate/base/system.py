@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import mmap
 import os
 import platform
 import re
@@ -11,13 +12,17 @@ import stat
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 # Processes that use many threads were seen to hang on kernels older than this one.
 MINIMUM_LINUX_KERNEL = (5, 5, 0)
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 """What file systems answer that cannot sync a folder."""
+
+_MADV_POPULATE_READ = 22  # of Linux 5.14; the module mmap has no such name
 
 _logger = logging.getLogger(__name__)
 
@@ -50,6 +55,30 @@ def process_home() -> str | None:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:  # not Linux, or /proc is not mounted
         return None
+
+
+def populate_pages(address: int, size: int) -> bool:
+    """Map all pages of a part of memory in one call, reading those of a file.
+
+    Other threads of Python run meanwhile; `mmap.madvise` would stop them.
+
+    Returns:
+        Whether it is done; False where the system cannot.
+    """
+    advise = _madvise()
+    start = address - address % mmap.PAGESIZE
+    return advise is not None and advise(start, address + size - start, _MADV_POPULATE_READ) == 0
+
+
+@cache
+def _madvise() -> Any:
+    if platform.system() != "Linux":
+        return None
+    import ctypes  # most commands do not need it
+
+    call = ctypes.CDLL(None).madvise
+    call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    return call
 
 
 def expanded(text: str | os.PathLike[str]) -> Path:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from accelerate.base import populate_pages
 from accelerate.devices import hardware_table, of_device
 from accelerate.hooks.base import Arguments, ModelHook, not_traced
 from accelerate.nested import find_device, send_to_device
@@ -30,14 +31,17 @@ PAGE = 4096
 
 
 class Transfer:
-    """How a thread loads weights on the CPU: it maps them from their files, and reads each page."""
+    """How a thread loads weights on the CPU: it maps them from their files, with all pages."""
 
     def fetch(self, block: AlignDevicesHook) -> Any:
         """Return weights, or None where there is no room for them; called in a thread of its own."""
         weights = block.fetch()
         for weight in weights:
-            if weight.is_cpu and weight.is_contiguous():
-                weight.reshape(-1).view(torch.uint8)[::PAGE].sum()  # else the block would wait for each page
+            if not weight.is_cpu or not weight.is_contiguous():
+                continue
+            # Else the block would wait for each page.
+            if not populate_pages(weight.data_ptr(), weight.nbytes):
+                weight.reshape(-1).view(torch.uint8)[::PAGE].sum()
         return weights
 
     def receive(self, fetched: Any) -> Any:

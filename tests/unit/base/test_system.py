@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import platform
 import subprocess
@@ -10,7 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.base import check_os_kernel, expanded, is_file, process_home, replace_files
+from accelerate.base import (
+    check_os_kernel,
+    expanded,
+    is_file,
+    populate_pages,
+    process_home,
+    replace_files,
+    system,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +39,29 @@ def test_old_kernels_are_warned_about(system, release, warns, monkeypatch, caplo
     monkeypatch.setattr(platform, "release", lambda: release)
     check_os_kernel()
     assert [release in record.getMessage() for record in caplog.records] == [True] * warns
+
+
+@pytest.mark.skipif(platform.system() != "Linux", reason="only Linux has the call")
+def test_pages_of_a_file_are_mapped_in_one_call(tmp_path):
+    size = 512 * mmap.PAGESIZE
+    (tmp_path / "weights").write_bytes(bytes(size))
+    with (tmp_path / "weights").open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    view = (ctypes.c_char * size).from_buffer(mapped)
+    address = ctypes.addressof(view)
+    if not populate_pages(address + 100, size - 100):
+        pytest.skip("this kernel is older than 5.14")
+    areas = Path("/proc/self/smaps").read_text().split(f"{address:x}-{address + size:x} ")[1]
+    assert next(line for line in areas.splitlines() if line.startswith("Rss:")).split()[1] == str(
+        size // 1024
+    )
+
+
+def test_systems_without_the_call_say_so(monkeypatch):
+    monkeypatch.setattr(platform, "system", lambda: "Darwin")
+    system._madvise.cache_clear()
+    assert not populate_pages(mmap.PAGESIZE, 100)
+    system._madvise.cache_clear()
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="only Linux tells")
