@@ -24,7 +24,7 @@ BUILDS_WITHOUT = {"dump_nccl_trace"}
 SINCE = dict.fromkeys(("attention_handlers", "ring_attention", "ring_attention_backward"), "2.13")
 """Names that older versions of torch lack: without them context parallelism on the CPU is refused."""
 PRESENT = {
-    name for name in {*torch_private.NAMES} - BUILDS_WITHOUT if is_torch_version(">=", SINCE.get(name, "2.8"))
+    name for name in {*torch_private.NAMES} - BUILDS_WITHOUT if is_torch_version(">=", SINCE.get(name, "2.9"))
 }
 
 

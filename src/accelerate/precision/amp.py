@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from types import MethodType
 from typing import Any, Protocol
 
 import torch
@@ -95,11 +94,14 @@ class AutocastForward:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward without autocast; `inspect.signature` follows this name."""
-        return self.inner or MethodType(type(self.module).forward, self.module)
+        return self.inner or type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(*self.autocast):
-            outputs = self.__wrapped__(*args, **kwargs)
+            if self.inner is None:  # not `__wrapped__`: torch before 2.13 does not trace `__get__`
+                outputs = type(self.module).forward(self.module, *args, **kwargs)
+            else:
+                outputs = self.inner(*args, **kwargs)
         return convert_to_fp32(outputs)
 
     def restore(self, module: nn.Module) -> None:

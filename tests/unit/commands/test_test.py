@@ -162,7 +162,7 @@ def test_it_is_the_same_run_here(tmp_path: Path, processes: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{processes} process(es) on cpu" in done.stdout
     assert done.stdout.endswith("A run that is interrupted and resumed is the same run on this machine.\n")
-    assert done.stdout.count("│ same ") == 18
+    assert done.stdout.count("│ same ") == 20
 
 
 @pytest.mark.slow

@@ -52,8 +52,9 @@ def test_compilation_keeps_the_model_behind_the_wrapper() -> None:
     assert set(accelerator.get_state_dict(prepared)) == {"weight", "bias"}
 
 
-def test_a_compiled_forward_runs_under_autocast() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", dynamo_backend="eager")
+def test_a_compiled_forward_runs_under_autocast_in_one_graph() -> None:
+    dynamo_plugin = TorchDynamoPlugin(backend="eager", fullgraph=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16", dynamo_plugin=dynamo_plugin)
     prepared = accelerator.prepare(torch.nn.Linear(2, 2))
     assert prepared(torch.ones(1, 2)).dtype == torch.float32
 
