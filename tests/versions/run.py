@@ -49,6 +49,13 @@ def call(*command: str | Path) -> str:
     return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
 
 
+def find_python(version: str) -> str:
+    """Find an interpreter: of pyenv, whose commands on PATH run only its selected versions, or as uv does."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser()
+    installed = sorted(pyenv.glob(f"versions/{version}.*/bin/python"))
+    return str(installed[-1]) if installed else call(sys.executable, "-m", "uv", "python", "find", version)
+
+
 def constrain(environment: Environment) -> str:
     """Return the constraints of an environment, one package in each line."""
     if environment.is_lowest:
@@ -70,7 +77,7 @@ def install(name: str, environment: Environment) -> Path:
     home = FOLDER / name
     python, constraints, stamp = home / "bin" / "python", home / "constraints.txt", home / "installed.txt"
     if not python.exists():
-        call(call(sys.executable, "-m", "uv", "python", "find", environment.python), "-m", "venv", home)
+        call(find_python(environment.python), "-m", "venv", home)
     text = constrain(environment)
     wanted = text + (ROOT / "pyproject.toml").read_text()
     if not stamp.exists() or stamp.read_text() != wanted:
