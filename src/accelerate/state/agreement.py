@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 PAUSE = 0.1
 """Seconds between requests for a value that is not of this run, and for counters at the end of a run."""
+LONGEST_WAIT = 5.0
+"""Seconds that one request waits for values: Python handles signals, such as Ctrl-C, between two requests."""
 SHORTEST = timedelta(milliseconds=1)  # a store takes 0 for no limit
 SECONDS_FOR_THE_VERDICT = 10.0
 _ABSENT = b"?"  # no value is so short
@@ -85,14 +87,14 @@ class StoreChannel:
     def wait(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
         """Wait until values are there, and return them by name; None for those that did not come in time.
 
-        One request where all come. No other thread can use the connection meanwhile.
+        One request where all come within `LONGEST_WAIT`. No other thread can use the connection meanwhile.
         """
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             try:
-                values = self._get(names, left)
+                values = self._get(names, min(left, LONGEST_WAIT))
             except DistStoreError:  # some did not come in time
-                break
+                continue
             if None not in values.values():
                 return values
             time.sleep(min(PAUSE, left))  # a value that is not of this run may be replaced

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
+import time
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from torch.distributed import HashStore
+from torch.distributed import HashStore, TCPStore
 
 from accelerate.launch import KEY_VARIABLE
 from accelerate.state import StoreChannel, as_dataclass
@@ -51,6 +53,24 @@ def test_waiting_ends_with_what_is_there(store: HashStore) -> None:
     channel.post("here", 1)
     assert channel.wait(["here", "missing"], 0.02) == {"here": 1, "missing": None}
     assert channel.wait(["here"], 0.0) == {"here": 1}
+
+
+def test_ctrl_c_ends_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.state.agreement.LONGEST_WAIT", 0.2)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    channel = StoreChannel(store, "test", {})
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    began = time.monotonic()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            channel.wait(["missing"], 60.0)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - began < 30.0
+    channel.post("here", 1)
+    assert channel.wait(["here"], 1.0) == {"here": 1}  # the connection still works
 
 
 def test_lists_keep_the_order_and_what_this_run_has_signed(store: HashStore) -> None:
