@@ -110,14 +110,18 @@ def test_what_a_stranger_writes_to_the_store_changes_nothing(run: Callable[..., 
 
 
 FORGED_REPORT = """
-import json, os, sys, time
-from torch.distributed import TCPStore
+import sys
+from dataclasses import asdict
+from torch.distributed import PrefixStore, TCPStore
+from accelerate.diagnostics import Report, peers
+from accelerate.state import StoreChannel
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False)
-report = {"text": "end", "printer": 0, "ends": True, "moment": time.time(), "answered": [0, 1], "ended": []}
-(introduced,) = [key for key in store.list_keys() if key.endswith("/who/0")]
-scope = introduced.removesuffix("/who/0")
-store.set(f"{scope}/report/1", json.dumps(report))
-store.add(f"{scope}/inquiry", 1)
+(introduced,) = [key for key in store.list_keys() if "accelerate/hangs/" in key and key.endswith("/who")]
+prefix, purpose, rest = introduced.removesuffix("/who").partition("accelerate/hangs/")
+store = PrefixStore(prefix.removesuffix("/"), store) if prefix else store
+channel = StoreChannel(store, purpose + rest, {})  # signs as a run without a key does
+channel.post("report/1", asdict(Report("end", 0, True, 2, [])))
+channel.count("events", peers._ASKED + peers._REPORTED)
 """
 
 
