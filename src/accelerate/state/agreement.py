@@ -18,6 +18,7 @@ import hmac
 import json
 import logging
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -36,6 +37,9 @@ LONGEST_WAIT = 5.0
 """Seconds that one request waits for values: Python handles signals, such as Ctrl-C, between two requests."""
 SHORTEST = timedelta(milliseconds=1)  # a store takes 0 for no limit
 SECONDS_FOR_THE_VERDICT = 10.0
+LARGEST_PLAIN = 1 << 20
+"""Bytes beyond which a value is compressed: `TCPStore` closes a connection that sets more than 8 MB."""
+_COMPRESSED = b"z"  # no JSON begins with it
 _ABSENT = b"?"  # no value is so short
 _END = b"\n"  # JSON has none
 Message = TypeVar("Message")
@@ -77,7 +81,7 @@ class StoreChannel:
 
     def append(self, name: str, value: Any) -> None:
         """Append a value to a list."""
-        self._store.append(self._name(name), self._encode(name, value) + _END)
+        self._store.append(self._name(name), self._sign(name, json.dumps(value).encode()) + _END)
 
     def read_list(self, name: str) -> list[Any]:
         """Return the values of a list, in the order in which they were appended."""
@@ -144,6 +148,11 @@ class StoreChannel:
 
     def _encode(self, name: str, value: Any) -> bytes:
         body = json.dumps(value).encode()
+        if len(body) > LARGEST_PLAIN:
+            body = _COMPRESSED + zlib.compress(body, level=1)
+        return self._sign(name, body)
+
+    def _sign(self, name: str, body: bytes) -> bytes:
         return self._signature(name, body) + body
 
     def _signature(self, name: str, body: bytes) -> bytes:
@@ -153,8 +162,9 @@ class StoreChannel:
     def _decode(self, name: str, data: bytes) -> Any:
         body = data[_DIGITS:]
         if hmac.compare_digest(data[:_DIGITS], self._signature(name, body)):
-            with suppress(ValueError, RecursionError):  # without a key anybody can write anything
-                return json.loads(body)
+            with suppress(ValueError, RecursionError, zlib.error):  # without a key anybody can write anything
+                is_compressed = body.startswith(_COMPRESSED)
+                return json.loads(zlib.decompress(body[len(_COMPRESSED) :]) if is_compressed else body)
         if not self._has_warned:
             self._has_warned = True
             logger.warning(

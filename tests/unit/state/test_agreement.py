@@ -73,6 +73,15 @@ def test_ctrl_c_ends_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert channel.wait(["here"], 1.0) == {"here": 1}  # the connection still works
 
 
+def test_a_value_of_more_than_8_megabytes_arrives() -> None:
+    value = [["layers", number, [4096, 4096], "bfloat16"] for number in range(300_000)]
+    assert len(json.dumps(value)) > 1 << 23
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    channel = StoreChannel(store, "test", {KEY_VARIABLE: "secret"})
+    channel.post("name", value)
+    assert channel.wait(["name"], 5.0) == {"name": value}
+
+
 def test_lists_keep_the_order_and_what_this_run_has_signed(store: HashStore) -> None:
     first, second = StoreChannel(store, "part", KEY), StoreChannel(store, "part", KEY)
     assert second.read_list("names") == []
@@ -122,7 +131,7 @@ def test_what_this_run_has_not_signed_is_absent(
     assert channel.read("name") == "ours"
 
 
-@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"\xff", b""])
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000, b"\xff", b"", b"z", b"zz"])
 def test_without_a_key_broken_values_are_absent_too(store: HashStore, body: bytes) -> None:
     channel = StoreChannel(store, "part", {})
     assert not channel.is_signed
