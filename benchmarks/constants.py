@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.distributed import HashStore
 
@@ -20,6 +21,8 @@ from accelerate.data_loader import ConstantMemorySampler, SeedableRandomSampler
 from accelerate.state import StoreChannel
 
 VALUES, FILES, TENSORS, RANKS, SAMPLES, BYTES = 4096, 10_000, 1000, 16, 10**7, 1 << 28
+PARAMETERS, SHARDED_OVER = 1000, 64
+"""For what is projected: tensors of a model, and ranks over which they are sharded."""
 KEY = {"ACCELERATE_RUN_KEY": "secret"}
 
 
@@ -69,7 +72,7 @@ def join_metadata() -> dict[str, float]:
         metadata = Path(folder, ".metadata").stat().st_size
     count = TENSORS * RANKS
     return {
-        "shard of a tensor, bytes sent": len(json.dumps(reports)) / count,
+        "shard of a tensor, sent bytes": len(json.dumps(reports)) / count,
         "shard of a tensor, metadata bytes": metadata / count,
         "shard of a tensor, joined": finished / count,
     }
@@ -79,9 +82,12 @@ def shuffle() -> dict[str, float]:
     """A stored order until its first index, and a computed one for each index."""
     stored = SeedableRandomSampler(range(SAMPLES), data_seed=0)  # type: ignore[arg-type]
     computed = ConstantMemorySampler(range(100 * SAMPLES), data_seed=0)  # type: ignore[arg-type]
-    few = SAMPLES // 10
+    few, process, indices = SAMPLES // 10, psutil.Process(), iter(stored)
+    before = process.memory_info().rss
+    until_first = seconds_of(lambda: next(indices))
     return {
-        "sample of a stored shuffle": seconds_of(lambda: next(iter(stored))) / SAMPLES,
+        "sample of a stored shuffle, bytes": (process.memory_info().rss - before) / SAMPLES,
+        "sample of a stored shuffle": until_first / SAMPLES,
         "sample of a computed shuffle": seconds_of(lambda: sum(islice(iter(computed), few))) / few,
     }
 
@@ -95,6 +101,61 @@ def measure_constants() -> dict[str, float]:
     """Seconds, or bytes where the name says so, for one of each."""
     parts = (read_values, read_manifest, join_metadata, shuffle, check_bytes)
     return {name: figure for part in parts for name, figure in part().items()}
+
+
+def spell(name: str, figure: float) -> str:
+    if name.endswith("bytes"):
+        return f"{figure:,.0f}"
+    return f"{_number(1e9 * figure)} ns" if figure < 1e-6 else f"{_number(1e6 * figure)} us"
+
+
+def constants_table(constants: Mapping[str, float], requests: float) -> str:
+    """The constants, and what one store answers."""
+    head = f"| one | costs |\n|---|---:|\n| request to the store | {spell('', 1 / requests)} |\n"
+    return head + "\n".join(f"| {name} | {spell(name, figure)} |" for name, figure in constants.items())
+
+
+def projected_table(constants: Mapping[str, float], requests: float, ranks: Sequence[int]) -> str:
+    """What the constants mean for more ranks than were measured."""
+    entries = 3 * PARAMETERS  # AdamW has two more tensors for each parameter
+    shard, read_one = constants["shard of a tensor, joined"], constants["value read"]
+    in_metadata = constants["shard of a tensor, metadata bytes"]
+    in_manifest, written = (
+        constants["file in the manifest, bytes"],
+        constants["file in the manifest, written"],
+    )
+
+    def metadata(shards: float) -> str:
+        return f"{_number(shards * entries * shard)} s, {_number(shards * entries * in_metadata / 1e6)} MB"
+
+    rows: dict[str, Callable[[int], str]] = {
+        "hang detector, training: `N / 4` requests per second, of what one store answers": lambda n: (
+            f"{n / 4 / requests:.0%}"
+        ),
+        "hang detector, waiting: `N` requests per second": lambda n: f"{n / requests:.0%}",
+        "connections to the store: `3 N`": lambda n: f"{3 * n:,}",
+        "inquiry: `N` states of 0.4 kB, which one rank reads": lambda n: (
+            f"{_number(n * read_one)} s, {_number(n * 0.4e-3)} MB"
+        ),
+        "decision: `3 N` requests, `N` values that rank 0 reads": lambda n: (
+            f"{_number(3 * n / requests + n * read_one)} s"
+        ),
+        "checkpoint: two decisions": lambda n: f"{_number(2 * (3 * n / requests + n * read_one))} s",
+        "manifest: `N` files of random generators": lambda n: (
+            f"{_number(n * written)} s, {_number(n * in_manifest / 1e6)} MB"
+        ),
+        "metadata of shards over all ranks: `3 N T` entries, joined by rank 0": metadata,
+        f"the same with shards over {SHARDED_OVER} ranks and replicas of them": lambda n: metadata(
+            SHARDED_OVER
+        ),
+    }
+    head = f"| mechanism | {' | '.join(f'{n:,} ranks' for n in ranks)} |\n|---|{'---:|' * len(ranks)}\n"
+    return head + "\n".join(f"| {row} | {' | '.join(map(cell, ranks))} |" for row, cell in rows.items())
+
+
+def _number(value: float) -> str:
+    """Two digits."""
+    return f"{float(f'{value:.2g}'):,g}"
 
 
 if __name__ == "__main__":

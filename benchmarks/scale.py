@@ -36,12 +36,13 @@ from accelerate import PartialState
 from accelerate.checkpointing import Request, saving
 from accelerate.diagnostics import Limits
 from accelerate.state import StoreChannel, StoreConsensus
+from constants import constants_table, measure_constants, projected_table
 from simulation import CountingStore, Host, SimulatedRank, call_together, simulate_processes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "scale.json"
 GUIDE = ROOT / "docs" / "concepts" / "scale.md"
-SIMULATED = (8, 64, 512, 4096)
+SIMULATED, PROJECTED = (8, 64, 512, 4096), (1000, 10_000, 100_000)
 PROCESSES = (1, 2, 4, 8, 16)
 LOCAL = 8
 MOST_RANKS_OF_A_PROCESS = 1024
@@ -432,6 +433,8 @@ def write_guide(results: dict[str, Any]) -> None:
     tables = {
         "simulated": simulated_table(results["simulated"]),
         "compared": compared_table(results["compared"]),
+        "constants": constants_table(results["constants"], results["store"]),
+        "projected": projected_table(results["constants"], results["store"], PROJECTED),
     }
     for name, table in tables.items():
         begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->\n"
@@ -462,8 +465,9 @@ def main() -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     missed = []
-    results: dict[str, Any] = {"store": measure_store(), "simulated": [], "compared": []}
-    print(f"one store answers {results['store']:,.0f} requests per second", flush=True)
+    results: dict[str, Any] = {"store": measure_store(), "constants": measure_constants()}
+    results |= {"simulated": [], "compared": []}
+    print(constants_table(results["constants"], results["store"]), flush=True)
     for size in arguments.simulated:
         simulated = simulate(size)
         missed += simulated.misses()
