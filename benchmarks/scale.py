@@ -1,7 +1,7 @@
 """What the store of a run has to answer as ranks are added, and what this package adds to a run of processes.
 
-The first part simulates ranks: the real hang detectors and the real agreement on a checkpoint run in threads
-of a few processes, eight ranks to a simulated machine, each with a connection of its own to one `TCPStore`.
+The first part simulates ranks: the real hang detectors and the real agreement on a checkpoint run in a
+few processes, eight ranks to a simulated machine, each with a connection of its own to one `TCPStore`.
 Requests and bytes are counted at the clients. The second part runs one script with this package and the same
 script in plain torch, in real processes over gloo, in turns.
 
@@ -37,7 +37,7 @@ from accelerate.checkpointing import Request, saving
 from accelerate.diagnostics import Limits
 from accelerate.state import StoreChannel, StoreConsensus
 from constants import constants_table, measure_constants, projected_table
-from simulation import CountingStore, Host, SimulatedRank, call_together, simulate_processes
+from simulation import CountingStore, Driver, Host, SimulatedRank, call_together, simulate_processes
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "scale.json"
@@ -45,10 +45,11 @@ GUIDE = ROOT / "docs" / "concepts" / "scale.md"
 SIMULATED, PROJECTED = (8, 64, 512, 4096), (1000, 10_000, 100_000)
 PROCESSES = (1, 2, 4, 8, 16)
 LOCAL = 8
-MOST_RANKS_OF_A_PROCESS = 1024
+MOST_RANKS_OF_A_PROCESS = 512
 CONNECTING = 64
 IDLE, WAITING, INQUIRY, AGREEMENT, OWN_HOST, OTHER_HOSTS, RATIO = 0.25, 1.0, 10.0, 6.0, 5.0, 10.0, 1.1
 """The budgets: requests per rank and second, per rank, seconds, and what a figure may be over plain torch."""
+LIMITS = Limits(3600.0, False)
 SETTLE, WATCH = 10.0, 16.0
 PATIENCE = 120.0
 
@@ -90,20 +91,17 @@ class Part:
         self.host = Host()
         simulate_processes(self.host)
         PartialState(cpu=True)
-        limits = Limits(3600.0, False)
         connect = partial(TCPStore, "127.0.0.1", port, is_master=False, wait_for_workers=False)
         # In threads: torch looks up the name of each address, which may take seconds.
         with ThreadPoolExecutor(CONNECTING) as pool:
             stores = list(pool.map(lambda _: connect(timeout=timedelta(seconds=300)), ranks))
         self.ranks = [
-            SimulatedRank(CountingStore(store), rank, size, LOCAL, limits)
+            SimulatedRank(CountingStore(store), rank, size, LOCAL, LIMITS)
             for rank, store in zip(ranks, stores, strict=True)
         ]
 
     def start(self) -> None:
-        for rank in self.ranks:
-            rank.start()
-            time.sleep(1.0 / len(self.ranks))  # ranks of a real run look at different times too
+        self.driver = Driver(self.ranks, LIMITS.pause)
 
     def counts(self) -> tuple[int, int]:
         return sum(rank.store.total for rank in self.ranks), sum(rank.store.bytes for rank in self.ranks)
@@ -124,11 +122,7 @@ class Part:
         return {rank.rank: rank.named_at[number] for rank in self.ranks if number in rank.named_at}
 
     def stop(self) -> None:
-        for rank in self.ranks:
-            rank.post_end = lambda *_: None  # type: ignore[method-assign]
-            rank.end()
-        for rank in self.ranks:
-            rank._thread.join()
+        self.driver.stop()
 
     def agree(self, folder: str) -> tuple[list[int], list[int], float]:
         """Save a checkpoint without files; requests and bytes of each rank, and when the last returned."""

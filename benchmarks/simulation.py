@@ -1,11 +1,12 @@
-"""Simulated ranks: the hang detectors and the agreement of many ranks, as threads, with counted requests."""
+"""Simulated ranks: the hang detectors and the agreement of many ranks, with counted requests."""
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from accelerate.diagnostics import Doing, Identity, Limits, Peers, RankState, Report, Watchdog, processes
@@ -101,9 +102,42 @@ class SimulatedRank(Watchdog):
 
     def die(self, host: Host) -> None:
         """End without a message, as a process that is killed."""
-        self.post_end = lambda *_: None  # type: ignore[method-assign]
         self.end()
         host.dead.add(self.rank)
+
+
+class Driver:
+    """Lets the detectors of many ranks look once per pause, in few threads; an inquiry holds its thread."""
+
+    THREADS = 16
+
+    def __init__(self, ranks: Sequence[SimulatedRank], pause: float) -> None:
+        self._pause, self._ended = pause, threading.Event()
+        self._due: queue.PriorityQueue[tuple[float, int]] = queue.PriorityQueue()
+        self._ranks = ranks
+        now = time.monotonic()
+        for index in range(len(ranks)):  # ranks of a real run look at different times too
+            self._due.put((now + pause * index / len(ranks), index))
+        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(self.THREADS)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self) -> None:
+        while not self._ended.is_set():
+            try:
+                due, index = self._due.get(timeout=self._pause)
+            except queue.Empty:
+                continue
+            rank = self._ranks[index]
+            if self._ended.wait(max(due - time.monotonic(), 0.0)) or rank.ended.is_set():
+                continue
+            rank.look()
+            self._due.put((time.monotonic() + self._pause, index))
+
+    def stop(self) -> None:
+        self._ended.set()
+        for thread in self._threads:
+            thread.join()
 
 
 def simulate_processes(host: Host) -> Callable[[], None]:
