@@ -35,6 +35,17 @@ SOURCE = Path(__file__).parents[1] / "src" / "accelerate"
 BEGIN, END = "<!-- files: begin -->", "<!-- files: end -->"
 ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
+POD_VARIABLES = (
+    (
+        "`WORLD_SIZE`",
+        "`--num_machines`, where `RANK` and `MASTER_ADDR` are set too, `LOCAL_RANK` is not, and several "
+        "processes run on this machine",
+    ),
+    ("`RANK`", "`--machine_rank`, where `WORLD_SIZE` is the number of machines"),
+    ("`JOB_COMPLETION_INDEX`", "`--machine_rank` in all other cases, with several machines"),
+    ("`MASTER_ADDR`", "`--main_process_ip`, with several machines"),
+    ("`MASTER_PORT`", "`--main_process_port`, with several machines and `MASTER_ADDR`"),
+)
 RANK_VARIABLES = (
     ("RANK", "Index of this process among all, from 0."),
     ("WORLD_SIZE", "Number of processes on all machines."),
@@ -201,6 +212,12 @@ def variables_page(sections: Iterable[type[Section]] = SECTIONS) -> str:
         "than other variables and files. `--num_machines 1` leaves out what says where machines meet."
     )
     parts += ["## Variables of torchrun", torchrun, _table(("variable", "flag"), _torchrun())]
+    pods = (
+        "`accelerate launch` also reads these variables, which operators of Kubernetes set in each pod. They "
+        "are weaker than flags and than the variables of torchrun, and stronger than files. An address of "
+        "the loopback interface is ignored."
+    )
+    parts += ["## Variables of pods", pods, _table(("variable", "flag"), POD_VARIABLES)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from accelerate.base import ConfigurationError, whole_number, wrong_value
-from accelerate.launch.machine import Machine
+from accelerate.launch.machine import LOOPBACK, Machine
 from accelerate.settings import BUILT_IN, ENVIRONMENT, FLAG, Settings, all_options, env
 from accelerate.settings.sections import EXCLUSIVE, LaunchSection
 
@@ -64,6 +64,36 @@ def _number_of_others(environ: Mapping[str, str]) -> str:
     """Say that another program has started this process as one of several, such as one for each pod."""
     rank, size = environ.get("RANK"), environ.get("WORLD_SIZE")
     return f" (rank {rank} of WORLD_SIZE={size})" if rank and size and size != "1" else ""
+
+
+def choose_machines(settings: Settings, machine: Machine) -> Settings:
+    """Read the machines, the rank of this one and the address of rank 0 from what operators set in each pod.
+
+    Flags and the variables of torchrun take precedence. `RANK` and `WORLD_SIZE` count machines where several
+    processes run on each; one process per machine keeps both variables. The number of processes is known.
+    """
+    facts, total = machine.environ or {}, settings.values["num_processes"]
+    known = (FLAG, *env.PET_VARIABLES, env.PET_ENDPOINT)
+    address = facts.get("MASTER_ADDR", "")
+    is_remote = address != "" and address not in LOOPBACK
+    size = facts.get("WORLD_SIZE", "") if "RANK" in facts and "LOCAL_RANK" not in facts else ""
+    if size not in ("", "1") and is_remote and total > 1 and settings.source("num_machines") not in known:
+        count = all_options()["num_machines"].read(size, "WORLD_SIZE")
+        if count < 1:
+            raise wrong_value("WORLD_SIZE", size, "at least one process takes part", "Correct WORLD_SIZE")
+        is_local = settings.source("num_processes") in (CHOSEN, env.PET_PROCESSES)
+        total *= count if is_local else 1
+        settings = settings.replaced("WORLD_SIZE", num_machines=count, num_processes=total)
+    machines = settings.values["num_machines"]
+    if machines == 1:
+        return settings
+    found = {"machine_rank": "RANK" if size == str(machines) else "JOB_COMPLETION_INDEX"}
+    if is_remote:
+        found |= {"main_process_ip": "MASTER_ADDR", "main_process_port": "MASTER_PORT"}
+    for name, variable in found.items():
+        if (text := facts.get(variable)) and settings.source(name) not in known:
+            settings = settings.replaced(variable, **{name: all_options()[name].read(text, variable)})
+    return settings
 
 
 def _local(settings: Settings, shares: tuple[int, ...]) -> int:

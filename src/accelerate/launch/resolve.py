@@ -58,6 +58,8 @@ def _plan_processes(
     check_engine(settings, machine)
     settings, shares = layout.choose_shares(settings)
     settings = layout.choose_processes(settings, machine)
+    if starter is None:
+        settings = layout.choose_machines(settings, machine)
     layout.check_layout(settings, machine, shares)
     values = settings.values
     is_single = values["num_processes"] == values["num_machines"] == 1

@@ -35,6 +35,8 @@ SAID_AFTER = 5.0
 CONNECTING = ("static", "c10d")  # rendezvous backends at a port of machine 0
 NOT_YET = (errno.ECONNREFUSED, errno.ECONNRESET)
 """The machine answers, and nothing listens there yet: machine 0 was not started, or later."""
+POD_VARIABLE = "KUBERNETES_SERVICE_HOST"
+"""Kubernetes sets it in each pod. Until another pod runs, its name has no address, or an old one."""
 
 
 class LocalLauncher(Launcher):
@@ -249,16 +251,18 @@ def check_reach(
     """Find out in seconds what a rendezvous would find out in many minutes.
 
     Machine 0 opens the port, so there only the name of its address is looked up. The others connect; while
-    machine 0 has not started yet, they wait for it for `patience` seconds, and say so.
+    machine 0 has not started yet, they wait for it for `patience` seconds, and say so. In a pod every problem
+    may mean that machine 0 has not started yet.
     """
     if plan.machines == 1:
         return
     endpoint, waiting = (plan.address, plan.port), f"machine {plan.machine} ({plan.ranks})"
     connects = plan.machine > 0 and plan.rendezvous.rdzv_backend in CONNECTING
     deadline, said_at = (time.monotonic() + seconds for seconds in (patience, SAID_AFTER))
+    is_pod = POD_VARIABLE in environ.current()
     while (problem := _connect(endpoint, connects)) is not None:
         now = time.monotonic()
-        if problem.errno not in NOT_YET or now > deadline:
+        if not (is_pod or problem.errno in NOT_YET) or now > deadline:
             raise LaunchError(
                 f"{waiting} cannot reach {plan.address}:{plan.port}: {_reason(problem)}. Check that "
                 "--main_process_ip is the address of machine 0, that `accelerate launch` runs there, and "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -9,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.base import LaunchError
+from accelerate.base import LaunchError, patch_environment
 from accelerate.launch import LaunchPlan, Target, get_free_port
 from accelerate.launch.backends import check_reach, elastic
 
@@ -41,6 +42,24 @@ def test_a_name_without_an_address_is_refused_on_every_machine() -> None:
     for machine in (0, 1):
         with pytest.raises(LaunchError, match="cannot reach nowhere.invalid:5: this name has no address"):
             check_reach(at("nowhere.invalid", 5, machine=machine), print)
+
+
+def test_a_pod_waits_until_the_name_of_machine_0_has_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[OSError | None] = [
+        socket.gaierror("no address"),
+        OSError(errno.EHOSTUNREACH, "No route to host"),
+        None,
+    ]
+    monkeypatch.setattr(elastic, "_connect", lambda *_: answers.pop(0))
+    with patch_environment(KUBERNETES_SERVICE_HOST="10.96.0.1"):
+        check_reach(at("train-0.train", 5), print, pause=0)
+    assert answers == []
+    with (
+        patch_environment(KUBERNETES_SERVICE_HOST="10.96.0.1"),
+        pytest.raises(LaunchError, match="this name has no address"),
+    ):
+        answers += [socket.gaierror("no address")] * 1000
+        check_reach(at("train-0.train", 5), print, patience=0.01, pause=0.01)
 
 
 def test_no_answer_is_told_from_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
