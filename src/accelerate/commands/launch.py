@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from accelerate.base import ConfigurationError, attach, environ, shown
+from accelerate.commands.kubernetes import MANIFESTS, as_manifest
 from accelerate.commands.utils import DEVICE_PROBES, entry_point, parser_of
 from accelerate.launch import (
     CONSOLE_EVENTS,
@@ -150,6 +151,9 @@ def launch_command(args: argparse.Namespace) -> None:
         ConfigurationError: the settings cannot work.
         SystemExit: the script failed; with its exit code.
     """
+    if getattr(args, "manifest", None) or getattr(args, "image", None):
+        print(_manifest(args), end="")
+        return
     plan, settings = make_plan(args)
     launcher = launcher_for(plan)
     if getattr(args, "explain", False) or getattr(args, "dry_run", False):
@@ -162,6 +166,16 @@ def launch_command(args: argparse.Namespace) -> None:
     sys.stderr.flush()
     if code := _run(launcher, plan):
         sys.exit(code)
+
+
+def _manifest(args: argparse.Namespace) -> str:
+    """The objects of Kubernetes that run this launch."""
+    if not args.manifest:
+        raise ConfigurationError("--image belongs to --manifest. Pass --manifest as well, or leave it out.")
+    if args.explain or args.dry_run:
+        raise ConfigurationError("--manifest, --explain and --dry_run exclude each other. Keep one of them.")
+    settings = choose_cpu_or_devices(read_settings(args))
+    return as_manifest(args.manifest, args.image, settings, Target.of(args), environ.current())
 
 
 def _run(launcher: Launcher, plan: LaunchPlan) -> int:
@@ -231,6 +245,14 @@ def launch_command_parser(parser: CustomArgumentParser) -> None:
         help="Print every value with its source, the environment and the command, and start nothing.",
     )
     add("--dry_run", action="store_true", help="Print the plan as JSON for machines, and start nothing.")
+    add(
+        "--manifest",
+        choices=tuple(MANIFESTS),
+        metavar="KIND",
+        help="Print the manifest of Kubernetes that runs this command in pods, one per machine, and start "
+        "nothing: pytorchjob (Kubeflow), jobset, or job (an indexed Job and a Service).",
+    )
+    add("--image", help="Container image of the pods, with --manifest.")
     flags.add_sections(parser)
     add("training_script", help="What to run; its own arguments follow it.")
     add("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")

@@ -34,8 +34,10 @@ from accelerate.launch.layout import (
     CHOSEN as CHOSEN,
     device_ids as device_ids,
     worker_environment as worker_environment,
+    wrong_option as wrong_option,
 )
 from accelerate.launch.machine import (
+    DEFAULT_PORT as DEFAULT_PORT,
     KEY_VARIABLE as KEY_VARIABLE,
     LOOPBACK as LOOPBACK,
     Machine as Machine,
@@ -72,6 +74,7 @@ from accelerate.launch.resolve import (
     as_text as as_text,
     check_engine as check_engine,
     choose_cpu_or_devices as choose_cpu_or_devices,
+    choose_starter as choose_starter,
     resolve_plan as resolve_plan,
 )
 from accelerate.launch.script import (

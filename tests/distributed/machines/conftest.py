@@ -67,7 +67,27 @@ class Hosts:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.spaces = tuple(f"acc{os.getpid()}{letter}" for letter in "ab")
+        self._domain = ""
         self._started: list[subprocess.Popen[str]] = []
+
+    def rename(self, first: str, second: str, domain: str) -> None:
+        """Give both hosts the names of pods; the hosts know each other by them from `publish` on."""
+        self.names = (first, second)
+        self._write_tables("")
+        self._domain = domain
+
+    def publish(self) -> None:
+        """Give the names of pods addresses, as the DNS of a cluster does when a pod is started."""
+        self._write_tables(
+            "".join(
+                f"{address} {name} {name}.{self._domain}\n"
+                for address, name in zip(self.addresses, self.names, strict=True)
+            )
+        )
+
+    def _write_tables(self, lines: str) -> None:
+        for space in self.spaces:
+            (Path("/etc/netns", space) / "hosts").write_text(f"127.0.0.1 localhost\n{lines}")
 
     def write(self, name: str, text: str) -> str:
         path = self.folder / name
@@ -111,14 +131,14 @@ class Hosts:
         return str(path)
 
     def set_up(self) -> None:
-        table = "127.0.0.1 localhost\n" + "".join(
-            f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True)
-        )
         for space in self.spaces:
             folder = Path("/etc/netns", space)
             folder.mkdir(parents=True)
-            (folder / "hosts").write_text(table)
+            (folder / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # it refuses at once
             ip("netns", "add", space)
+        self._write_tables(
+            "".join(f"{address} {name}\n" for address, name in zip(self.addresses, self.names, strict=True))
+        )
         ends = [f"{space}v" for space in self.spaces]
         ip("link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
         for space, end, address in zip(self.spaces, ends, self.addresses, strict=True):

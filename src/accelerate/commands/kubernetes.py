@@ -1,0 +1,247 @@
+"""Manifests of Kubernetes that run a launch in pods, one per machine: PyTorchJob, JobSet and indexed Job."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from accelerate.base import ConfigurationError, wrong_value
+from accelerate.devices import CPU, CUDA
+from accelerate.launch import (
+    DEFAULT_PORT,
+    GRACE_VARIABLE,
+    KEY_VARIABLE,
+    Machine,
+    Target,
+    choose_starter,
+    device_ids,
+    grace,
+    resolve_plan,
+    wrong_option,
+)
+from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings, flags
+from accelerate.settings.sections import SlurmSection
+
+OWN = (
+    *("num_machines", "num_processes", "processes_per_machine", "machine_rank", "main_process_ip"),
+    *("main_process_port", "same_network", "max_restarts", "gpu_ids"),
+    *(row.name for row in SlurmSection.options()),  # in a file without effect outside of an allocation
+)
+"""Options that variables of the pods and fields of the manifest replace, or that have no effect in pods."""
+
+NO_IMAGE = "IMAGE"
+"""Stands for the image where none is given; no name of an image has capital letters."""
+
+REPLICAS = "pods"
+KILL_AFTER = 15
+"""Seconds that a launcher has to end after it has killed its processes."""
+LONGEST_NAME = 40
+
+
+@dataclass(frozen=True)
+class PodJob:
+    """What the three kinds of manifests have in common."""
+
+    name: str
+    image: str
+    command: list[str]
+    variables: Mapping[str, str]  # settings that have no flag, or that this machine's environment gives
+    pods: int
+    processes: int  # in each pod
+    gpus: int  # in each pod
+    port: int
+    max_restarts: int
+    notes: tuple[str, ...]  # of the plan
+
+    def container(self, host: str | None) -> dict[str, Any]:
+        """The container of each pod; `host` is the name of pod 0, None where the operator sets it."""
+        variables = {**self.variables, GRACE_VARIABLE: grace()}
+        if host is not None:
+            variables = {**variables, "PET_NNODES": self.pods, "PET_NPROC_PER_NODE": self.processes}
+            if self.pods > 1:
+                variables |= {"PET_MASTER_ADDR": host, "PET_MASTER_PORT": self.port}
+        env: list[dict[str, Any]] = [
+            {"name": name, "value": _escape(str(text))} for name, text in variables.items()
+        ]
+        if self.pods > 1:
+            reference = {"name": f"{self.name}-run-key", "key": "key"}
+            env.append({"name": KEY_VARIABLE, "valueFrom": {"secretKeyRef": reference}})
+        limits = {"resources": {"limits": {"nvidia.com/gpu": self.gpus}}} if self.gpus else {}
+        mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
+        # PyTorchJob finds the container by its name.
+        own = {"name": "pytorch", "image": self.image, "command": [*map(_escape, self.command)], "env": env}
+        return {**own, **limits, "volumeMounts": mounts}
+
+    def pod(self, container: dict[str, Any], **fields: Any) -> dict[str, Any]:
+        spec = {
+            **fields,
+            "terminationGracePeriodSeconds": grace() + KILL_AFTER,
+            "containers": [container],
+            "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
+        }
+        return {"spec": spec}
+
+    def indexed_job(self, host: str, retries: int, **fields: Any) -> dict[str, Any]:
+        """The spec of a Job whose pods find their index in `JOB_COMPLETION_INDEX`."""
+        return {
+            "completionMode": "Indexed",
+            "completions": self.pods,
+            "parallelism": self.pods,
+            "backoffLimit": retries,
+            "template": self.pod(self.container(host), restartPolicy="Never", **fields),
+        }
+
+
+def _escape(text: str) -> str:
+    """Text as Kubernetes takes it, which replaces `$(NAME)` by a variable and `$$` by `$`."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        reason = "YAML holds Unicode text only"
+        raise wrong_value("--manifest", text, reason, "Remove the other bytes") from None
+    return text.replace("$", "$$")
+
+
+def pytorchjob(job: PodJob) -> list[dict[str, Any]]:
+    """A PyTorchJob, whose operator sets the `PET_*` variables in each pod."""
+    ports = [{"name": "pytorchjob-port", "containerPort": job.port}]
+    template = job.pod({**job.container(None), "ports": ports})
+    policy = "OnFailure" if job.max_restarts else "Never"
+    counts = {"Master": 1, "Worker": job.pods - 1}
+    replicas = {
+        kind: {"replicas": count, "restartPolicy": policy, "template": template}
+        for kind, count in counts.items()
+        if count
+    }
+    # The job fails when the restarts of all pods together reach the limit.
+    limit = {"backoffLimit": job.max_restarts * job.pods + 1} if job.max_restarts else {}
+    run = {"cleanPodPolicy": "Running", **limit}
+    spec = {"nprocPerNode": str(job.processes), "runPolicy": run, "pytorchReplicaSpecs": replicas}
+    return [_object("kubeflow.org/v1", "PyTorchJob", job.name, spec)]
+
+
+def jobset(job: PodJob) -> list[dict[str, Any]]:
+    """A JobSet of one indexed Job: where a pod fails, all pods are replaced."""
+    spec = job.indexed_job(f"{job.name}-{REPLICAS}-0-0.{job.name}", 0)
+    replicated = [{"name": REPLICAS, "replicas": 1, "template": {"spec": spec}}]
+    rules = {"failurePolicy": {"maxRestarts": job.max_restarts}, "replicatedJobs": replicated}
+    return [_object("jobset.x-k8s.io/v1alpha2", "JobSet", job.name, rules)]
+
+
+def indexed_job(job: PodJob) -> list[dict[str, Any]]:
+    """An indexed Job, and the headless Service that gives its pods names; a pod that fails is replaced."""
+    retries = job.max_restarts * job.pods  # each failed pod counts, and one that fails takes the others along
+    if job.pods == 1:
+        return [_object("batch/v1", "Job", job.name, job.indexed_job("", retries))]
+    # The pods look for each other before they are ready.
+    names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name}}
+    spec = job.indexed_job(f"{job.name}-0.{job.name}", retries, subdomain=job.name)
+    return [_object("v1", "Service", job.name, names), _object("batch/v1", "Job", job.name, spec)]
+
+
+def _object(version: str, kind: str, name: str, spec: dict[str, Any]) -> dict[str, Any]:
+    return {"apiVersion": version, "kind": kind, "metadata": {"name": name}, "spec": spec}
+
+
+MANIFESTS = {"pytorchjob": pytorchjob, "jobset": jobset, "job": indexed_job}
+
+
+def as_manifest(
+    kind: str, image: str | None, settings: Settings, target: Target, present: Mapping[str, str]
+) -> str:
+    """Write the objects as YAML, after comments that say what the cluster and the image must have.
+
+    `present` is the environment of this machine: what it sets for the workers here is set in the pods.
+    """
+    import yaml
+
+    job = describe_job(image, settings, target, present)
+
+    class Dumper(yaml.SafeDumper):
+        def ignore_aliases(self, data: Any) -> bool:
+            return True
+
+    files = [target.name] if target.kind == "script" else []
+    engine = settings.values["deepspeed_config_file"] if settings.values["use_deepspeed"] else None
+    files += [engine] if engine else []
+    notes = [*(f"{note}." for note in job.notes), f"The image needs {', '.join(['accelerate', *files])}."]
+    if image is None:
+        notes.append(f"Replace {NO_IMAGE} with the name of the image, or pass --image.")
+    if job.pods > 1:
+        secret = f"kubectl create secret generic {job.name}-run-key"
+        notes.append("Create the key of the run, with which ranks sign what they write to the store:")
+        notes.append(f"  {secret} --from-literal=key=$(openssl rand -hex 32)")
+    style: Any = {"sort_keys": False, "default_flow_style": None, "allow_unicode": True, "width": 110}
+    written: str = yaml.dump_all(MANIFESTS[kind](job), Dumper=Dumper, **style)
+    return "".join(f"# {line}\n" for note in notes for line in note.splitlines()) + written
+
+
+def describe_job(image: str | None, settings: Settings, target: Target, present: Mapping[str, str]) -> PodJob:
+    """Check the settings as a launch in pod 0 would, and say what the pods run.
+
+    All values become flags or variables, so that the pods need no configuration file.
+    """
+    values = settings.values
+    pods, total = values["num_machines"], values["num_processes"]
+    if values["processes_per_machine"]:
+        reason = "all pods run the same number of processes"
+        raise wrong_option(settings, "processes_per_machine", reason, "Use --num_processes")
+    if total in (None, -1):
+        if not values["cpu"]:
+            fix = "Pass the total over all pods, or --cpu"
+            raise wrong_value("--num_processes", total, "each pod requests one GPU per process", fix)
+        settings = settings.replaced("manifest", num_processes=(total := pods))
+    if device_ids(values["gpu_ids"]):
+        fix = "Leave it out: each pod gets the GPUs that it requests"
+        raise wrong_option(settings, "gpu_ids", "these are devices of this machine", fix)
+    name = _name_of(target)
+    in_pod = settings.replaced("manifest", machine_rank=0, main_process_ip=name)
+    hardware = CPU if values["cpu"] else CUDA
+    pod = Machine(hardware, max(1, total // max(1, pods)), port_in_use=lambda port: False, environ={})
+    if starter := choose_starter(in_pod, pod):
+        raise ConfigurationError(
+            f"--manifest: the {starter} launcher starts the machines itself. Leave out what selects it."
+        )
+    plan, _ = resolve_plan(in_pod, pod, target)
+    words, variables = _spell(settings, present)
+    return PodJob(
+        name=name,
+        image=image or NO_IMAGE,
+        command=["accelerate", "launch", *words, *target.words],
+        variables=variables,
+        pods=plan.machines,
+        processes=plan.local_processes,
+        gpus=0 if values["cpu"] else plan.local_processes,
+        port=values["main_process_port"] or DEFAULT_PORT,
+        max_restarts=values["max_restarts"],
+        notes=plan.notes,
+    )
+
+
+def _spell(settings: Settings, present: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Return settings as flags, and as variables those without a flag or from this machine's environment."""
+    left_out = {*OWN}
+    variables: dict[str, str] = {}
+    for section in SECTIONS:
+        is_active = section.active(settings.values)
+        for row in section.options():
+            is_present = settings.source(row.name) == ENVIRONMENT
+            if is_present or not is_active or (row.foreign and settings.source(row.name) != FLAG):
+                left_out.add(row.name)
+            if is_present and not row.foreign:
+                names = (*row.variables, *row.aliases)
+                variables |= {name: present[name] for name in names if present.get(name)}
+            elif is_active and not row.flags and settings.given(row.name):
+                text = row.spell(settings.values[row.name])
+                variables |= {name: text for name in row.variables if text is not None}
+    return flags.words(settings, *left_out), variables
+
+
+def _name_of(target: Target) -> str:
+    """The name of the objects: that of the script, in the characters that names of services may have."""
+    stem = PurePath(target.name).name.removesuffix(".py").lower()
+    name = re.sub("[^a-z0-9]+", "-", stem)[:LONGEST_NAME].strip("-")
+    return name if name[:1].isalpha() else f"train-{name}".strip("-")
