@@ -58,14 +58,12 @@ class PodJob:
 
     def container(self, host: str | None) -> dict[str, Any]:
         """The container of each pod; `host` is the name of pod 0, None where the operator sets it."""
-        variables = {**self.variables, GRACE_VARIABLE: grace()}
+        variables: dict[str, Any] = {**self.variables, GRACE_VARIABLE: grace()}
         if host is not None:
-            variables = {**variables, "PET_NNODES": self.pods, "PET_NPROC_PER_NODE": self.processes}
+            variables |= {"PET_NNODES": self.pods, "PET_NPROC_PER_NODE": self.processes}
             if self.pods > 1:
                 variables |= {"PET_MASTER_ADDR": host, "PET_MASTER_PORT": self.port}
-        env: list[dict[str, Any]] = [
-            {"name": name, "value": _escape(str(text))} for name, text in variables.items()
-        ]
+        env: list[Any] = [{"name": name, "value": _escape(str(text))} for name, text in variables.items()]
         if self.pods > 1:
             reference = {"name": f"{self.name}-run-key", "key": "key"}
             env.append({"name": KEY_VARIABLE, "valueFrom": {"secretKeyRef": reference}})
@@ -107,15 +105,14 @@ def _escape(text: str) -> str:
 
 def pytorchjob(job: PodJob) -> list[dict[str, Any]]:
     """A PyTorchJob, whose operator sets the `PET_*` variables in each pod."""
-    ports = [{"name": "pytorchjob-port", "containerPort": job.port}]
-    template = job.pod({**job.container(None), "ports": ports})
-    policy = "OnFailure" if job.max_restarts else "Never"
-    counts = {"Master": 1, "Worker": job.pods - 1}
-    replicas = {
-        kind: {"replicas": count, "restartPolicy": policy, "template": template}
-        for kind, count in counts.items()
-        if count
-    }
+
+    def replica(count: int) -> dict[str, Any]:
+        ports = [{"name": "pytorchjob-port", "containerPort": job.port}]
+        template = job.pod({**job.container(None), "ports": ports})
+        policy = "OnFailure" if job.max_restarts else "Never"
+        return {"replicas": count, "restartPolicy": policy, "template": template}
+
+    replicas = {"Master": replica(1), **({"Worker": replica(job.pods - 1)} if job.pods > 1 else {})}
     # The job fails when the restarts of all pods together reach the limit.
     limit = {"backoffLimit": job.max_restarts * job.pods + 1} if job.max_restarts else {}
     run = {"cleanPodPolicy": "Running", **limit}
@@ -160,10 +157,6 @@ def as_manifest(
 
     job = describe_job(image, settings, target, present)
 
-    class Dumper(yaml.SafeDumper):
-        def ignore_aliases(self, data: Any) -> bool:
-            return True
-
     files = [target.name] if target.kind == "script" else []
     engine = settings.values["deepspeed_config_file"] if settings.values["use_deepspeed"] else None
     files += [engine] if engine else []
@@ -175,7 +168,7 @@ def as_manifest(
         notes.append("Create the key of the run, with which ranks sign what they write to the store:")
         notes.append(f"  {secret} --from-literal=key=$(openssl rand -hex 32)")
     style: Any = {"sort_keys": False, "default_flow_style": None, "allow_unicode": True, "width": 110}
-    written: str = yaml.dump_all(MANIFESTS[kind](job), Dumper=Dumper, **style)
+    written: str = yaml.safe_dump_all(MANIFESTS[kind](job), **style)
     return "".join(f"# {line}\n" for note in notes for line in note.splitlines()) + written
 
 

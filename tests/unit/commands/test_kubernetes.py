@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,6 +23,7 @@ from accelerate.commands.kubernetes import MANIFESTS
 from accelerate.commands.launch import launch_command, launch_command_parser
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "kubernetes"
+GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "kubernetes.md"
 KUBERNETES = "1.34"
 KINDS = tuple(MANIFESTS)
 TWO_PODS = ("--num_machines", "2", "--num_processes", "8")
@@ -293,6 +296,14 @@ def test_what_pods_cannot_run_is_refused(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         manifest("job", *words)
+
+
+def test_the_guide_shows_what_its_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    text = GUIDE.read_text(encoding="utf-8")
+    command = re.findall(r"^\$ accelerate launch (--manifest .*?) > ", text, re.MULTILINE | re.DOTALL)
+    assert len(command) == 1
+    launch_command(launch_command_parser().parse_args(shlex.split(command[0].replace("\\\n", ""))))
+    assert f"```yaml\n{capsys.readouterr().out}```" in text
 
 
 def test_an_image_needs_a_manifest() -> None:
