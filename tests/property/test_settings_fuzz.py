@@ -20,6 +20,7 @@ from hypothesis import given, settings, strategies as st
 from accelerate import Accelerator
 from accelerate.accelerator import Arguments, build_request
 from accelerate.base import LONGEST, AccelerateError, environ
+from accelerate.commands.kubernetes import as_manifest
 from accelerate.commands.launch import launch_command_parser, read_settings
 from accelerate.diagnostics import find_sources, read_limits
 from accelerate.launch import Machine, Target, as_json, as_text, resolve_plan
@@ -165,7 +166,9 @@ def names(problem: str, name: str) -> bool:
 
 def plan(merged: Settings, *words: str) -> None:
     """Decide what a launch would start, and write it for people and for machines."""
-    found, chosen = resolve_plan(merged, MACHINE, Target("script", "train.py", words))
+    target = Target("script", "train.py", words)
+    refused(lambda: as_manifest("job", None, merged, target, {}))
+    found, chosen = resolve_plan(merged, MACHINE, target)
     json.loads(as_json(found, chosen))
     assert as_text(found, chosen)
 

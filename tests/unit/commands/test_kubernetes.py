@@ -20,9 +20,12 @@ from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2Jo
 
 from accelerate.base import ConfigurationError, patch_environment
 from accelerate.commands.kubernetes import MANIFESTS
-from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.launch import launch_command, launch_command_parser, read_settings
+from accelerate.devices import CUDA
+from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "kubernetes"
+CONFIGS = SAMPLES.parent / "configs"
 GUIDE = Path(__file__).parents[3] / "docs" / "guides" / "kubernetes.md"
 KUBERNETES = "1.34"
 KINDS = tuple(MANIFESTS)
@@ -240,6 +243,30 @@ def test_a_file_becomes_flags_and_variables(manifest: Callable[..., str], tmp_pa
     assert found["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "4"
     assert "OMP_NUM_THREADS" not in found
     assert "config_file" not in text
+
+
+@pytest.mark.parametrize("config", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_workers_of_a_pod_have_the_variables_of_a_launch_here(
+    manifest: Callable[..., str], config: Path
+) -> None:
+    words = ("--config_file", str(config), "--num_machines", "2", "--num_processes", "4")
+    here = ("--main_process_ip", "any", "--machine_rank", "1", "train.py")
+    environ = {"ACCELERATE_HANG_TIMEOUT": "7", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+    container = container_of(text := manifest("jobset", *words, **environ))
+    started = {**variables_of(text), "JOB_COMPLETION_INDEX": "1"}
+    expected = plan_of([*words, *here], environ)
+    found = plan_of(container["command"][2:], started)
+    assert found.environment == expected.environment
+    assert (found.processes, found.machines, found.machine) == (4, 2, 1)
+    assert found.rendezvous.max_restarts == 0
+
+
+def plan_of(words: list[str], environ: dict[str, str]) -> LaunchPlan:
+    """The plan of a command line on a machine with two GPUs."""
+    with patch_environment(**environ):
+        settings = read_settings(launch_command_parser().parse_args(words))
+    machine = Machine(CUDA, 2, port_in_use=lambda port: False, environ=environ)
+    return resolve_plan(settings, machine, Target("script", "train.py"))[0]
 
 
 def test_notes_and_needs_are_comments(manifest: Callable[..., str], tmp_path: Path) -> None:
