@@ -178,6 +178,10 @@ def describe_job(image: str | None, settings: Settings, target: Target, present:
     All values become flags or variables, so that the pods need no configuration file.
     """
     values = settings.values
+    if starter := choose_starter(settings, Machine(environ={})):
+        raise ConfigurationError(
+            f"--manifest: pods cannot use the {starter} launcher. Leave out what selects it."
+        )
     pods, total = values["num_machines"], values["num_processes"]
     if values["processes_per_machine"]:
         reason = "all pods run the same number of processes"
@@ -194,10 +198,6 @@ def describe_job(image: str | None, settings: Settings, target: Target, present:
     in_pod = settings.replaced("manifest", machine_rank=0, main_process_ip=name)
     hardware = CPU if values["cpu"] else CUDA
     pod = Machine(hardware, max(1, total // max(1, pods)), port_in_use=lambda port: False, environ={})
-    if starter := choose_starter(in_pod, pod):
-        raise ConfigurationError(
-            f"--manifest: the {starter} launcher starts the machines itself. Leave out what selects it."
-        )
     plan, _ = resolve_plan(in_pod, pod, target)
     words, variables = _spell(settings, present)
     return PodJob(
