@@ -23,6 +23,8 @@ FIXED_VARIABLES = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "KMP_DUPLICATE_LIB_OK": "True",  # these two are set by scikit-learn, which transformers may import
+    "KMP_INIT_AT_FORK": "FALSE",
     "CUDA_MODULE_LOADING": "LAZY",  # set by builds of torch for CUDA when they look for devices
     # torch writes its own choice into the environment when its compiler is first imported, by any optimizer.
     "TORCHINDUCTOR_CACHE_DIR": os.path.join(tempfile.gettempdir(), "torchinductor_accelerate_tests"),
