@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -236,6 +237,43 @@ def test_machines_without_a_common_disk_keep_a_folder_each(run: Run) -> None:
     first, second = run(save_to_machines_of_their_own)
     assert first == (True, ["model.safetensors", "optimizer.bin", "random_states_0.pkl"], 2)
     assert second == (True, ["model.safetensors", "optimizer.bin", "random_states_1.pkl"], 2)
+
+
+def save_to_folders_of_their_own() -> Any:
+    """Each process saves to a folder of its own; the folders are then copied into one, which all load."""
+    accelerator, model, optimizer = prepared()
+    accelerator.project_configuration.automatic_checkpoint_naming = False
+    own = accelerator.save_state(Path(f"rank{accelerator.process_index}").absolute())
+    before, drawn = weight(model), torch.rand(1).item()
+    accelerator.wait_for_everyone()
+    copied = Path("copied").absolute()
+    if accelerator.is_main_process:
+        for source in (Path("rank1"), Path("rank0")):
+            shutil.copytree(source, copied, dirs_exist_ok=True)
+    accelerator.wait_for_everyone()
+    step(accelerator, model, optimizer)
+    accelerator.load_state(copied)
+    is_same = (weight(model), torch.rand(1).item()) == (before, drawn)
+    files = sorted(manifest.read(copied).files)
+    accelerator.wait_for_everyone()
+    (copied / "random_states_1.pkl").unlink(missing_ok=True)
+    accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointError) as loading:
+        accelerator.load_state(copied)
+    texts = (own / manifest.NAME).read_text(), (copied / manifest.NAME).read_text()
+    return is_same, files, str(loading.value), texts
+
+
+def test_folders_of_one_save_that_are_copied_into_one_are_a_checkpoint(run: Run) -> None:
+    """As Ray copies those of several machines; whichever manifest it copies last."""
+    first, second = run(save_to_folders_of_their_own)
+    files = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
+    for is_same, held, error, texts in (first, second):
+        assert is_same
+        assert held == files
+        assert "random_states_1.pkl" in error
+        assert set(texts) == {*first[3]}
+    assert len({*first[3]}) == 1
 
 
 def train_while_saving() -> Any:

@@ -9,6 +9,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ NAME = "manifest.json"
 FORMAT = 1
 ALGORITHM = "xxh3_64"
 SAVE = "save"  # the fact of a run by which all manifests of one save are known, on whatever machine
+FILES_OF_FOLDERS = "folders"  # the fact of a run whose ranks wrote several folders: the names in each
 _SEAL = "seal"
 NANOSECONDS_OF_A_TICK = 2 * 10**9  # the coarsest clock that file systems have
 
@@ -77,7 +79,14 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(f"{NAME} is damaged: its content does not fit its checksum")
     check_fields(content)
     files = {name: FileRecord(name, **record) for name, record in content.pop("files").items()}
-    return Manifest(files=files, **content)
+    held = _names_held(folder, content.get("run", {}).get(FILES_OF_FOLDERS, []))
+    return Manifest(files={name: files[name] for name in held or files if name in files}, **content)
+
+
+def _names_held(folder: Path, folders: list[list[str]]) -> list[str]:
+    """The names of the files of all folders that were copied here, of those that one save wrote."""
+    copied = [names for names in folders if all((folder / name).is_file() for name in names)]
+    return list(dict.fromkeys(chain(*copied)))
 
 
 def stamp(folder: Path) -> str:
@@ -151,6 +160,10 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value.isprintable()
 
 
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(refuse_name(name) is None for name in value)
+
+
 _COUNT = Rule("a whole number of 0 or more", _is_count)
 _TEXT = Rule("printable text", _is_text)
 
@@ -186,7 +199,11 @@ _RUN = {
         "a list of lists of whole numbers of 0 or more",
         lambda value: isinstance(value, list) and all(map(_are_counts, value)),
     ),
-    "save": _TEXT,
+    SAVE: _TEXT,
+    FILES_OF_FOLDERS: Rule(
+        "a list of lists of names of files in the folder",
+        lambda value: isinstance(value, list) and all(map(_are_names, value)),
+    ),
 }
 
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown, sync_folder
 from accelerate.checkpointing import retention
 from accelerate.checkpointing.folder import StagingFolder, absolute_path, plan_staging_folder
-from accelerate.checkpointing.manifest import SAVE, FileRecord, Manifest, files_under, seal
+from accelerate.checkpointing.manifest import FILES_OF_FOLDERS, SAVE, FileRecord, Manifest, files_under, seal
 from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.sharded import FOLDERS, MODEL, OPTIMIZER
 from accelerate.devices import of_device
@@ -184,12 +184,13 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
         with ThreadPoolExecutor(threads, "accelerate-write", **for_threads()) as pool:
             records.extend(pool.map(write_file, payloads))
 
-    def commit(summaries: Sequence[Mapping[str, Any]]) -> None:
+    def commit(summaries: Sequence[Mapping[str, Any]], created: str) -> None:
+        own = [summary for summary in summaries if summary["folder"] == str(site.folder)]
         for payload in payloads:
             if payload.finish is not None:
                 shards = str(Path(payload.name).parent)
-                payload.finish(site.folder / shards, [summary["reports"][shards] for summary in summaries])
-        _commit(site, summaries)
+                payload.finish(site.folder / shards, [summary["reports"][shards] for summary in own])
+        _commit(site, summaries, created)
 
     try:
         failure = _attempt(write_files)
@@ -202,18 +203,18 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
     return site.staging.target
 
 
-Commit = Callable[[Sequence[Mapping[str, Any]]], None]
-"""Commits the folder of this rank, after the summaries of the ranks that have written in it."""
+Commit = Callable[[Sequence[Mapping[str, Any]], str], None]
+"""Commits the folder of this rank, after the summaries of all ranks and the time of the save."""
 
 
 def _finish(site: Site, summary: dict[str, Any], commit: Commit) -> None:
     """Commit the checkpoint when all ranks have written; raises on all ranks where one has failed."""
     verdict = _decide(site, summary, commit)
     _refuse_failures(verdict["failures"])
-    if not verdict["others"]:
+    if not verdict["summaries"]:
         return
-    own = [each for each in verdict["others"] if each["folder"] == str(site.folder)]
-    failure = _attempt(lambda: commit(own)) if site.commits and own else ""
+    commits = site.commits and not site.is_common
+    failure = _attempt(lambda: commit(verdict["summaries"], verdict["created"])) if commits else ""
     failures = site.consensus.decide(CALL, failure, list, SECONDS_TO_WRITE)
     _refuse_failures([(rank, text) for rank, text in enumerate(failures) if text])
 
@@ -221,16 +222,17 @@ def _finish(site: Site, summary: dict[str, Any], commit: Commit) -> None:
 def _decide(site: Site, summary: dict[str, Any], commit: Commit) -> Any:
     """Let rank 0 commit its folder when all ranks have written, and return what the ranks need to know.
 
-    These are the failures, and the summaries of other folders; those of a folder that all have are many.
+    These are the failures, and the summaries where there are other folders; those of a folder that all have
+    are many.
     """
 
     def judge(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         failures = [(rank, each["failure"]) for rank, each in enumerate(summaries) if each["failure"]]
-        own = [each for each in summaries if each["folder"] == str(site.folder)]
-        if not failures and (failure := _attempt(lambda: commit(own))):
+        created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+        if not failures and (failure := _attempt(lambda: commit(summaries, created))):
             failures = [(site.consensus.rank, failure)]
-        others = [each for each in summaries if each["folder"] != str(site.folder)]
-        return {"failures": failures, "others": [] if failures else others}
+        is_needed = not failures and any(each["folder"] != str(site.folder) for each in summaries)
+        return {"failures": failures, "summaries": summaries if is_needed else [], "created": created}
 
     return site.consensus.decide(CALL, summary, judge, SECONDS_TO_WRITE)
 
@@ -242,7 +244,7 @@ def _summary(site: Site, failure: str, records: Sequence[Any] = (), reports: Any
 def abandon(site: Site, error: Exception) -> None:
     """Tell the other ranks, which are about to write or wait for it, that this one cannot save."""
     try:
-        _decide(site, _summary(site, describe(error)), lambda _: None)
+        _decide(site, _summary(site, describe(error)), lambda *_: None)
     finally:
         discard(site)
 
@@ -253,26 +255,35 @@ def discard(site: Site) -> None:
         site.staging.discard()
 
 
-def _commit(site: Site, summaries: Sequence[Mapping[str, Any]]) -> None:
-    """Describe the folder, give it its name, and only then delete what it makes superfluous."""
+def _commit(site: Site, summaries: Sequence[Mapping[str, Any]], created: str) -> None:
+    """Describe the folder, give it its name, and only then delete what it makes superfluous.
+
+    Ranks that write several folders describe them alike: copied into one, they are one checkpoint.
+    """
     request = site.request
-    records = [FileRecord(**record) for summary in summaries for record in summary["records"]]
-    files = {record.name: record for record in records}
+    folders: dict[str, dict[str, FileRecord]] = {}
+    for summary in summaries:
+        records = {record["name"]: FileRecord(**record) for record in summary["records"]}
+        folders.setdefault(summary["folder"], {}).update(records)
+    own = folders[str(site.folder)]
     for name in files_under(site.folder):
-        if name not in files:  # written by the user's hooks
-            files[name] = seal(site.folder, name, site.consensus.rank)
-    for folder in {(site.folder / name).parent for name in files}:
+        if name not in own:  # written by the user's hooks
+            own[name] = seal(site.folder, name, site.consensus.rank)
+    for folder in {(site.folder / name).parent for name in own}:
         sync_folder(folder)
+    files = {name: record for each in reversed(folders.values()) for name, record in each.items()}
+    files |= {name: record for name, record in own.items() if record.checksum != files[name].checksum}
+    several = {FILES_OF_FOLDERS: list(map(list, folders.values()))} if len(folders) > 1 else {}
     Manifest(
         files=files,
         world_size=site.consensus.size,
         step=request.step,
         epoch=request.epoch,
         iteration=request.iteration,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        created=created,
         software=f"accelerate {version('accelerate')}",
         torch=torch.__version__,
-        run={**request.run, SAVE: site.save},
+        run={**request.run, SAVE: site.save, **several},
     ).write(site.folder)
     site.staging.publish()
     if request.keep is not None:

@@ -152,6 +152,8 @@ def test_a_valid_one_passes() -> None:
         ("run", {"updates": 7}, r"run\.updates=7, and a list of whole numbers"),
         ("run", {"updates": ["7"]}, r"run\.updates=\['7'\], and"),
         ("run", {"gradient_order": [[1], 2]}, r"run\.gradient_order=\[\[1\], 2\], and"),
+        ("run", {"folders": ["a.bin"]}, r"run\.folders=\['a.bin'\], and a list of lists of names"),
+        ("run", {"folders": [["../a.bin"]]}, r"run\.folders=\[\['../a.bin'\]\], and"),
         ("run", {"sync_gradients": 1}, r"run\.sync_gradients=1, and true or false"),
         ("algorithm", "md5", "algorithm='md5', and 'xxh3_64'"),
         ("format", "1", "format='1', and the number 1"),
