@@ -39,6 +39,7 @@ from accelerate.diagnostics.peers import (
 from accelerate.diagnostics.processes import Siblings as Siblings
 from accelerate.diagnostics.stopping import (
     ALLOCATION_ENDS as ALLOCATION_ENDS,
+    PREEMPTION as PREEMPTION,
     SAVE_FILE as SAVE_FILE,
     SECONDS_ALIKE as SECONDS_ALIKE,
     SIGNALS as SIGNALS,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from accelerate.base import read_seconds, wrong_value
 from accelerate.launch import NOTES
 from accelerate.logging import get_logger
-from accelerate.ops import Answer, reduce_async
+from accelerate.ops import Answer, flight_recorder, reduce_async
 from accelerate.settings import decode
 from accelerate.settings.sections import StoppingSection
 from accelerate.state import PartialState, services
@@ -69,8 +70,10 @@ TIME_IS_UP = Trigger("max_time", "max_time is over, says", stops=True)
 ALLOCATION_ENDS = Trigger("allocation", "the SLURM allocation ends soon, says", stops=True)
 STOP_FILE = Trigger("stop_file", "the stop_file was found by", stops=True)
 SAVE_FILE = Trigger("save_file", "the save_file was touched, says", stops=False)
+# It does not stop: Ray restarts a run whose workers are preempted, unless their functions return before.
+PREEMPTION = Trigger("preemption", "Ray preempts a node, says", stops=False)
 
-TRIGGERS = (*SIGNALS, TIME_IS_UP, ALLOCATION_ENDS, STOP_FILE, SAVE_FILE)
+TRIGGERS = (*SIGNALS, TIME_IS_UP, ALLOCATION_ENDS, STOP_FILE, SAVE_FILE, PREEMPTION)
 """All of them, in the order of the numbers that ranks exchange."""
 
 
@@ -102,6 +105,32 @@ def save_file(path: str) -> Source:
         return touched not in (None, before)
 
     return Source(SAVE_FILE, asks)
+
+
+def preemption(read: Callable[[], object]) -> Source:
+    """A source that asks once for each preemption. All workers read together: Ray makes it a barrier."""
+    known: object = None
+
+    def asks() -> bool:
+        nonlocal known
+        with flight_recorder().entry("ray.train.get_preemption_info"):
+            before, known = known, read()
+        return known not in (None, before)
+
+    return Source(PREEMPTION, asks)
+
+
+def find_preemption_reader() -> Callable[[], object] | None:
+    """Return the function with which Ray Train announces preemptions; None where this is not its worker."""
+    train: Any = sys.modules.get("ray.train")
+    read: Callable[[], object] | None = getattr(train, "get_preemption_info", None)
+    if read is None:
+        return None
+    try:
+        train.get_context()
+    except (RuntimeError, DeprecationWarning):  # a driver, or a trial of Ray Tune
+        return None
+    return read
 
 
 def seldom(source: Source, clock: Callable[[], float] = time.monotonic) -> Source:
@@ -154,6 +183,8 @@ def find_sources(
         sources.append(seldom(stop_file(settings.stop_file)))
     if looks_at_files and settings.save_file:
         sources.append(seldom(save_file(settings.save_file)))
+    if (read := find_preemption_reader()) is not None:
+        sources.append(preemption(read))
     return sources
 
 
@@ -205,8 +236,9 @@ class SignalNotes:
         """
         if threading.current_thread() is not threading.main_thread():
             text = (
-                "should_stop and should_save are asked for in a thread, where Python cannot watch signals: "
-                "only time and files count. Ask for them in the main thread first."
+                "should_stop and should_save are read in a thread, where Python cannot handle signals: only "
+                "max_time, stop_file, save_file, the end of an allocation and preemptions by Ray Train have an "
+                "effect. To handle signals, read one of them in the main thread first."
             )
             logger.warning(text, main_process_only=False)
             return

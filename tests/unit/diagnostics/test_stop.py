@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from accelerate.base import ConfigurationError
 from accelerate.diagnostics import (
     ALLOCATION_ENDS,
+    PREEMPTION,
     SAVE_FILE,
     SIGNALS,
     STOP_FILE,
@@ -25,6 +28,7 @@ from accelerate.diagnostics import (
     seldom,
     stop_file,
 )
+from accelerate.ops import flight_recorder
 from accelerate.settings.sections import StoppingSection
 
 
@@ -46,6 +50,7 @@ def test_the_table() -> None:
         "allocation": True,
         "stop_file": True,
         "save_file": False,
+        "preemption": False,
     }
     assert TRIGGERS[:3] == SIGNALS
 
@@ -125,6 +130,36 @@ def test_one_process_of_a_machine_looks_at_files(tmp_path: Path) -> None:
     sources = find_sources(settings, {}, looks_at_files=True)
     assert [source.trigger for source in sources] == [STOP_FILE, SAVE_FILE]
     assert asked(sources) == {STOP_FILE}
+
+
+def test_a_worker_of_ray_asks_once_for_each_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = []
+
+    def read() -> str | None:
+        running.append(flight_recorder().running())
+        return next(announced)
+
+    announced = iter([None, "one node", "one node", "two nodes", "two nodes"])
+    train = SimpleNamespace(get_preemption_info=read, get_context=object)
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    sources = find_sources(StoppingSection(), {}, looks_at_files=False)
+    assert [asked(sources) for _ in range(5)] == [set(), {PREEMPTION}, set(), {PREEMPTION}, set()]
+    assert [entry and entry.operation for entry in running] == ["ray.train.get_preemption_info"] * 5
+    assert flight_recorder().running() is None
+
+
+@pytest.mark.parametrize("error", [RuntimeError, DeprecationWarning])
+def test_outside_of_workers_ray_announces_nothing(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception]
+) -> None:
+    def get_context() -> None:
+        raise error("no worker")
+
+    train = SimpleNamespace(get_preemption_info=get_context, get_context=get_context)
+    monkeypatch.setitem(sys.modules, "ray.train", train)
+    assert find_sources(StoppingSection(), {}, looks_at_files=True) == []
+    monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=object))  # an older release
+    assert find_sources(StoppingSection(), {}, looks_at_files=True) == []
 
 
 @pytest.mark.parametrize(
