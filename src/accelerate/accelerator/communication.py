@@ -132,8 +132,8 @@ class Communication:
     def should_save(self) -> bool:
         """Whether to save a checkpoint now; true once for each request, at the same step on all ranks.
 
-        Asked for by SIGTERM, SIGUSR1, SIGUSR2, the end of `max_time` or of a SLURM allocation, `stop_file`
-        and `save_file`. Ask before `should_stop`.
+        Asked for by SIGTERM, SIGUSR1, SIGUSR2, the end of `max_time` or of a SLURM allocation, `stop_file`,
+        `save_file`, and a preemption that Ray Train announces. Ask before `should_stop`.
         """
         return self._runtime.agreement.read_save()
 

@@ -236,9 +236,9 @@ class SignalNotes:
         """
         if threading.current_thread() is not threading.main_thread():
             text = (
-                "should_stop and should_save are read in a thread, where Python cannot handle signals: only "
-                "max_time, stop_file, save_file, the end of an allocation and preemptions by Ray Train have an "
-                "effect. To handle signals, read one of them in the main thread first."
+                "should_stop and should_save are read in a thread, where Python cannot handle signals: time "
+                "limits, files and preemptions by Ray Train have an effect, signals have none. To handle "
+                "signals, read one of them in the main thread first."
             )
             logger.warning(text, main_process_only=False)
             return
