@@ -66,17 +66,24 @@ def checksum(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def keep_own_files(folder: Path) -> None:
+    """Delete what the folder of rank 0 has as well, so that Ray copies these files once."""
+    for path in folder.iterdir():
+        if not path.name.startswith(("random_states_", "stream_")):
+            path.unlink()
+
+
 def save(accelerator: Accelerator, step: int, loss: torch.Tensor) -> None:
     """Report a checkpoint and the mean loss to Ray; called on all ranks.
 
     The ranks of a node write to a folder of this node, and one of them reports it. Ray copies the folders of
     all nodes into one, and deletes them.
     """
-    node = ray.get_runtime_context().get_node_id()
-    folder = Path(
-        tempfile.gettempdir(), f"{train.get_context().get_experiment_name()}_{node}", f"step_{step}"
-    )
+    experiment, node = train.get_context().get_experiment_name(), ray.get_runtime_context().get_node_id()
+    folder = Path(tempfile.gettempdir(), f"{experiment}_{node}", f"step_{step}")
     accelerator.save_state(folder)
+    if accelerator.is_local_main_process and not accelerator.is_main_process:
+        keep_own_files(folder)
     mean = accelerator.reduce(loss.detach(), "mean").item()
     train.report(
         {"step": step, "loss": mean},

@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
 from accelerate.base import CheckpointError, StateError
 from accelerate.checkpointing import manifest, parts
-from accelerate.utils import ProjectConfiguration
+from accelerate.utils import ProjectConfiguration, set_seed
 
 Run = Callable[..., list[Any]]
 
@@ -243,13 +244,17 @@ def save_to_folders_of_their_own() -> Any:
     """Each process saves to a folder of its own; the folders are then copied into one, which all load."""
     accelerator, model, optimizer = prepared()
     accelerator.project_configuration.automatic_checkpoint_naming = False
+    set_seed(1, device_specific=True)
+    batches = iter(accelerator.prepare(DataLoader(range(8), shuffle=True)))
+    next(batches)  # the state of the loader holds the generators of this rank
     own = accelerator.save_state(Path(f"rank{accelerator.process_index}").absolute())
     before, drawn = weight(model), torch.rand(1).item()
     accelerator.wait_for_everyone()
     copied = Path("copied").absolute()
     if accelerator.is_main_process:
-        for source in (Path("rank1"), Path("rank0")):
-            shutil.copytree(source, copied, dirs_exist_ok=True)
+        assert Path("rank0/sampler.bin").read_bytes() != Path("rank1/sampler.bin").read_bytes()
+        shutil.copytree("rank0", copied)
+        shutil.copytree("rank1", copied, dirs_exist_ok=True)
     accelerator.wait_for_everyone()
     step(accelerator, model, optimizer)
     accelerator.load_state(copied)
@@ -268,6 +273,7 @@ def test_folders_of_one_save_that_are_copied_into_one_are_a_checkpoint(run: Run)
     """As Ray copies those of several machines; whichever manifest it copies last."""
     first, second = run(save_to_folders_of_their_own)
     files = ["model.safetensors", "optimizer.bin", "random_states_0.pkl", "random_states_1.pkl"]
+    files.append("sampler.bin")
     for is_same, held, error, texts in (first, second):
         assert is_same
         assert held == files

@@ -8,7 +8,7 @@ import os
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ NAME = "manifest.json"
 FORMAT = 1
 ALGORITHM = "xxh3_64"
 SAVE = "save"  # the fact of a run by which all manifests of one save are known, on whatever machine
-FILES_OF_FOLDERS = "folders"  # the fact of a run whose ranks wrote several folders: the names in each
+FOLDERS_OF_SAVE = "folders"  # the fact of a run whose ranks wrote several folders: the files of each
 _SEAL = "seal"
 NANOSECONDS_OF_A_TICK = 2 * 10**9  # the coarsest clock that file systems have
 
@@ -49,9 +49,7 @@ class Manifest:
 
     def spell(self) -> str:
         """Return this as JSON, with a checksum of itself."""
-        content = {**vars(self), "files": {name: asdict(record) for name, record in self.files.items()}}
-        for record in content["files"].values():
-            del record["name"]
+        content = {**vars(self), "files": spell_records(self.files)}
         check_fields(json.loads(json.dumps(content)))
         return json.dumps({**content, _SEAL: _seal_of(content)}, indent=1)
 
@@ -78,15 +76,19 @@ def read(folder: Path) -> Manifest:
     if seal != expected:
         raise CheckpointError(f"{NAME} is damaged: its content does not fit its checksum")
     check_fields(content)
-    files = {name: FileRecord(name, **record) for name, record in content.pop("files").items()}
-    held = _names_held(folder, content.get("run", {}).get(FILES_OF_FOLDERS, []))
-    return Manifest(files={name: files[name] for name in held or files if name in files}, **content)
+    files = _files_held(folder, content.pop("files"), content.get("run", {}).get(FOLDERS_OF_SAVE, []))
+    return Manifest(files=files, **content)
 
 
-def _names_held(folder: Path, folders: list[list[str]]) -> list[str]:
-    """The names of the files of all folders that were copied here, of those that one save wrote."""
-    copied = [names for names in folders if all((folder / name).is_file() for name in names)]
-    return list(dict.fromkeys(chain(*copied)))
+def _files_held(folder: Path, files: dict[str, Any], folders: list[dict[str, Any]]) -> dict[str, FileRecord]:
+    """Return the files that a folder must have: of several folders of a save, those of the copied ones."""
+    held = [records for records in folders if all((folder / name).is_file() for name in records)]
+    names = dict.fromkeys(chain(*held)) if held else files
+    copies = {name: [FileRecord(name, **each[name]) for each in folders if name in each] for name in names}
+    return {
+        name: replace(records[0], others=tuple(records[1:])) if records else FileRecord(name, **files[name])
+        for name, records in copies.items()
+    }
 
 
 def stamp(folder: Path) -> str:
@@ -120,6 +122,12 @@ def problems(
 
 
 def _problem(folder: Path, record: FileRecord, deep: bool) -> str:
+    """Say what is wrong with a file that may be as one folder of the save had it, or as another one."""
+    problem = _mismatch(folder, record, deep)
+    return problem if all(_mismatch(folder, each, deep) for each in record.others) else ""
+
+
+def _mismatch(folder: Path, record: FileRecord, deep: bool) -> str:
     path, name = folder / record.name, record.name if record.name.isprintable() else repr(record.name)
     try:
         if not path.is_file():
@@ -160,10 +168,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value.isprintable()
 
 
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(refuse_name(name) is None for name in value)
-
-
 _COUNT = Rule("a whole number of 0 or more", _is_count)
 _TEXT = Rule("printable text", _is_text)
 
@@ -200,9 +204,9 @@ _RUN = {
         lambda value: isinstance(value, list) and all(map(_are_counts, value)),
     ),
     SAVE: _TEXT,
-    FILES_OF_FOLDERS: Rule(
-        "a list of lists of names of files in the folder",
-        lambda value: isinstance(value, list) and all(map(_are_names, value)),
+    FOLDERS_OF_SAVE: Rule(
+        "a list of JSON objects of file names and records",
+        lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
     ),
 }
 
@@ -210,15 +214,21 @@ _RUN = {
 def check_fields(content: Mapping[str, Any]) -> None:
     """Refuse a manifest, without its seal, that lacks a field, or has an unknown or wrong field or name."""
     _check(content, _FIELDS, "")
-    for name, record in content["files"].items():
+    _check_records(content["files"], "files")
+    known = {name: value for name, value in content.get("run", {}).items() if name in _RUN}
+    _check(known, _RUN, "run.")
+    for records in known.get(FOLDERS_OF_SAVE, []):
+        _check_records(records, f"run.{FOLDERS_OF_SAVE}")
+
+
+def _check_records(records: Mapping[str, Any], where: str) -> None:
+    for name, record in records.items():
         if reason := refuse_name(name):
             raise CheckpointError(f"{NAME} names the file {shorten(name)}, which {reason}")
-        field = f"files[{shorten(name)}]"
+        field = f"{where}[{shorten(name)}]"
         if not isinstance(record, dict):
             raise _wrong(field, record, "a JSON object of size, checksum and rank")
         _check(record, _RECORD, f"{field}.")
-    known = {name: value for name, value in content.get("run", {}).items() if name in _RUN}
-    _check(known, _RUN, "run.")
 
 
 def refuse_name(name: object) -> str | None:
@@ -271,6 +281,12 @@ class FileRecord:
     size: int  # in bytes
     checksum: str  # xxh3 of the content, 64 bits, in hexadecimal
     rank: int = 0
+    others: tuple[FileRecord, ...] = ()  # what the file is in the other folders of the save; not stored here
+
+
+def spell_records(records: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
+    """Return records by name, as the manifest stores them."""
+    return {name: {"size": r.size, "checksum": r.checksum, "rank": r.rank} for name, r in records.items()}
 
 
 def seal(folder: Path, name: str, rank: int = 0) -> FileRecord:

@@ -26,7 +26,15 @@ from torch.utils.hooks import RemovableHandle
 from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown, sync_folder
 from accelerate.checkpointing import retention
 from accelerate.checkpointing.folder import StagingFolder, absolute_path, plan_staging_folder
-from accelerate.checkpointing.manifest import FILES_OF_FOLDERS, SAVE, FileRecord, Manifest, files_under, seal
+from accelerate.checkpointing.manifest import (
+    FOLDERS_OF_SAVE,
+    SAVE,
+    FileRecord,
+    Manifest,
+    files_under,
+    seal,
+    spell_records,
+)
 from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.sharded import FOLDERS, MODEL, OPTIMIZER
 from accelerate.devices import of_device
@@ -272,8 +280,7 @@ def _commit(site: Site, summaries: Sequence[Mapping[str, Any]], created: str) ->
     for folder in {(site.folder / name).parent for name in own}:
         sync_folder(folder)
     files = {name: record for each in reversed(folders.values()) for name, record in each.items()}
-    files |= {name: record for name, record in own.items() if record.checksum != files[name].checksum}
-    several = {FILES_OF_FOLDERS: list(map(list, folders.values()))} if len(folders) > 1 else {}
+    several = {FOLDERS_OF_SAVE: list(map(spell_records, folders.values()))} if len(folders) > 1 else {}
     Manifest(
         files=files,
         world_size=site.consensus.size,

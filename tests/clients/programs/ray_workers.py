@@ -75,6 +75,9 @@ class Run:
         """Save to a folder of this worker; Ray copies those of all workers into one."""
         with tempfile.TemporaryDirectory() as own:
             self.accelerator.save_state(own)
+            common = [path for path in Path(own).iterdir() if not path.name.startswith("random_states_")]
+            for path in common if self.rank else []:
+                path.unlink()  # rank 0 reports it
             train.report({"step": self.step}, checkpoint=Checkpoint.from_directory(own))
 
     def train(self) -> None:
@@ -123,12 +126,14 @@ AFTER_STEPS = {"plain": go_on, "raised": fail_once, "preempted": wait_for_preemp
 
 
 def wait_and_stop(run: Run) -> None:
-    """Let rank 0 wait for rank 1, so that it is reported; then stop by the stop_file."""
+    """Let rank 0 wait for rank 1, in a collective and in `should_stop`; then stop by the stop_file."""
     accelerator = run.accelerator
     run.note(gathered=accelerator.gather(torch.tensor([run.rank])).tolist())
     if run.rank == 1:
         time.sleep(10)
     run.note(waited=accelerator.reduce(torch.tensor(1.0)).item())
+    if run.rank == 1:
+        time.sleep(10)
     reads = 0
     while not accelerator.should_stop and reads < MOST_READS:
         reads += 1
