@@ -143,6 +143,10 @@ NAMES: dict[str, PrivateName] = {
         "Pins all tensors in a batch as DataLoader does; without it the batch stays in pageable memory.",
         lambda: lambda batch, device=None: batch,
     ),
+    "collate": PrivateName(
+        "torch.utils.data._utils.collate",
+        "The default collate function with another function for tensors; documented under this name.",
+    ),
     "SingleProcessIterator": PrivateName(
         "torch.utils.data.dataloader:_SingleProcessDataLoaderIter",
         "The iterator of a DataLoader without workers, whose indices can be drawn in advance.",

@@ -15,12 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from accelerate.data_loader import (
-    DataLoaderDispatcher,
-    dispatch_transport,
-    prepare_data_loader,
-    skip_first_batches,
-)
+from accelerate.data_loader import DataLoaderDispatcher, prepare_data_loader, skip_first_batches
 from accelerate.state import GradientState, PartialState
 
 Run = Callable[..., list[Any]]
@@ -343,35 +338,6 @@ def test_ranks_along_a_tensor_axis_share_their_batches(run: Run) -> None:
 
 def read_empty() -> list[Any]:
     return batches(prepare(DataLoader(Stream([]), batch_size=2)))
-
-
-LARGE_SIZES = [3, 300_000, 2_000_000, 300_000, 7, 2_000_000, 5_000_000, 300_000]
-
-
-def read_large(shares: bool) -> list[tuple[bool, list[Any], bool]]:
-    """Batches of very different size, all kept until the end, in two passes of which the first breaks off."""
-    if not shares:
-        dispatch_transport.process_home = lambda: f"machine {PartialState().process_index}"  # type: ignore[assignment]
-    samples = [
-        {"x": torch.arange(size) * (place + 1), "y": torch.full((5,), place)}
-        for place, size in enumerate(np.repeat(LARGE_SIZES, 3).tolist())
-    ]
-    prepared = prepare(DataLoader(Stream(samples), batch_size=None))
-    cut_off = [batch for batch, _ in zip(prepared, range(3), strict=False)]
-    kept = [*cut_off, *prepared]
-    seen = [(len(batch["x"]), batch["x"].sum().item(), batch["y"].tolist()) for batch in kept]
-    whole = all(torch.equal(batch["x"], torch.arange(len(batch["x"])) * batch["x"][1]) for batch in kept)
-    return [whole, seen, prepared._route._memory is not None]  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("processes", [2, 3])
-def test_large_batches_come_through_memory_as_they_come_by_wire(run: Run, processes: int) -> None:
-    shared = run(read_large, True, processes=processes)
-    sent = run(read_large, False, processes=processes)
-    assert [is_shared for _, _, is_shared in shared] == [True] * processes
-    assert [is_shared for _, _, is_shared in sent] == [False] * processes
-    assert [rank[:2] for rank in shared] == [rank[:2] for rank in sent]
-    assert all(is_whole for is_whole, *_ in shared)
 
 
 def test_an_empty_dispatched_loader_gives_nothing(run: Run) -> None:

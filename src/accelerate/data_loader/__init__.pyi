@@ -29,6 +29,8 @@ from accelerate.data_loader.dispatch_transport import (
     Route as Route,
     Sender as Sender,
     SharedMemory as SharedMemory,
+    Slots as Slots,
+    StackInMemory as StackInMemory,
     pack as pack,
     receive as receive,
     share_memory as share_memory,

@@ -10,16 +10,20 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
 from torch import Tensor
 
+from accelerate import torch_private
 from accelerate.base import process_home
 from accelerate.data_loader.last_batch import Counts
 from accelerate.devices import of_device
@@ -28,12 +32,13 @@ from accelerate.ops import ALIGNMENT, Transport, lay_out_once, views_of
 
 LARGE = 256 * 1024  # bytes of a block for which two copies cost less than sockets
 HEADER = 4  # integers in the header of a message
-_SLOTS = 2
 _PAGE = 2 * 1024 * 1024
+_KEPT = 6  # unused private slots of one size that are kept
 _SAME_SPECS, _NEW_SPECS, _FAILED = range(3)
 _NUMBER = 8  # bytes: the length of the specs, before them
 
 MessageHeader = tuple[int, ...]
+Take = Callable[[int], Tensor | None]  # returns shared memory of this many bytes, where it is used
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,6 @@ class Spec(NamedTuple):
     outline: Any  # with a `TensorInformation` for each tensor
     size: int  # bytes of its chunk
     counts: Counts | None
-    is_last: bool
 
 
 class PackedPart(NamedTuple):
@@ -85,24 +89,26 @@ class Failure(NamedTuple):
         raise pickle.loads(self.error) from cause
 
 
-def pack(complete: Round, group: int) -> PackedPart:
+def pack(complete: Round, group: int, take: Take = lambda size: None) -> PackedPart:
     """Pack the tensors of one group's part into bytes on the CPU; one contiguous tensor is not copied."""
     tensors: list[Tensor] = []
 
     def is_dense(leaf: Any) -> bool:  # sparse and quantised ones are pickled in the spec
         return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
 
-    def take(tensor: Tensor) -> TensorInformation:
+    def describe(tensor: Tensor) -> TensorInformation:
         tensors.append(tensor.detach().cpu())
         return TensorInformation(tensor.shape, tensor.dtype)
 
-    outline = recursively_apply(take, complete.parts[group], test_type=is_dense)
+    outline = recursively_apply(describe, complete.parts[group], test_type=is_dense)
     layout = lay_out_once(tuple((tensor.shape, tensor.dtype) for tensor in tensors))
     size = -(-layout.width // ALIGNMENT) * ALIGNMENT
-    spec = Spec(outline, size, complete.counts, complete.is_last)
+    spec = Spec(outline, size, complete.counts)
     if size == layout.width and not any(tensor.is_inference() for tensor in tensors):
         return PackedPart(pickle.dumps(spec), layout.pack(tensors))
-    chunk = torch.empty(size, dtype=torch.uint8, device="cpu")
+    chunk = take(size)
+    if chunk is None:
+        chunk = torch.empty(size, dtype=torch.uint8, device="cpu")
     layout.pack_into(tensors, chunk)
     return PackedPart(pickle.dumps(spec), chunk)
 
@@ -143,7 +149,7 @@ class Sender:
 
     def pack(self, complete: Round) -> Packed:
         """Pack a round; nothing is sent, any thread may do it."""
-        parts = {group: pack(complete, group) for group in self._others}
+        parts = {group: pack(complete, group, self._route.take) for group in self._others}
         return Packed(complete, parts, max((len(part.chunk) for part in parts.values()), default=0))
 
     def send(self, rounds: list[Packed]) -> None:
@@ -184,11 +190,11 @@ def receive(route: Route) -> Iterator[Arrival]:
             start = -(-end // ALIGNMENT) * ALIGNMENT
         else:
             specs = specs[-1:] * rounds
-        for spec in specs:
+        for number, spec in enumerate(specs, 1):
             chunk = block[start : start + spec.size]
             # A chunk that shares its block is copied, so that keeping one part doesn't keep them all.
             part = unpack(spec, chunk if rounds == 1 else chunk.clone())
-            yield Arrival(part, spec.counts, spec.is_last)
+            yield Arrival(part, spec.counts, bool(is_end) and number == rounds)
             start += spec.size
 
 
@@ -198,6 +204,8 @@ def _padded(text: bytes) -> Tensor:
 
 class Route:
     """Sends messages from process 0 to the other processes: a header for all, and a block of bytes for each.
+
+    The caller owns what it gets: it is never in shared memory, but may be in private slots.
 
     Small blocks are sent over the transport. Large blocks on the CPU go through memory that all processes
     share, where they run on one machine: it is opened after the first of them. All processes make the same
@@ -212,24 +220,39 @@ class Route:
         self._unused = torch.empty(0, dtype=torch.uint8, device=device)
         self._memory: SharedMemory | None = None
         self._may_share = of_device(device).is_host
+        self._own = Slots()
+        self._sent: list[Tensor] = []  # blocks in shared memory, which the others may not have read yet
+
+    def take(self, size: int, is_own: bool = False) -> Tensor | None:
+        """Process 0: return memory for bytes to be sent, or for its own part; None where none is shared."""
+        if self._memory is None or size < LARGE:
+            return None
+        return self._own.take(size) if is_own else self._memory.take(size)
+
+    def keep(self, part: Any) -> Any:
+        """Process 0: copy the tensors of its own part that are in shared memory, for the caller to own."""
+        memory = self._memory
+        if memory is None:
+            return part
+        return recursively_apply(torch.clone, part, test_type=lambda leaf: memory.find(leaf) is not None)
 
     def send(self, header: MessageHeader, blocks: Mapping[int, Sequence[Tensor]]) -> None:
         """Process 0: send `HEADER` integers less one to all, and chunks to each of `receivers`."""
         size = max((sum(map(len, chunks)) for chunks in blocks.values()), default=0)
         memory = self._memory if size >= LARGE else None
-        if memory is not None:
-            memory.turn(size)
-            for index, group in enumerate(self.receivers):
-                used = sum(map(len, blocks[group]))
-                torch.cat(list(blocks[group]), out=memory.block(index, used))
-        self._broadcast_header(torch.tensor([*header, size]))
+        shared = [_in_memory(memory, blocks[group], size) for group in self.receivers] if memory else []
+        starts = [memory.find(block) or 0 for block in shared] if memory else [0] * len(self.receivers)
+        self._broadcast_header(torch.tensor([*header, size, *starts]))
+        # It returns only when all processes have called it, so all have copied the blocks before the last.
+        self._sent = shared
         if size and memory is None:
             self._send_by_transport(blocks, size)
             self._share_from_now_on(size)
 
     def receive(self) -> tuple[MessageHeader, Tensor]:
         """The other processes: take the header and the block of this process, which the caller owns."""
-        *header, size = self._broadcast_header(torch.zeros(HEADER, dtype=torch.int64)).tolist()
+        sent = self._broadcast_header(torch.zeros(HEADER + len(self.receivers), dtype=torch.int64)).tolist()
+        *header, size = sent[:HEADER]
         if size < LARGE or self._memory is None:
             block = torch.empty(size, dtype=torch.uint8, device=self.device)
             if size and self.transport.size == 2:
@@ -238,21 +261,18 @@ class Route:
                 block = self.transport.scatter(None, block, 0)
             self._share_from_now_on(size)
             return tuple(header), block
-        self._memory.turn(size)
         index = self.receivers.index(self._group_of[self.transport.rank])
-        return tuple(header), self._memory.block(index, size).clone()
+        return tuple(header), self._own.take(size).copy_(self._memory.view(sent[HEADER + index], size))
 
     def _broadcast_header(self, header: Tensor) -> Tensor:
         if self._memory is None:
             return self.transport.broadcast(header, 0)
-        # It returns only when all processes have called it: the others are done with the block before the
-        # last one, so its slot may be filled again.
-        return self.transport.gather(header)[:HEADER]
+        return self.transport.gather(header)[: len(header)]
 
     def _share_from_now_on(self, size: int) -> None:
         if size >= LARGE and self._may_share:
             self._may_share = False
-            self._memory = share_memory(self.transport, len(self.receivers))
+            self._memory = share_memory(self.transport)
 
     def _send_by_transport(self, blocks: Mapping[int, Sequence[Tensor]], size: int) -> None:
         joined = {}
@@ -269,38 +289,121 @@ class Route:
         self.transport.scatter([own, *(joined[group] for group in self._group_of[1:])], own, 0)
 
 
-class SharedMemory:
-    """Blocks in memory without a name, which is freed when the last process that has it open ends.
+def _in_memory(memory: SharedMemory, chunks: Sequence[Tensor], size: int) -> Tensor:
+    """Return chunks as one block in shared memory; a single chunk that is there is not copied."""
+    if len(chunks) == 1 and len(chunks[0]) == size and memory.find(chunks[0]) is not None:
+        return chunks[0]
+    block = memory.take(size)
+    torch.cat(list(chunks), out=block[: sum(map(len, chunks))])
+    return block
 
-    There are two slots of blocks, so that one can be read while the other is filled. Processes that take
-    turns with the same sizes find the same blocks. The open file is closed with this object.
+
+class Slots:
+    """Memory that is used again when no tensor uses it any more: fresh memory costs more than a copy.
+
+    A slot is mapped for itself. Here it is private: a fork has a copy.
     """
 
-    def __init__(self, descriptor: int, num_blocks: int) -> None:
+    kept: int | None = _KEPT
+
+    def __init__(self) -> None:
+        self._free: dict[int, deque[mmap.mmap]] = {}  # by their size
+
+    def take(self, size: int) -> Tensor:
+        """Return bytes that no other tensor uses."""
+        room = max(_PAGE, 1 << (size - 1).bit_length())  # pages that are not written take no memory
+        free = self._free.setdefault(room, deque(maxlen=self.kept))
+        try:
+            slot = free.pop()
+        except IndexError:
+            slot = self._map(room)
+        owner = memoryview(slot)  # lives as long as the memory of the tensor, which its views share
+        finalize(owner, free.append, slot).atexit = False
+        return torch.frombuffer(owner, dtype=torch.uint8, count=size)
+
+    def _map(self, room: int) -> mmap.mmap:
+        return mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class SharedMemory(Slots):
+    """Slots in memory without a name, which is freed when the last process that has it open ends.
+
+    Process 0 takes slots, and keeps what the others still read. They find a slot by its start in the file,
+    which is closed with this object.
+    """
+
+    kept = None  # all: as many as are read ahead
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__()
         self._descriptor = descriptor
-        self._num_blocks = num_blocks
-        self._room = self._start = self._slot = 0
+        self._size = 0  # bytes of all slots
+        self._starts: dict[int, int] = {}  # by the address of the slot
+        self._lock = threading.Lock()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         finalize(self, os.close, descriptor)
 
-    def turn(self, size: int) -> None:
-        """Switch to the other slot; where blocks of `size` bytes don't fit, to two new ones behind it."""
-        self._slot = (self._slot + 1) % _SLOTS
-        if size <= self._room:
-            return
-        self._start = len(self._bytes)
-        self._room = max(2 * self._room, -(-size // _PAGE) * _PAGE)
-        end = self._start + _SLOTS * self._num_blocks * self._room
-        if os.fstat(self._descriptor).st_size < end:  # the writer comes first
-            os.ftruncate(self._descriptor, end)
-        self._bytes = torch.frombuffer(mmap.mmap(self._descriptor, end), dtype=torch.uint8)
+    def find(self, tensor: Any) -> int | None:
+        """Return where the file has the memory of a tensor; None where that is no slot."""
+        if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
+            return None
+        address = tensor.untyped_storage().data_ptr()
+        start = self._starts.get(address)
+        return None if start is None else start + tensor.data_ptr() - address
 
-    def block(self, index: int, size: int) -> Tensor:
-        start = self._start + (self._slot * self._num_blocks + index) * self._room
+    def view(self, start: int, size: int) -> Tensor:
+        if start + size > len(self._bytes):
+            self._bytes = torch.frombuffer(mmap.mmap(self._descriptor, 0), dtype=torch.uint8)
         return self._bytes[start : start + size]
 
+    def _map(self, room: int) -> mmap.mmap:
+        with self._lock:  # a thread that reads ahead takes slots too
+            start, self._size = self._size, self._size + room
+            if os.fstat(self._descriptor).st_size < self._size:
+                os.ftruncate(self._descriptor, 2 * self._size)  # so that the others seldom map it again
+            slot = mmap.mmap(self._descriptor, room, offset=start)
+            self._starts[torch.frombuffer(slot, dtype=torch.uint8).data_ptr()] = start
+            return slot
 
-def share_memory(transport: Transport, num_blocks: int) -> SharedMemory | None:
+
+class StackInMemory:
+    """torch's default collate function, which stacks large tensors in the memory of a route.
+
+    Of each `take` batches, that of `group` is for this process; where that is wrong, it is copied once more.
+    """
+
+    def __init__(self, route: Route, group: int, take: int) -> None:
+        self._route = route
+        self._group = group if take > 1 else None
+        self._places = cycle(range(take))
+        functions = torch_private.collate.default_collate_fn_map
+        self._functions = {**functions, Tensor: self._stack}
+
+    def __call__(self, samples: Any) -> Any:
+        self._is_own = next(self._places) == self._group
+        return torch_private.collate.collate(samples, collate_fn_map=self._functions)
+
+    def _stack(self, tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
+        first, out = tensors[0], None
+        if _is_like(first, first) and not torch.is_inference_mode_enabled():
+            out = self._route.take(len(tensors) * first.nbytes, self._is_own)
+        if out is None or not all(_is_like(tensor, first) for tensor in tensors):
+            return torch_private.collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+        return torch.stack(list(tensors), out=out.view(first.dtype).view(len(tensors), *first.shape))
+
+
+def _is_like(tensor: Tensor, first: Tensor) -> bool:
+    """Whether torch.stack copies the bytes of this one behind those of the first."""
+    if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
+        return False
+    if not tensor.is_cpu or tensor.requires_grad:
+        return False
+    if tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return False
+    return tensor.dtype == first.dtype and tensor.shape == first.shape and tensor.is_contiguous()
+
+
+def share_memory(transport: Transport) -> SharedMemory | None:
     """Open memory that all processes share; called on all of them. None on all where one cannot have it:
     on another machine, in another container, on another system than Linux, or without the right to open
     it."""
@@ -312,7 +415,7 @@ def share_memory(transport: Transport, num_blocks: int) -> SharedMemory | None:
     elif offer is not None and offer[0] == process_home():
         with suppress(OSError):  # other user, hidden processes: everything is sent over the transport
             descriptor = os.open(f"/proc/{offer[1]}/fd/{offer[2]}", os.O_RDWR)
-    memory = None if descriptor is None else SharedMemory(descriptor, num_blocks)
+    memory = None if descriptor is None else SharedMemory(descriptor)
     return memory if all(transport.gather_object(memory is not None)) else None
 
 

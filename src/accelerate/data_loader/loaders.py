@@ -10,12 +10,19 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from accelerate.base import PreparationError, RNGType
 from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, Pass, kept_settings
-from accelerate.data_loader.dispatch_transport import Arrival, Round, Route, Sender, receive
+from accelerate.data_loader.dispatch_transport import (
+    Arrival,
+    Round,
+    Route,
+    Sender,
+    StackInMemory,
+    receive,
+)
 from accelerate.data_loader.joining import Join
 from accelerate.data_loader.last_batch import (
     Fillers,
@@ -192,6 +199,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _arrivals(self, transport: Transport) -> Generator[Arrival, None, None]:
         route = self._route_over(transport)
+        is_stacked = self.collate_in_memory is not None
         if transport.rank != 0:
             yield from receive(route)
             return
@@ -207,12 +215,21 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
                     raise
                 sender.send(rounds)
                 for one in (packed.round for packed in rounds):
-                    yield Arrival(one.parts[group], one.counts, one.is_last, one.state)
+                    part = route.keep(one.parts[group]) if is_stacked else one.parts[group]
+                    yield Arrival(part, one.counts, one.is_last, one.state)
                 if not rounds or rounds[-1].round.is_last:
                     return
         finally:
             if reader is not None:
                 reader.close()
+
+    @property
+    def collate_in_memory(self) -> StackInMemory | None:
+        """What replaces torch's default collate function where this process calls it: it saves a copy."""
+        route = self._route
+        if route is None or self.num_workers or self.collate_fn is not default_collate:
+            return None
+        return StackInMemory(route, self.plan.group, self._builder().take)
 
     def _read_ahead(self, sender: Sender) -> ReadAhead:
         """Process 0: start to read the rounds of one pass, and to pack what the others get of them."""

@@ -123,6 +123,8 @@ def settings_of_workers(loader: Any) -> Iterator[None]:
     settings = {name: getattr(base, name) for name in ("collate_fn", "generator", "worker_init_fn")}
     if _is_tagged(loader):
         base.collate_fn = CountingCollate(base.collate_fn)
+    elif (collate := getattr(loader, "collate_in_memory", None)) is not None:
+        base.collate_fn = collate
     if loader.plan.group and base.num_workers:
         drawn = int(torch.empty((), dtype=torch.int64).random_(generator=base.generator).item())
         base.generator = torch.Generator().manual_seed((drawn + loader.plan.group * _GOLDEN) % 2**64)

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
-from accelerate.data_loader import Route, SharedMemory, dispatch_transport, share_memory
+from accelerate.data_loader import Route, SharedMemory, Slots, dispatch_transport, share_memory
 from accelerate.ops import Transport
 
 PAGE = 2 * 1024 * 1024
 
 
-def two_views(places: int = 2) -> tuple[SharedMemory, SharedMemory]:
+def two_views() -> tuple[SharedMemory, SharedMemory]:
     mine = os.memfd_create("test")
-    return SharedMemory(mine, places), SharedMemory(os.dup(mine), places)
+    return SharedMemory(mine), SharedMemory(os.dup(mine))
 
 
 class Meeting(Transport):
@@ -34,34 +36,92 @@ class Meeting(Transport):
         return [self.others_have_it, obj]
 
 
-def test_both_ends_find_the_same_blocks() -> None:
+def test_both_ends_find_the_same_slots() -> None:
     writer, reader = two_views()
-    for turn, size in enumerate((3, PAGE, PAGE + 1, 5, 4 * PAGE)):
-        writer.turn(size)
-        reader.turn(size)
-        for place in range(2):
-            writer.block(place, size).fill_(10 * turn + place)
-        assert [set(reader.block(place, size).tolist()[-3:]) for place in range(2)] == [
-            {10 * turn},
-            {10 * turn + 1},
-        ]
+    kept = [writer.take(size).fill_(number) for number, size in enumerate((3, PAGE, PAGE + 1, 5, 4 * PAGE))]
+    for number, slot in enumerate(kept):
+        for part in (slot, slot[2:], slot[1:3]):
+            start = writer.find(part)
+            assert start is not None
+            assert reader.view(start, len(part)).tolist() == [number] * len(part)
 
 
-def test_the_block_before_the_last_one_stays_readable() -> None:
-    writer, _ = two_views(places=1)
-    kept = []
-    for turn, size in enumerate((8, 8, 2 * PAGE, 8 * PAGE)):
-        writer.turn(size)
-        writer.block(0, size).fill_(turn)
-        kept.append(writer.block(0, size)[:8])
-        assert [block[0].item() for block in kept[-2:]] == list(range(turn + 1))[-2:]
+@pytest.mark.parametrize("tensor", [torch.ones(3), torch.eye(2).to_sparse(), "text", None], ids=str)
+def test_other_memory_has_no_slot(tensor: Any) -> None:
+    writer, _ = two_views()
+    writer.take(3)
+    assert writer.find(tensor) is None
+
+
+def private() -> Slots:
+    return Slots()
+
+
+def shared() -> Slots:
+    return two_views()[0]
+
+
+@pytest.mark.parametrize("make", [private, shared])
+def test_a_slot_is_used_again_when_nothing_uses_it(make: Callable[[], Slots]) -> None:
+    slots = make()
+    first = slots.take(PAGE)
+    address = first.data_ptr()
+    numbers = first.view(torch.int64)[4:6].numpy()
+    del first
+    assert slots.take(PAGE).data_ptr() != address  # the array is a view of it
+    del numbers
+    assert {slots.take(PAGE - 7).data_ptr(), slots.take(2 * PAGE).data_ptr()} & {address}
+
+
+@pytest.mark.parametrize("make", [private, shared])
+@given(steps=st.lists(st.tuples(st.sampled_from(["take", "keep a view", "drop"]), st.integers(0, 3 * PAGE))))
+@settings(max_examples=50, deadline=None)
+def test_what_is_kept_never_changes(make: Callable[[], Slots], steps: list[tuple[str, int]]) -> None:
+    slots = make()
+    kept: dict[int, torch.Tensor] = {}
+    for number, (step, where) in enumerate(steps):
+        if step == "take":
+            kept[number] = slots.take(where + 1)[-8:].fill_(number % 251)
+        elif kept:
+            key = [*kept][where % len(kept)]
+            tensor = kept.pop(key)
+            if step == "keep a view":
+                kept[key] = tensor[-1:].view(1, 1)
+            del tensor
+    assert all((tensor == key % 251).all() for key, tensor in kept.items())
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in kept.values()]
+    assert len({*addresses}) == len(addresses)
+
+
+def test_few_private_slots_are_kept() -> None:
+    slots = Slots()
+    taken = [slots.take(PAGE) for _ in range(20)]
+    del taken
+    assert [len(free) for free in slots._free.values()] == [dispatch_transport._KEPT]
+
+
+def test_a_fork_has_a_copy_of_a_private_slot() -> None:
+    slots = Slots()
+    mine = slots.take(4).fill_(1)
+    from_child, to_parent = os.pipe()
+    from_parent, to_child = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(from_parent, 1)
+        os.write(to_parent, bytes(mine.tolist()))
+        os._exit(0)
+    mine.fill_(2)
+    os.write(to_child, b"x")
+    assert os.read(from_child, 4) == bytes([1] * 4)
+    os.waitpid(child, 0)
+    for descriptor in (from_child, to_parent, from_parent, to_child):
+        os.close(descriptor)
 
 
 def test_the_file_is_closed_with_the_memory() -> None:
     descriptor = os.memfd_create("test")
-    memory = SharedMemory(descriptor, 1)
-    memory.turn(10)
-    block = memory.block(0, 10).fill_(7)
+    memory = SharedMemory(descriptor)
+    block = memory.take(10).fill_(7)
     del memory
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)
@@ -71,17 +131,17 @@ def test_the_file_is_closed_with_the_memory() -> None:
 def test_an_offer_is_taken_by_its_own_machine_only() -> None:
     offer = dispatch_transport._offer()
     assert offer is not None
-    assert share_memory(Meeting(offer), 1) is not None
-    assert share_memory(Meeting(("another kernel", *offer[1:])), 1) is None
+    assert share_memory(Meeting(offer)) is not None
+    assert share_memory(Meeting(("another kernel", *offer[1:]))) is None
     os.close(offer[2])
-    assert share_memory(Meeting(offer), 1) is None  # cannot be opened (any more)
-    assert share_memory(Meeting(None), 1) is None
+    assert share_memory(Meeting(offer)) is None  # cannot be opened (any more)
+    assert share_memory(Meeting(None)) is None
 
 
 def test_memory_that_one_process_lacks_is_used_by_none() -> None:
     offer = dispatch_transport._offer()
     assert offer is not None
-    assert share_memory(Meeting(offer, others_have_it=False), 1) is None
+    assert share_memory(Meeting(offer, others_have_it=False)) is None
     os.close(offer[2])
 
 

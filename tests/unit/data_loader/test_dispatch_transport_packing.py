@@ -44,7 +44,7 @@ def test_a_part_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) ->
 
 def test_the_spec_says_what_is_known_of_the_part() -> None:
     spec = pickle.loads(pack(Round(["a", "b"], True, (1, 0)), 1).spec)
-    assert (spec.outline, spec.counts, spec.is_last, spec.size) == ("b", (1, 0), True, 0)
+    assert (spec.outline, spec.counts, spec.size) == ("b", (1, 0), 0)
 
 
 def test_one_large_tensor_is_not_copied() -> None:

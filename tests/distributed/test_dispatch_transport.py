@@ -1,0 +1,77 @@
+"""Dispatched batches that are sent through shared memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate.data_loader import dispatch_transport, prepare_data_loader
+from accelerate.state import PartialState
+
+Run = Callable[..., list[Any]]
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self.items
+
+
+def dispatch(loader: DataLoader[Any], **config: Any) -> Any:
+    PartialState()
+    return prepare_data_loader(loader, put_on_device=True, dispatch_batches=True, **config)
+
+
+LARGE_SIZES = [3, 300_000, 2_000_000, 300_000, 7, 2_000_000, 5_000_000, 300_000]
+
+
+def read_large(shares: bool) -> list[tuple[bool, list[Any], bool]]:
+    """Batches of very different size, all kept until the end, in two passes of which the first breaks off."""
+    if not shares:
+        dispatch_transport.process_home = lambda: f"machine {PartialState().process_index}"  # type: ignore[assignment]
+    samples = [
+        {"x": torch.arange(size) * (place + 1), "y": torch.full((5,), place)}
+        for place, size in enumerate(np.repeat(LARGE_SIZES, 3).tolist())
+    ]
+    prepared = dispatch(DataLoader(Stream(samples), batch_size=None))
+    cut_off = [batch for batch, _ in zip(prepared, range(3), strict=False)]
+    kept = [*cut_off, *prepared]
+    seen = [(len(batch["x"]), batch["x"].sum().item(), batch["y"].tolist()) for batch in kept]
+    whole = all(torch.equal(batch["x"], torch.arange(len(batch["x"])) * batch["x"][1]) for batch in kept)
+    return [whole, seen, prepared._route._memory is not None]  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_large_batches_come_through_memory_as_they_come_by_wire(run: Run, processes: int) -> None:
+    shared = run(read_large, True, processes=processes)
+    sent = run(read_large, False, processes=processes)
+    assert [is_shared for _, _, is_shared in shared] == [True] * processes
+    assert [is_shared for _, _, is_shared in sent] == [False] * processes
+    assert [rank[:2] for rank in shared] == [rank[:2] for rank in sent]
+    assert all(is_whole for is_whole, *_ in shared)
+
+
+def keep_stacked(split: bool) -> list[Any]:
+    """Batches that are stacked in memory which is used again; all of three passes are kept."""
+    samples = [{"x": torch.full((70_000,), float(number)), "y": number} for number in range(22)]
+    prepared = dispatch(DataLoader(Stream(samples), batch_size=2), split_batches=split)
+    kept = [batch for _ in range(3) for batch in prepared]
+    memory = prepared._route._memory
+    assert memory._starts or PartialState().process_index
+    assert all(memory.find(batch["x"]) is None for batch in kept)
+    assert all((batch["x"] == batch["y"].unsqueeze(1)).all() for batch in kept)
+    return [batch["y"].tolist() for batch in kept]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_stacked_batches_never_change(run: Run, split: bool) -> None:
+    ranks = run(keep_stacked, split)
+    rounds = [[*first, *second] for first, second in zip(*ranks, strict=True)]
+    assert [number for numbers in rounds for number in numbers] == [*range(22)] * 3
