@@ -223,6 +223,11 @@ class Route:
         self._own = Slots()
         self._sent: list[Tensor] = []  # blocks in shared memory, which the others may not have read yet
 
+    @property
+    def is_sharing(self) -> bool:
+        """Whether the memory that all processes share is open."""
+        return self._memory is not None
+
     def take(self, size: int, is_own: bool = False) -> Tensor | None:
         """Process 0: return memory for bytes to be sent, or for its own part; None where none is shared."""
         if self._memory is None or size < LARGE:
@@ -385,7 +390,7 @@ class StackInMemory:
 
     def _stack(self, tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
         first, out = tensors[0], None
-        if _is_like(first, first) and not torch.is_inference_mode_enabled():
+        if self._route.is_sharing and _is_like(first, first) and not torch.is_inference_mode_enabled():
             out = self._route.take(len(tensors) * first.nbytes, self._is_own)
         if out is None or not all(_is_like(tensor, first) for tensor in tensors):
             return torch_private.collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
