@@ -100,6 +100,7 @@ def test_few_private_slots_are_kept() -> None:
     assert [len(free) for free in slots._free.values()] == [dispatch_transport._KEPT]
 
 
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_has_a_copy_of_a_private_slot() -> None:
     slots = Slots()
     mine = slots.take(4).fill_(1)
