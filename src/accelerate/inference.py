@@ -16,6 +16,7 @@ from accelerate.base import (
     ConfigurationError,
     convert_bytes as convert_bytes,
     is_pippy_available as is_pippy_available,
+    is_torch_version,
     wrong_value,
 )
 from accelerate.big_modeling import (
@@ -131,7 +132,8 @@ def build_pipeline(
     spec = {f"model.{point}": SplitPoint.BEGINNING for point in split_points}
     try:
         with torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.`", FutureWarning)  # of torch
+            for call in ("`isinstance.treespec, LeafSpec.`", "`torch.export.export_for_training`"):
+                warnings.filterwarnings("ignore", call, FutureWarning)  # torch calls what it deprecates
             pipe = pipeline(_Entry(model, example), tuple(iterate_tensors(example)), split_spec=spec)
     except (RuntimeError, ValueError, AssertionError) as error:
         first = str(error).strip().split("\n")[0]
@@ -145,7 +147,11 @@ def build_pipeline(
         raise wrong_value("split_points", list(split_points), reason, fix)
     last = state.num_processes - 1
     _make_sendable(pipe.get_stage_module(state.process_index), state.process_index, last)
-    return pipe.build_stage(state.process_index, device=state.device)
+    stage = pipe.build_stage(state.process_index, device=state.device)
+    if state.device.type == "cpu" and is_torch_version("<", "2.11"):
+        # Ranks then send 8 bytes where 4 are awaited, to open connections, which gloo opens by itself.
+        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+    return stage
 
 
 def _make_sendable(stage: Any, index: int, last: int) -> None:

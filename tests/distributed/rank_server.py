@@ -216,7 +216,11 @@ def serve_one(request: dict[str, Any]) -> dict[str, Any]:
     return {"codes": [rank.code for rank in ranks], "first": first, "expired": expired, "strays": strays}
 
 
-WARNINGS_OF_TORCH = ("TypedStorage is deprecated", "The epoch parameter in `scheduler.step")
+WARNINGS_OF_TORCH = (
+    "TypedStorage is deprecated",
+    "The epoch parameter in `scheduler.step",
+    "Importing .*torchao",
+)
 """Of older versions about calls of their own, as in `pyproject.toml`."""
 
 
@@ -225,7 +229,7 @@ def main() -> None:
     os.dup2(2, 1)
     warnings.simplefilter("error")
     for message in WARNINGS_OF_TORCH:
-        warnings.filterwarnings("ignore", message, UserWarning, r"torch\.")
+        warnings.filterwarnings("ignore", message, module=r"torch")
     for name in PRELOADED:
         importlib.import_module(name)
     assert psutil.Process().num_threads() == 1, (

@@ -15,11 +15,14 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
-from accelerate.base import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, StateError, is_torch_version
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import TorchContextParallelConfig
 from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
 
+pytestmark = pytest.mark.skipif(
+    is_torch_version("<", "2.13"), reason="context parallelism on the CPU is refused before torch 2.13"
+)
 Run = Callable[..., list[Any]]
 TOKENS, LENGTH, BATCH, STEPS = 17, 16, 2, 6
 ATTENTIONS = {

@@ -7,6 +7,7 @@ import io
 import os
 import resource
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -188,14 +189,10 @@ SLOWLY = [pytest.param(*case, marks=pytest.mark.slow) for case in ((True, False)
 @pytest.mark.parametrize(("numbered", "blocking"), [(True, True), (False, False), *SLOWLY])
 def test_a_fault_at_any_call_leaves_the_checkpoint_before(run: Run, numbered: bool, blocking: bool) -> None:
     (names,) = run(fail_at_each_call, numbered, blocking, processes=1)
-    assert {
-        "mkdir",
-        "fsync",
-        "rename",
-        "begin model.safetensors",
-        "end optimizer.bin",
-        "write to a file",
-    } <= set(names)
+    reached = {"fsync", "rename", "begin model.safetensors", "end optimizer.bin"}
+    if sys.version_info >= (3, 11):  # before, pathlib keeps functions of `os` and `io` of its own
+        reached |= {"mkdir", "write to a file"}
+    assert reached <= set(names)
 
 
 def end_at_each_call(numbered: bool) -> int:

@@ -38,7 +38,7 @@ class Environment(NamedTuple):
 
 ENVIRONMENTS = {
     "oldest": Environment("3.10", "2.9.0", "0.14.1"),
-    "middle": Environment("3.11", "2.11.0", "0.16.0"),
+    "middle": Environment("3.11", "2.11.0", "0.17.0"),
     "newest": Environment("3.13", "2.13.0", "0.18.0"),
     "lowest": Environment("3.11", "2.13.0", "0.18.0", is_lowest=True),
 }
