@@ -220,6 +220,7 @@ WARNINGS_OF_TORCH = (
     "TypedStorage is deprecated",
     "The epoch parameter in `scheduler.step",
     "Importing .*torchao",
+    "Guards may run slower on Python 3.13.0",
 )
 """Of older versions about calls of their own, as in `pyproject.toml`."""
 
