@@ -310,13 +310,14 @@ class StoreConsensus(Consensus):
         It waits until they have read the last decision, `SECONDS_FOR_THE_VERDICT` after it at most.
         """
         with suppress(DistError):  # the process that keeps the store has ended
-            closed = self._channel.count("closed", 1)
+            closed, pause = self._channel.count("closed", 1), PAUSE / 64
             while (
                 self.rank == 0
                 and closed < self.size
                 and time.monotonic() < self._decided_at + SECONDS_FOR_THE_VERDICT
             ):
-                time.sleep(PAUSE)
+                time.sleep(pause)
+                pause = min(2 * pause, PAUSE)
                 closed = self._channel.count("closed")
 
 

@@ -49,6 +49,7 @@ from accelerate.state.shared import services
 
 SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
 SECONDS_FOR_THREADS = 0.1
+IDLE_LOOKS = 5  # in a row at which threads of torch must be idle
 THREADS = Path("/proc/self/task")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 FIRST_PAUSE, GROWTH, LONGEST_PAUSE = 0.05, 1.5, 2.0
@@ -316,9 +317,15 @@ def _wait_for_threads() -> None:
 
     They need the interpreter for that. One that comes while the interpreter is taken down aborts the process
     after all its work is done; one that comes while a replica is deleted, which holds the last reference to
-    the group and waits for its threads, hangs it.
+    the group and waits for its threads, hangs it. One that waits for the interpreter gets it during a pause.
     """
-    time.sleep(SECONDS_FOR_THREADS)
+    if not THREADS.exists():
+        time.sleep(SECONDS_FOR_THREADS)
+        return
+    deadline, idle_looks = time.monotonic() + 10 * SECONDS_FOR_THREADS, 0
+    while idle_looks < IDLE_LOOKS and time.monotonic() < deadline:
+        time.sleep(SECONDS_FOR_THREADS / 50)
+        idle_looks = 0 if _torch_threads_run() else idle_looks + 1
 
 
 def _wait_before_fork() -> None:

@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -115,12 +116,25 @@ def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.M
 def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that is deleted next may hold the last reference to the group, and wait for them for ever."""
     waited: list[float] = []
+    states = iter([False, True, True, *[False] * process_group.IDLE_LOOKS])
+    monkeypatch.setattr(process_group, "_torch_threads_run", lambda: next(states))
     monkeypatch.setattr(process_group.time, "sleep", waited.append)
     process_group.close_group()
     assert waited == []
     process_group.open_group(Topology(), hardware_table.CPU)
     process_group.close_group()
-    assert waited == [process_group.SECONDS_FOR_THREADS]
+    assert len(waited) == 3 + process_group.IDLE_LOOKS
+
+
+def test_closing_waits_for_threads_that_stay_busy_no_longer_than_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    moments = iter(range(100))
+    clock = SimpleNamespace(monotonic=lambda: next(moments) / 4, sleep=lambda _: None)
+    monkeypatch.setattr(process_group, "time", clock)
+    monkeypatch.setattr(process_group, "_torch_threads_run", lambda: True)
+    process_group._wait_for_threads()
+    assert next(moments) == 5  # the clock was read at 0, 0.25, ... and 1 s
 
 
 @pytest.mark.parametrize("close", [process_group.close_group, process_group._close_at_exit])
@@ -133,7 +147,7 @@ def test_a_group_is_deleted_after_its_threads_are_idle(
     group = weakref.ref(dist.group.WORLD)
     monkeypatch.setattr(process_group.time, "sleep", lambda _: is_there.append(group() is not None))
     close()
-    assert is_there == [True]
+    assert is_there == [True] * process_group.IDLE_LOOKS
     assert group() is None
 
 
