@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from accelerate import torch_private
 from accelerate.base import (
     ConfigurationError,
     convert_bytes as convert_bytes,
@@ -28,6 +29,7 @@ from accelerate.big_modeling import (
     split_into_units,
     total,
 )
+from accelerate.devices import of_device
 from accelerate.nested import (
     concatenate,
     get_data_structure,
@@ -148,9 +150,8 @@ def build_pipeline(
     last = state.num_processes - 1
     _make_sendable(pipe.get_stage_module(state.process_index), state.process_index, last)
     stage = pipe.build_stage(state.process_index, device=state.device)
-    if state.device.type == "cpu" and is_torch_version("<", "2.11"):
-        # Ranks then send 8 bytes where 4 are awaited, to open connections, which gloo opens by itself.
-        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+    if of_device(state.device).is_host and is_torch_version("<", "2.11"):
+        torch_private.skip_opening_messages(stage)
     return stage
 
 

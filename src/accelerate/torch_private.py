@@ -360,6 +360,14 @@ def set_gradient_sync(unit: Any, enabled: bool) -> None:
     unit._sync_gradients = enabled
 
 
+def skip_opening_messages(stage: Any) -> None:
+    """Send nothing to open the connections of a stage of a pipeline: gloo opens them by itself.
+
+    Before torch 2.11 a rank sends 8 bytes where the other awaits 4, at which gloo ends the process.
+    """
+    stage._get_init_p2p_neighbors_ops = list
+
+
 @contextmanager
 def unit_forwards_skipped(units: Iterable[FullyShardedDataParallel]) -> Iterator[None]:
     """Let units of FSDP 1 call their modules without gathering: inside summon_full_params all is gathered."""
