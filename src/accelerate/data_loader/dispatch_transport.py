@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import pickle
+import sys
 import threading
 import traceback
 from collections import deque
@@ -327,6 +328,8 @@ class Slots:
         return torch.frombuffer(owner, dtype=torch.uint8, count=size)
 
     def _map(self, room: int) -> mmap.mmap:
+        if sys.platform == "win32":  # which has no forks
+            return mmap.mmap(-1, room)
         return mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
