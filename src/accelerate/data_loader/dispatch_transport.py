@@ -328,9 +328,10 @@ class Slots:
         return torch.frombuffer(owner, dtype=torch.uint8, count=size)
 
     def _map(self, room: int) -> mmap.mmap:
-        if sys.platform == "win32":  # which has no forks
+        if sys.platform != "win32":  # which has no forks
+            return mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        else:  # noqa: RET505 - types are checked on each system
             return mmap.mmap(-1, room)
-        return mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 class SharedMemory(Slots):
