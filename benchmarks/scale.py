@@ -386,7 +386,7 @@ def free_port() -> int:
 
 HEAD = (
     "| ranks | idle, requests per s | waiting, requests per s | inquiry | agreement | named on its machine "
-    "| named elsewhere | agreed in |\n|---:|---:|---:|---:|---:|---:|---:|---:|\n"
+    "| named on other machines | agreed in |\n|---:|---:|---:|---:|---:|---:|---:|---:|\n"
 )
 
 

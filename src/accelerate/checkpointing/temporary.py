@@ -148,7 +148,7 @@ def dispose(folder: Path, name: str) -> None:
 
 
 def birth_of(pid: int) -> str:
-    """Return when a process began, in ticks since the machine did, elsewhere in milliseconds since 1970."""
+    """Return when a process began: in ticks since the system did; without /proc, in ms since 1970."""
     facts = _facts_of(pid)
     if len(facts) > 19:
         return facts[19]

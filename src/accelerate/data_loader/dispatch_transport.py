@@ -323,7 +323,7 @@ class Slots:
             slot = free.pop()
         except IndexError:
             slot = self._map(room)
-        owner = memoryview(slot)  # lives as long as the memory of the tensor, which its views share
+        owner = memoryview(slot)  # exists as long as the memory of the tensor, which its views share
         finalize(owner, free.append, slot).atexit = False
         return torch.frombuffer(owner, dtype=torch.uint8, count=size)
 
