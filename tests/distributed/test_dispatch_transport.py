@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -75,3 +77,24 @@ def test_stacked_batches_never_change(run: Run, split: bool) -> None:
     ranks = run(keep_stacked, split)
     rounds = [[*first, *second] for first, second in zip(*ranks, strict=True)]
     assert [number for numbers in rounds for number in numbers] == [*range(22)] * 3
+
+
+def read_behind(mark: Path) -> tuple[list[bool], int]:
+    """Rank 1 keeps its sixth batch until rank 0 has its ninth; also returns how many blocks rank 0 keeps."""
+    samples = [torch.full((dispatch_transport.AHEAD // 4 // 8,), place) for place in range(64)]
+    prepared = dispatch(DataLoader(Stream(samples), batch_size=None))
+    rank = PartialState().process_index
+    seen = []
+    for place, batch in enumerate(prepared):
+        if rank == 0 and place == 8:
+            mark.touch()
+        while rank == 1 and place == 5 and not mark.exists():
+            time.sleep(0.01)
+        seen.append(bool((batch == 2 * place + rank).all()))
+    return seen, len(prepared._route._sent)
+
+
+def test_process_0_sends_ahead_of_a_slow_rank_and_overwrites_nothing(run: Run, tmp_path: Path) -> None:
+    (first, kept), (second, _) = run(read_behind, tmp_path / "mark")
+    assert first == second == [True] * 32
+    assert kept <= 4

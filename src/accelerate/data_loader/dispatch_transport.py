@@ -32,6 +32,7 @@ from accelerate.nested import TensorInformation, is_tensor_information, recursiv
 from accelerate.ops import ALIGNMENT, Transport, lay_out_once, views_of
 
 LARGE = 256 * 1024  # bytes of a block for which two copies cost less than sockets
+AHEAD = 16 * 1024 * 1024  # bytes that a receiver may not have copied yet when process 0 sends more to it
 HEADER = 4  # integers in the header of a message
 _PAGE = 2 * 1024 * 1024
 _KEPT = 6  # unused private slots of one size that are kept
@@ -223,6 +224,8 @@ class Route:
         self._may_share = of_device(device).is_host
         self._own = Slots()
         self._sent: list[Tensor] = []  # blocks in shared memory, which the others may not have read yet
+        self._sending: list[Callable[[], object]] = []  # waits for each of their headers
+        self._unread = 0  # bytes of these blocks for each receiver
 
     @property
     def is_sharing(self) -> bool:
@@ -248,16 +251,17 @@ class Route:
         memory = self._memory if size >= LARGE else None
         shared = [_in_memory(memory, blocks[group], size) for group in self.receivers] if memory else []
         starts = [memory.find(block) or 0 for block in shared] if memory else [0] * len(self.receivers)
-        self._broadcast_header(torch.tensor([*header, size, *starts]))
-        # It returns only when all processes have called it, so all have copied the blocks before the last.
-        self._sent = shared
+        self._send_header(torch.tensor([*header, size, *starts]))
+        if memory is not None:
+            self._sent += shared
+            self._unread += size
         if size and memory is None:
             self._send_by_transport(blocks, size)
             self._share_from_now_on(size)
 
     def receive(self) -> tuple[MessageHeader, Tensor]:
         """The other processes: take the header and the block of this process, which the caller owns."""
-        sent = self._broadcast_header(torch.zeros(HEADER + len(self.receivers), dtype=torch.int64)).tolist()
+        sent = self._receive_header(torch.zeros(HEADER + len(self.receivers), dtype=torch.int64)).tolist()
         *header, size = sent[:HEADER]
         if size < LARGE or self._memory is None:
             block = torch.empty(size, dtype=torch.uint8, device=self.device)
@@ -267,12 +271,28 @@ class Route:
                 block = self.transport.scatter(None, block, 0)
             self._share_from_now_on(size)
             return tuple(header), block
+        self._unread += size
         index = self.receivers.index(self._group_of[self.transport.rank])
         return tuple(header), self._own.take(size).copy_(self._memory.view(sent[HEADER + index], size))
 
-    def _broadcast_header(self, header: Tensor) -> Tensor:
+    def _send_header(self, header: Tensor) -> None:
         if self._memory is None:
+            self.transport.broadcast(header, 0)
+        elif self._unread < AHEAD:
+            self._sending.append(self.transport.start_broadcast(header, 0))
+        else:
+            for wait in self._sending:
+                wait()
+            # It returns when all processes have called it: they have copied the blocks before this message.
+            self.transport.gather(header)
+            self._sending.clear()
+            self._sent.clear()
+            self._unread = 0
+
+    def _receive_header(self, header: Tensor) -> Tensor:
+        if self._memory is None or self._unread < AHEAD:
             return self.transport.broadcast(header, 0)
+        self._unread = 0
         return self.transport.gather(header)[: len(header)]
 
     def _share_from_now_on(self, size: int) -> None:

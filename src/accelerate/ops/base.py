@@ -53,6 +53,14 @@ class Transport:
         """Overwrite `tensor` with that of rank `source` and return it; shapes are equal on all ranks."""
         return tensor
 
+    def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
+        """Start a broadcast from this rank, which the others receive by `broadcast`.
+
+        The tensor must not change before the returned function, which waits for the end, was called.
+        """
+        self.broadcast(tensor, source)
+        return lambda: None
+
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:
         """Return rank `source`'s object on every process; on the source it is the very object given."""
         return obj

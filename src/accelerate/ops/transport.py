@@ -101,6 +101,11 @@ class TorchTransport(Transport):
             tensor.detach().copy_(local)
         return tensor
 
+    def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
+        local = self._to_group_device(tensor)
+        work: dist.Work = dist.broadcast(as_supported(local), src=source, async_op=True)
+        return work.wait
+
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:
         objects = [obj if self.rank == source else None]
         dist.broadcast_object_list(objects, src=source, group=self._object_group)
