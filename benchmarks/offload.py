@@ -94,7 +94,9 @@ def main() -> int:
                 disk_offload(on_disk, folder),
                 1.15,
             ),
-            per_forward("weights on the disk, in shards of safetensors, in the page cache", plain, left, 1.15),
+            per_forward(
+                "weights on the disk, in shards of safetensors, in the page cache", plain, left, 1.15
+            ),
             peak,
         ]
     return report(pairs, "Offload: forwards over those of the plain model")

@@ -49,7 +49,7 @@ from accelerate.state.shared import services
 
 SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
 SECONDS_FOR_THREADS = 0.1
-IDLE_LOOKS = 5  # in a row at which threads of torch must be idle
+IDLE_LOOKS, IDLE_LOOKS_BEFORE_FORK = 5, 2  # in a row at which threads of torch must be idle
 THREADS = Path("/proc/self/task")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 FIRST_PAUSE, GROWTH, LONGEST_PAUSE = 0.05, 1.5, 2.0
@@ -319,25 +319,32 @@ def _wait_for_threads() -> None:
     after all its work is done; one that comes while a replica is deleted, which holds the last reference to
     the group and waits for its threads, hangs it. One that waits for the interpreter gets it during a pause.
     """
-    if not THREADS.exists():
+    if THREADS.exists():
+        _wait_until_idle(IDLE_LOOKS, pause=0.002, limit=10 * SECONDS_FOR_THREADS)
+    else:
         time.sleep(SECONDS_FOR_THREADS)
-        return
-    deadline, idle_looks = time.monotonic() + 10 * SECONDS_FOR_THREADS, 0
-    while idle_looks < IDLE_LOOKS and time.monotonic() < deadline:
-        time.sleep(SECONDS_FOR_THREADS / 50)
-        idle_looks = 0 if _torch_threads_run() else idle_looks + 1
 
 
 def _wait_before_fork() -> None:
-    """Wait until the threads of torch are idle, at most `SECONDS_FOR_THREADS`.
+    """Wait until the threads of torch are idle.
 
     After a collective one of them releases its tensors and acquires the interpreter for that. A process that
     is forked at that moment inherits a locked lock of the interpreter and deadlocks: the worker of a loader
     would never return a batch. Since Python 3.12 a forked process initializes that lock again.
     """
-    deadline = time.monotonic() + SECONDS_FOR_THREADS
-    while is_open() and _torch_threads_run() and time.monotonic() < deadline:
-        time.sleep(0.0005)
+    if is_open():
+        _wait_until_idle(IDLE_LOOKS_BEFORE_FORK, pause=0.0005, limit=SECONDS_FOR_THREADS)
+
+
+def _wait_until_idle(looks: int, pause: float, limit: float) -> None:
+    """Pause until the threads of torch were idle at so many looks in a row, at most `limit` seconds.
+
+    A thread that waits for the interpreter looks idle, and gets it in the pause before each look.
+    """
+    deadline, idle = time.monotonic() + limit, 0
+    while idle < looks and time.monotonic() < deadline:
+        time.sleep(pause)
+        idle = 0 if _torch_threads_run() else idle + 1
 
 
 def _torch_threads_run() -> bool:

@@ -137,6 +137,28 @@ def test_closing_waits_for_threads_that_stay_busy_no_longer_than_a_second(
     assert next(moments) == 5  # the clock was read at 0, 0.25, ... and 1 s
 
 
+def test_a_thread_that_waits_for_the_interpreter_gets_it_before_a_fork(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such a thread sleeps and looks idle: each look comes after a pause, which lets it run."""
+    calls: list[str] = []
+    states = iter([False, True, False, False])
+
+    def look() -> bool:
+        calls.append("look")
+        return next(states)
+
+    monkeypatch.setattr(process_group, "_torch_threads_run", look)
+    monkeypatch.setattr(process_group.time, "sleep", lambda _: calls.append("pause"))
+    process_group._wait_before_fork()
+    assert calls == []  # there is no group
+    process_group.open_group(Topology(), hardware_table.CPU)
+    process_group._wait_before_fork()
+    monkeypatch.undo()
+    process_group.close_group()
+    assert calls == ["pause", "look"] * 4
+
+
 @pytest.mark.parametrize("close", [process_group.close_group, process_group._close_at_exit])
 def test_a_group_is_deleted_after_its_threads_are_idle(
     close: Callable[[], None], monkeypatch: pytest.MonkeyPatch
