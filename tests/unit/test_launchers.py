@@ -231,7 +231,7 @@ def test_test_launch_builds_a_state() -> None:
     assert PartialState().num_processes == 1
 
 
-def test_gpus_that_cannot_talk_directly_are_told_so(
+def test_gpus_without_p2p_disable_it_in_nccl(
     on: Any, elastic: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     on(hardware_table.CUDA, 2)

@@ -123,7 +123,7 @@ def test_a_disagreement_is_noted_with_both_sources() -> None:
         (Arguments(), {"ACCELERATE_USE_CPU": "maybe"}, "ACCELERATE_USE_CPU='maybe'"),
     ],
 )
-def test_wrong_values_name_value_reason_and_mend(
+def test_wrong_arguments_raise_an_error_with_value_reason_and_fix(
     arguments: AllArguments, environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):

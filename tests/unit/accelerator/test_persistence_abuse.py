@@ -109,7 +109,9 @@ def test_a_file_of_something_else_is_named(tmp_path: Path, name: str, content: A
         accelerator.load_state(folder)
 
 
-def test_a_later_format_is_skipped_with_the_mend(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_a_later_format_is_skipped_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     accelerator, model = build(tmp_path)
     accelerator.save_state()
     before = model.weight.clone()

@@ -28,8 +28,8 @@ def test_windows_know_their_length_and_items() -> None:
     accelerator, loader = accelerator_with(2, 5)
     windows = accelerator.windows(loader, num_items=lambda batch: batch.sum() / 2)
     assert len(windows) == 3
-    told = [(len(window), window.num_items, len(list(window))) for window in windows]
-    assert told == [(2, 0.5, 2), (2, 2.5, 2), (1, 2, 1)]
+    found = [(len(window), window.num_items, len(list(window))) for window in windows]
+    assert found == [(2, 0.5, 2), (2, 2.5, 2), (1, 2, 1)]
     assert isinstance(list(windows)[2].num_items, int)
 
 
@@ -41,12 +41,12 @@ def test_batches_count_as_one_without_a_counting_function() -> None:
 def test_only_the_last_batch_of_a_window_synchronises() -> None:
     accelerator, loader = accelerator_with(2, 5)
     state = accelerator.gradient_state
-    told = []
+    found = []
     for window in accelerator.windows(loader):
         for batch in window:
-            told.append((batch.item(), accelerator.sync_gradients, state.end_of_dataloader))
+            found.append((batch.item(), accelerator.sync_gradients, state.end_of_dataloader))
         assert accelerator.sync_gradients
-    assert told == [
+    assert found == [
         (0.0, False, False),
         (1.0, True, False),
         (2.0, False, False),
@@ -92,11 +92,11 @@ def test_a_loader_read_in_another_keeps_its_place() -> None:
 
 def test_plain_iterables_inside_a_loop_leave_its_loader_alone() -> None:
     accelerator, loader = accelerator_with(2, 2)
-    told = []
+    found = []
     for _ in loader:
         for window in accelerator.windows([1, 2, 3]):
-            told.append([*window, accelerator.gradient_state.end_of_dataloader])
-    assert told == [[1, 2, False], [3, False], [1, 2, True], [3, True]]
+            found.append([*window, accelerator.gradient_state.end_of_dataloader])
+    assert found == [[1, 2, False], [3, False], [1, 2, True], [3, True]]
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it in its constructor

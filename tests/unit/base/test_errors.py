@@ -24,7 +24,7 @@ def test_errors_can_be_caught_as_ours_and_as_builtins(kind, builtin):
     assert issubclass(kind, builtin)
 
 
-def test_wrong_value_names_value_reason_and_mend():
+def test_wrong_value_names_value_reason_and_fix():
     error = errors.wrong_value("--num_processes", 0, "no process would run.", "give at least 1")
     assert isinstance(error, errors.ConfigurationError)
     assert str(error) == "--num_processes=0: no process would run. Give at least 1."

@@ -19,7 +19,7 @@ def build() -> nn.Module:
     return model
 
 
-def test_what_lies_elsewhere() -> None:
+def test_find_offloaded_lists_tensors_by_device() -> None:
     model = build()
     found = find_offloaded(model, {"": 0, "0.bias": "cpu", "1": "disk"}, {"disk", "cpu"}, False)
     assert found == {"0.weight": "cpu", "0.bias": "cpu", "1.weight": "disk", "1.bias": "disk"}

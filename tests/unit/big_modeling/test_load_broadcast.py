@@ -1,4 +1,4 @@
-"""Weights through the wire of one process; those that really travel are tested with processes."""
+"""Weights broadcast in a world of one process; tests/distributed broadcasts between ranks."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ def packed(shape: list[int]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "told"),
+    ("shape", "kind", "misshapen"),
     [
         ([2, 2], Params4bit, []),
         ([2, 4], Params4bit, ["0.weight is (2, 4) and not (2, 2)"]),
@@ -49,14 +49,14 @@ def packed(shape: list[int]) -> dict[str, torch.Tensor]:
     ],
 )
 def test_weights_in_4_bits_bring_their_scales(
-    tmp_path: Path, shape: list[int], kind: type[nn.Parameter], told: list[str]
+    tmp_path: Path, shape: list[int], kind: type[nn.Parameter], misshapen: list[str]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     model[0].weight = kind(torch.zeros(2, 2))
     save_file(packed(shape), tmp_path / "x.safetensors")
     plan = plan_moves(model, StoredWeights.open([tmp_path / "x.safetensors"]), LoadOptions(), [])
     assert (plan.missing, plan.unexpected) == ([], [])
-    assert [text.partition(" (load")[0] for text in plan.misshapen] == told
+    assert [text.partition(" (load")[0] for text in plan.misshapen] == misshapen
     assert plan.moves[0].parts == ("0.weight.absmax", "0.weight.quant_state.bitsandbytes__nf4")
 
 

@@ -46,7 +46,7 @@ def test_errors_that_say_so_themselves_stay(tmp_path: Path) -> None:
         raise ConfigurationError("mine")
 
 
-def settle(failure: str) -> None:
+def raise_failure(failure: str) -> None:
     if failure:
         raise CheckpointError(failure)
 
@@ -87,14 +87,14 @@ def test_what_was_changed_comes_back_in_reverse_order() -> None:
     notes = Notes()
     changes = [notes.change("a"), notes.change("b"), Change(fail, "c", notes.keeping("c")), notes.change("d")]
     with pytest.raises(CheckpointError, match="nothing was changed: RuntimeError: it refuses"):
-        apply_all(changes, settle)
+        apply_all(changes, raise_failure)
     assert notes == ["keep a", "a", "keep b", "b", "keep c", "undo c", "undo b", "undo a"]
 
 
 def test_another_rank_that_fails_brings_this_one_back() -> None:
     notes, said = Notes(), iter([None, CheckpointError("rank 1 refuses"), None])
 
-    def hear(failure: str) -> None:
+    def raise_next(failure: str) -> None:
         if error := next(said):
             raise error
 
@@ -104,7 +104,7 @@ def test_another_rank_that_fails_brings_this_one_back() -> None:
         notes.change("c", stage=Stage.LAST),
     ]
     with pytest.raises(CheckpointError, match="nothing was changed: rank 1 refuses"):
-        apply_all(changes, hear)
+        apply_all(changes, raise_next)
     assert notes == ["keep a", "a", "keep b", "b", "undo b", "undo a"]
 
 
@@ -117,7 +117,7 @@ def test_what_does_not_come_back_is_named() -> None:
         Change(fail, "weights", stage=Stage.LAST),
     ]
     with pytest.raises(CheckpointError) as caught:
-        apply_all(changes, settle)
+        apply_all(changes, raise_failure)
     assert str(caught.value) == (
         "A checkpoint was not loaded: RuntimeError: it refuses. All is as it was before, but for large "
         "(RuntimeError: it refuses), engine (it has the loaded state, or a part of it), weights (it has the "
@@ -146,5 +146,5 @@ def test_a_change_alone_does_all_of_it() -> None:
 def test_an_object_without_state_in_the_checkpoint_stands_in_the_way_of_no_undo() -> None:
     notes = Notes()
     with pytest.raises(CheckpointError, match="nothing was changed: RuntimeError: it refuses$"):
-        apply_all([notes.change("a"), nothing, Change(fail, "b", notes.keeping("b"))], settle)
+        apply_all([notes.change("a"), nothing, Change(fail, "b", notes.keeping("b"))], raise_failure)
     assert notes == ["keep a", "a", "keep b", "undo b", "undo a"]

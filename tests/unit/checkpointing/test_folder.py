@@ -461,7 +461,7 @@ def another_process(target: Path) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_second_writer_is_told_of_the_first(tmp_path: Path, exists: bool) -> None:
+def test_a_second_writer_raises_an_error_that_names_the_first(tmp_path: Path, exists: bool) -> None:
     target = tmp_path / "checkpoint"
     if exists:
         save(target, "old")
@@ -478,7 +478,7 @@ def test_a_second_writer_is_told_of_the_first(tmp_path: Path, exists: bool) -> N
     assert sorted(os.listdir(tmp_path)) == ["checkpoint", "other"]
 
 
-def test_a_second_writer_is_told_of_the_first_in_a_folder_that_must_stay(
+def test_a_second_writer_to_a_mount_point_raises_an_error_that_names_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "checkpoint"

@@ -50,7 +50,7 @@ def agree(source: Candidate, failure: str = "") -> str:
     return ""
 
 
-def test_a_whole_one_settles(tmp_path: Path) -> None:
+def test_a_complete_checkpoint_is_readable_and_has_no_faults(tmp_path: Path) -> None:
     source = Candidate(make(tmp_path / "one", a="1", b="2"), Consensus(), ALONE)
     assert source.is_readable
     assert agree(source) == ""
@@ -93,7 +93,7 @@ def test_a_manifest_of_somebody_else_is_a_fault(tmp_path: Path) -> None:
     assert "'surprise'" in agree(Candidate(folder, Consensus(), ALONE))
 
 
-def test_a_folder_of_checkpoints_is_told_from_one(tmp_path: Path) -> None:
+def test_a_folder_of_checkpoints_is_refused_as_a_checkpoint(tmp_path: Path) -> None:
     make(tmp_path / "checkpoint_4")
     assert "pass" in agree(Candidate(tmp_path, Consensus(), ALONE))
     assert "checkpoint_4" in agree(Candidate(tmp_path, Consensus(), ALONE))
@@ -294,7 +294,7 @@ def test_a_numbered_one_that_is_deleted_before_it_is_opened_gives_way_to_a_newer
 
 
 class Pair(Consensus):
-    """Two ranks, of which the other one says what it is told to."""
+    """Two ranks; `other` is what the other rank answers."""
 
     size = 2
 

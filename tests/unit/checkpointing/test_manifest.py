@@ -1,4 +1,4 @@
-"""What a complete checkpoint holds, and how it is told from a broken one."""
+"""The manifest of a complete checkpoint, and how a damaged one is recognised."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ def test_it_appears_when_all_is_written(tmp_path: Path) -> None:
     assert os.listdir(target.parent) == ["one"]
 
 
-def test_two_parts_of_one_save_may_lie_in_folders(tmp_path: Path) -> None:
+def test_parts_of_one_save_may_be_in_subfolders(tmp_path: Path) -> None:
     assert sorted(manifest.read(save(tmp_path / "one")).files) == ["a.bin", "deep/b.bin"]
 
 

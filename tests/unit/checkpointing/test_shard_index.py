@@ -70,7 +70,7 @@ class Harmful:
         return os.mkdir, (str(self.path),)
 
 
-def test_a_catalogue_runs_no_code(tmp_path: Path) -> None:
+def test_reading_metadata_runs_no_code(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     (tmp_path / shard_index.NAME).write_bytes(pickle.dumps(Harmful(mark)))
     with pytest.raises(CheckpointError, match=r"\.metadata holds a `posix\.mkdir`"):
@@ -88,7 +88,7 @@ def test_functions_of_torch_are_refused(tmp_path: Path, module: str, name: str) 
         shard_index.read(tmp_path, "model")
 
 
-def test_missing_and_damaged_catalogues_are_named(tmp_path: Path) -> None:
+def test_missing_and_damaged_metadata_raise_an_error_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=rf"{tmp_path.name}/\.metadata is missing"):
         shard_index.read(tmp_path, "model")
     shard_files.finish(tmp_path, [[entry(0), entry(1)]])

@@ -329,7 +329,7 @@ def test_chunks_of_several_tensors_are_refused() -> None:
         read_metadata(pickle.dumps(metadata))
 
 
-def test_a_catalogue_that_is_trusted_is_read_as_python_does(tmp_path: Path) -> None:
+def test_trusted_metadata_is_read_with_pickle(tmp_path: Path) -> None:
     metadata = build(planner_data=defaultdict(tuple, {"model.a": ("model", "a"), "model.b": ("model", "b")}))
     (tmp_path / shard_index.NAME).write_bytes(pickle.dumps(metadata))
     with pytest.raises(CheckpointError, match=r"holds a `collections\.defaultdict`.*weights_only"):

@@ -100,7 +100,7 @@ def test_an_extra_state_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
     assert torch.equal(other.scale, torch.ones(3))
 
 
-def test_what_lies_whole_is_read_by_the_other_part(tmp_path: Path) -> None:
+def test_unsharded_files_are_read_by_the_other_part(tmp_path: Path) -> None:
     class Whole:
         collected: list[Any] = []
 
@@ -119,7 +119,7 @@ def test_what_lies_whole_is_read_by_the_other_part(tmp_path: Path) -> None:
     assert part.collect(leads=False) is Whole.collected
 
 
-def test_names_that_do_not_fit_are_told(tmp_path: Path) -> None:
+def test_missing_and_unexpected_names_raise_an_error(tmp_path: Path) -> None:
     options = save(tmp_path, ModuleShards(nn.Linear(3, 3)))
     with pytest.raises(
         CheckpointError, match=r"It lacks 0\.weight, 0\.bias\. The model does not have weight"
@@ -143,7 +143,7 @@ def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
     assert model.last.weight.sum() == 36
 
 
-def test_other_shapes_are_told(tmp_path: Path) -> None:
+def test_other_shapes_raise_an_error(tmp_path: Path) -> None:
     options = save(tmp_path, ModuleShards(nn.Linear(3, 4)))
     with pytest.raises(CheckpointError, match=r"weight has the shape \(4, 3\) instead of \(4, 2\)"):
         read_shards("pytorch_model_fsdp_0", ModuleShards(nn.Linear(2, 4)), options)
@@ -231,9 +231,7 @@ LR = "optimizer.param_groups.0.lr"
         (lose, "does not say where a part of optimizer.state.weight.exp_avg is stored"),
     ],
 )
-def test_a_catalogue_of_something_else_is_refused(
-    tmp_path: Path, change: Callable[[Any], None], reason: str
-) -> None:
+def test_inconsistent_metadata_is_refused(tmp_path: Path, change: Callable[[Any], None], reason: str) -> None:
     model, optimizer = stepped()
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Boxes of tensors: what lies here, and where in the whole."""
+"""Local shards of tensors, and their offsets in the global tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_range_is_cut_into_boxes_that_hold_it_in_order(shape: list[int], data:
 
 @settings(deadline=None)
 @given(SHAPES, st.data())
-def test_slabs_of_a_range_are_views_of_it(shape: list[int], data: st.DataObject) -> None:
+def test_boxes_of_a_range_are_views_of_it(shape: list[int], data: st.DataObject) -> None:
     count = math.prod(shape)
     start = data.draw(st.integers(0, count))
     stop = data.draw(st.integers(start, count))

@@ -1,4 +1,4 @@
-"""What a dead process has left is told from what a living one needs."""
+"""Temporary files of ended processes are removed; those of running processes stay."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from accelerate.commands.running import (
 )
 
 BOTH = [sys.executable, "-c", "import sys; print('out'); print('err', file=sys.stderr)"]
-FAILS = [sys.executable, "-c", "import sys; print('told', file=sys.stderr); sys.exit(3)"]
+FAILS = [sys.executable, "-c", "import sys; print('failed', file=sys.stderr); sys.exit(3)"]
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
@@ -25,9 +25,9 @@ def test_what_a_command_prints_is_returned() -> None:
 
 
 def test_a_failure_says_what_was_printed() -> None:
-    with pytest.raises(SubprocessCallException, match=r"exit code 3. It printed:\s+told"):
+    with pytest.raises(SubprocessCallException, match=r"exit code 3. It printed:\s+failed"):
         run_command(FAILS)
-    with pytest.raises(RuntimeError, match=r"failed with returncode 3. Its errors:\s+told"):
+    with pytest.raises(RuntimeError, match=r"failed with returncode 3. Its errors:\s+failed"):
         execute_subprocess_async(FAILS)
 
 

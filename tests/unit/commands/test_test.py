@@ -166,7 +166,7 @@ def test_it_is_the_same_run_here(tmp_path: Path, processes: int) -> None:
 
 
 @pytest.mark.slow
-def test_a_machine_where_it_does_not_hold_is_told(tmp_path: Path) -> None:
+def test_a_run_that_does_not_resume_exactly_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(BREAKER)
     done = run_command(tmp_path, "num_processes: 1\n", tmp_path)
     assert done.returncode == 1, done.stdout + done.stderr

@@ -22,7 +22,7 @@ def two_views() -> tuple[SharedMemory, SharedMemory]:
 
 
 class Meeting(Transport):
-    """The wire of one of two processes, played by a script: what process 0 offers, and what all answer."""
+    """The transport of rank 1 of 2. Rank 0 broadcasts `offer` and answers `others_have_it`."""
 
     size, rank = 2, 1
 

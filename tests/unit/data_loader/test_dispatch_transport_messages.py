@@ -1,4 +1,4 @@
-"""Messages of a dispatched loader over a wire that only remembers them."""
+"""Messages of a dispatched loader over a transport that only stores them."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_each_process_gets_its_part_of_all_rounds() -> None:
     assert [arrival.is_last for arrival in arrivals] == [False] * 4 + [True]
 
 
-def test_what_parts_look_like_is_told_only_when_it_changes() -> None:
+def test_shapes_are_sent_only_when_they_change() -> None:
     rounds = [[deal(0)], [deal(1), deal(2)], [deal(3, size=8)], [deal(4, size=8)], []]
     arrivals, travelled = deliver(rounds)
     assert len(arrivals) == 5

@@ -27,7 +27,7 @@ Step = tuple[list[int], tuple[int, ...] | None, bool]
 
 
 class Post(Transport):
-    """A wire on which process 0 has said all before the others listen, one after the other."""
+    """A transport that stores what rank 0 sends, for the other ranks to receive one after the other."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 0

@@ -1,4 +1,4 @@
-"""Batches of ranks whose shares differ in length, over a wire that plays the other rank."""
+"""Batches of ranks whose shares differ in length, over a transport that simulates the other rank."""
 
 from __future__ import annotations
 

@@ -39,13 +39,13 @@ def own_init(worker: int) -> None:
 
 class Stream(IterableDataset[int]):
     def __init__(self, size: int) -> None:
-        self.size, self.told = size, []
+        self.size, self.epochs = size, []
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(self.size))
 
     def set_epoch(self, epoch: int) -> None:
-        self.told.append(epoch)
+        self.epochs.append(epoch)
 
 
 class Sized(Stream):
@@ -148,7 +148,7 @@ def test_the_epoch_reaches_an_iterable_dataset() -> None:
     read(loader)
     read(loader)
     loader.set_epoch(7)
-    assert dataset.told == [0, 1, 7]
+    assert dataset.epochs == [0, 1, 7]
 
 
 def test_length_of_iterable_data() -> None:

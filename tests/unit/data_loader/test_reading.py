@@ -16,7 +16,7 @@ from accelerate.state import services
 class Offers(Dataset[float]):
     """Whether the worker that reads can be asked, and what the user's function left there."""
 
-    told = 0
+    noted = 0
 
     def __len__(self) -> int:
         return 2
@@ -24,11 +24,11 @@ class Offers(Dataset[float]):
     def __getitem__(self, index: int) -> float:
         import os
 
-        return 10 * float(stack_dumps.offers(os.getpid())) + get_worker_info().dataset.told
+        return 10 * float(stack_dumps.offers(os.getpid())) + get_worker_info().dataset.noted
 
 
 def tell(worker_id: int) -> None:
-    get_worker_info().dataset.told = 1 + worker_id
+    get_worker_info().dataset.noted = 1 + worker_id
 
 
 @pytest.mark.usefixtures("states")
@@ -43,7 +43,7 @@ def test_workers_can_be_asked_and_the_users_function_is_called(method: str, init
 
 
 @pytest.mark.usefixtures("states")
-def test_the_observer_is_told_of_each_start() -> None:
+def test_each_start_of_workers_calls_the_observer() -> None:
     heard: list[list[int]] = []
 
     class Observer(WorkersObserver):

@@ -166,7 +166,7 @@ def test_an_epoch_that_was_over_stays_over() -> None:
 @pytest.mark.parametrize(
     ("seen", "stateful", "goes_on"), [(3, True, True), (0, True, False), (3, False, False)]
 )
-def test_only_a_loader_that_is_told_to_goes_on_by_itself(seen: int, stateful: bool, goes_on: bool) -> None:
+def test_only_a_stateful_loader_resumes_by_itself(seen: int, stateful: bool, goes_on: bool) -> None:
     loader = resumed(make(Counted(20)), seen)
     loader.use_stateful_dataloader = stateful
     assert (start_where_saved(loader) is not None) == goes_on

@@ -72,7 +72,7 @@ def test_cores_are_logged_when_asked_or_in_debug_mode(two_gpus, bound, caplog, m
     assert [record.args for record in caplog.records] == [(0, [0, 1, 2, 3, 8])] * 2
 
 
-def test_what_cannot_be_done_is_told(two_gpus, bound, caplog, monkeypatch):
+def test_an_affinity_that_cannot_be_set_gives_a_warning(two_gpus, bound, caplog, monkeypatch):
     nvidia.override_numa_affinity(1)
 
     def refuse(process, cores):

@@ -98,11 +98,11 @@ def test_a_process_takes_its_device_and_joins_its_group(
     assert arguments == ({"device_id": state.device} if backend.name == "cuda" else {})
 
 
-def test_chosen_devices_are_told_in_its_variable(backend: Any) -> None:
+def test_chosen_devices_are_set_in_its_variable(backend: Any) -> None:
     settings = merge_layers(Layer(FLAG, {"gpu_ids": "0,2"}))
-    told = worker_environment(settings, Machine(hardware=backend, devices=4), "elastic")
-    assert backend.visible_env is None or told[backend.visible_env] == "0,2"
-    named = {row.visible_env for row in BACKENDS if row.visible_env} & set(told)
+    environ = worker_environment(settings, Machine(hardware=backend, devices=4), "elastic")
+    assert backend.visible_env is None or environ[backend.visible_env] == "0,2"
+    named = {row.visible_env for row in BACKENDS if row.visible_env} & set(environ)
     assert named == ({backend.visible_env} if backend.visible_env else set())
 
 

@@ -65,7 +65,7 @@ def test_without_nvidia_smi(no_nvidia_smi):
         nvidia.get_gpu_info()
 
 
-def test_its_failure_is_told_and_means_no_gpus(nvidia_smi, caplog):
+def test_a_failure_of_nvidia_smi_gives_a_warning_and_no_gpus(nvidia_smi, caplog):
     nvidia_smi([], exit_code=9)
     assert nvidia.driver_present() is nvidia.driver_present() is False
     assert ["driver not loaded" in record.getMessage() for record in caplog.records] == [True]

@@ -34,7 +34,7 @@ class Switch:
         return self.on
 
 
-class Wire:
+class Collective:
     """A clock that moves by the step, and ranks that never ask for anything themselves."""
 
     def __init__(self, step: float = 0.01, cost: float = 1e-4) -> None:
@@ -54,70 +54,70 @@ class Wire:
         return Agreement(0, sources, SignalNotes(), combine=self, clock=lambda: self.now)
 
 
-def steps(wire: Wire, agreement: Agreement, number: int) -> list[tuple[bool, bool]]:
-    told = []
+def steps(collective: Collective, agreement: Agreement, number: int) -> list[tuple[bool, bool]]:
+    found = []
     for _ in range(number):
-        wire.now += wire.step
-        told.append((agreement.read_save(), agreement.read_stop()))
+        collective.now += collective.step
+        found.append((agreement.read_save(), agreement.read_stop()))
     agreement.close()
-    return told
+    return found
 
 
 def test_ranks_ask_each_other_as_seldom_as_the_step_allows() -> None:
-    wire = Wire(step=0.01, cost=3.9e-5)
-    steps(wire, wire.agree(), 100)
-    gaps = [b - a for a, b in zip(wire.asked_at, wire.asked_at[1:], strict=False)]
+    collective = Collective(step=0.01, cost=3.9e-5)
+    steps(collective, collective.agree(), 100)
+    gaps = [b - a for a, b in zip(collective.asked_at, collective.asked_at[1:], strict=False)]
     assert gaps[:2] == pytest.approx([0.010039] * 2)
     assert gaps[3:] == pytest.approx([0.040039] * len(gaps[3:]))
-    assert 20 <= len(wire.asked_at) <= 30
+    assert 20 <= len(collective.asked_at) <= 30
 
 
 def test_long_steps_ask_each_time() -> None:
-    wire = Wire(step=3.0, cost=0.1)
-    steps(wire, wire.agree(), 10)
-    assert len(wire.asked_at) == 10
+    collective = Collective(step=3.0, cost=0.1)
+    steps(collective, collective.agree(), 10)
+    assert len(collective.asked_at) == 10
 
 
 def test_a_request_to_stop_is_for_good_and_saves_once() -> None:
-    wire, switch = Wire(step=3.0), Switch(STOP_FILE)
-    agreement = wire.agree(switch)
+    collective, switch = Collective(step=3.0), Switch(STOP_FILE)
+    agreement = collective.agree(switch)
     switch.on = True
-    assert steps(wire, agreement, 4) == [(False, False), (True, True), (False, True), (False, True)]
-    assert len(wire.asked_at) == 1
+    assert steps(collective, agreement, 4) == [(False, False), (True, True), (False, True), (False, True)]
+    assert len(collective.asked_at) == 1
 
 
 def test_a_request_to_save_goes_on() -> None:
-    wire, switch = Wire(step=3.0), Switch(SAVE_FILE)
-    agreement = wire.agree(switch)
+    collective, switch = Collective(step=3.0), Switch(SAVE_FILE)
+    agreement = collective.agree(switch)
     switch.on = True
     assert agreement.read_save() is agreement.read_stop() is False
     switch.on = False
-    assert steps(wire, agreement, 3) == [(True, False), (False, False), (False, False)]
+    assert steps(collective, agreement, 3) == [(True, False), (False, False), (False, False)]
 
 
 def test_what_another_rank_is_asked_for_counts(caplog: pytest.LogCaptureFixture) -> None:
-    wire = Wire(step=3.0)
-    wire.other[0] = 4.0
-    assert steps(wire, wire.agree(), 2) == [(False, False), (True, True)]
+    collective = Collective(step=3.0)
+    collective.other[0] = 4.0
+    assert steps(collective, collective.agree(), 2) == [(False, False), (True, True)]
     assert "All processes save and stop now: SIGTERM reached process 3." in caplog.text
 
 
 def test_both_answers_of_a_step_belong_together() -> None:
     """Whichever is asked first, and also where one of them is asked seldom."""
     for order in ("save stop", "stop save"):
-        wire, switch = Wire(step=3.0), Switch(STOP_FILE)
-        agreement = wire.agree(switch)
+        collective, switch = Collective(step=3.0), Switch(STOP_FILE)
+        agreement = collective.agree(switch)
         switch.on = True
         read = {"save": agreement.read_save, "stop": agreement.read_stop}
-        told = [[read[name]() for name in order.split()] for _ in range(2)]
-        assert told == [[False, False], [True, True]]
+        found = [[read[name]() for name in order.split()] for _ in range(2)]
+        assert found == [[False, False], [True, True]]
         agreement.close()
 
 
 @pytest.mark.parametrize("name", ["read_save", "read_stop"])
 def test_one_answer_alone_is_enough(name: str) -> None:
-    wire, switch = Wire(step=3.0), Switch(STOP_FILE)
-    agreement = wire.agree(switch)
+    collective, switch = Collective(step=3.0), Switch(STOP_FILE)
+    agreement = collective.agree(switch)
     switch.on = True
     read = getattr(agreement, name)
     assert [read(), read()] == [False, True]
@@ -125,8 +125,8 @@ def test_one_answer_alone_is_enough(name: str) -> None:
 
 
 def test_an_answer_that_was_read_once_does_not_slow_the_other_down() -> None:
-    wire, switch = Wire(step=3.0), Switch(STOP_FILE)
-    agreement = wire.agree(switch)
+    collective, switch = Collective(step=3.0), Switch(STOP_FILE)
+    agreement = collective.agree(switch)
     agreement.read_save()
     switch.on = True
     assert [agreement.read_stop() for _ in range(3)] == [False, False, True]
@@ -135,15 +135,15 @@ def test_an_answer_that_was_read_once_does_not_slow_the_other_down() -> None:
 
 def test_the_first_question_sets_handlers_and_the_end_takes_them_back() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    wire = Wire()
-    agreement = wire.agree()
+    collective = Collective()
+    agreement = collective.agree()
     assert signal.getsignal(signal.SIGTERM) == before
     agreement.read_stop()
     assert signal.getsignal(signal.SIGTERM) != before
     agreement.close()
     assert signal.getsignal(signal.SIGTERM) == before
     assert [agreement.read_stop() for _ in range(5)] == [False] * 5
-    assert len(wire.asked_at) == 1
+    assert len(collective.asked_at) == 1
 
 
 def test_a_run_has_one_agreement_that_goes_with_its_state() -> None:

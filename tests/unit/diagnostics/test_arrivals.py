@@ -137,7 +137,7 @@ def test_words_of_processes_before_a_restart_do_not_count(ranks: Ranks, last: Me
     assert [kept.ended for kept in ranks.kept] == [[], [], []]
 
 
-def test_ranks_that_all_came_and_do_not_connect_are_told_so(ranks: Ranks) -> None:
+def test_the_report_says_when_all_ranks_came_and_do_not_connect(ranks: Ranks) -> None:
     ranks.come(0, 1, 2)
     ranks.until(lambda: ranks.kept[0].texts)
     text, _ = ranks.go()

@@ -59,7 +59,7 @@ def test_a_rank_that_left_silently_failed_before_those_that_lost_it(number: int,
     assert "Traceback" not in text
 
 
-def test_one_process_is_not_told_its_traceback_twice() -> None:
+def test_the_traceback_of_one_process_is_not_printed_twice() -> None:
     text = render(Outcome(1, (replace(BASE, world_size=1, rank=0),)), HERE)
     assert "Traceback" not in text
     assert "ValueError: bad value 1" in text
@@ -91,7 +91,7 @@ def test_logs_are_named() -> None:
         ("Hang: rank 0 waits; rank 1 is in Connection refused", "Hang", "Ranks wait"),
     ],
 )
-def test_common_causes_are_named_with_their_mend(headline: str, kind: str, cause: str) -> None:
+def test_common_causes_are_named_with_their_fix(headline: str, kind: str, cause: str) -> None:
     failure = replace(BASE, headline=headline, kind=(kind, "Exception"))
     found = find_cause(Outcome(1, (failure,)))
     assert found is not None
@@ -100,16 +100,16 @@ def test_common_causes_are_named_with_their_mend(headline: str, kind: str, cause
 
 
 def test_an_ended_hang_is_the_failure() -> None:
-    told = "accelerate: hang: rank 0 waits."
-    hang = replace(BASE, kind=("Hang",), headline="hang: rank 0 waits", trace=told)
-    outcome = Outcome(1, (hang, replace(hang, rank=0)), Exits({0: 1, 1: 1}), told)
+    report = "accelerate: hang: rank 0 waits."
+    hang = replace(BASE, kind=("Hang",), headline="hang: rank 0 waits", trace=report)
+    outcome = Outcome(1, (hang, replace(hang, rank=0)), Exits({0: 1, 1: 1}), report)
     text = render(outcome, HERE)
     assert text.count("accelerate: hang: rank 0 waits.") == 1
     assert "rank 0: ended for it as well" in text
     assert "failed first" not in text
 
 
-def test_a_hang_that_was_reported_before_is_told(tmp_path: Path) -> None:
+def test_a_hang_that_was_reported_before_is_in_the_digest(tmp_path: Path) -> None:
     outcome = Outcome(1, (LOST,), hang="accelerate: hang: rank 0 waits.")
     assert "accelerate: hang: rank 0 waits." in render(outcome, HERE).splitlines()
     write_report(outcome, tmp_path)

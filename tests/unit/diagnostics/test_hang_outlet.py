@@ -42,17 +42,17 @@ def test_without_a_launcher_it_is_printed_only(tmp_path: Path, capfd: pytest.Cap
     assert not list(tmp_path.iterdir())
 
 
-def sleep_long(told: Any) -> None:
-    told.set()
+def sleep_long(started: Any) -> None:
+    started.set()
     time.sleep(100)
 
 
 def test_the_end_takes_the_workers_along(monkeypatch: pytest.MonkeyPatch) -> None:
     context = multiprocessing.get_context("fork")
-    told, codes = context.Event(), []
-    worker = context.Process(target=sleep_long, args=(told,), daemon=True)
+    started, codes = context.Event(), []
+    worker = context.Process(target=sleep_long, args=(started,), daemon=True)
     worker.start()
-    assert told.wait(30)
+    assert started.wait(30)
     monkeypatch.setattr("accelerate.diagnostics.hang_report.os._exit", codes.append)
     Outlet(0, 2, {}).end()
     worker.join(30)

@@ -67,7 +67,7 @@ def test_operations_of_torch_and_lines_without_a_function() -> None:
     ("states", "expected"),
     [
         pytest.param([in_save(0), in_save(1)], False, id="nobody waits"),
-        pytest.param([in_gather(0), in_gather(1)], True, id="all wait for the wire"),
+        pytest.param([in_gather(0), in_gather(1)], True, id="all wait in the same collective"),
         pytest.param([in_gather(0), in_save(1)], True, id="one runs other code"),
         pytest.param([RankState(n, Doing.TORCH, "backward") for n in (0, 1)], False, id="long step"),
         pytest.param([RankState(0, Doing.TORCH, "backward"), in_save(1)], True, id="one has no backward"),
@@ -81,7 +81,7 @@ def test_what_is_a_hang(states: list[RankState], expected: bool) -> None:
     assert is_hang(states) is expected
 
 
-def test_what_torch_recorded_is_told_where_ranks_differ() -> None:
+def test_collectives_recorded_by_torch_are_reported_where_ranks_differ() -> None:
     states = [
         RankState(0, Doing.TORCH, "backward", file="/job/train.py", line=44, recorded="default_pg: 7 of 8"),
         RankState(

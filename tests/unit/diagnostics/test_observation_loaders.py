@@ -18,11 +18,11 @@ NAME = "accelerate-loader"
 class Kept:
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.told = threading.Event()
+        self.reported = threading.Event()
 
     def publish(self, report: Report) -> None:
         self.texts.append(report.text)
-        self.told.set()
+        self.reported.set()
 
     def withdraw(self, text: str) -> None:
         self.texts.append(text)
@@ -52,15 +52,15 @@ def is_watched() -> bool:
     return any(thread.name == NAME for thread in threading.enumerate())
 
 
-def test_a_long_wait_is_told_of_and_its_end_too() -> None:
+def test_a_long_wait_and_its_end_are_reported() -> None:
     kept, gate, batches = start_pass(0.2)
 
-    def let_go_when_told() -> None:
-        kept.told.wait(30)
+    def release_when_reported() -> None:
+        kept.reported.wait(30)
         for _ in range(2):
             gate.release()
 
-    helper = threading.Thread(target=let_go_when_told)
+    helper = threading.Thread(target=release_when_reported)
     helper.start()
     assert list(batches) == [0, 1]
     helper.join()

@@ -27,7 +27,7 @@ def handlers() -> Iterator[None]:
     assert after == before
 
 
-def test_signals_are_noted_and_told_once() -> None:
+def test_signals_are_noted_and_reported_once() -> None:
     notes = SignalNotes()
     notes.install()
     signal.raise_signal(signal.SIGUSR1)

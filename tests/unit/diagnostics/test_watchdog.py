@@ -81,7 +81,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("ends", [False, True])
-def test_a_wait_in_vain_is_reported_once(ends: bool) -> None:
+def test_a_wait_longer_than_the_limit_is_reported_once(ends: bool) -> None:
     pair = Pair(ends)
     pair.seen[0].wait = (1, 4.0)
     pair.look()

@@ -67,7 +67,7 @@ def test_torchrun_gets_the_target_last(kind: str, switch: list[str]) -> None:
     assert words[-len(ARGUMENTS) - 1 - len(switch) :] == [*switch, "a", *ARGUMENTS]
 
 
-def test_torchrun_is_told_the_layout_and_the_meeting() -> None:
+def test_torchrun_receives_the_layout_and_the_rendezvous() -> None:
     rendezvous = RendezvousSection(
         rdzv_conf="timeout=9", max_restarts=2, monitor_interval=0.5, role="trainer", tee="3", log_dir="/logs"
     )

@@ -276,7 +276,7 @@ def test_a_busy_port_is_an_error_on_several_machines() -> None:
         ({"num_cpu_threads_per_process": 0}, 0, "at least one thread is needed"),
     ],
 )
-def test_what_cannot_work_is_refused_with_the_mend(flags: dict[str, Any], gpus: int, problem: str) -> None:
+def test_contradicting_flags_are_refused_with_the_fix(flags: dict[str, Any], gpus: int, problem: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         plan(machine(gpus), **flags)
     assert problem in str(caught.value)

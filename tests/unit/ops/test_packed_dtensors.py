@@ -1,4 +1,4 @@
-"""Distributed tensors are told from plain ones; between processes see tests/distributed/test_ops.py."""
+"""Packing recognises DTensors; tests/distributed/test_ops.py communicates them between ranks."""
 
 from __future__ import annotations
 

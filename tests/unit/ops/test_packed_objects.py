@@ -70,7 +70,7 @@ def test_numbers(with_header: bool, numbers: list[int]) -> None:
 
 
 @pytest.mark.usefixtures("states")
-def test_a_wire_without_head_compares_in_debug_mode() -> None:
+def test_a_transport_without_a_header_compares_in_debug_mode() -> None:
     transport = Mirror(False)
     gather_objects(SMALL, transport, CALL)
     assert transport.travels == 1

@@ -147,7 +147,7 @@ def test_who_does_not_come_is_named(ranks: list[StoreConsensus], monkeypatch: py
         ranks[0].decide("save", None, len, 0.05)
 
 
-def test_different_calls_are_told_apart(ranks: list[StoreConsensus]) -> None:
+def test_different_calls_raise_an_error_that_names_both(ranks: list[StoreConsensus]) -> None:
     raised = together(*(lambda each=each: each.decide(f"call {each.rank}", None, len, 5.0) for each in ranks))
     for error in raised:
         assert isinstance(error, StateError)
@@ -167,7 +167,7 @@ def test_a_store_that_is_gone_is_said_in_one_sentence(
 
 
 class FakeTransport(Transport):
-    """Two ranks, of which the other one says what it is told to."""
+    """Two ranks; `other` is what the other rank answers."""
 
     def __init__(self, rank: int, other: Any = None) -> None:
         self.rank, self.size, self._other = rank, 2, other
@@ -179,7 +179,7 @@ class FakeTransport(Transport):
         return obj if self.rank == 0 else self._other
 
 
-def test_without_a_store_the_wire_carries_it() -> None:
+def test_without_a_store_consensus_uses_collectives() -> None:
     assert CollectiveConsensus(FakeTransport(0, 5)).decide("call", 4, sum, 1.0) == 9
     assert CollectiveConsensus(FakeTransport(1, {"result": "said"})).decide("call", 4, sum, 1.0) == "said"
     with pytest.raises(StateError, match="no"):

@@ -112,7 +112,7 @@ def test_auto_is_filled_and_all_that_does_not_fit_is_said_at_once():
     assert "y.v" not in said
 
 
-def test_values_that_yield_are_told_apart():
+def test_values_that_yield_are_overruled_and_not_mismatches():
     filling = Filling({"x": 2, "y": 2}, yielding=("x",))
     filling.fill({"x": 1, "y": 1})
     assert len(filling.overruled) == len(filling.mismatches) == 1

@@ -173,7 +173,7 @@ def test_what_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:
         FullyShardedDataParallelPlugin(**given)
 
 
-def test_efficient_loading_is_told_to_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_efficient_loading_sets_the_variable_of_other_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "false")
     plugin = FullyShardedDataParallelPlugin(cpu_ram_efficient_loading=True)
     assert plugin.sync_module_states

@@ -79,16 +79,16 @@ def test_all_wrong_variables_and_fields_come_in_one_message(monkeypatch: pytest.
     monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "0")
     with pytest.raises(ConfigurationError, match="4 settings are wrong") as caught:
         MegatronLMPlugin(lr_decay_style="upwards")
-    for told in ("TP_DEGREE='two'", "NO_LOAD_OPTIM='perhaps'", "pp_degree=0", "lr_decay_style='upwards'"):
-        assert told in str(caught.value)
+    for wrong in ("TP_DEGREE='two'", "NO_LOAD_OPTIM='perhaps'", "pp_degree=0", "lr_decay_style='upwards'"):
+        assert wrong in str(caught.value)
 
 
 def test_a_schedule_that_falls_at_the_end_says_when() -> None:
     with pytest.raises(ConfigurationError, match="lr_wsd_decay_iters"):
         MegatronLMPlugin(lr_decay_style="WSD")
-    told = {"lr_wsd_decay_iters": 10}
-    plugin = MegatronLMPlugin(lr_decay_style="WSD", other_megatron_args=told)
-    assert told.items() <= plugin.megatron_lm_default_args.items()
+    given = {"lr_wsd_decay_iters": 10}
+    plugin = MegatronLMPlugin(lr_decay_style="WSD", other_megatron_args=given)
+    assert given.items() <= plugin.megatron_lm_default_args.items()
 
 
 def test_an_optimizer_on_the_cpu_is_precision_aware() -> None:

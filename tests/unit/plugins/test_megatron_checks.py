@@ -1,4 +1,4 @@
-"""What cannot be trained is told before anything starts, all of it."""
+"""All settings that cannot be trained are refused before anything starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NETWORK = {"num_layers": 6, "num_attention_heads": 8, "max_position_embeddings":
 
 
 @pytest.mark.parametrize(
-    ("fields", "network", "told"),
+    ("fields", "network", "problem"),
     [
         ({"pp_degree": 4}, {}, "6 layers cannot be divided between pp_degree=4"),
         ({"pp_degree": 3, "decoder_last_pipeline_num_layers": 1}, {}, "of which the last has 1"),
@@ -71,10 +71,10 @@ NETWORK = {"num_layers": 6, "num_attention_heads": 8, "max_position_embeddings":
         ({"context_parallel_size": 2}, {"seq_length": 34}, "multiple of 4"),
     ],
 )
-def test_networks_that_do_not_fit(fields: dict[str, Any], network: dict[str, Any], told: str) -> None:
+def test_networks_that_do_not_fit(fields: dict[str, Any], network: dict[str, Any], problem: str) -> None:
     problems = find_wrong_network(MegatronLMPlugin(**fields), {**NETWORK, **network})
     assert len(problems) == 1
-    assert told in problems[0]
+    assert problem in problems[0]
 
 
 @pytest.mark.parametrize(

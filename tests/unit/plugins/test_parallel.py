@@ -15,7 +15,7 @@ from accelerate.plugins import (
 )
 
 
-def test_context_parallelism_gathers_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_parallelism_gathers_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
     assert TorchContextParallelConfig().cp_comm_strategy == "allgather"
     monkeypatch.setenv("PARALLELISM_CONFIG_CP_COMM_STRATEGY", "alltoall")
     assert TorchContextParallelConfig().cp_comm_strategy == "alltoall"

@@ -27,7 +27,7 @@ def test_loading_can_be_changed_later() -> None:
     assert config == DataLoaderConfiguration(split_batches=True, data_seed=3, non_blocking=True)
 
 
-def test_logs_go_to_the_project_folder_unless_told_otherwise() -> None:
+def test_logs_are_written_to_the_project_folder_by_default() -> None:
     assert ProjectConfiguration().logging_dir is None
     assert ProjectConfiguration(project_dir="run").logging_dir == "run"
     assert ProjectConfiguration(project_dir="run", logging_dir="logs").logging_dir == "logs"

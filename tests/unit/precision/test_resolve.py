@@ -88,7 +88,7 @@ def test_an_unknown_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         Library(monkeypatch).choose(named="foo")
 
 
-def test_a_recipe_for_another_format_is_told_of(states: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_recipe_for_another_format_gives_a_warning(states: None, caplog: pytest.LogCaptureFixture) -> None:
     PartialState()
     resolve_precision(PrecisionRequest("bf16", CPU, recipes=[TERecipeKwargs()]))
     assert "TERecipeKwargs has no effect" in caplog.text

@@ -95,7 +95,9 @@ def test_layers_that_compute_in_their_own_way_stay(bitsandbytes: Any) -> None:
     assert model["b"] is first, "what is swapped already stays"
 
 
-def test_a_model_without_such_layers_is_told(bitsandbytes: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_model_without_such_layers_gives_a_warning(
+    bitsandbytes: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
         replace_with_bnb_layers(nn.Sequential(nn.ReLU()), BnbQuantizationConfig(**EIGHT))
     assert "No linear layer of this Sequential is quantized" in caplog.text

@@ -49,7 +49,7 @@ def test_both_spellings_are_the_same_flag(parser: CustomArgumentParser) -> None:
     assert parser.parse_args(["--num_processes", "3"]).num_processes == 3
 
 
-def test_given_flags_are_told_from_defaults(parser: CustomArgumentParser) -> None:
+def test_given_flags_are_distinguished_from_defaults(parser: CustomArgumentParser) -> None:
     words = ["--fsdp_version", "1", "--vm", "a", "--vm", "b", "--no_tpu_cluster"]
     namespace = parser.parse_args(words)
     flags.mark_given(parser, namespace, words)
@@ -84,12 +84,12 @@ def complaint(parser: CustomArgumentParser, words: str, capsys: pytest.CaptureFi
 def test_all_wrong_flags_come_in_one_message(
     parser: CustomArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = complaint(
+    message = complaint(
         parser,
         "--megatron_lm_tp_degree two --megatron_lm_use_custom_fsdp maybe --mixed_precision fp7",
         capsys,
     )
-    first, tp, fsdp, precision = told.splitlines()
+    first, tp, fsdp, precision = message.splitlines()
     assert first == "accelerate launch: error: 3 flags are wrong:"
     assert tp.endswith("invalid int value: 'two'")
     assert fsdp.endswith("'maybe' must be true or false")
@@ -101,17 +101,17 @@ def test_all_wrong_flags_come_in_one_message(
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         ("--fp8_pad_inner_dim x", "'x' must be true or false"),
         ("--fp8_override_linear_precision true,x,true", "'true,x,true' must be three words"),
         ("--parallelism_config_sp_seq_length_is_variable x", "'x' must be true or false"),
     ],
 )
-def test_wrong_words_are_told_in_words(
-    parser: CustomArgumentParser, capsys: pytest.CaptureFixture[str], words: str, told: str
+def test_wrong_values_of_flags_are_refused_with_the_reason(
+    parser: CustomArgumentParser, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
-    assert told in complaint(parser, words, capsys)
+    assert message in complaint(parser, words, capsys)
 
 
 def test_a_misspelt_flag_gets_a_suggestion(

@@ -118,6 +118,6 @@ def test_values() -> None:
 
 
 def test_flags() -> None:
-    told = "unrecognized arguments: x --cfg=y"
-    assert unknown_flag(told, FLAGS, "run") == " (did you mean --config_file? See run --help)"
+    error = "unrecognized arguments: x --cfg=y"
+    assert unknown_flag(error, FLAGS, "run") == " (did you mean --config_file? See run --help)"
     assert unknown_flag("unrecognized arguments: x", FLAGS, "run") == " (see run --help)"

@@ -107,7 +107,7 @@ class Equal(Loader):
     __hash__ = None  # type: ignore[assignment]
 
 
-def test_loaders_are_told_apart_by_identity() -> None:
+def test_loaders_are_compared_by_identity() -> None:
     state, first, second = GradientState(), Equal(), Equal()
     state._add_dataloader(first)
     state._add_dataloader(second)

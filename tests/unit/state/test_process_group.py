@@ -114,7 +114,7 @@ def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.M
 
 
 def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replica that is deleted next may hold the last reference to the group, and wait for them for ever."""
+    """A replica that is deleted next may hold the last reference to the group, and wait for them."""
     waited: list[float] = []
     states = iter([False, True, True, *[False] * process_group.IDLE_LOOKS])
     monkeypatch.setattr(process_group, "_torch_threads_run", lambda: next(states))
@@ -191,7 +191,7 @@ def test_a_group_is_deleted_after_its_threads_are_idle(
 def test_restarted_ranks_see_nothing_of_earlier_lives(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], local: int, expected: str | None
 ) -> None:
-    """The agent keeps its store; the addresses of dead processes in it made the new ones wait for ever."""
+    """The agent keeps its store; the addresses of dead processes in it made the new ones wait."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(

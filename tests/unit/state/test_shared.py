@@ -109,11 +109,11 @@ def test_do_nothing() -> None:
     assert do_nothing(1, two=2) is None  # type: ignore[func-returns-value]
 
 
-class Wire:
+class Transport:
     """A service."""
 
 
-class Note(Wire):
+class Note(Transport):
     """Another one."""
 
 
@@ -125,30 +125,30 @@ def held() -> Any:
 
 
 def test_a_service_is_made_once_and_found_by_its_class(held: ProcessServices) -> None:
-    assert held.find(Wire) is None
-    wire = held.get(Wire, Note)
-    assert type(wire) is Note
-    assert held.get(Wire, Wire) is held.find(Wire) is wire
+    assert held.find(Transport) is None
+    transport = held.get(Transport, Note)
+    assert type(transport) is Note
+    assert held.get(Transport, Transport) is held.find(Transport) is transport
     assert held.find(Note) is None
-    assert held.remove(Wire) is wire
-    assert held.find(Wire) is held.remove(Wire) is None
+    assert held.remove(Transport) is transport
+    assert held.find(Transport) is held.remove(Transport) is None
 
 
 def test_a_reset_of_the_state_forgets_services_of_the_run_only(held: ProcessServices) -> None:
-    wire, note = held.get(Wire, Wire), held.of_process(Note)
+    transport, note = held.get(Transport, Transport), held.of_process(Note)
     PartialState._reset_state()
-    assert held.get(Wire, Wire) is not wire
+    assert held.get(Transport, Transport) is not transport
     assert held.of_process(Note) is note
 
 
 def test_a_reset_of_the_state_ends_services(held: ProcessServices) -> None:
     ended: list[str] = []
     held.put(Note, Note(), end=lambda: ended.append("note"))
-    held.put(Wire, Wire(), end=lambda: ended.append("wire"))
+    held.put(Transport, Transport(), end=lambda: ended.append("transport"))
     held.remove(Note)
     PartialState._reset_state()
     PartialState._reset_state()
-    assert ended == ["wire"]
+    assert ended == ["transport"]
 
 
 def test_what_holds_a_process_group_goes_with_it(
@@ -156,13 +156,13 @@ def test_what_holds_a_process_group_goes_with_it(
 ) -> None:
     monkeypatch.setattr(held, "group_owner", None)
     closed: list[str] = []
-    wire = held.put(Wire, Wire(), uses_group=True)
+    transport = held.put(Transport, Transport(), uses_group=True)
     note = held.put(Note, Note(), close=lambda: closed.append("note"))
     held.before_close()
     assert closed == ["note"]
-    assert held.find(Wire) is wire
+    assert held.find(Transport) is transport
     held.own_group()
-    assert held.find(Wire) is None, "the next one uses the new group"
+    assert held.find(Transport) is None, "the next one uses the new group"
     assert held.find(Note) is note
     held.remove(Note)
     held.before_close()

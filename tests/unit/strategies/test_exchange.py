@@ -26,7 +26,7 @@ def states(model: Any) -> list[bool]:
     return [model[0]._sync_gradients, model[1].syncs]
 
 
-def test_units_are_told_and_told_back() -> None:
+def test_sync_of_units_is_set_and_reset() -> None:
     model = nn.Sequential(Wrapper(), InPlace(), nn.Linear(1, 1))
     with exchanging(model):
         assert states(model) == [True, True]

@@ -15,7 +15,7 @@ from accelerate.test_utils import (
 )
 
 
-def test_points_lie_near_the_line_and_are_those_of_their_seed() -> None:
+def test_points_are_near_the_line_and_follow_the_seed() -> None:
     points, same, other = (RegressionDataset(length=50, seed=seed) for seed in (1, 1, 2))
     assert len(points) == 50
     assert points[3] == same[3] != other[3]

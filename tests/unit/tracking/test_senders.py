@@ -123,7 +123,7 @@ def test_an_error_is_raised_by_the_next_log() -> None:
     with pytest.raises(ConnectionError, match="the server is away"):
         accelerator.log({"loss": 2})
     tracker.work = lambda: None
-    accelerator.log({"loss": 3})  # the error was told
+    accelerator.log({"loss": 3})  # the error was reported
     accelerator.end_training()
     assert [logged[0] for logged in tracker.logged] == [{"loss": 3}]
 

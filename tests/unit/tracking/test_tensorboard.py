@@ -63,7 +63,9 @@ def test_tensorboard_x_is_used_where_only_that_is(monkeypatch: pytest.MonkeyPatc
     assert isinstance(started(tmp_path).tracker, SummaryWriter)
 
 
-def test_without_either_the_mend_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_without_either_package_the_error_names_the_fix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     install(monkeypatch, "neither", "neither")
     with pytest.raises(MissingPackageError, match="pip install 'tensorboard'"):
         started(tmp_path)

@@ -239,7 +239,7 @@ def test_a_file_that_rests_is_not_mapped_and_can_be_read_again(tmp_path: Path, n
     assert opened.read("a", CPU).sum() == 5000
 
 
-def test_a_file_that_says_it_lies_on_several_disks_is_refused(tmp_path: Path) -> None:
+def test_a_zip_file_on_several_disks_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "x.bin")
     content = bytearray(path.read_bytes())
     place = content.rindex(b"PK\x06\x07")  # where zip64 says how many disks there are

@@ -94,7 +94,7 @@ def test_one_name_of_a_shared_tensor_is_enough() -> None:
     assert missing_names(model.state_dict(), {}) == ["a.weight", "b.weight"]
 
 
-def test_tensors_that_do_not_say_where_they_lie_come_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_addressable_copies_tensors_without_addresses_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = torch.ones(2, device="meta"), torch.zeros(2)
     assert modules.addressable({"a": second}) == {"a": second}
     monkeypatch.setattr(

@@ -192,7 +192,7 @@ def test_a_wrong_pipe_is_one_message(tmp_path: Path, lines: list[str], problem: 
 
 
 class Defaults:
-    """Takes every default, but for what it is told."""
+    """Accepts every default but the given answers."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = answers

@@ -63,7 +63,7 @@ def test_slurm_is_named() -> None:
     assert words(deepspeed_multinode_launcher="slurm") == [*RUNNER, "--launcher", "slurm", *SHARE, *END]
 
 
-def test_without_ssh_each_machine_is_told_its_rank() -> None:
+def test_without_ssh_the_command_of_each_machine_has_its_rank() -> None:
     more = {"deepspeed_multinode_launcher": "nossh", "main_process_ip": "10.0.0.1", "machine_rank": 1}
     assert words(**more) == [*RUNNER, "--no_ssh", "--node_rank", "1", *SHARE, *ADDRESS, *END]
 

@@ -25,7 +25,7 @@ TAKEN = DistNetworkError("The server socket has failed to listen. name: EADDRINU
 
 
 class Agent:
-    """Stands in for torch's agent: fails as told, then succeeds, and remembers the ports."""
+    """Replaces torch's agent: fails as often as asked, then succeeds, and records the ports."""
 
     def __init__(self, *errors: Exception) -> None:
         self.errors = list(errors)

@@ -62,7 +62,7 @@ def test_a_pod_waits_until_the_name_of_machine_0_has_an_address(monkeypatch: pyt
         check_reach(at("train-0.train", 5), print, patience=0.01, pause=0.01)
 
 
-def test_no_answer_is_told_from_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_times_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def silence(*args: object, **kwargs: object) -> socket.socket:
         raise TimeoutError("timed out")
 

@@ -82,10 +82,10 @@ def made(
 
 def test_a_job_is_what_the_file_says(tmp_path: Path) -> None:
     plan, _ = made(tmp_path)
-    told = plan.detail(SageMakerDetails)
-    assert told.arguments == ARGUMENTS
-    assert told.inputs == {"train": "s3://a", "test": "s3://b"}
-    assert told.credentials == {
+    details = plan.detail(SageMakerDetails)
+    assert details.arguments == ARGUMENTS
+    assert details.inputs == {"train": "s3://a", "test": "s3://b"}
+    assert details.credentials == {
         "AWS_PROFILE": "mine",
         "AWS_ACCESS_KEY_ID": "AKIA-OPEN",
         "AWS_SECRET_ACCESS_KEY": "HUSH",
@@ -94,16 +94,16 @@ def test_a_job_is_what_the_file_says(tmp_path: Path) -> None:
 
 
 def test_data_parallel_jobs_say_so(tmp_path: Path) -> None:
-    told = made(tmp_path, "distributed_type: DATA_PARALLEL")[0].detail(SageMakerDetails)
-    assert told.arguments["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
-    assert told.arguments["environment"]["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] == "DATA_PARALLEL"
+    details = made(tmp_path, "distributed_type: DATA_PARALLEL")[0].detail(SageMakerDetails)
+    assert details.arguments["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
+    assert details.arguments["environment"]["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] == "DATA_PARALLEL"
 
 
 def test_an_image_of_ones_own_needs_no_versions(tmp_path: Path) -> None:
-    told = made(tmp_path, "image_uri: mine:1")[0].detail(SageMakerDetails)
+    details = made(tmp_path, "image_uri: mine:1")[0].detail(SageMakerDetails)
     versions = ("transformers_version", "pytorch_version", "py_version")
-    assert told.arguments["image_uri"] == "mine:1"
-    assert [told.arguments[name] for name in versions] == [None] * 3
+    assert details.arguments["image_uri"] == "mine:1"
+    assert [details.arguments[name] for name in versions] == [None] * 3
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from accelerate.strategies.deepspeed import building
 
 
 class Engine(nn.Module):
-    """Trains as an engine without ZeRO does, and takes down what is called."""
+    """Trains as an engine without ZeRO does, and records the calls."""
 
     def __init__(self, model: nn.Module, optimizer: Any, config: dict[str, Any]) -> None:
         super().__init__()

@@ -136,7 +136,7 @@ def test_optimizer_states_on_nvme_do_not_come_back(of_two, tmp_path, caplog, sta
     assert "this checkpoint will not load" in caplog.text
 
 
-def test_a_universal_checkpoint_lies_beside_the_other_or_in_its_place(of_two):
+def test_a_universal_checkpoint_is_written_beside_the_other_or_replaces_it(of_two):
     engine = Engine(universal=True)
     part = EnginePart(0, engine, Topology())
     with pytest.raises(

@@ -26,7 +26,7 @@ def test_they_count_as_what_they_stand_for():
     assert kind_of(DummyScheduler(None)) is Kind.SCHEDULER
 
 
-def test_torchs_schedulers_are_told_what_takes_their_place():
+def test_schedulers_of_torch_refuse_a_dummy_optimizer_with_the_fix():
     stand_in = DummyOptim([])
     assert not hasattr(stand_in, "param_groups")
     with pytest.raises(AttributeError, match="lr_scheduler_callable"):

@@ -70,7 +70,7 @@ def test_losses_are_those_of_plain_training(start, parts, steps, limits):
     assert found == pytest.approx(expected, abs=1e-6)
 
 
-def test_the_engine_hears_where_a_window_ends_and_steps_once(start, parts):
+def test_the_engine_gets_accumulation_boundaries_and_steps_once(start, parts):
     accelerator = start(gradient_accumulation_steps=2)
     _, model = train(accelerator, parts())
     not_last, last = ("boundary", False), ("boundary", True)
@@ -305,7 +305,7 @@ def test_models_are_compiled_by_the_engine(start, parts):
     assert arguments["backend"] == "eager"
 
 
-def test_a_window_that_is_left_is_told(start, parts, caplog):
+def test_a_window_that_is_left_gives_a_warning(start, parts, caplog):
     accelerator, given = start(gradient_accumulation_steps=2), parts()
     model, _, loader = accelerator.prepare(given.model, given.optimizer, given.loader)
     for window in accelerator.windows(loader, model):

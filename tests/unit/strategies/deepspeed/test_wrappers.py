@@ -72,7 +72,7 @@ def test_before_the_first_step_the_norm_is_nan(monkeypatch):
     assert math.isnan(DeepSpeedEngineWrapper(Engine()).clip(1.0).item())
 
 
-def test_another_limit_than_the_configured_one_is_told(states, caplog):
+def test_another_limit_than_the_configured_one_gives_a_warning(states, caplog):
     Accelerator(cpu=True)
     wrapper = DeepSpeedEngineWrapper(Engine(1.0))
     wrapper.compute_gradients(torch.ones(()), True)

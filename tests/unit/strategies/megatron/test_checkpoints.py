@@ -15,7 +15,7 @@ from .conftest import Fake, Start
 
 @pytest.fixture
 def writing(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the fake write files, and remember them where they come to lie."""
+    """Let the fake write files, and record their paths."""
     save, load = fake.save_checkpoint, fake.load_checkpoint
 
     def save_checkpoint(*args: object, **further: object) -> None:

@@ -82,7 +82,7 @@ def test_once_in_a_process(start: Start, fake: Fake) -> None:
         initialize(accelerator)
 
 
-def test_unknown_arguments_are_told(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_arguments_give_a_warning(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     start(other_megatron_args={"spelled_wrong": 1})
     assert "no arguments spelled_wrong" in caplog.text
 

@@ -109,7 +109,7 @@ def test_rates_that_fall_upwards(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "told"),
+    ("fields", "expected"),
     [
         ({"tp_degree": 2, "sequence_parallelism": True}, "sequence_parallelism=True: the layers for it"),
         ({"context_parallel_size": 2}, "context_parallel_size=2: the layers for it"),
@@ -121,11 +121,11 @@ def test_rates_that_fall_upwards(fake: Fake) -> None:
     ],
 )
 def test_packages_that_only_some_runs_need(
-    fake: Fake, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], told: str
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any], expected: str
 ) -> None:
     monkeypatch.setattr(library, "exists", lambda name: name.startswith("megatron"))
     (problem,) = plan_run(MegatronLMPlugin(seq_length=8, **fields), objects(loader(2)), 2, "no", 1)
-    assert problem.startswith(told)
+    assert problem.startswith(expected)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_outputs_of_one_stage(groups: Any) -> None:
 
 
 @pytest.mark.parametrize("is_last", [True, False])
-def test_stages_hear_of_the_last(
+def test_stages_receive_the_outputs_of_the_last(
     groups: Any, fake: Fake, monkeypatch: pytest.MonkeyPatch, is_last: bool
 ) -> None:
     fake.sizes["pipeline"] = 2

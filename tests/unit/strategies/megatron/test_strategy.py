@@ -60,7 +60,9 @@ def test_a_step_is_one_call(start: Start, fake: Fake) -> None:
     assert loss.ndim == 0
 
 
-def test_another_norm_than_that_of_the_plugin_is_told(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_norm_than_that_of_the_plugin_gives_a_warning(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     accelerator, model, *_ = start(gradient_clipping=0.5)
     assert accelerator.clip_grad_norm_(model.parameters(), 1.0).isnan(), "no step was taken yet"
     assert "gradient_clipping=0.5" in caplog.text
@@ -157,7 +159,7 @@ def test_batches_of_the_users_own_sampler_are_refused(fake: Fake) -> None:
         accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
 
 
-def test_what_lies_in_parts_has_no_whole_state(start: Start) -> None:
+def test_a_model_split_between_ranks_has_no_full_state_dict(start: Start) -> None:
     accelerator, model, *_ = start()
     with pytest.raises(ConfigurationError, match="save_checkpoint"):
         accelerator.get_state_dict(model)

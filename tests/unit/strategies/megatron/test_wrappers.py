@@ -26,7 +26,7 @@ def test_the_engine_has_stepped(start: Start, fake: Fake) -> None:
     assert (optimizer.num_updates, optimizer.step_was_skipped) == (1, False)
 
 
-def test_skipped_steps_are_told(start: Start, fake: Fake) -> None:
+def test_skipped_steps_are_reported(start: Start, fake: Fake) -> None:
     accelerator, model, optimizer, _, loader = start()
     fake.optimizer.finite = False
     model.train()

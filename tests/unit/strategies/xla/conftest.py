@@ -1,4 +1,4 @@
-"""A torch_xla that writes down what it is asked; tensors lie on the CPU or nowhere."""
+"""A torch_xla that records its calls, with tensors on the CPU."""
 
 from __future__ import annotations
 

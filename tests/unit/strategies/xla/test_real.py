@@ -1,6 +1,6 @@
 """Training on torch_xla's CPU device, the real one. Needs the package torch_xla, and the torch of it.
 
-Each case runs in a process of its own: the runtime is started once in a process, with what it is told then.
+Each case runs in a process of its own: the runtime starts once in a process, and keeps its settings.
 """
 
 from __future__ import annotations
