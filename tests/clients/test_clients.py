@@ -184,7 +184,7 @@ def test_fine_tuning_on_two_processes_is_that_of_the_joined_batch(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_pictures_are_the_same_wherever_the_parts_lie(tmp_path: Path) -> None:
+def test_pictures_are_equal_for_every_offload_of_the_parts(tmp_path: Path) -> None:
     ways = ("none", "parts", "layers", "model", "sequential")
     found = found_by(CASES["diffusers"], tmp_path, *ways)
     assert list(found["pictures"]) == list(ways)

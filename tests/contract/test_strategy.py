@@ -241,7 +241,7 @@ SAVES: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, int]] = {
     "fsdp1 shards hybrid 2x2": ({**ONE, **SHARDS, "sharding_strategy": "HYBRID_SHARD"}, MESH, 4),
     "fsdp2 whole": ({**TWO, "state_dict_type": "FULL_STATE_DICT"}, None, 2),
 }
-"""Further ways to save: FSDP 1 saves whole states unless told otherwise, FSDP 2 shards."""
+"""Further ways to save: FSDP 1 saves full state dicts by default, FSDP 2 shards."""
 
 MOVES = [
     ("fsdp2 reshard", "ddp"),

@@ -154,20 +154,20 @@ def flags_in_windows(dispatch: bool) -> list[list[Any]]:
     config = DataLoaderConfiguration(dispatch_batches=dispatch)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=config)
     loader = accelerator.prepare(DataLoader(list(range(9)), batch_size=1))
-    state, told = accelerator.gradient_state, []
+    state, found = accelerator.gradient_state, []
     for window in accelerator.windows(loader):
         for batch in window:
             whole = accelerator.gather_for_metrics(batch).tolist()
-            told.append([state.end_of_dataloader, state.remainder, accelerator.sync_gradients, whole])
+            found.append([state.end_of_dataloader, state.remainder, accelerator.sync_gradients, whole])
     assert state.active_dataloader is None
     assert accelerator.sync_gradients
-    return told
+    return found
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_a_loader_tells_of_the_batch_in_use_not_of_the_one_read(run: Run, dispatch: bool) -> None:
-    for told in run(flags_in_windows, dispatch):
-        assert told == [
+    for found in run(flags_in_windows, dispatch):
+        assert found == [
             [False, -1, False, [0, 1]],
             [False, -1, True, [2, 3]],
             [False, -1, False, [4, 5]],
@@ -206,8 +206,8 @@ def test_windows_end_on_all_processes_together(run: Run) -> None:
 
 
 def test_different_numbers_cannot_be_exchanged_each_round(run: Run) -> None:
-    for told in run(windows_of_different_lengths, [3, 4], True):
-        assert "sync_each_batch" in told[0]
+    for found in run(windows_of_different_lengths, [3, 4], True):
+        assert "sync_each_batch" in found[0]
 
 
 def left_early() -> tuple[list[float], bool]:
@@ -239,15 +239,15 @@ def test_a_window_that_is_left_early_counts_for_nothing(run: Run) -> None:
 def without_items() -> list[str]:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
-    told = []
+    found = []
     with pytest.raises(StateError) as error, accelerator.accumulate(model, num_items=0):
         accelerator.backward(model(torch.ones(1, 1)).sum())
-    told.append(str(error.value))
+    found.append(str(error.value))
     with pytest.raises(StateError) as error:
         next(iter(accelerator.windows([1], num_items=lambda batch: 0)))
-    return [*told, str(error.value)]
+    return [*found, str(error.value)]
 
 
 def test_a_window_without_items_is_refused_on_all_processes(run: Run) -> None:
-    for told in run(without_items):
-        assert all("no items" in text for text in told)
+    for found in run(without_items):
+        assert all("no items" in text for text in found)

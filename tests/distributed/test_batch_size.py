@@ -32,7 +32,7 @@ def search(failing_rank: int | None, when: str, patience: float) -> dict[str, An
     @find_executable_batch_size(starting_batch_size=8)
     def train(batch_size: int, bias: int) -> int:
         sizes.append(batch_size)
-        groups.append(weakref.ref(dist.group.WORLD))  # no id: a new group may lie where the old one was
+        groups.append(weakref.ref(dist.group.WORLD))  # no id: a new group may have the address of the old one
         full = batch_size > 4 and failing_rank in (None, state.process_index)
         if full and when == "before":
             run_out()
@@ -56,7 +56,7 @@ def search(failing_rank: int | None, when: str, patience: float) -> dict[str, An
         "sizes": sizes,
         "kept group": groups[0]() is groups[1](),
         "threads": [thread.name for thread in threading.enumerate() if "attempt" in thread.name],
-        "wire": gather(torch.tensor([state.process_index])).tolist(),
+        "gathered": gather(torch.tensor([state.process_index])).tolist(),
         "in the background": [before, reduce_async([1.0], "sum", "test").wait()],
     }
 
@@ -78,7 +78,7 @@ def test_all_try_again(run: Run, failing_rank: int | None, when: str, kept: bool
         assert result["sizes"] == [8, 4, 4]
         assert result["kept group"] is kept
         assert result["threads"] == []
-        assert result["wire"] == [0, 1, 2]
+        assert result["gathered"] == [0, 1, 2]
         assert result["in the background"] == [[3.0], [3.0]]
 
 

@@ -69,7 +69,7 @@ def compare_views() -> Any:
     return compare(gradient_as_bucket_view=True)[:4]
 
 
-def test_gradients_that_lie_in_buckets_are_no_exception(run: Run) -> None:
+def test_gradients_as_bucket_views_are_reduced_in_the_same_order(run: Run) -> None:
     for orders, _, same, again in run(compare_views, processes=3):
         assert orders[1:] == [[5, 4, 1, 0, 3, 2]] * 5
         assert same

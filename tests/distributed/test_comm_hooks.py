@@ -29,7 +29,7 @@ def train(variants: list[dict[str, Any]]) -> list[list[list[list[float]]]]:
     try:
         return [train_one(kwargs) for kwargs in variants]
     finally:
-        # The wire's threads end with the last model that holds it; one that calls Python at exit aborts.
+        # The threads of gloo end with the last model that holds it; one that calls Python at exit aborts.
         gc.collect()
         close_group()
 

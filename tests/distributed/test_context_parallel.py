@@ -185,7 +185,7 @@ def attend_by_other_means() -> list[str]:
     return seen
 
 
-def test_attention_of_another_kind_is_told_of(run: Run) -> None:
+def test_an_attention_without_context_parallelism_gives_a_warning(run: Run) -> None:
     (said,) = run(attend_by_other_means)[0]
     assert "attn_implementation='sdpa'" in said
 

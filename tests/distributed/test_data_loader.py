@@ -265,7 +265,7 @@ def test_an_exception_in_the_dataset_of_process_0_is_raised_everywhere(run: Run,
     assert "in __iter__" in ranks[1][3]
 
 
-def test_an_exception_that_cannot_travel_is_told_in_words(run: Run) -> None:
+def test_an_exception_that_cannot_be_pickled_is_raised_with_its_text(run: Run) -> None:
     ranks = run(read_until_failure, "rare", 0)
     assert ranks[0][1] == "Unpicklable"
     assert ranks[1][1] == "RuntimeError"

@@ -1,4 +1,4 @@
-"""Processes that disagree are told so, each in the same words; from the command line to the exit code."""
+"""Mismatched collectives raise the same error on all ranks, from the command line to the exit code."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def assert_disagreement(first: dict[str, str], second: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize("debug", ["0", "1"])
-def test_all_processes_are_told_the_same(run: Run, debug: str) -> None:
+def test_a_mismatch_is_the_same_error_on_all_ranks(run: Run, debug: str) -> None:
     assert_disagreement(*run(disagree, env={"ACCELERATE_DEBUG_MODE": debug}))
 
 

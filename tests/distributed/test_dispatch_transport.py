@@ -51,7 +51,7 @@ def read_large(shares: bool) -> list[tuple[bool, list[Any], bool]]:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_large_batches_come_through_memory_as_they_come_by_wire(run: Run, processes: int) -> None:
+def test_batches_in_shared_memory_equal_broadcast_batches(run: Run, processes: int) -> None:
     shared = run(read_large, True, processes=processes)
     sent = run(read_large, False, processes=processes)
     assert [is_shared for _, _, is_shared in shared] == [True] * processes

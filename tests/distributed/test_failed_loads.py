@@ -105,7 +105,7 @@ def change_optimizer(content: Any) -> None:
 
 
 def change_shards(content: Any) -> None:
-    """Let the states of a parameter lie under a name that no optimizer needs."""
+    """Rename the state of a parameter to a name that no optimizer needs."""
     for key, place in content.planner_data.items():
         if place[-1] == "exp_avg":
             content.planner_data[key] = (*place[:-1], "other")

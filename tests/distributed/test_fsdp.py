@@ -530,7 +530,7 @@ def trigger_in_backward(version: int) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", [1, 2])
-def test_gradients_are_exchanged_when_backward_is_told_to(run: Run, version: int) -> None:
+def test_trigger_sync_in_backward_reduces_gradients(run: Run, version: int) -> None:
     for ours, expected in run(trigger_in_backward, version):
         assert ours == pytest.approx(expected, rel=1e-4)
 

@@ -235,7 +235,7 @@ def suffer(name: str) -> None:
         sys.exit(1)
 
 
-def told(ended: Any) -> str:
+def outputs_of(ended: Any) -> str:
     return "\n".join(ended.outputs).replace(__file__, "FILE")
 
 
@@ -255,8 +255,8 @@ def suffer_everywhere(end: Run, folder: Path, name: str, **options: Any) -> tupl
 @pytest.mark.parametrize("name", names_of(HANGS))
 def test_a_hang_is_reported_once_and_ends_the_run(end: Run, tmp_path: Path, name: str) -> None:
     ended, digest = suffer_everywhere(end, tmp_path, name)
-    assert pattern(HANGS[name].said).search(digest), f"{digest}\n{told(ended)}"
-    assert told(ended).count("accelerate: hang:") == 1, told(ended)
+    assert pattern(HANGS[name].said).search(digest), f"{digest}\n{outputs_of(ended)}"
+    assert outputs_of(ended).count("accelerate: hang:") == 1, outputs_of(ended)
     assert any(ended.codes)
     assert name in ("raises", "returns early", "exits", "is killed", "is killed beside two") or all(
         ended.codes
@@ -268,7 +268,7 @@ def test_a_mismatch_is_one_error_on_all_ranks(end: Run, tmp_path: Path, name: st
     ended, digest = suffer_everywhere(end, tmp_path, name)
     assert pattern(MISMATCHES[name].said).search(digest), digest
     assert ended.codes == [1, 1]
-    assert "accelerate: hang" not in told(ended)
+    assert "accelerate: hang" not in outputs_of(ended)
 
 
 @pytest.mark.slow
@@ -291,8 +291,8 @@ def test_a_late_rank_is_reported_and_the_run_goes_on(end: Run) -> None:
     ended = end(come_late, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
     said = pattern(r"rank 0 waits in gather #\d+, <LATE-0>, .*; rank 1 is .*<LATE-1>")
-    assert said.search(told(ended)), told(ended)
-    assert "accelerate: the hang is over: rank 0 goes on." in told(ended)
+    assert said.search(outputs_of(ended)), outputs_of(ended)
+    assert "accelerate: the hang is over: rank 0 goes on." in outputs_of(ended)
 
 
 class Slow(torch.autograd.Function):
@@ -324,7 +324,7 @@ def work_apart() -> None:
 def test_long_work_is_no_hang(end: Run) -> None:
     ended = end(work_apart, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
-    assert "accelerate: hang" not in told(ended)
+    assert "accelerate: hang" not in outputs_of(ended)
 
 
 def list_watchers() -> list[bool]:

@@ -96,7 +96,7 @@ class Training:
         (step,) = self.marks()
         return step
 
-    def save_for_ever(self, step: int, blocking: bool) -> None:
+    def save_until_killed(self, step: int, blocking: bool) -> None:
         while True:
             step += 1
             self.mark(step)
@@ -149,7 +149,7 @@ class Killed:
             run = Training(lambda kind, step: os.write(pipe, f"{kind} {step}\n".encode()))
             step = run.load()
             run.report("loads", step)
-            run.save_for_ever(step, blocking)
+            run.save_until_killed(step, blocking)
         except BaseException:
             traceback.print_exc()
         os._exit(1)

@@ -305,7 +305,7 @@ def refuse_mismatches() -> list[str]:
         with pytest.raises(DistributedOperationException) as refused:
             call()
         texts.append(str(refused.value))
-    assert gather(torch.tensor([rank()])).tolist() == [0, 1]  # the wire is still in step
+    assert gather(torch.tensor([rank()])).tolist() == [0, 1]  # the next collective still works
     return texts
 
 
@@ -453,7 +453,7 @@ def call_different_operations() -> list[str]:
         with pytest.raises(DistributedOperationException) as refused:
             call()
         texts.append(str(refused.value).replace(__file__, "FILE"))
-    assert gather(torch.tensor([rank()])).tolist() == [0, 1]  # the wire is still in step
+    assert gather(torch.tensor([rank()])).tolist() == [0, 1]  # the next collective still works
     return texts
 
 

@@ -69,7 +69,7 @@ class Training:
         return {self.counter.count, self.accelerator.step, *values}
 
 
-def save_for_ever(run: int, numbered: bool) -> None:
+def save_until_end(run: int, numbered: bool) -> None:
     """Save numbers that no other run saves; each error that is not about another run ends the process."""
     chance, training = random.Random(run), Training(numbered)
     number, saved, refused = run * 100_000, 0, 0
@@ -92,7 +92,7 @@ def fork_saver(run: int, numbered: bool) -> int:
     try:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
-        save_for_ever(run, numbered)
+        save_until_end(run, numbered)
         os._exit(0)
     except BaseException:
         traceback.print_exc()

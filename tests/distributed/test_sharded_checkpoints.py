@@ -87,7 +87,7 @@ def come_back(way: str) -> Any:
     step(accelerator, model, optimizer)
     states.append(facts(accelerator, model, optimizer))
     accelerator.save_state("second", blocking=False)
-    for _ in range(3):  # the thread that writes uses no wire
+    for _ in range(3):  # the thread that writes uses no collective
         step(accelerator, model, optimizer)
     accelerator.wait_for_checkpoint()
     good = []

@@ -34,7 +34,7 @@ def pattern(said: str) -> re.Pattern[str]:
     return re.compile(filled, re.DOTALL)
 
 
-def told(ended: Any) -> str:
+def outputs_of(ended: Any) -> str:
     return "\n".join(ended.outputs)
 
 
@@ -50,23 +50,23 @@ def test_a_rank_that_comes_late_is_named_by_those_that_wait(end: Run) -> None:
     ended = end(come_to_the_group, 1, 4.0, processes=3, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0, 0]
     said = r"ranks 0, 2 wait in init_process_group, <GROUP>, since \d+ s; rank 1 did not come, "
-    assert pattern(said).search(told(ended)), told(ended)
-    assert told(ended).count("accelerate: hang:") == 1, told(ended)
-    assert "accelerate: the hang is over: rank 0 goes on." in told(ended)
+    assert pattern(said).search(outputs_of(ended)), outputs_of(ended)
+    assert outputs_of(ended).count("accelerate: hang:") == 1, outputs_of(ended)
+    assert "accelerate: the hang is over: rank 0 goes on." in outputs_of(ended)
 
 
 def test_rank_0_that_comes_late_is_named_with_its_address(end: Run) -> None:
     ended = end(come_to_the_group, 0, 4.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
     said = r"rank 1 waits in init_process_group, <GROUP>, .*; rank 0 did not come.*not answer at 127.0.0.1"
-    assert pattern(said).search(told(ended)), told(ended)
-    assert "accelerate: the hang is over: rank 1 goes on." in told(ended)
+    assert pattern(said).search(outputs_of(ended)), outputs_of(ended)
+    assert "accelerate: the hang is over: rank 1 goes on." in outputs_of(ended)
 
 
 def test_ranks_that_all_come_late_are_no_hang(end: Run) -> None:
     ended = end(come_to_the_group, -1, 3.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
-    assert "accelerate:" not in told(ended)
+    assert "accelerate:" not in outputs_of(ended)
 
 
 BEFORE = """
@@ -159,7 +159,7 @@ def test_a_worker_that_gives_no_batch_is_named_with_its_line(end: Run, tmp_path:
         r"worker \d \(process \d+\), which owes the next batch, sleeps.*<WORKER>"
     )
     digest = render(collect(tmp_path, 1), tmp_path)
-    assert pattern(said).search(digest), f"{digest}\n{told(ended)}"
+    assert pattern(said).search(digest), f"{digest}\n{outputs_of(ended)}"
 
 
 SLOW_DATA = """

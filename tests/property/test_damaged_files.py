@@ -75,7 +75,7 @@ def mutations(draw: st.DrawFn, content: bytes) -> bytes:
     return bytes(changed[: draw(st.integers(0, len(changed)))] if draw(st.booleans()) else changed)
 
 
-# Catalogues
+# Metadata of sharded checkpoints
 
 
 def stored() -> Metadata:
@@ -96,7 +96,7 @@ def stored() -> Metadata:
 @patiently
 @given(st.one_of(*(mutations(pickle.dumps(stored(), protocol)) for protocol in (2, 4))))
 @example(b"\x80\x04r\xff\xff\xff\xff.")
-def test_catalogues(content: bytes) -> None:
+def test_metadata_of_shards(content: bytes) -> None:
     with file_of(content, shard_index.NAME) as path:
         attempt(lambda: shard_index.read(path.parent, "model"))
 
@@ -157,10 +157,10 @@ def read_weights(path: Path) -> None:
 
     attempt(read_all)
     model = nn.Linear(3, 2)
-    attempt(lambda: apply_all([ModelPart(0, model=model).read(Load(path.parent))], settle))
+    attempt(lambda: apply_all([ModelPart(0, model=model).read(Load(path.parent))], raise_failure))
 
 
-def settle(failure: str) -> None:
+def raise_failure(failure: str) -> None:
     if failure:
         raise CheckpointError(failure)
 
@@ -256,7 +256,9 @@ def test_states_of_optimizers(content: bytes) -> None:
     before = copy.deepcopy(optimizer.state_dict())
     with file_of(content, "optimizer.bin") as path:
         try:
-            apply_all([StatePart("optimizer.bin", owner, is_optimizer=True).read(Load(path.parent))], settle)
+            apply_all(
+                [StatePart("optimizer.bin", owner, is_optimizer=True).read(Load(path.parent))], raise_failure
+            )
         except AccelerateError:
             assert same(before, optimizer.state_dict())
         else:

@@ -35,7 +35,7 @@ def train(model: Any, accelerator: Accelerator) -> list[float]:
 
 
 def offloaded(folder: str) -> list[float]:
-    """Adapters on a base of which layers lie on the disk, read from a folder."""
+    """Adapters on a base with layers offloaded to the disk, read from a folder."""
     base = llama()
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     layers = {f"model.layers.{number}": "disk" if number else "cpu" for number in range(3)}

@@ -39,8 +39,8 @@ for batch in data:
     optimizer.zero_grad()
 weights = accelerator.gather(torch.cat([p.detach().flatten() for p in model.parameters()]).unsqueeze(0))
 same = bool((weights == weights[0]).all())
-told = ("trained", socket.gethostname(), accelerator.process_index, accelerator.num_processes, same)
-print(" ".join(map(str, told)) + "\\n", end="", flush=True)  # one write: two processes share the output
+summary = ("trained", socket.gethostname(), accelerator.process_index, accelerator.num_processes, same)
+print(" ".join(map(str, summary)) + "\\n", end="", flush=True)  # one write: two processes share the output
 accelerator.end_training()
 """
 

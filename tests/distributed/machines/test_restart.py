@@ -23,9 +23,9 @@ def train(hosts: Hosts, name: str, *options: str) -> tuple[list[str], list[str]]
     ended = [hosts.end(process) for process in started]
     assert [each.code for each in ended] == [0, 0], ended
     print("".join(each.err for each in ended))
-    told, other = (END.findall(each.out) for each in ended)  # each host prints
-    assert told == other
-    return [step for step, _ in told if step], [weights for _, weights in told if weights]
+    printed, other = (END.findall(each.out) for each in ended)  # each host prints
+    assert printed == other
+    return [step for step, _ in printed if step], [weights for _, weights in printed if weights]
 
 
 def test_a_run_on_two_hosts_goes_on(hosts: Hosts) -> None:

@@ -38,8 +38,8 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 launch_command(launch_command_parser().parse_args(sys.argv[1:]))
 client = boto3.client("sagemaker", region_name="us-east-1")
 (job,) = client.list_training_jobs()["TrainingJobSummaries"]
-told = client.describe_training_job(TrainingJobName=job["TrainingJobName"])
-print(json.dumps(told, default=str))
+described = client.describe_training_job(TrainingJobName=job["TrainingJobName"])
+print(json.dumps(described, default=str))
 """
 
 
@@ -64,17 +64,17 @@ def test_a_job_goes_through(tmp_path: Path) -> None:
         check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    told = json.loads(ended.stdout.splitlines()[-1])
-    assert told["TrainingJobStatus"] == "Completed"
-    assert told["TrainingJobName"].startswith("accelerate-sagemaker-1-")
-    assert told["HyperParameters"]["lr"] == "0.25"
-    assert told["HyperParameters"]["sagemaker_program"] == '"train.py"'
-    assert (told["ResourceConfig"]["InstanceType"], told["ResourceConfig"]["InstanceCount"]) == (
+    described = json.loads(ended.stdout.splitlines()[-1])
+    assert described["TrainingJobStatus"] == "Completed"
+    assert described["TrainingJobName"].startswith("accelerate-sagemaker-1-")
+    assert described["HyperParameters"]["lr"] == "0.25"
+    assert described["HyperParameters"]["sagemaker_program"] == '"train.py"'
+    assert (described["ResourceConfig"]["InstanceType"], described["ResourceConfig"]["InstanceCount"]) == (
         "ml.p3.2xlarge",
         2,
     )
-    assert told["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600}
-    assert told["InputDataConfig"][0]["ChannelName"] == "train"
-    assert f"The SageMaker job {told['TrainingJobName']} has ended." in ended.stdout
+    assert described["StoppingCondition"] == {"MaxRuntimeInSeconds": 3600}
+    assert described["InputDataConfig"][0]["ChannelName"] == "train"
+    assert f"The SageMaker job {described['TrainingJobName']} has ended." in ended.stdout
     assert "HUSH" not in ended.stdout + ended.stderr
     assert "AKIA" not in ended.stdout + ended.stderr
