@@ -42,7 +42,7 @@ class Rows(IterableDataset[torch.Tensor]):
 
 
 class Floats(IterableDataset[torch.Tensor]):
-    """Images that lie in memory, ready made: reading one is copying it, and so is sending it."""
+    """Images in memory, ready made: reading one is copying it, and so is sending it."""
 
     def __init__(self, samples: int) -> None:
         self.pictures = torch.rand(samples, 3, 224, 224)
@@ -81,7 +81,7 @@ CASES = (
     Case("16 x 64 floats", Rows, 16, 1000, 5.0),
     Case("8 x 3 x 224 x 224 images", Images, 8, 40, 1.6),
     # Reading is one copy, and rank 1 receives its half by one more, while rank 0 reads on the other core.
-    Case("8 x 3 x 224 x 224 floats that lie in memory", Floats, 8, 40, 2.0),
+    Case("8 x 3 x 224 x 224 floats in memory", Floats, 8, 40, 2.0),
 )
 ROUNDS = 15
 

@@ -50,7 +50,7 @@ CONNECTING = 64
 IDLE, WAITING, INQUIRY, AGREEMENT, OWN_HOST, OTHER_HOSTS, RATIO = 0.25, 1.0, 10.0, 6.0, 5.0, 10.0, 1.1
 """The budgets: requests per rank and second, per rank, seconds, and what a figure may be over plain torch."""
 LIMITS = Limits(3600.0, False)
-SETTLE, WATCH = 10.0, 16.0
+WARM_UP, WATCH = 10.0, 16.0
 PATIENCE = 120.0
 
 
@@ -191,7 +191,7 @@ def simulate(size: int) -> Simulated:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parts = Parts(store.port, size)
     parts.call("start")
-    time.sleep(SETTLE)
+    time.sleep(WARM_UP)
     idle = parts.counted(partial(time.sleep, WATCH))
     parts.call("wait")
     time.sleep(2.0)

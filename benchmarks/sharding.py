@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 
 def bytes_of(tensors: Iterable[Any]) -> int:
-    """Add up the storages of tensors, each once; of distributed tensors the part that lies here."""
+    """Add up the storages of tensors, each once; of DTensors the local shard."""
     storages: dict[int, int] = {}
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor):

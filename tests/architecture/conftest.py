@@ -17,10 +17,10 @@ PACKAGE = ROOT.name
 
 
 class Import(NamedTuple):
-    """One imported module or name, absolute, and where it stands.
+    """One imported module or name, absolute, and where it is imported.
 
     `target` is where the name is defined, `asked` where the import looks for it: a package's table (its
-    `__init__.pyi`) may lie between them.
+    `__init__.pyi`) may be between them.
     """
 
     target: str
