@@ -33,7 +33,7 @@ def test_arguments_of_torch_load_are_passed_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("shapes"), AttributeError("no")])
-def test_whatever_does_not_fit_is_said_with_the_file(tmp_path: Path, error: Exception) -> None:
+def test_an_error_while_loading_names_the_file(tmp_path: Path, error: Exception) -> None:
     with (
         pytest.raises(CheckpointError, match=rf"x\.bin does not fit this Adam: {type(error).__name__}"),
         Load(tmp_path).fitting("x.bin", "Adam"),
@@ -41,7 +41,7 @@ def test_whatever_does_not_fit_is_said_with_the_file(tmp_path: Path, error: Exce
         raise error
 
 
-def test_errors_that_say_so_themselves_stay(tmp_path: Path) -> None:
+def test_errors_of_this_package_are_not_replaced(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="mine"), Load(tmp_path).fitting("x.bin", "Adam"):
         raise ConfigurationError("mine")
 
@@ -69,7 +69,7 @@ class Notes(list[str]):
         return keep
 
 
-def test_stages_come_in_their_order_and_are_agreed_upon() -> None:
+def test_changes_are_applied_in_the_order_of_stages_with_consensus() -> None:
     notes = Notes()
     weights = notes.change("weights", stage=Stage.LAST, first=(notes.change("extra"),))
     apply_all(
@@ -83,7 +83,7 @@ def test_stages_come_in_their_order_and_are_agreed_upon() -> None:
     ]
 
 
-def test_what_was_changed_comes_back_in_reverse_order() -> None:
+def test_changes_are_undone_in_reverse_order() -> None:
     notes = Notes()
     changes = [notes.change("a"), notes.change("b"), Change(fail, "c", notes.keeping("c")), notes.change("d")]
     with pytest.raises(CheckpointError, match="nothing was changed: RuntimeError: it refuses"):
@@ -91,7 +91,7 @@ def test_what_was_changed_comes_back_in_reverse_order() -> None:
     assert notes == ["keep a", "a", "keep b", "b", "keep c", "undo c", "undo b", "undo a"]
 
 
-def test_another_rank_that_fails_brings_this_one_back() -> None:
+def test_a_failure_on_another_rank_undoes_the_changes_of_this_one() -> None:
     notes, said = Notes(), iter([None, CheckpointError("rank 1 refuses"), None])
 
     def raise_next(failure: str) -> None:
@@ -108,7 +108,7 @@ def test_another_rank_that_fails_brings_this_one_back() -> None:
     assert notes == ["keep a", "a", "keep b", "b", "undo b", "undo a"]
 
 
-def test_what_does_not_come_back_is_named() -> None:
+def test_changes_that_cannot_be_undone_are_named() -> None:
     notes = Notes()
     changes = [
         Change(lambda: None, "engine", stage=Stage.LAST),
@@ -126,7 +126,7 @@ def test_what_does_not_come_back_is_named() -> None:
     assert notes[-1] == "undo a"
 
 
-def test_a_rank_that_is_gone_brings_this_one_back_without_further_agreement() -> None:
+def test_a_lost_rank_undoes_the_changes_without_further_consensus() -> None:
     notes = Notes()
 
     def miss(failure: str) -> None:
@@ -137,13 +137,13 @@ def test_a_rank_that_is_gone_brings_this_one_back_without_further_agreement() ->
     assert notes == ["keep a", "a", "undo a"]
 
 
-def test_a_change_alone_does_all_of_it() -> None:
+def test_a_single_change_applies_its_first_changes() -> None:
     notes = Notes()
     notes.change("weights", first=(notes.change("extra"),))()
     assert notes == ["extra", "weights"]
 
 
-def test_an_object_without_state_in_the_checkpoint_stands_in_the_way_of_no_undo() -> None:
+def test_an_object_without_state_in_the_checkpoint_does_not_prevent_an_undo() -> None:
     notes = Notes()
     with pytest.raises(CheckpointError, match="nothing was changed: RuntimeError: it refuses$"):
         apply_all([notes.change("a"), nothing, Change(fail, "b", notes.keeping("b"))], raise_failure)

@@ -33,7 +33,7 @@ def stepped() -> Worn:
     return optimizer
 
 
-def test_an_optimizer_that_loads_in_place_is_brought_back() -> None:
+def test_an_optimizer_that_loads_in_place_is_restored() -> None:
     optimizer = stepped()
     (state,) = optimizer.state.values()
     bring_back = keep_optimizer(optimizer)
@@ -87,7 +87,7 @@ class Plain:
             raise RuntimeError("it refuses")
 
 
-def test_an_object_gets_back_what_was_changed_in_its_place() -> None:
+def test_an_object_changed_in_place_is_restored() -> None:
     owner = Plain([1, [2], torch.ones(2), (None, "a")])
     inside = owner.state
     bring_back = keep_object(owner)
@@ -108,7 +108,7 @@ def test_an_object_that_was_not_changed_loads_nothing() -> None:
     assert owner.calls == 0
 
 
-def test_an_object_that_refuses_every_state_may_have_taken_it() -> None:
+def test_an_object_whose_load_fails_after_a_change_is_restored() -> None:
     owner = Plain([1, 2], refuses=True)
     bring_back = keep_object(owner)
     owner.state[:] = [7]
@@ -116,7 +116,7 @@ def test_an_object_that_refuses_every_state_may_have_taken_it() -> None:
     assert owner.state == [1, 2]
 
 
-def test_an_object_without_a_state_gets_its_attributes_back() -> None:
+def test_attributes_of_an_object_without_a_state_are_restored() -> None:
     owner = Plain(None)
     bring_back = keep_object(owner)
     owner.state = [3]
@@ -124,7 +124,7 @@ def test_an_object_without_a_state_gets_its_attributes_back() -> None:
     assert owner.state is None
 
 
-def test_a_scaler_is_brought_back() -> None:
+def test_a_scaler_is_restored() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.ones(1))
     before = {name: str(value) for name, value in vars(scaler).items()}
@@ -136,7 +136,7 @@ def test_a_scaler_is_brought_back() -> None:
     assert {name: str(value) for name, value in vars(scaler).items()} == before
 
 
-def test_weights_are_brought_back_to_their_places() -> None:
+def test_weights_are_restored_in_place() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     weight = model[0].weight

@@ -206,7 +206,7 @@ def test_every_fault_leaves_the_old_or_the_new_one_in_a_folder_that_must_stay(
 @pytest.mark.parametrize(
     "name", ["run[1]", "a*b?", "-x", "with space", "new\nline", "ünï", "x" * 180, ".dot"]
 )
-def test_odd_names(tmp_path: Path, name: str) -> None:
+def test_unusual_names_of_checkpoints(tmp_path: Path, name: str) -> None:
     target = tmp_path / name
     save(target, "old")
     save(target, "new")
@@ -229,7 +229,7 @@ def test_long_names_can_be_saved_to_again_and_again(
     assert os.listdir(tmp_path) == [name]
 
 
-def test_a_long_name_comes_back_after_a_crash(tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_long_name_is_recovered_after_a_crash(tmp_path: Path) -> None:
     target = tmp_path / ("x" * 240)
     save(target, "old")
     os.rename(target, temporary.claim(target.name, tmp_path, temporary.OLD))
@@ -240,7 +240,9 @@ def test_a_long_name_comes_back_after_a_crash(tmp_path: Path) -> None:
     assert content(target) == "old"
 
 
-def test_there_is_a_whole_checkpoint_at_every_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_complete_checkpoint_exists_at_every_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, seen = tmp_path / "checkpoint", []
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -260,7 +262,7 @@ def test_there_is_a_whole_checkpoint_at_every_moment(tmp_path: Path, monkeypatch
     assert len(seen) == 3
 
 
-def test_what_is_aside_after_a_swap_is_removed_and_not_brought_back(
+def test_folders_left_aside_by_a_swap_are_removed_and_not_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = tmp_path / "checkpoint"
@@ -283,7 +285,7 @@ def test_what_is_aside_after_a_swap_is_removed_and_not_brought_back(
 
 
 @pytest.mark.parametrize("swaps", [True, False])
-def test_one_that_comes_back_has_another_stamp(
+def test_a_recovered_checkpoint_has_another_stamp(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
     if not swaps:
@@ -553,7 +555,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("name", ["../outside/weights.distcp", "/outside/weights.distcp"])
-def test_a_hostile_manifest_moves_nothing_of_the_user(tmp_path: Path, name: str) -> None:
+def test_a_hostile_manifest_moves_no_file_outside_the_checkpoint(tmp_path: Path, name: str) -> None:
     mine, target = outside(tmp_path), tmp_path / "checkpoint"
     save(target, "old")
     name = name.replace("/outside", str(mine)) if name.startswith("/") else name
@@ -570,7 +572,7 @@ def test_a_hostile_manifest_moves_nothing_of_the_user(tmp_path: Path, name: str)
 
 @pytest.mark.usefixtures("in_place")
 @pytest.mark.parametrize("has_manifest", [True, False])
-def test_a_link_out_of_a_checkpoint_moves_nothing_of_the_user(tmp_path: Path, has_manifest: bool) -> None:
+def test_a_link_out_of_a_checkpoint_moves_no_file_outside_it(tmp_path: Path, has_manifest: bool) -> None:
     mine, target = outside(tmp_path), tmp_path / "checkpoint"
     target.mkdir()
     (target / "pytorch_model_fsdp_0").symlink_to(mine)

@@ -58,7 +58,7 @@ def test_a_complete_checkpoint_is_readable_and_has_no_faults(tmp_path: Path) -> 
     assert Candidate(make(tmp_path / "two", 3), Consensus(), ALONE).resized
 
 
-def test_all_faults_are_said_once(tmp_path: Path) -> None:
+def test_all_faults_are_reported_once(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1", b="2", c="3")
     (folder / "a").unlink()
     (folder / "b").write_text("x")
@@ -100,7 +100,7 @@ def test_a_folder_of_checkpoints_is_refused_as_a_checkpoint(tmp_path: Path) -> N
     assert agree(Candidate(tmp_path / "nothing", Consensus(), ALONE)) == loading.NO_FOLDER
 
 
-def test_the_newest_comes_first_with_what_is_wrong_with_it(tmp_path: Path) -> None:
+def test_candidates_are_ordered_from_the_newest_and_incomplete_ones_are_not_readable(tmp_path: Path) -> None:
     for number in (1, 2, 10):
         make(tmp_path / retention.name_of(number), a="1")
     (tmp_path / "checkpoint_10" / "a").unlink()
@@ -110,7 +110,7 @@ def test_the_newest_comes_first_with_what_is_wrong_with_it(tmp_path: Path) -> No
 
 
 @pytest.mark.usefixtures("states")
-def test_a_rank_that_cannot_look_has_none(
+def test_a_rank_that_cannot_list_the_folder_has_no_candidates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(parent: Path) -> list[Any]:
@@ -165,7 +165,9 @@ def test_a_folder_without_a_manifest_is_announced(tmp_path: Path, caplog: pytest
 
 
 @pytest.mark.usefixtures("states")
-def test_states_that_nobody_takes_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_states_without_an_object_give_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     Accelerator(cpu=True)
     names = ("model.safetensors", "custom_checkpoint_1.pkl", "random_states_4.pkl", "mine.bin")
     load = Load(tmp_path, names=names)
@@ -186,7 +188,9 @@ def test_states_that_nobody_takes_are_named(tmp_path: Path, caplog: pytest.LogCa
         (None, [], CheckpointError, "none was saved under automatic naming"),
     ],
 )
-def test_nothing_to_load_says_why(folder: Any, faults: list[str], kind: type[Exception], text: str) -> None:
+def test_without_a_checkpoint_the_error_gives_the_reason(
+    folder: Any, faults: list[str], kind: type[Exception], text: str
+) -> None:
     error = nothing_to_load(folder, faults)
     assert isinstance(error, kind)
     assert isinstance(error, FileNotFoundError) == (folder is None and not faults or "missing" in text)
@@ -226,7 +230,7 @@ def replace(folder: Path, **names: str) -> None:
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_one_that_is_replaced_while_it_is_read_is_read_again(
+def test_a_checkpoint_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
     monkeypatch.setattr(loading.folder, "_holds_mount", lambda path: inside)
@@ -242,7 +246,7 @@ def test_one_that_is_replaced_while_it_is_read_is_read_again(
     assert said == [f"{loading.REPLACED}: load it when no other run saves to this name", ""]
 
 
-def test_one_that_is_replaced_at_every_try_is_an_error(tmp_path: Path) -> None:
+def test_a_checkpoint_replaced_at_every_attempt_is_an_error(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="0")
     opened = loading.open_checkpoint(folder, Consensus(), ALONE, 1.0)
     found, said = read_all(opened, lambda number, source: replace(folder, a=str(number + 1)))
@@ -251,7 +255,7 @@ def test_one_that_is_replaced_at_every_try_is_an_error(tmp_path: Path) -> None:
     assert loading.REPLACED in said[-1]
 
 
-def test_what_other_software_wrote_is_read_again_when_a_save_replaces_it(tmp_path: Path) -> None:
+def test_a_checkpoint_of_other_software_is_read_again_when_a_save_replaces_it(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     folder.mkdir()
     (folder / "model.safetensors").write_text("old")
@@ -263,7 +267,7 @@ def test_what_other_software_wrote_is_read_again_when_a_save_replaces_it(tmp_pat
     assert read_all(loading.open_checkpoint(folder, Consensus(), ALONE, 1.0), act)[0] == ["new"]
 
 
-def test_a_numbered_one_that_is_deleted_meanwhile_gives_way_to_a_newer_one(tmp_path: Path) -> None:
+def test_a_checkpoint_deleted_while_it_is_read_is_replaced_by_a_newer_one(tmp_path: Path) -> None:
     make(tmp_path / "checkpoint_1", a="1")
 
     def act(number: int, source: Candidate) -> None:
@@ -274,7 +278,7 @@ def test_a_numbered_one_that_is_deleted_meanwhile_gives_way_to_a_newer_one(tmp_p
     assert read_all(loading.open_newest(tmp_path, Consensus(), ALONE, 1.0), act)[0] == ["2"]
 
 
-def test_a_numbered_one_that_is_deleted_before_it_is_opened_gives_way_to_a_newer_one(
+def test_a_checkpoint_deleted_before_it_is_opened_is_replaced_by_a_newer_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path / "checkpoint_1", a="1")
@@ -317,7 +321,7 @@ def test_ranks_that_find_different_saves_read_again_and_then_name_each_other(tmp
     assert again == ""  # copies on two machines
 
 
-def test_what_one_rank_sees_replaced_is_read_again_on_all(tmp_path: Path) -> None:
+def test_a_checkpoint_that_one_rank_sees_replaced_is_read_again_on_all(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1")
     source = Candidate(folder, Pair({"replaced": True, "problems": ["a is missing"]}), ALONE, is_last=False)
     assert agree(source).startswith(loading.REPLACED)
@@ -338,14 +342,16 @@ def source(step: Any = 3, run: Any = None) -> Any:
     return SimpleNamespace(manifest=SimpleNamespace(step=step, run={} if run is None else run))
 
 
-def test_what_the_manifest_says_is_taken(tmp_path: Path) -> None:
+def test_progress_is_read_from_the_manifest(tmp_path: Path) -> None:
     run = {"sync_gradients": False, "num_steps": 2, "updates": [4, 5], "gradient_order": [[1, 0], []]}
     assert read_progress(source(3, run), Load(tmp_path)) == Progress(3, False, [4, 5], [[1, 0], []])
     assert read_progress(source(), Load(tmp_path)) == Progress(3, True)
 
 
 @pytest.mark.parametrize(("content", "step"), [({"step": 4}, 4), ({"step": "4"}, None), ([1], None)])
-def test_other_software_may_say_the_step(tmp_path: Path, content: Any, step: int | None) -> None:
+def test_the_step_is_read_from_checkpoints_of_other_software(
+    tmp_path: Path, content: Any, step: int | None
+) -> None:
     torch.save(content, tmp_path / "random_states_0.pkl")
     other: Any = SimpleNamespace(manifest=None)
     assert read_progress(other, Load(tmp_path)) == Progress(step)

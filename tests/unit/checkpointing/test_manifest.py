@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_comes_back_as_it_was(folder: Path) -> None:
+def test_a_written_manifest_is_read_unchanged(folder: Path) -> None:
     read = manifest.read(folder)
     assert (read.world_size, read.step, read.epoch, read.iteration, read.run) == (
         3,

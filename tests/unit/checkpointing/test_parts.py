@@ -49,7 +49,7 @@ def write(part: Part, folder: Path) -> list[str]:
     return [payload.name for payload in payloads]
 
 
-def test_a_state_comes_back(tmp_path: Path) -> None:
+def test_a_custom_state_is_saved_and_loaded(tmp_path: Path) -> None:
     assert write(custom_part(2, Holder({"value": [1, Counter("aab")]})), tmp_path) == [
         "custom_checkpoint_2.pkl"
     ]
@@ -69,7 +69,7 @@ def test_a_state_that_does_not_fit_is_named_with_its_file(tmp_path: Path, state:
 
 
 @pytest.mark.usefixtures("states")
-def test_what_could_not_be_read_again_is_said_when_it_is_saved(
+def test_a_state_that_needs_weights_only_false_gives_a_warning_when_saved(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Accelerator(cpu=True)
@@ -95,14 +95,14 @@ def test_names_count_from_the_first_one_without_a_number() -> None:
 
 
 @pytest.mark.parametrize(("safe", "name"), [(True, "model_1.safetensors"), (False, "pytorch_model_1.bin")])
-def test_a_model_comes_back_from_either_format(tmp_path: Path, safe: bool, name: str) -> None:
+def test_a_model_is_loaded_from_either_format(tmp_path: Path, safe: bool, name: str) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     assert write(ModelPart(1, model.state_dict(), safe=safe), tmp_path) == [name]
     ModelPart(1, model=other).read(Load(tmp_path))()
     assert torch.equal(model.weight, other.weight)
 
 
-def test_a_model_is_only_saved_or_only_loaded_where_that_is_meant(tmp_path: Path) -> None:
+def test_a_model_part_without_a_state_or_model_does_nothing(tmp_path: Path) -> None:
     assert ModelPart(0).collect() == []
     assert ModelPart(0).read(Load(tmp_path)) is nothing
 
@@ -140,7 +140,7 @@ def test_strict_false_loads_what_fits(tmp_path: Path) -> None:
     assert bool((model.weight == 1).all())
 
 
-def test_generators_come_back_and_others_are_refused(tmp_path: Path) -> None:
+def test_generators_are_restored_and_invalid_states_are_refused(tmp_path: Path) -> None:
     assert write(GeneratorsPart(3, step=7), tmp_path) == ["random_states_3.pkl"]
     drawn = torch.rand(2)
     assert Load(tmp_path).read("random_states_3.pkl")["step"] == 7

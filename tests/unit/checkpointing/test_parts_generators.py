@@ -29,7 +29,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(1).item()
 
 
-def test_what_is_captured_is_drawn_again() -> None:
+def test_restored_generators_repeat_their_numbers() -> None:
     states = capture_generators()
     assert set(states) == {"random_state", "numpy_random_seed", "torch_manual_seed"}
     drawn = draw()
@@ -68,7 +68,7 @@ def test_each_rank_gets_states_of_its_own_that_follow_from_those_of_rank_0() -> 
     assert draw() != drawn[0]
 
 
-def test_of_a_list_for_each_device_the_first_is_taken_where_there_are_fewer(
+def test_the_state_of_this_device_or_the_first_is_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)

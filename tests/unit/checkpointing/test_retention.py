@@ -25,7 +25,7 @@ def numbers(parent: Path) -> list[int]:
     return [each.number for each in retention.survey(parent)]
 
 
-def test_the_newest_comes_first_by_number_and_not_by_text(tmp_path: Path) -> None:
+def test_checkpoints_are_ordered_by_number_from_the_newest(tmp_path: Path) -> None:
     make(tmp_path, 2, 10, 9)
     (tmp_path / "checkpoint_old").mkdir()
     (tmp_path / "checkpoint_11").write_text("a file")
@@ -36,7 +36,7 @@ def test_a_folder_that_is_not_there_holds_none(tmp_path: Path) -> None:
     assert retention.survey(tmp_path / "nothing") == []
 
 
-def test_incomplete_ones_say_why(tmp_path: Path) -> None:
+def test_incomplete_checkpoints_have_a_fault(tmp_path: Path) -> None:
     make(tmp_path, 1)
     make(tmp_path, 2, complete=False)
     newest, older = retention.survey(tmp_path)
@@ -59,7 +59,7 @@ def test_the_newest_complete_one_always_stays(tmp_path: Path) -> None:
     assert numbers(tmp_path) == [4, 2]
 
 
-def test_numbers_that_other_processes_write_are_taken(tmp_path: Path) -> None:
+def test_numbers_of_checkpoints_being_written_are_taken(tmp_path: Path) -> None:
     make(tmp_path, 1)
     (tmp_path / ".checkpoint_4.saving-elsewhere-1-0x0").mkdir()
     (tmp_path / ".checkpoint_5.saving-elsewhere-1-0x0").mkdir()

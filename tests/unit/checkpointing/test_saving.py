@@ -40,7 +40,7 @@ def save(target: Path, text: str = "x", **choices: Any) -> Path:
     return saving.write(site, [Payload("a.bin", text, put), Payload("deep/b.bin", text, put)])
 
 
-def test_it_appears_when_all_is_written(tmp_path: Path) -> None:
+def test_a_checkpoint_exists_after_all_files_are_written(tmp_path: Path) -> None:
     target = tmp_path / "new" / "one"
     site = open_site(request(target, step=3, epoch=2, iteration=5, run={"num_steps": 4}), Consensus())
     assert not target.exists()
@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_written_leaves_what_there_was(
     assert os.listdir(tmp_path) == ["one"]
 
 
-def test_one_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
+def test_an_abandoned_save_leaves_no_files(tmp_path: Path) -> None:
     site = open_site(request(tmp_path / "one"), Consensus())
     abandon(site, KeyError("hook"))
     assert os.listdir(tmp_path) == []
@@ -111,7 +111,7 @@ def test_a_folder_that_ranks_do_not_agree_on_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("states")
-def test_older_ones_go_only_behind_the_new_one(
+def test_old_checkpoints_are_removed_after_the_new_one_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     Accelerator(cpu=True)

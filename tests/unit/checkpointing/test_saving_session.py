@@ -17,12 +17,12 @@ pytestmark = pytest.mark.usefixtures("states")
 
 
 @pytest.mark.parametrize(("value", "seconds"), [(None, 60.0), ("7", 7.0), ("0", 1800.0)])
-def test_ranks_have_as_long_to_come_together_as_they_may_wait(value: str | None, seconds: float) -> None:
+def test_the_timeout_of_consensus_is_the_hang_timeout(value: str | None, seconds: float) -> None:
     with environ.patch_environment(**({} if value is None else {"accelerate_hang_timeout": value})):
         assert Accelerator(cpu=True)._runtime.checkpoints.patience == seconds
 
 
-def test_numbers_that_are_taken_are_passed_over(tmp_path: object) -> None:
+def test_taken_numbers_are_skipped(tmp_path: object) -> None:
     project = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     assert accelerator.save_state().name == "checkpoint_0"
@@ -52,7 +52,7 @@ def test_a_failure_in_the_background_surfaces_once(tmp_path: object, monkeypatch
     accelerator.wait_for_checkpoint()
 
 
-def test_a_job_runs_while_the_caller_goes_on() -> None:
+def test_a_background_job_does_not_block_the_caller() -> None:
     background, go, done = Background(), threading.Event(), []
     background.wait()
     background.start(lambda: done.append(go.wait(5)))

@@ -56,7 +56,7 @@ def test_the_metadata_names_no_folder(tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in (tmp_path / shard_index.NAME).read_bytes()
 
 
-def test_a_state_without_a_key_of_its_own_is_taken_as_if(tmp_path: Path) -> None:
+def test_a_state_without_a_key_is_read_under_its_name(tmp_path: Path) -> None:
     flat = [("a.weight",), [(2,), "float32", (0,), (2,)], ["f", 0, 99]]
     shard_files.finish(tmp_path, [[flat]])
     assert set(shard_index.read(tmp_path, "model").paths) == {WEIGHT}

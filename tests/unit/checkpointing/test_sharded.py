@@ -64,7 +64,7 @@ def test_folders_are_those_of_the_interface() -> None:
     assert (folder_of(MODEL, 0), folder_of(OPTIMIZER, 1)) == ("pytorch_model_fsdp_0", "optimizer_1")
 
 
-def test_a_model_comes_back_with_buffers_and_extra_state(tmp_path: Path) -> None:
+def test_a_sharded_model_is_loaded_with_buffers_and_extra_state(tmp_path: Path) -> None:
     model = Tied(2.0)
     model.note = "old"
     model.count += 5  # type: ignore[operator]
@@ -92,7 +92,7 @@ class Scaled(nn.Linear):
         self.scale = state
 
 
-def test_an_extra_state_that_is_a_tensor_comes_back(tmp_path: Path) -> None:
+def test_an_extra_state_that_is_a_tensor_is_loaded(tmp_path: Path) -> None:
     model, other = Scaled(2, 2), Scaled(2, 2)
     model.scale, other.scale = torch.ones(3), torch.zeros(5)
     options = save(tmp_path, ModuleShards(model))
@@ -160,7 +160,7 @@ def owner_of(optimizer: Any, names: Any = (("weight",), ("bias",))) -> Optimizer
     return OptimizerShards(optimizer, [list(names)])
 
 
-def test_an_optimizer_comes_back_whatever_the_order_of_its_parameters(tmp_path: Path) -> None:
+def test_an_optimizer_is_loaded_in_any_order_of_its_parameters(tmp_path: Path) -> None:
     model, optimizer = stepped(lr=0.5)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

@@ -43,7 +43,7 @@ def test_several_files_hold_everything_once(tmp_path: Path, safe: bool, stem: st
     assert len(read) == len(STATE)
 
 
-def test_files_of_an_earlier_call_go_and_others_stay(tmp_path: Path) -> None:
+def test_files_of_an_earlier_save_are_removed_and_others_stay(tmp_path: Path) -> None:
     (tmp_path / "model-card.safetensors").write_text("mine")
     save_sharded(STATE, tmp_path, 1100)
     save_sharded(STATE, tmp_path)

@@ -47,7 +47,7 @@ def parts() -> tuple[Any, ...]:
     return model, optimizer, schedule, loader
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_all_objects_are_saved_and_loaded(tmp_path: Path) -> None:
     model, optimizer, schedule, loader = parts()
     schedule.step()
     states = [model.state_dict()]
@@ -79,7 +79,7 @@ def test_nothing_is_changed_when_a_file_is_missing(tmp_path: Path) -> None:
     assert not model.weight.any()
 
 
-def test_an_object_of_ones_own(tmp_path: Path) -> None:
+def test_a_custom_object_is_saved_and_loaded(tmp_path: Path) -> None:
     Accelerator(cpu=True)
     save_custom_state(Counter(5), tmp_path, 3)
     assert os.listdir(tmp_path) == ["custom_checkpoint_3.pkl"]

@@ -19,7 +19,7 @@ def abandoned(parent: Path, kind: str, pid: int, birth: str = "1", host: str = s
     return path
 
 
-def test_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
+def test_temporary_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
     dead = abandoned(tmp_path, SAVING, 2**22 - 1)
     doomed = abandoned(tmp_path, DOOMED, 2**22 - 1)
     successor = abandoned(tmp_path, SAVING, os.getppid())  # another process of that number
@@ -32,7 +32,7 @@ def test_what_dead_processes_left_is_swept(tmp_path: Path) -> None:
     assert old.exists()
 
 
-def test_what_this_process_needs_stays_until_it_says_so(tmp_path: Path) -> None:
+def test_a_claimed_folder_stays_until_it_is_released(tmp_path: Path) -> None:
     path = claim("checkpoint", tmp_path, SAVING)
     path.mkdir()
     sweep(tmp_path)
@@ -42,7 +42,7 @@ def test_what_this_process_needs_stays_until_it_says_so(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_those_of_other_machines_stay_while_they_are_written_to(tmp_path: Path) -> None:
+def test_temporary_folders_of_other_machines_stay_while_written(tmp_path: Path) -> None:
     foreign = abandoned(tmp_path, SAVING, 7, host="other-host")
     sweep(tmp_path)
     os.utime(foreign, (0, 0))
@@ -56,14 +56,14 @@ def test_those_of_other_machines_stay_while_they_are_written_to(tmp_path: Path) 
 @pytest.mark.parametrize(
     "name", [".mine.saving-box", ".x.saving-host-1", ".saving-host-1-0x0", "x.old-host-1-0x0"]
 )
-def test_folders_of_the_user_are_none_of_ours(tmp_path: Path, name: str) -> None:
+def test_folders_of_the_user_are_not_temporary(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     assert find(tmp_path, SAVING, OLD, DOOMED) == []
     sweep(tmp_path)
     assert os.listdir(tmp_path) == [name]
 
 
-def test_a_name_tells_what_it_was(tmp_path: Path) -> None:
+def test_the_name_of_a_temporary_folder_is_parsed(tmp_path: Path) -> None:
     path = claim("check.point-1", tmp_path, OLD)
     path.mkdir()
     (found,) = find(tmp_path, OLD)
@@ -81,7 +81,7 @@ def test_a_link_is_removed_and_what_it_leads_to_stays(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_process_that_ended_counts_as_dead_before_its_parent_asks_for_its_code(tmp_path: Path) -> None:
+def test_a_zombie_process_counts_as_ended(tmp_path: Path) -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -107,14 +107,14 @@ def test_names_of_any_length_fit(tmp_path: Path, letter: str) -> None:
         assert abs(found.since - time.time()) < 60
 
 
-def test_a_link_with_a_hidden_name_is_none_of_ours(tmp_path: Path) -> None:
+def test_a_link_with_a_hidden_name_is_not_temporary(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / ".x.old-elsewhere-1-0x0").symlink_to("mine")
     (tmp_path / ".x.saving-elsewhere-1-0x0").symlink_to("mine")
     assert find(tmp_path, OLD, SAVING) == []
 
 
-def test_one_of_another_machine_is_in_use_while_it_is_written_to(tmp_path: Path) -> None:
+def test_a_temporary_folder_of_another_machine_is_in_use_while_written(tmp_path: Path) -> None:
     foreign = abandoned(tmp_path, SAVING, 7, host="other-host")
     assert find(tmp_path, SAVING)[0].is_in_use
     for path in (foreign, foreign / "part"):
@@ -124,7 +124,7 @@ def test_one_of_another_machine_is_in_use_while_it_is_written_to(tmp_path: Path)
     assert found.is_needed
 
 
-def test_without_proc_another_process_of_the_same_number_needs_nothing(
+def test_without_proc_a_reused_pid_is_recognised_by_its_start_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(temporary, "_facts_of", lambda pid: [])
