@@ -127,7 +127,9 @@ def test_differences_of_long_names_get_a_line_of_their_own(
     ]
 
 
-def test_verify_says_what_it_has_found(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_prints_the_number_of_complete_checkpoints(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run("verify", project)
     assert capsys.readouterr().out.splitlines()[-1] == "3 of 3 are complete and undamaged."
     run("verify", project / "checkpoints/checkpoint_1")
@@ -163,7 +165,9 @@ def test_verify_reads_every_byte(project: Path, capsys: pytest.CaptureFixture[st
     assert "does not fit its checksum" in capsys.readouterr().out
 
 
-def test_diff_says_what_and_how_much(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_prints_names_and_sizes_of_differences(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parent = project / "checkpoints"
     run("diff", parent / "checkpoint_1", parent / "checkpoint_2")
     assert capsys.readouterr().out == "0 of 4 entries differ.\n"
@@ -257,7 +261,7 @@ def test_a_hostile_manifest_is_one_clear_error(
     assert sorted(path.name for path in newest.parent.iterdir()) == ["checkpoint_10", "checkpoint_2", "mine"]
 
 
-def test_what_a_manifest_says_is_no_markup(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_values_of_a_manifest_are_not_markup(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rewrite(project / "checkpoints/checkpoint_10", created="[/red]")
     run("list", project)
     assert "[/red]" in capsys.readouterr().out

@@ -232,7 +232,7 @@ def test_errors_are_found_where_the_lowest_version_of_huggingface_hub_has_them(
         read_tensors("not a name", None, False)
 
 
-def test_files_that_say_nothing_are_refused(tmp_path: Path) -> None:
+def test_files_without_tensors_or_configuration_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="neither safetensors files nor config.json"):
         read_tensors(str(tmp_path), None, False)
     (tmp_path / "model.bin").write_bytes(b"x")
@@ -329,7 +329,7 @@ def test_a_table_of_plain_characters() -> None:
     assert all(line.isascii() for line in lines)
 
 
-def test_nothing_heavy_is_loaded_for_the_parser() -> None:
+def test_the_parser_imports_no_heavy_package() -> None:
     heavy = "{'torch', 'rich', 'transformers', 'huggingface_hub.hf_api'}"
     program = f"import sys, accelerate.commands.estimate; print(sorted(set(sys.modules) & {heavy}))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

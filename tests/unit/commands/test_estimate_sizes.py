@@ -81,7 +81,9 @@ def test_the_optimizers_are_those_of_torch(name: str, make: object) -> None:
         ("bfloat16", "shard_grad_op", 4, (1 + 2, 1, 2)),
     ],
 )
-def test_training_by_hand(dtype: str, sharding: str, processes: int, wanted: tuple[float, ...]) -> None:
+def test_training_bytes_match_the_calculation(
+    dtype: str, sharding: str, processes: int, wanted: tuple[float, ...]
+) -> None:
     model = [Weight("a.weight", (16, 16), "F32"), Weight("b.weight", (16, 16), "F32")]
     found = training_bytes(model, dtype, "adamw", sharding, processes)
     assert found is not None
@@ -103,7 +105,7 @@ def test_formats_for_inference_are_not_trained_in() -> None:
     assert set(estimate_training_usage(400, "int8").values()) == {-1}
 
 
-def test_usage_from_the_size_alone() -> None:
+def test_training_usage_is_estimated_from_the_model_size() -> None:
     wanted = {"model": 400, "gradients": 400, "optimizer": 800, "step": 1600}
     assert estimate_training_usage(400, "float32") == wanted
     assert estimate_training_usage(400, "float16")["model"] == 600

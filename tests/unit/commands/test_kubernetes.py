@@ -295,7 +295,7 @@ def test_names_are_names_of_services(capsys: pytest.CaptureFixture[str], script:
     assert yaml.safe_load(capsys.readouterr().out)["metadata"]["name"] == name
 
 
-def test_kubernetes_replaces_nothing_in_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_are_escaped_for_kubernetes(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["$(HOME)", "$$", "ä", "a: b"]
     launch_command(launch_command_parser().parse_args(["--manifest", "job", "--cpu", "train.py", *words]))
     command = container_of(capsys.readouterr().out)["command"]

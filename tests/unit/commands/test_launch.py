@@ -53,7 +53,7 @@ def test_kinds_of_targets() -> None:
 @pytest.mark.parametrize(
     "words", [("--num_processes", "2"), ("--num-processes", "2"), ("--num-processes=2",)]
 )
-def test_both_spellings_count(words: tuple[str, ...]) -> None:
+def test_flags_are_accepted_with_dashes_and_underscores(words: tuple[str, ...]) -> None:
     plan, _ = make_plan(parse("--cpu", *words, "train.py"))
     assert plan.processes == 2
 
@@ -85,7 +85,9 @@ def test_a_parsed_namespace_can_be_launched_as_a_function(script: Path) -> None:
     assert caught.value.code == 3
 
 
-def test_what_was_assumed_is_said_once_unless_quiet(script: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_assumed_values_are_printed_once_unless_quiet(
+    script: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     launch_command(parse("--cpu", str(script), "0"))
     out, err = capfd.readouterr()
     assert out == ""
@@ -147,7 +149,7 @@ def test_a_wrong_variable_is_named() -> None:
         make_plan(parse("--cpu", "train.py"))
 
 
-def test_help_fits_a_narrow_terminal_and_leaves_out_other_ways(
+def test_help_fits_a_narrow_terminal_and_omits_other_training_methods(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def help_of(*words: str) -> str:
@@ -207,7 +209,7 @@ def test_a_flag_for_devices_without_effect_is_named() -> None:
     assert settings.notes == ("--gpu_ids has no effect on the CPU",)
 
 
-def test_one_process_of_a_run_of_several_is_said() -> None:
+def test_one_process_of_a_larger_world_size_is_noted() -> None:
     with patch_environment(RANK="1", WORLD_SIZE="2"):
         (note,) = make_plan(parse("--cpu", "x.py"))[0].notes
     assert "assumed 1 process on CPU (rank 1 of WORLD_SIZE=2), mixed" in note

@@ -24,7 +24,7 @@ def test_what_a_command_prints_is_returned() -> None:
     assert run_command(BOTH) is None
 
 
-def test_a_failure_says_what_was_printed() -> None:
+def test_a_failed_command_raises_an_error_with_its_output() -> None:
     with pytest.raises(SubprocessCallException, match=r"exit code 3. It printed:\s+failed"):
         run_command(FAILS)
     with pytest.raises(RuntimeError, match=r"failed with returncode 3. Its errors:\s+failed"):
@@ -40,7 +40,7 @@ def test_lines_are_shown_and_returned(capsys: pytest.CaptureFixture[str]) -> Non
     assert "stderr: err" in shown.err
 
 
-def test_nothing_is_shown_when_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_commands_print_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     execute_subprocess_async(BOTH, quiet=True, echo=False)
     assert capsys.readouterr() == ("", "")
 

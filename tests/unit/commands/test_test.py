@@ -156,7 +156,7 @@ def run_command(folder: Path, config: str, path: Path) -> subprocess.CompletedPr
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, 2])
-def test_it_is_the_same_run_here(tmp_path: Path, processes: int) -> None:
+def test_a_resumed_run_matches_on_this_machine(tmp_path: Path, processes: int) -> None:
     config = f"num_processes: {processes}\nmain_process_port: 0\n"
     done = run_command(tmp_path, config, tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -63,13 +63,13 @@ def test_the_file_itself_is_replaced_only_when_asked(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("strategy", "kept"), ARGUMENT_VALUE_MAPPING["fsdp_sharding_strategy"].items())
-def test_strategies_become_yes_or_no(strategy: str, kept: bool) -> None:
+def test_sharding_strategies_become_reshard_after_forward(strategy: str, kept: bool) -> None:
     for key in ARGUMENT_VALUE_MAPPING:
         new = convert_config_to_fsdp2({"fsdp_config": {key: strategy}})
         assert new["fsdp_config"]["fsdp_reshard_after_forward"] is kept
 
 
-def test_every_key_of_the_section_has_its_fate() -> None:
+def test_every_key_of_the_section_has_a_conversion() -> None:
     assert set(ARGUMENT_KEY_MAPPING) == {row.key for row in FsdpSection.options()}
     assert {value for value in ARGUMENT_KEY_MAPPING.values() if isinstance(value, ConversionStatus)} == set(
         ConversionStatus

@@ -77,7 +77,7 @@ def end(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_ends_the_program_and_is_said(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_signal_ends_the_program_and_is_reported(tmp_path: Path, number: signal.Signals) -> None:
     code, err = end(tmp_path, SLEEP, number, 1, grace=10)
     assert code == 128 + number
     assert f"{number.name} received, ending the processes; what still runs after 10 s is killed." in err
@@ -96,7 +96,7 @@ def test_what_a_program_leaves_behind_is_killed(tmp_path: Path) -> None:
     assert "SIGTERM ended all processes, 1 of which had outlived the first." in err
 
 
-def test_a_program_may_end_in_its_own_way(tmp_path: Path) -> None:
+def test_a_program_with_a_signal_handler_keeps_its_exit_code(tmp_path: Path) -> None:
     code, err = end(
         tmp_path, "signal.signal(15, lambda *_: sys.exit(4))\n" + SLEEP, signal.SIGTERM, 1, grace=10
     )
@@ -111,7 +111,7 @@ def test_another_signal_can_be_sent_in_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_a_request_is_passed_on_and_ends_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_request_is_forwarded_and_does_not_end_the_program(tmp_path: Path, number: signal.Signals) -> None:
     """The program goes on for longer than the grace after a signal that asks it to end."""
     heard = f"signal.signal({int(number)}, lambda *_: (time.sleep(1.5), sys.exit(3)))\n"
     code, said = end(tmp_path, heard + SLEEP, number, 1, grace=1)
@@ -129,7 +129,7 @@ def test_a_launcher_in_the_background_of_a_shell_ends_its_program_as_well(
     assert f"{number.name} ended all processes." in err
 
 
-def test_under_nohup_a_hangup_ends_nothing(tmp_path: Path) -> None:
+def test_under_nohup_sighup_does_not_end_the_run(tmp_path: Path) -> None:
     """The program reports what it has for SIGHUP, hangs its launcher up, and goes on to its end."""
     hangs_up = (
         "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, flush=True, file=sys.stderr)\n"
@@ -184,12 +184,12 @@ def start(folder: Path, script: str, number: int) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("number", REQUESTS)
-def test_a_script_that_never_asks_goes_on(tmp_path: Path, number: int) -> None:
+def test_a_script_that_never_reads_requests_runs_to_its_end(tmp_path: Path, number: int) -> None:
     assert start(tmp_path, "print('end')", number) == (0, "end\n")
 
 
 @pytest.mark.parametrize("number", REQUESTS)
-def test_a_request_that_came_first_is_seen_when_the_script_asks(tmp_path: Path, number: int) -> None:
+def test_a_request_before_the_first_read_is_seen(tmp_path: Path, number: int) -> None:
     asks = (
         "from accelerate.diagnostics import SignalNotes\n"
         "notes = SignalNotes()\nnotes.install()\n"
@@ -198,7 +198,7 @@ def test_a_request_that_came_first_is_seen_when_the_script_asks(tmp_path: Path, 
     assert start(tmp_path, asks, number) == (0, f"{signal.Signals(number).name}\n")
 
 
-def test_a_handler_of_the_script_gets_what_comes_later(tmp_path: Path) -> None:
+def test_a_handler_of_the_script_receives_later_signals(tmp_path: Path) -> None:
     own = (
         "import os, signal\nsignal.signal(signal.SIGUSR1, lambda *_: print('mine'))\n"
         "os.kill(os.getpid(), signal.SIGUSR1)\nprint(signal.pthread_sigmask(signal.SIG_BLOCK, []))\n"

@@ -35,7 +35,7 @@ def test_a_failure_names_its_machine_and_counts_from_rank_0() -> None:
     assert failure.host == socket.gethostname()
 
 
-def test_a_failure_survives_the_way_through_its_file(tmp_path: Path) -> None:
+def test_a_failure_is_written_and_read_unchanged(tmp_path: Path) -> None:
     failure = describe("no\nway", RANK="3", WORLD_SIZE="4", TORCHELASTIC_RESTART_COUNT="1")
     assert failure.headline == "ValueError: no way"
     assert (failure.rank, failure.world_size, failure.attempt) == (3, 4, 1)
@@ -47,7 +47,7 @@ def test_a_failure_survives_the_way_through_its_file(tmp_path: Path) -> None:
     assert outcome.seen == Exits({})
 
 
-def test_only_the_last_attempt_counts_and_the_earliest_comes_first(tmp_path: Path) -> None:
+def test_failures_of_the_last_attempt_are_ordered_by_time(tmp_path: Path) -> None:
     late = replace(describe("late", RANK="0", TORCHELASTIC_RESTART_COUNT="2"), moment=9.0)
     early = replace(describe("early", RANK="1", TORCHELASTIC_RESTART_COUNT="2"), moment=5.0)
     before = describe("before", RANK="2", TORCHELASTIC_RESTART_COUNT="1")
@@ -56,11 +56,11 @@ def test_only_the_last_attempt_counts_and_the_earliest_comes_first(tmp_path: Pat
     assert collect(tmp_path, 1).failures == (early, late)
 
 
-def test_a_folder_that_is_gone_is_no_second_failure(tmp_path: Path) -> None:
+def test_a_deleted_folder_of_failures_is_no_second_error(tmp_path: Path) -> None:
     assert not describe("x").write(tmp_path / "gone")
 
 
-def test_what_the_launcher_saw_survives_the_way_through_its_file(tmp_path: Path) -> None:
+def test_exits_are_written_and_read_unchanged(tmp_path: Path) -> None:
     seen = Exits({0: -15, 1: 7, 2: 0}, attempt=2, asked=(0,), asked_by=2, asked_at=1.5, killed=(0,))
     seen.write(tmp_path)
     outcome = collect(tmp_path, 7)
@@ -146,7 +146,7 @@ def test_a_rank_that_ended_silently_is_the_cause_of_lost_connections(consequence
         "RuntimeError: DataLoader worker (pid(s) 3592) exited unexpectedly",
     ],
 )
-def test_errors_of_the_script_that_only_sound_like_lost_ranks(headline: str) -> None:
+def test_errors_of_the_script_with_similar_messages_are_no_lost_connections(headline: str) -> None:
     own = replace(OWN, headline=headline, kind=(headline.partition(":")[0], "Exception"))
     first = find_first(Outcome(1, (CONSEQUENCES[0], own)))
     assert first is not None
@@ -165,7 +165,7 @@ def test_what_the_launcher_ended_is_never_the_cause() -> None:
     assert find_first(Outcome(130, (), Exits({0: -2}, asked=(0,), asked_by=2))) is None
 
 
-def test_an_error_that_follows_the_signal_of_the_launcher_comes_last() -> None:
+def test_an_error_after_the_signal_of_the_launcher_is_ordered_last() -> None:
     late = replace(OWN, moment=11.0)
     seen = Exits({0: 1, 1: 1}, asked=(1,), asked_at=10.0)
     assert [each.kind for each in find_suspects(Outcome(1, (CONSEQUENCES[0], late), seen))] == [
@@ -185,7 +185,7 @@ def test_a_rank_that_finished_is_the_cause_only_where_others_waited_for_it() -> 
     assert find_suspects(Outcome(3, (), Exits({0: 3, 1: 0})))[0].rank == 0
 
 
-def test_what_an_error_says_of_another_rank_comes_after_that_rank() -> None:
+def test_an_error_about_another_rank_is_ordered_after_that_rank() -> None:
     said = replace(
         OWN,
         rank=0,
@@ -203,11 +203,11 @@ def test_what_an_error_says_of_another_rank_comes_after_that_rank() -> None:
     ]
 
 
-def test_a_signal_is_more_telling_than_an_exit_code() -> None:
+def test_a_signal_is_preferred_to_an_exit_code_as_the_cause() -> None:
     assert [each.rank for each in find_suspects(Outcome(1, (), Exits({0: 1, 1: -11})))] == [1, 0]
 
 
-def test_the_rank_that_reads_for_all_comes_before_those_that_were_sent_its_error() -> None:
+def test_the_dispatching_rank_is_ordered_before_the_ranks_that_received_its_error() -> None:
     try:
         Sent.of(KeyError("sample 21")).raise_here()
     except KeyError as error:

@@ -52,7 +52,7 @@ def test_each_kind_of_hardware_has_its_own_variable_for_visible_devices() -> Non
         ({"megatron_lm_pp_degree": 2}, {}, None),
     ],
 )
-def test_kernels_of_megatron_come_in_one_queue(
+def test_megatron_sets_cuda_device_max_connections_where_needed(
     fields: dict[str, Any], present: dict[str, str], queues: str | None
 ) -> None:
     settings = merge_layers(Layer(FLAG, {"use_megatron_lm": True, **fields}))

@@ -107,7 +107,7 @@ def test_variables_take_precedence_over_a_file() -> None:
         {"JOB_COMPLETION_INDEX": "1"},
     ],
 )
-def test_variables_of_one_process_or_machine_say_nothing_of_machines(environ: dict[str, str]) -> None:
+def test_variables_of_one_process_or_machine_do_not_set_machines(environ: dict[str, str]) -> None:
     made = plan(environ, devices=2)
     assert (made.processes, made.machines, made.machine) == (2, 1, 0)
 

@@ -88,7 +88,7 @@ def test_torchrun_receives_the_layout_and_the_rendezvous() -> None:
     }
 
 
-def test_an_elastic_meeting_has_an_endpoint() -> None:
+def test_an_elastic_rendezvous_has_an_endpoint() -> None:
     rendezvous = RendezvousSection(rdzv_backend="c10d")
     words = torchrun_arguments(
         LaunchPlan("elastic", Target("script", "a.py"), 2, rendezvous=rendezvous, address="host", port=5)
@@ -97,7 +97,7 @@ def test_an_elastic_meeting_has_an_endpoint() -> None:
     assert "--master_addr" not in words
 
 
-def test_a_folder_goes_to_the_end_of_a_search_path() -> None:
+def test_a_folder_is_appended_to_a_search_path() -> None:
     with patch_environment(SAMPLE_PATH="/a:/b"):
         assert env_var_path_add("SAMPLE_PATH", "/c") == "/a:/b:/c"
     with patch_environment(SAMPLE_PATH="/a::/b:"):
@@ -117,7 +117,7 @@ def another_value(row: Option) -> Any:
 
 
 @pytest.mark.parametrize("row", WRITTEN, ids=lambda row: row.name)
-def test_words_for_another_machine_give_the_same_value_there(row: Option) -> None:
+def test_arguments_for_another_machine_parse_to_the_same_value(row: Option) -> None:
     settings = merge_layers(Layer(FLAG, {row.name: another_value(row)}))
     words = accelerate_command(settings, Target("module", "a.b", ("--c",)))
     assert words[: len(AGENT)] == list(AGENT)
@@ -126,7 +126,7 @@ def test_words_for_another_machine_give_the_same_value_there(row: Option) -> Non
     assert merge_layers(flags.layer(parsed)).values[row.name] == settings.values[row.name]
 
 
-def test_secrets_are_no_words() -> None:
+def test_secrets_are_not_passed_as_arguments() -> None:
     assert flags.words(merge_layers(Layer(FLAG, {"aws_secret_access_key": "hush"}))) == []
 
 
@@ -153,7 +153,7 @@ def test_scripts_and_modules_are_started_by_the_entry() -> None:
 @pytest.mark.parametrize(
     ("kind", "launcher"), [("program", "local"), ("script", "mpi"), ("script", "sagemaker")]
 )
-def test_what_cannot_be_recorded_is_left_alone(kind: str, launcher: str) -> None:
+def test_plans_of_other_launchers_are_not_recorded(kind: str, launcher: str) -> None:
     plan = make_plan(Target(kind, "x"), launcher)  # type: ignore[arg-type]
     assert record_failures(plan, Path("here")) is plan
 

@@ -38,7 +38,7 @@ def plan(here: Machine, *, layers: tuple[Layer, ...] = (), **flags: Any) -> Laun
     return resolve_plan(merge_layers(*layers, Layer(FLAG, flags)), here, TARGET)[0]
 
 
-def test_a_machine_without_devices_runs_one_process_and_says_so() -> None:
+def test_a_machine_without_devices_runs_one_process_with_a_note() -> None:
     made = plan(machine())
     assert (made.launcher, made.processes) == ("local", 1)
     assert made.notes == (
@@ -56,7 +56,7 @@ def test_further_settings_of_the_rendezvous_are_accepted() -> None:
     assert plan(machine(), num_processes=2, rdzv_conf=further).rendezvous.rdzv_conf == further
 
 
-def test_all_devices_are_used_when_nobody_says_how_many() -> None:
+def test_all_devices_are_used_by_default() -> None:
     made = plan(machine(4))
     assert (made.launcher, made.processes) == ("elastic", 4)
     assert "4 processes on GPU" in made.notes[0]
@@ -77,7 +77,7 @@ def test_flags_without_effect_are_named() -> None:
     assert plan(machine(4), layers=(stored,), num_processes=2).notes == ()
 
 
-def test_nothing_is_said_when_nothing_is_assumed() -> None:
+def test_without_assumed_values_there_are_no_notes() -> None:
     assert plan(machine(4), num_processes=2, mixed_precision="bf16").notes == ()
     assert plan(machine(4), num_processes=2).notes == ()
 
@@ -283,13 +283,13 @@ def test_contradicting_flags_are_refused_with_the_fix(flags: dict[str, Any], gpu
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_says_no_runs_one_process_unless_a_flag_asks_for_more() -> None:
+def test_a_file_with_distributed_type_no_runs_one_process_unless_a_flag_sets_more() -> None:
     layer = config_file.read_layer(SAMPLES / "single_gpu.yaml", "file")
     assert plan(machine(4), layers=(layer,)).processes == 1
     assert plan(machine(4), layers=(layer,), num_processes=2).processes == 2
 
 
-def test_a_value_of_a_file_is_blamed_on_the_file() -> None:
+def test_an_error_about_a_value_of_a_file_names_the_file() -> None:
     layer = Layer("/home/me/config.yaml", {"num_processes": 8})
     with pytest.raises(ConfigurationError, match="^/home/me/config.yaml: num_processes=8"):
         plan(machine(4), layers=(layer,))
@@ -316,7 +316,7 @@ def written(folder: Path, config: Any) -> str:
     return str(path)
 
 
-def test_what_goes_together_passes(tmp_path: Path) -> None:
+def test_consistent_settings_are_accepted(tmp_path: Path) -> None:
     check()
     check(zero_stage=3, offload_param_device="nvme", offload_param_nvme_path="/disk")
     check(CUDA, mixed_precision="fp16")
@@ -338,7 +338,7 @@ def test_flags_that_each_process_would_refuse(flags: dict[str, Any], said: str) 
         check(**flags)
 
 
-def test_all_that_is_wrong_in_a_file_is_said(tmp_path: Path) -> None:
+def test_all_problems_of_a_deepspeed_file_are_in_the_error(tmp_path: Path) -> None:
     config = {"zero_optimization": {"stage": 2, "offload_param": "cpu"}, "train_batch_size": "many"}
     with pytest.raises(ConfigurationError, match="offload_param is 'cpu'") as caught:
         check(deepspeed_config_file=written(tmp_path, config))
@@ -348,5 +348,5 @@ def test_all_that_is_wrong_in_a_file_is_said(tmp_path: Path) -> None:
         check(deepspeed_config_file=written(tmp_path, stage))
 
 
-def test_other_ways_of_training_are_not_looked_at() -> None:
+def test_without_deepspeed_its_file_is_not_read() -> None:
     check_engine(merge_layers(Layer(FLAG, {"deepspeed_config_file": "missing.json"})), Machine())

@@ -34,7 +34,7 @@ def test_every_value_is_shown_with_its_source() -> None:
     assert seen["FSDP_VERSION"] == ["1"]
 
 
-def test_ways_of_training_that_are_not_used_are_left_out() -> None:
+def test_unused_training_methods_are_omitted() -> None:
     text, _ = explained()
     assert "megatron_lm_tp_degree" not in text
     titles = [part.splitlines()[0] for part in text.split("\n\n")]
@@ -43,7 +43,7 @@ def test_ways_of_training_that_are_not_used_are_left_out() -> None:
     assert all(titles)
 
 
-def test_values_stand_below_each_other() -> None:
+def test_values_are_aligned_in_a_column() -> None:
     text, _ = explained()
     section = next(part for part in text.split("\n\n") if "\n  mixed_precision" in part)
     columns = {line.index(line.split()[1]) for line in section.splitlines()[1:] if line.startswith("  ")}

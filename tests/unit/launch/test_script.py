@@ -41,7 +41,7 @@ def script(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_script_cannot_tell_the_difference(script: Path, tmp_path: Path, elsewhere: bool) -> None:
+def test_a_script_runs_as_under_plain_python(script: Path, tmp_path: Path, elsewhere: bool) -> None:
     folder = tmp_path / "elsewhere" if elsewhere else tmp_path
     folder.mkdir(exist_ok=True)
     name = str(script) if elsewhere else script.name
@@ -50,7 +50,7 @@ def test_a_script_cannot_tell_the_difference(script: Path, tmp_path: Path, elsew
     assert ours.stdout == plain.stdout
 
 
-def test_a_module_cannot_tell_the_difference(script: Path, tmp_path: Path) -> None:
+def test_a_module_runs_as_under_plain_python(script: Path, tmp_path: Path) -> None:
     plain, ours = run(tmp_path, "-m", "witness", "x"), run(tmp_path, str(ENTRY), "-m", "witness", "x")
     assert plain.returncode == ours.returncode == 0
     keep = [line.split(" ", 2)[-1] for line in plain.stdout.splitlines()]

@@ -42,7 +42,7 @@ def test_files_shipped_by_other_projects_load_and_write_back(path: Path, tmp_pat
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
-def test_such_files_choose_the_way_of_training(path: Path) -> None:
+def test_the_distributed_type_of_a_file_selects_the_training_method(path: Path) -> None:
     settings = merge_layers(config_file.read_layer(path, "file"))
     kind = yaml.safe_load(path.read_text())["distributed_type"]
     assert settings.values["use_fsdp"] == (kind == "FSDP")
@@ -109,7 +109,7 @@ def test_all_problems_of_a_file_are_reported_at_once(tmp_path: Path) -> None:
         config_file.read_layer(path, "file")
 
 
-def test_empty_entries_say_nothing(tmp_path: Path) -> None:
+def test_empty_entries_are_ignored(tmp_path: Path) -> None:
     path = write(tmp_path, "num_processes:\nfsdp_config:\nmixed_precision: bf16\n")
     assert dict(config_file.read_layer(path, "file").values) == {"mixed_precision": "bf16"}
 
@@ -146,7 +146,7 @@ def test_a_default_file_is_found_and_a_missing_given_one_is_an_error(tmp_path: P
         config_file.find_config_file("nowhere.yaml")
 
 
-def test_words_become_members_and_groups_are_never_none() -> None:
+def test_text_becomes_enum_members_and_missing_groups_are_empty() -> None:
     config = ClusterConfig("LOCAL_MACHINE", "fsdp", "no", False, False)  # type: ignore[arg-type]
     assert config.compute_environment is ComputeEnvironment.LOCAL_MACHINE
     assert config.distributed_type is DistributedType.FSDP
@@ -155,7 +155,7 @@ def test_words_become_members_and_groups_are_never_none() -> None:
     assert config.to_dict()["distributed_type"] == "FSDP"
 
 
-def test_a_word_that_is_no_member_is_named() -> None:
+def test_a_value_that_is_no_enum_member_is_named() -> None:
     with pytest.raises(ConfigurationError, match="distributed_type='MANY'"):
         ClusterConfig("LOCAL_MACHINE", "MANY", "no", False, False)  # type: ignore[arg-type]
 

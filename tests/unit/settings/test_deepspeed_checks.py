@@ -27,7 +27,7 @@ def test_values_that_are_auto_are_no_problem():
     assert checks.problems_of_fields(fields) == []
 
 
-def test_a_configuration_comes_from_a_dictionary_a_file_or_base64(tmp_path):
+def test_a_configuration_is_a_dictionary_a_path_or_base64(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(ZERO))
     packed = base64.urlsafe_b64encode(json.dumps(ZERO).encode()).decode()

@@ -65,7 +65,7 @@ def test_an_empty_environment_gives_the_built_in_values(section: type[Section]) 
     assert [field.name for field in fields(decoded)] == [row.name for row in section.options()]  # type: ignore[arg-type]
 
 
-def test_a_section_that_is_not_active_writes_nothing() -> None:
+def test_a_section_that_is_not_active_sets_no_variables() -> None:
     assert not env.encode(merge_layers(), (Fp8Section,))
     assert env.encode(merge_layers(Layer(FLAG, {"mixed_precision": "fp8"})), (Fp8Section,))
 
@@ -100,6 +100,6 @@ def test_no_two_options_share_a_variable() -> None:
     assert len(names) == len(set(names))
 
 
-def test_a_variable_that_belongs_to_others_may_hold_what_only_they_understand() -> None:
+def test_unreadable_values_of_omp_num_threads_are_ignored() -> None:
     assert env.read({"OMP_NUM_THREADS": "4"}, SECTIONS) == {"num_cpu_threads_per_process": 4}
     assert env.read({"OMP_NUM_THREADS": "4,2"}, SECTIONS) == {}

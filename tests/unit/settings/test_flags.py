@@ -61,7 +61,7 @@ def test_given_flags_are_distinguished_from_defaults(parser: CustomArgumentParse
     }
 
 
-def test_a_namespace_built_by_hand_counts_what_differs_from_the_default() -> None:
+def test_a_namespace_without_a_parser_sets_values_that_differ_from_the_default() -> None:
     namespace = argparse.Namespace(num_processes=2, fsdp_version="1", mixed_precision=None, cpu=True)
     assert dict(flags.layer(namespace).values) == {"num_processes": 2, "cpu": True}
 
@@ -81,7 +81,7 @@ def complaint(parser: CustomArgumentParser, words: str, capsys: pytest.CaptureFi
     return capsys.readouterr().err
 
 
-def test_all_wrong_flags_come_in_one_message(
+def test_all_wrong_flags_are_in_one_error(
     parser: CustomArgumentParser, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = complaint(

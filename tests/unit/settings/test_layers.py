@@ -56,13 +56,13 @@ def test_flag_wins_over_environment_over_file_over_built_in(
     assert settings.source("mixed_precision") == (sources[0] if sources else BUILT_IN)
 
 
-def test_a_flag_leaves_the_way_of_training_of_the_file() -> None:
+def test_a_flag_for_a_training_method_overrides_that_of_the_file() -> None:
     settings = merge_layers(Layer("file", {"use_fsdp": True}), Layer(FLAG, {"use_deepspeed": True}))
     assert not settings.values["use_fsdp"]
     assert settings.values["use_deepspeed"]
 
 
-def test_a_mesh_goes_together_with_a_way_of_training() -> None:
+def test_a_flag_for_a_training_method_keeps_the_mesh_of_the_file() -> None:
     settings = merge_layers(Layer("file", {"use_parallelism_config": True}), Layer(FLAG, {"use_fsdp": True}))
     assert settings.values["use_parallelism_config"]
 

@@ -23,7 +23,7 @@ from accelerate.settings import migrate, retired_variables
         ),
     ],
 )
-def test_older_forms_become_todays(old: dict[str, Any], new: dict[str, Any]) -> None:
+def test_older_keys_are_migrated_to_the_current_ones(old: dict[str, Any], new: dict[str, Any]) -> None:
     before = dict(old)
     migrated, notes = migrate(old)
     assert migrated == new

@@ -73,7 +73,7 @@ def test_headings_flags_and_values_are_coloured() -> None:
 @pytest.mark.parametrize(
     ("variables", "wanted"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)]
 )
-def test_the_environment_can_say_no(variables: dict[str, str], wanted: bool) -> None:
+def test_environment_variables_turn_colors_off(variables: dict[str, str], wanted: bool) -> None:
     assert wants_color(Terminal(), variables) is wanted
     assert wants_color(io.StringIO(), variables) is False
 

@@ -46,7 +46,7 @@ def test_a_key_that_is_no_text_is_named_with_its_place(content: Any, said: str) 
     assert str(caught.value) == said
 
 
-def test_faults_of_yaml_are_said_in_one_line_with_their_place() -> None:
+def test_yaml_errors_are_one_line_with_line_and_column() -> None:
     with pytest.raises(ConfigurationError) as caught:
         parsing.parse_yaml("a: 1\nb: [1\nc: 2")
     assert "at line 3, column 2" in str(caught.value)

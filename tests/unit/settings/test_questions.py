@@ -113,7 +113,7 @@ def test_only_what_applies_is_asked(answers: dict[str, Any], asked: set[str], no
     assert len(names) == len(set(names))
 
 
-def test_advanced_questions_come_when_asked_for() -> None:
+def test_advanced_questions_are_asked_on_request() -> None:
     usual, _ = walk(distributed_type="FSDP")
     all_of_them, found = walk(
         distributed_type="FSDP",

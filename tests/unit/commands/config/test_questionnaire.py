@@ -234,7 +234,7 @@ def test_the_machine_gives_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("devices", "way", "says"), [(0, "MULTI_GPU", True), (0, "MULTI_CPU", False), (4, "MULTI_GPU", False)]
 )
-def test_a_training_method_that_cannot_run_here_is_named(
+def test_a_training_method_that_cannot_run_on_this_machine_gives_a_note(
     devices: int, way: str, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(CUDA, devices) if devices else Machine(CPU, 1)
@@ -292,7 +292,7 @@ def test_a_broken_file_does_not_stop_the_questionnaire(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("four_gpus")
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 @pytest.mark.parametrize("way", all_options()["distributed_type"].offers)
-def test_every_way_of_training_gives_a_file_that_loads_and_launches(
+def test_every_training_method_gives_a_file_that_loads_and_launches(
     way: str, precision: str, tmp_path: Path
 ) -> None:
     answers = {"Which way": way, "number format": precision, "How many machines": "2", "address": "10.0.0.1"}

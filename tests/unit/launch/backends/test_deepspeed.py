@@ -68,7 +68,7 @@ def test_without_ssh_the_command_of_each_machine_has_its_rank() -> None:
     assert words(**more) == [*RUNNER, "--no_ssh", "--node_rank", "1", *SHARE, *ADDRESS, *END]
 
 
-def test_the_standard_launcher_is_torchruns() -> None:
+def test_the_standard_launcher_of_deepspeed_is_torchrun() -> None:
     more = {"deepspeed_multinode_launcher": "standard", "num_machines": 2, "main_process_ip": "127.0.0.1"}
     plan = made(**more)
     assert plan.launcher == "elastic"

@@ -55,7 +55,7 @@ def test_a_port_that_was_taken_meanwhile_is_replaced(monkeypatch: pytest.MonkeyP
         (PLAN, [DistStoreError("timed out after 5 seconds")], 1),
     ],
 )
-def test_processes_that_do_not_meet_are_one_clear_error(
+def test_a_failed_rendezvous_is_one_error(
     monkeypatch: pytest.MonkeyPatch, plan: LaunchPlan, errors: list[Exception], attempts: int
 ) -> None:
     agent = Agent(*errors)
@@ -239,7 +239,7 @@ def test_a_stopped_rank_ends_when_it_is_asked_to(started: Start) -> None:
     assert ranks.exits().asked == (4, 5)
 
 
-def test_a_stopped_rank_stays_stopped_while_the_run_goes_on(started: Start) -> None:
+def test_a_stopped_rank_stays_stopped_while_the_run_continues(started: Start) -> None:
     ranks = Ranks(None)
     context = started(ranks, SLEEP, SLEEP)
     stopped = stop(context, 0)

@@ -25,7 +25,7 @@ from accelerate.launch.backends import _convert_nargs_to_dict
         (["--X_axis", "1"], {"X_axis": 1}),
     ],
 )
-def test_words_become_names_and_values(words: list[str], values: dict[str, Any]) -> None:
+def test_arguments_become_names_and_values(words: list[str], values: dict[str, Any]) -> None:
     found = _convert_nargs_to_dict(words)
     assert found == values
     assert [type(value) for value in found.values()] == [type(value) for value in values.values()]

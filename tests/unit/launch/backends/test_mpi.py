@@ -84,7 +84,7 @@ def test_each_dialect_has_its_command(name: str) -> None:
     assert pairs["OMP_NUM_THREADS"] == "4"
 
 
-def test_root_tells_open_mpi_so() -> None:
+def test_open_mpi_run_by_root_gets_allow_run_as_root() -> None:
     assert words(made(VERSIONS["Open MPI"], root=True))[1] == "--allow-run-as-root"
     assert "--allow-run-as-root" not in words(made(VERSIONS["MPICH"], root=True))
 

@@ -71,7 +71,7 @@ def test_a_connection_that_times_out_is_an_error(monkeypatch: pytest.MonkeyPatch
         check_reach(at("127.0.0.1", 5), print)
 
 
-def test_a_machine_waits_for_the_first_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_waits_for_the_first_and_prints_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     port = get_free_port()
     said: list[str] = []
     servers: list[socket.socket] = []
@@ -91,5 +91,5 @@ def test_a_machine_waits_for_the_first_and_says_so(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("plan", [replace(PLAN, machines=1, machine=0), at("127.0.0.1", 1, machine=0)])
-def test_where_the_port_is_opened_nothing_is_connected(plan: LaunchPlan) -> None:
+def test_the_machine_that_opens_the_port_does_not_connect(plan: LaunchPlan) -> None:
     check_reach(plan, print, patience=0)

@@ -80,7 +80,7 @@ def made(
     return resolve_plan(settings, Machine(read_file=lambda name: files[name]), target)
 
 
-def test_a_job_is_what_the_file_says(tmp_path: Path) -> None:
+def test_a_job_has_the_settings_of_the_file(tmp_path: Path) -> None:
     plan, _ = made(tmp_path)
     details = plan.detail(SageMakerDetails)
     assert details.arguments == ARGUMENTS
@@ -93,13 +93,13 @@ def test_a_job_is_what_the_file_says(tmp_path: Path) -> None:
     }
 
 
-def test_data_parallel_jobs_say_so(tmp_path: Path) -> None:
+def test_data_parallel_jobs_set_the_distribution(tmp_path: Path) -> None:
     details = made(tmp_path, "distributed_type: DATA_PARALLEL")[0].detail(SageMakerDetails)
     assert details.arguments["distribution"] == {"smdistributed": {"dataparallel": {"enabled": True}}}
     assert details.arguments["environment"]["ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE"] == "DATA_PARALLEL"
 
 
-def test_an_image_of_ones_own_needs_no_versions(tmp_path: Path) -> None:
+def test_a_custom_image_needs_no_versions(tmp_path: Path) -> None:
     details = made(tmp_path, "image_uri: mine:1")[0].detail(SageMakerDetails)
     versions = ("transformers_version", "pytorch_version", "py_version")
     assert details.arguments["image_uri"] == "mine:1"

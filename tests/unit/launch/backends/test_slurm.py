@@ -38,7 +38,7 @@ def test_addresses_and_counts_are_those_of_the_allocation() -> None:
     assert (plan.address, plan.port) == ("gpu07", 12041)
 
 
-def test_what_the_user_says_wins() -> None:
+def test_flags_override_the_allocation() -> None:
     plan = made(num_machines=2, num_processes=2, main_process_ip="10.0.0.1", main_process_port=5)
     assert (plan.machines, plan.processes) == (2, 2)
     assert (plan.address, plan.port) == ("10.0.0.1", 5)
@@ -96,7 +96,7 @@ def test_a_file_that_asks_for_slurm_is_followed_inside_an_allocation() -> None:
     assert (plan.launcher, plan.machines) == ("slurm", 3)
 
 
-def test_the_agents_words_give_the_same_settings_again() -> None:
+def test_arguments_of_the_agent_parse_to_the_same_settings() -> None:
     given = {
         "cpu": True,
         "num_processes": 4,
