@@ -97,7 +97,7 @@ def test_an_item_is_not_held_back_for_one_that_is_slow() -> None:
     reader.close()
 
 
-def test_a_failure_comes_after_what_was_read_before_it() -> None:
+def test_an_error_is_raised_after_the_items_read_before_it() -> None:
     def broken() -> Iterator[Item]:
         yield from items(3)
         raise LookupError("gone")
@@ -211,7 +211,7 @@ print(threading.active_count())
 """
 
 
-def test_the_interpreter_ends_with_a_reader_under_way() -> None:
+def test_the_interpreter_exits_while_a_reader_is_active() -> None:
     done: Any = subprocess.run(
         [sys.executable, "-c", ABANDONED], capture_output=True, text=True, timeout=60, check=False
     )

@@ -10,7 +10,7 @@ from accelerate.data_loader import get_batch_metadata, prepare_data_loader, set_
 pytestmark = pytest.mark.usefixtures("states")
 
 
-def test_a_loader_says_again_what_it_said() -> None:
+def test_batch_metadata_can_be_restored() -> None:
     loader = prepare_data_loader(DataLoader(list(range(3)), batch_size=2))
     rows = []
     for _ in loader:
@@ -22,6 +22,6 @@ def test_a_loader_says_again_what_it_said() -> None:
         assert loader.position.is_over is ended
 
 
-def test_without_a_loader_there_is_nothing_to_say() -> None:
+def test_batch_metadata_without_a_loader_is_empty() -> None:
     assert get_batch_metadata(None) == {}
     set_batch_metadata(None, {})

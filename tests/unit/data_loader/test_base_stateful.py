@@ -33,7 +33,9 @@ def make(iterable: bool, world: int, rank: int) -> Any:
 @pytest.mark.parametrize("iterable", [False, True])
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1)])
 @pytest.mark.parametrize("stop", [1, 2])
-def test_goes_on_after_the_batch_just_yielded(iterable: bool, world: int, rank: int, stop: int) -> None:
+def test_a_stateful_loader_resumes_after_the_last_yielded_batch(
+    iterable: bool, world: int, rank: int, stop: int
+) -> None:
     whole = [batch.tolist() for batch in make(iterable, world, rank)]
     loader = make(iterable, world, rank)
     assert loader.state_dict()
@@ -49,7 +51,7 @@ def test_goes_on_after_the_batch_just_yielded(iterable: bool, world: int, rank: 
     assert [batch.tolist() for batch in late] == whole
 
 
-def test_behind_the_last_batch_nothing_is_left_of_the_epoch() -> None:
+def test_a_state_after_the_last_batch_resumes_with_the_next_epoch() -> None:
     loader = make(False, 1, 0)
     for _ in loader:
         position = loader.state_dict()

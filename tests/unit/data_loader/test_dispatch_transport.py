@@ -129,7 +129,7 @@ def test_the_file_is_closed_with_the_memory() -> None:
     assert block.sum() == 70  # what was handed out stays
 
 
-def test_an_offer_is_taken_by_its_own_machine_only() -> None:
+def test_an_offer_of_shared_memory_is_accepted_on_its_machine_only() -> None:
     offer = dispatch_transport._offer()
     assert offer is not None
     assert share_memory(Meeting(offer)) is not None

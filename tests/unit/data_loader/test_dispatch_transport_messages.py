@@ -89,7 +89,7 @@ def test_parts_of_different_sizes() -> None:
     assert [arrival.part.tolist() for arrival in arrivals] == [[2.0] * 4, [1.0] * 3]
 
 
-def test_objects_travel_with_what_parts_look_like() -> None:
+def test_objects_are_sent_with_the_spec() -> None:
     rounds = [Round([None, None, {"text": f"round {n}"}], n == 2) for n in range(3)]
     arrivals, _ = deliver([rounds[:2], rounds[2:]])
     assert [arrival.part["text"] for arrival in arrivals] == ["round 0", "round 1", "round 2"]
@@ -116,7 +116,7 @@ def test_one_receiver_needs_no_block_of_the_sender() -> None:
     assert [arrival.part.tolist() for arrival in arrivals] == [[1.0] * 4, [11.0] * 4]
 
 
-def test_nobody_to_send_to() -> None:
+def test_a_sender_without_other_ranks_sends_nothing() -> None:
     letters: deque[Tensor] = deque()
     sender = Sender(Route(Post(0, letters, size=1), range(1), CPU))
     sender.send([sender.pack(deal(0))])

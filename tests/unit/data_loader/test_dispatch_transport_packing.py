@@ -19,7 +19,7 @@ def rebuild(piece: PackedPart) -> Any:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(), (0, 3), (3,), (5, 2), (16, 4)], ids=str)
-def test_a_part_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_part_is_received_as_it_was_sent(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.rand(shape) * 9).to(dtype)
     sparse = torch.eye(2).to_sparse()
     turned = torch.arange(6.0).reshape(2, 3).T
@@ -42,7 +42,7 @@ def test_a_part_arrives_as_it_was(dtype: torch.dtype, shape: tuple[int, ...]) ->
     assert torch.equal(fourth, tensor)
 
 
-def test_the_spec_says_what_is_known_of_the_part() -> None:
+def test_the_spec_has_outline_counts_and_size() -> None:
     spec = pickle.loads(pack(Round(["a", "b"], True, (1, 0)), 1).spec)
     assert (spec.outline, spec.counts, spec.size) == ("b", (1, 0), 0)
 
@@ -62,7 +62,7 @@ def test_equal_structures_have_equal_specs() -> None:
     assert spec(1.0) != spec(1.0, 5)
 
 
-def test_a_failure_is_raised_with_its_story() -> None:
+def test_a_received_failure_is_raised_with_its_traceback() -> None:
     try:
         raise KeyError("gone")
     except KeyError as error:
@@ -81,7 +81,7 @@ class Unpicklable(Exception):
         super().__init__(f"{name} has no {number}")
 
 
-def test_a_failure_that_cannot_travel_is_raised_as_text() -> None:
+def test_a_failure_that_cannot_be_pickled_is_raised_as_text() -> None:
     failure = Failure.of(Unpicklable("dataset", 3))
     assert failure.error is None
     with pytest.raises(RuntimeError, match=r"process 0(.|\n)*Unpicklable: dataset has no 3"):

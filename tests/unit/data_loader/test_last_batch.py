@@ -225,6 +225,6 @@ def test_what_the_user_shared_out_is_not_shared_out_again(
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "batch sampler", "stream"])
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_what_is_skipped_is_missing_and_nothing_else(kind: str, dispatch: bool, world: int) -> None:
+def test_only_skipped_batches_are_missing(kind: str, dispatch: bool, world: int) -> None:
     ranks = read_everywhere(kind, 29, 3, world, skip=2, dispatch_batches=dispatch)
     assert gather(ranks) == list(range(2 * 3 * world, 29))

@@ -36,7 +36,7 @@ def test_samples_are_counted_and_cut_in_any_batch() -> None:
     assert (cut["scale"].item(), cut["names"], cut["shape"], cut["k"]) == (2.0, ["b", "c"], (2, 2), 4)
 
 
-def test_what_cannot_be_cut_says_what_to_do() -> None:
+def test_an_object_that_cannot_be_sliced_is_refused_with_the_fix() -> None:
     rounds = RoundBuilder(2).rounds(iter([object(), object(), object()]))
     assert len(next(rounds).parts) == 2
     with pytest.raises(PreparationError, match="slice_fn_for_dispatch"):

@@ -83,7 +83,7 @@ def test_an_empty_share_is_an_error_on_every_rank(
         take(batches(*mine), theirs)
 
 
-def test_nothing_at_all_is_no_error() -> None:
+def test_empty_shares_on_all_ranks_are_no_error() -> None:
     assert take(batches(), []) == ([], {})
 
 

@@ -144,7 +144,7 @@ def test_shards_compute_their_own_indices_only(monkeypatch: pytest.MonkeyPatch) 
     assert computed == 20_000
 
 
-def test_an_order_goes_by_seed_and_epoch() -> None:
+def test_the_order_depends_on_seed_and_epoch() -> None:
     loader = prepare(Huge(9000))
     epochs = [read(loader) for _ in range(3)]
     assert epochs[0] != epochs[1] != epochs[2]

@@ -108,7 +108,7 @@ def test_one_process_shuffles_as_the_plain_loader() -> None:
     assert [read(prepared) for _ in range(2)] == plain
 
 
-def test_seedable_sampler_goes_by_seed_and_epoch() -> None:
+def test_the_seedable_sampler_depends_on_seed_and_epoch() -> None:
     def make() -> Any:
         return prepare(DataLoader(list(range(20)), batch_size=5, shuffle=True), **config)
 
@@ -158,7 +158,7 @@ def test_length_of_iterable_data() -> None:
         len(prepare(DataLoader(Stream(10), batch_size=2)))
 
 
-def test_counts_of_iterable_data_come_from_workers_too() -> None:
+def test_valid_counts_of_iterable_data_are_sent_from_workers() -> None:
     for rank, expected in enumerate([[[0, 1], [4, 0]], [[2, 3], [1, 2]]]):
         loader = prepare(DataLoader(Stream(5), batch_size=2, num_workers=1), 2, rank, dispatch_batches=False)
         seen = [(batch.tolist(), loader.valid_counts) for batch in loader]
@@ -186,7 +186,7 @@ def test_the_state_of_the_pass() -> None:
     assert state.active_dataloader is None
 
 
-def test_the_remainder_goes_by_the_sampler_not_the_dataset() -> None:
+def test_the_remainder_depends_on_the_sampler_and_not_the_dataset() -> None:
     sampler = torch.utils.data.SubsetRandomSampler(range(8))
     loader = prepare(DataLoader(list(range(11)), batch_size=4, sampler=sampler), 2)
     read(loader)
@@ -244,7 +244,7 @@ def test_batches_that_are_there_already_are_the_same_objects() -> None:
     assert next(iter(loader)) is data[0]
 
 
-def test_batches_elsewhere_come_to_the_cpu() -> None:
+def test_batches_on_other_devices_are_moved_to_the_cpu() -> None:
     sent = []
 
     class Elsewhere(Encoding):
@@ -294,7 +294,7 @@ def test_the_plan_is_shown() -> None:
     )
 
 
-def test_loaders_without_a_position_say_so() -> None:
+def test_state_dict_of_a_stateless_loader_is_an_error() -> None:
     loader = prepare(DataLoader([1, 2]))
     with pytest.raises(StateError, match="use_stateful_dataloader=True"):
         loader.state_dict()
@@ -302,7 +302,7 @@ def test_loaders_without_a_position_say_so() -> None:
         loader.load_state_dict({})
 
 
-def test_stateful_loaders_go_on_without_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stateful_loaders_resume_without_torchdata(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "is_torchdata_stateful_dataloader_available", lambda: False)
     loader, late = (prepare(DataLoader([1, 2, 3]), use_stateful_dataloader=True) for _ in range(2))
     assert not loader.is_by_torchdata
@@ -314,7 +314,7 @@ def test_stateful_loaders_go_on_without_torchdata(monkeypatch: pytest.MonkeyPatc
     assert [batch.item() for batch in late] == [1, 2, 3]
 
 
-def test_the_loader_goes_away_with_its_last_reference() -> None:
+def test_the_gradient_state_keeps_no_reference_to_a_loader() -> None:
     loader = prepare(DataLoader([1, 2]))
     state = GradientState()
     iterator = iter(loader)

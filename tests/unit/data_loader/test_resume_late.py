@@ -105,7 +105,7 @@ def test_what_was_given_is_passed_over() -> None:
     assert [batch.tolist() for batch in late][0] == [6, 7]
 
 
-def test_another_number_of_groups_goes_on_behind_what_all_had() -> None:
+def test_another_number_of_groups_resumes_after_the_samples_of_all_groups() -> None:
     data = Counted(20)
     parts = []
     for rank in range(2):
@@ -125,7 +125,7 @@ def test_another_number_of_groups_reads_the_rest_of_a_stream() -> None:
 
 
 @pytest.mark.parametrize(("groups", "seen", "rows", "first"), [(2, 4, 1, 8), (1, 2, 4, 8), (2, 3, 2, 12)])
-def test_batches_of_another_size_go_on_behind_the_same_samples(
+def test_batches_of_another_size_resume_after_the_same_samples(
     groups: int, seen: int, rows: int, first: int
 ) -> None:
     """`seen` rounds of `groups` batches of `rows` samples were given; batches have two samples now."""
@@ -148,7 +148,7 @@ def test_shares_of_the_datasets_own_keep_their_batches() -> None:
         start_late(loader, 2)
 
 
-def test_batches_of_another_size_go_on_after_a_checkpoint() -> None:
+def test_batches_of_another_size_resume_from_a_checkpoint() -> None:
     """Two processes with batches of 2, then one with batches of 4: half of the samples are left."""
     before = prepare_data_loader(DataLoader(Counted(16), batch_size=2), torch.device("cpu"), 2, 0)
     batches = iter(before)

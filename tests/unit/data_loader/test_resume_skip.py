@@ -94,7 +94,7 @@ def shard_of(sampler: Shuffled, processes: int, **settings: Any) -> DataLoaderSh
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_shard_built_by_hand_keeps_the_epoch_of_its_sampler(processes: int) -> None:
+def test_a_directly_built_shard_keeps_the_epoch_of_its_sampler(processes: int) -> None:
     sampler = Shuffled()
     loader = shard_of(sampler, processes)
     first, second = read(loader), read(loader)
@@ -134,7 +134,7 @@ def test_iterable_data_is_read_and_left(prepared: bool) -> None:
     assert read(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
 
 
-def test_nothing_is_left_of_too_short_a_loader() -> None:
+def test_skipping_more_batches_than_there_are_gives_none() -> None:
     skipping = skip_first_batches(prepare_data_loader(DataLoader([1, 2])), 5)
     assert read(skipping) == []
     assert len(skipping) == 0

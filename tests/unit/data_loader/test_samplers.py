@@ -62,14 +62,14 @@ def test_two_passes_at_once_do_not_disturb_each_other() -> None:
 
 
 @pytest.mark.parametrize("size", [2**63, 2**64 - 1, -1])
-def test_any_seed_will_do(size: int) -> None:
+def test_any_integer_is_a_valid_seed(size: int) -> None:
     sampler = SeedableRandomSampler(range(20), data_seed=size)
     for epoch in range(2):  # the seed and the epoch wrap around together
         same = SeedableRandomSampler(range(20), data_seed=(size + epoch) % 2**64)
         assert list(sampler) == list(same)
 
 
-def test_shard_says_where_the_filler_is() -> None:
+def test_a_shard_records_where_its_fillers_are() -> None:
     shard = BatchSamplerShard(in_order(10, 4), 2, 1)
     assert list(shard) == [[4, 5, 6, 7], [2, 3, 4, 5]]
     assert shard.fillers == {1: (2, 0)}

@@ -49,7 +49,7 @@ def test_a_half_mean_does_not_overflow() -> None:
     assert mean.tolist() == given.tolist()
 
 
-def test_odd_dtypes_travel_as_bytes_of_the_same_memory() -> None:
+def test_unsupported_dtypes_are_sent_as_bytes_of_the_same_memory() -> None:
     tensor = torch.zeros(2, 3, dtype=torch.int16)
     view = as_supported(tensor)
     assert view.dtype == torch.uint8

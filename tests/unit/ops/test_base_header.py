@@ -40,7 +40,7 @@ def test_equal_marks_agree_and_payloads_arrive() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-def test_one_other_mark_is_found(rank: int) -> None:
+def test_a_different_signature_of_one_rank_is_detected(rank: int) -> None:
     def change(rows: torch.Tensor) -> None:
         rows[rank, 7] ^= 1
 

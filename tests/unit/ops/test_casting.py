@@ -33,7 +33,7 @@ def forward(x: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_halves_become_float32(dtype: torch.dtype) -> None:
+def test_half_precision_tensors_become_float32(dtype: torch.dtype) -> None:
     assert convert_to_fp32(torch.ones(2, dtype=dtype)).dtype == torch.float32
 
 

@@ -34,7 +34,7 @@ def test_one_process_gives_back_the_very_object(function: Any) -> None:
     assert result["b"][0] is DATA["b"][0]
 
 
-def test_object_lists_come_back() -> None:
+def test_broadcast_object_list_returns_the_list() -> None:
     objects = ["a", 1]
     assert broadcast_object_list(objects) is objects
 
@@ -90,6 +90,6 @@ def test_shape_of_a_tensor() -> None:
     assert gather_tensor_shape(torch.ones(2, 3)).tolist() == [2, 3]
 
 
-def test_copying_nothing_is_refused() -> None:
+def test_copying_without_a_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="no process has one"):
         copy_tensor_to_devices(None)

@@ -49,7 +49,7 @@ def shared(values: list[float], *ranks: int) -> Shared:
     return tensor
 
 
-def test_only_distributed_tensors_are_meant() -> None:
+def test_is_dtensor_is_true_for_dtensors_only() -> None:
     assert is_dtensor(shared([1.0]))
     assert not any(map(is_dtensor, (torch.ones(1), nn.Parameter(torch.ones(1)), 3, None)))
 

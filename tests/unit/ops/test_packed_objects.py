@@ -52,7 +52,7 @@ class Mirror(Transport):
 @pytest.mark.parametrize(
     ("obj", "with_header", "travels"), [(SMALL, True, 1), (LARGE, True, 2), (LARGE, False, 1)]
 )
-def test_objects_travel_with_the_head_where_they_fit(obj: Any, with_header: bool, travels: int) -> None:
+def test_objects_are_sent_with_the_header_where_they_fit(obj: Any, with_header: bool, travels: int) -> None:
     transport = Mirror(with_header)
     assert gather_objects(obj, transport, CALL) == [obj, obj]
     assert transport.travels == travels

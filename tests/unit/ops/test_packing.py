@@ -77,7 +77,7 @@ def test_apart_and_together_is_the_same(data: Any) -> None:
 
 
 @given(structures, rooms, st.booleans())
-def test_every_leaf_travels_once(data: Any, room: int, mixed: bool) -> None:
+def test_each_leaf_is_sent_once(data: Any, room: int, mixed: bool) -> None:
     parts = take_apart(data)
     plan = plan_for("op", parts, size=2, room=room, mixed=mixed)
     segments = [segment for buffer in buffers_of(plan) for segment in buffer.segments]
@@ -108,7 +108,7 @@ def test_rows_of_all_processes_are_joined_leaf_by_leaf(data: Any, room: int, siz
 
 
 @given(structures, st.integers(2, 4))
-def test_leaves_come_out_of_the_heads(data: Any, size: int) -> None:
+def test_leaves_are_read_from_the_headers(data: Any, size: int) -> None:
     def everywhere(joined: torch.Tensor, sent: torch.Tensor) -> None:
         joined.view(size, -1).copy_(sent.expand(size, -1))
 
@@ -151,7 +151,7 @@ def test_elements_are_split_into_leaves(data: Any) -> None:
     assert all(same(result, parts.leaves[place]) for place, result in results.items())
 
 
-def test_large_leaves_travel_alone_and_small_ones_in_buffers_of_bounded_size() -> None:
+def test_large_leaves_are_sent_alone_and_small_ones_in_bounded_buffers() -> None:
     large, small = torch.zeros(ALONE, dtype=torch.uint8), torch.zeros(ALONE - 1, dtype=torch.uint8)
     parts = take_apart([large, *[small] * 40])
     plan = plan_for("op", parts, size=2, room=100)
@@ -201,7 +201,7 @@ def test_other_leaves_and_several_devices_are_refused() -> None:
         take_apart([torch.ones(1), torch.ones(1, device="meta")])
 
 
-def test_what_fills_the_room_exactly_travels_in_it() -> None:
+def test_leaves_that_fill_the_header_exactly_are_sent_in_it() -> None:
     parts = take_apart([torch.zeros(5), torch.zeros(3, dtype=torch.int64)])
     whole = plan_for("op", parts, size=2, room=10**6).whole
     assert whole is not None

@@ -63,7 +63,7 @@ def test_rank_0_decides_from_what_all_say(ranks: list[StoreConsensus]) -> None:
         assert together(*calls) == [sum(said)] * 3
 
 
-def test_rank_0_stays_until_the_others_have_heard(ranks: list[StoreConsensus]) -> None:
+def test_rank_0_waits_until_the_others_have_read_the_decision(ranks: list[StoreConsensus]) -> None:
     order = []
 
     class Late(StoreChannel):
@@ -85,7 +85,7 @@ def test_rank_0_stays_until_the_others_have_heard(ranks: list[StoreConsensus]) -
     assert order == ["heard", "heard", "ends"]
 
 
-def test_rank_0_does_not_stay_long_after_the_last_decision(
+def test_rank_0_waits_a_limited_time_after_the_last_decision(
     ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together(*(partial(each.decide, "call", None, len, 5.0) for each in ranks))
@@ -109,7 +109,7 @@ def test_ranks_of_one_name_share_what_the_first_of_them_makes(ranks: list[StoreC
     assert [str(error) for error in raised] == ["no folder"] * 2
 
 
-def test_nothing_piles_up_in_the_store(ranks: list[StoreConsensus]) -> None:
+def test_keys_of_earlier_decisions_are_deleted(ranks: list[StoreConsensus]) -> None:
     def decide(consensus: StoreConsensus) -> None:
         consensus.decide("call", None, len, 5.0)
         consensus.share(f"host {consensus.rank}", lambda: 1, 5.0)
@@ -155,9 +155,7 @@ def test_different_calls_raise_an_error_that_names_both(ranks: list[StoreConsens
         assert "Process 2: call 2" in str(error)
 
 
-def test_a_store_that_is_gone_is_said_in_one_sentence(
-    ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_store_is_one_error(ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object) -> None:
         raise dist.DistNetworkError("Connection reset by peer")
 
@@ -206,7 +204,7 @@ def test_without_a_store_ranks_of_one_name_share_a_value_too() -> None:
     assert share(1, "", ["b", {"result": "other"}]) == (-1, None)
 
 
-def test_the_way_to_agree_follows_from_the_run() -> None:
+def test_open_consensus_selects_the_class_for_the_run() -> None:
     assert type(open_consensus(Transport(), None)) is Consensus
     assert type(open_consensus(FakeTransport(0), None)) is CollectiveConsensus
     assert type(open_consensus(FakeTransport(0), StoreChannel(dist.HashStore(), "", {}))) is StoreConsensus
@@ -273,7 +271,7 @@ def test_an_action_that_fails_here_is_one_error(transport: None) -> None:
 
 
 @pytest.mark.parametrize("transport", [(0, "the disk is gone"), (1, "the disk is gone")], indirect=True)
-def test_an_action_that_fails_elsewhere_is_an_error_here(transport: None) -> None:
+def test_an_action_that_fails_on_another_rank_is_an_error_on_this_one(transport: None) -> None:
     with pytest.raises(CheckpointError, match="^the disk is gone$"):
         run_on_all_ranks(lambda: 5)
     with pytest.raises(CheckpointError, match="No space left on device"):

@@ -106,7 +106,7 @@ def test_number_formats(value: str) -> None:
         (None, "", "fp16", "fp16"),
     ],
 )
-def test_where_the_number_format_comes_from(
+def test_the_number_format_is_that_of_the_argument_or_the_variables(
     monkeypatch: pytest.MonkeyPatch, argument: str | None, own: str | None, bare: str | None, expected: str
 ) -> None:
     for name, value in (("ACCELERATE_MIXED_PRECISION", own), ("MIXED_PRECISION", bare)):
@@ -189,7 +189,7 @@ def test_one_of_several_deepspeed_plugins() -> None:
         _ = state.deepspeed_plugin
 
 
-def test_nothing_to_select_from() -> None:
+def test_selecting_without_deepspeed_plugins_is_an_error() -> None:
     with pytest.raises(StateError, match="no DeepSpeed plugins"):
         build(deepspeed_plugin=DeepSpeed()).select_deepspeed_plugin("default")
 

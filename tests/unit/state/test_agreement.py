@@ -40,7 +40,7 @@ def test_values_that_are_no_json_are_refused(store: HashStore) -> None:
         StoreChannel(store, "part", KEY).post("name", object())
 
 
-def test_the_first_value_stands(store: HashStore) -> None:
+def test_decide_keeps_the_first_value(store: HashStore) -> None:
     first, second = StoreChannel(store, "part", KEY), StoreChannel(store, "part", KEY)
     assert first.decide("name", "mine") == "mine"
     assert second.decide("name", "late") == "mine"

@@ -221,6 +221,6 @@ def test_numbers_that_are_none_are_refused_by_name(text: str) -> None:
         environments.detect({"RANK": text, "WORLD_SIZE": "2"})
 
 
-def test_words_that_are_neither_yes_nor_no_are_refused_by_name() -> None:
+def test_flags_that_are_neither_true_nor_false_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="^ACCELERATE_USE_SAGEMAKER='perhaps'"):
         environments.detect({"ACCELERATE_USE_SAGEMAKER": "perhaps"})

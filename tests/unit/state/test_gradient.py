@@ -43,7 +43,7 @@ def test_shared_until_reset() -> None:
     assert GradientState().sync_gradients is True
 
 
-def test_the_plugin_is_taken_when_it_is_given() -> None:
+def test_a_given_plugin_sets_the_gradient_state() -> None:
     first = GradientState(GradientAccumulationPlugin(num_steps=4, adjust_scheduler=False))
     assert first.plugin_kwargs == {"num_steps": 4, "adjust_scheduler": False}
     assert type(first.plugin_kwargs) is dict
@@ -89,7 +89,7 @@ def test_a_loader_read_twice_leaves_once() -> None:
     assert state.dataloader_references == [None, loader]
 
 
-def test_a_loader_that_is_gone_is_forgotten() -> None:
+def test_a_deleted_loader_is_no_longer_active() -> None:
     state, training = GradientState(), Loader(remainder=3)
     state._add_dataloader(training)
     abandoned = Loader(remainder=5)

@@ -62,7 +62,7 @@ def test_a_fork_waits_for_threads_of_torch() -> None:
     thread.join()
 
 
-def test_nobody_can_wait_in_a_closed_group() -> None:
+def test_waiting_in_a_closed_group_is_an_error() -> None:
     with pytest.raises(StateError, match="the process group is closed"):
         process_group.wait(torch.device("cpu"))
 
@@ -75,7 +75,7 @@ def test_a_library_that_torch_lacks_is_named(monkeypatch: pytest.MonkeyPatch, co
     assert not process_group.is_open()
 
 
-def test_replicas_of_xla_meet_in_its_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_replicas_of_xla_use_the_rendezvous_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     met: list[str] = []
 
     class Model:
@@ -113,7 +113,7 @@ def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.M
     assert not process_group.is_open()
 
 
-def test_closing_lets_the_threads_of_the_library_come_to_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_waits_until_threads_of_torch_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that is deleted next may hold the last reference to the group, and wait for them."""
     waited: list[float] = []
     states = iter([False, True, True, *[False] * process_group.IDLE_LOOKS])
@@ -188,7 +188,7 @@ def test_a_group_is_deleted_after_its_threads_are_idle(
     ],
     ids=["restarted", "first generation", "no agent's store", "several machines", "no agent"],
 )
-def test_restarted_ranks_see_nothing_of_earlier_lives(
+def test_restarted_ranks_do_not_read_keys_of_earlier_generations(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], local: int, expected: str | None
 ) -> None:
     """The agent keeps its store; the addresses of dead processes in it made the new ones wait."""

@@ -120,7 +120,7 @@ def test_split() -> None:
         assert share == [3, 3]
 
 
-def test_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_main_process_first_orders_the_block_and_the_barrier(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(process_group, "wait", lambda device: events.append("wait"))
     for context in ("main_process_first", "local_main_process_first"):
@@ -131,7 +131,7 @@ def test_who_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
             assert events == order
 
 
-def test_the_others_go_on_when_the_first_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_others_continue_when_the_first_process_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     monkeypatch.setattr(process_group, "wait", lambda device: events.append("wait"))
     with pytest.raises(LookupError), Place(0, 2).main_process_first():

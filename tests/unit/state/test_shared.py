@@ -41,7 +41,7 @@ def test_instances_share_their_attributes() -> None:
     assert second.colour == "blue"
 
 
-def test_a_missing_attribute_tells_why() -> None:
+def test_a_missing_attribute_raises_an_error_with_the_reason() -> None:
     state = Here()
     with pytest.raises(AttributeError, match="shared state is empty, most likely because `Here._reset_state"):
         _ = state.colour
@@ -67,7 +67,7 @@ class Known(SharedState):
     _pickled = ("colour", "shape")
 
 
-def test_a_pickle_tells_a_process_without_a_state_what_is_known() -> None:
+def test_a_pickled_state_loads_its_attributes_in_a_process_without_a_state() -> None:
     state = Known()
     state.colour, state.lock = "red", threading.Lock()
     pickled = pickle.dumps(state)
@@ -105,7 +105,7 @@ def test_a_thread_local_dictionary_can_be_replaced() -> None:
     assert Owner._shared_state == {"a": 1}
 
 
-def test_do_nothing() -> None:
+def test_do_nothing_returns_none() -> None:
     assert do_nothing(1, two=2) is None  # type: ignore[func-returns-value]
 
 
@@ -151,7 +151,7 @@ def test_a_reset_of_the_state_ends_services(held: ProcessServices) -> None:
     assert ended == ["transport"]
 
 
-def test_what_holds_a_process_group_goes_with_it(
+def test_objects_that_use_the_process_group_are_removed_with_it(
     held: ProcessServices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(held, "group_owner", None)
@@ -169,8 +169,8 @@ def test_what_holds_a_process_group_goes_with_it(
     assert closed == ["note"]
 
 
-def test_numbers_go_on_after_a_reset(held: ProcessServices) -> None:
-    purpose = "test_numbers_go_on_after_a_reset"
+def test_numbers_continue_after_a_reset(held: ProcessServices) -> None:
+    purpose = "test_numbers_continue_after_a_reset"
     first = held.next_number(purpose)
     held.reset()
     assert held.next_number(purpose) == first + 1

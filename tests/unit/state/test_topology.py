@@ -19,10 +19,10 @@ def test_variables_of_one_among_several() -> None:
     }
 
 
-def test_a_single_process_publishes_nothing() -> None:
+def test_a_single_process_sets_no_variables() -> None:
     assert Topology().variables() == {}
 
 
-def test_facts_do_not_change() -> None:
+def test_topologies_are_immutable() -> None:
     with pytest.raises(FrozenInstanceError):
         Topology().rank = 1  # type: ignore[misc]
