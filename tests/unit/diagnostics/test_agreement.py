@@ -63,7 +63,7 @@ def steps(collective: Collective, agreement: Agreement, number: int) -> list[tup
     return found
 
 
-def test_ranks_ask_each_other_as_seldom_as_the_step_allows() -> None:
+def test_the_interval_of_collectives_depends_on_the_step_time() -> None:
     collective = Collective(step=0.01, cost=3.9e-5)
     steps(collective, collective.agree(), 100)
     gaps = [b - a for a, b in zip(collective.asked_at, collective.asked_at[1:], strict=False)]
@@ -72,7 +72,7 @@ def test_ranks_ask_each_other_as_seldom_as_the_step_allows() -> None:
     assert 20 <= len(collective.asked_at) <= 30
 
 
-def test_long_steps_ask_each_time() -> None:
+def test_long_steps_run_the_collective_at_each_step() -> None:
     collective = Collective(step=3.0, cost=0.1)
     steps(collective, collective.agree(), 10)
     assert len(collective.asked_at) == 10
@@ -86,7 +86,7 @@ def test_a_request_to_stop_is_for_good_and_saves_once() -> None:
     assert len(collective.asked_at) == 1
 
 
-def test_a_request_to_save_goes_on() -> None:
+def test_a_request_to_save_does_not_stop_the_run() -> None:
     collective, switch = Collective(step=3.0), Switch(SAVE_FILE)
     agreement = collective.agree(switch)
     switch.on = True
@@ -95,7 +95,7 @@ def test_a_request_to_save_goes_on() -> None:
     assert steps(collective, agreement, 3) == [(True, False), (False, False), (False, False)]
 
 
-def test_what_another_rank_is_asked_for_counts(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_to_another_rank_apply_to_all_ranks(caplog: pytest.LogCaptureFixture) -> None:
     collective = Collective(step=3.0)
     collective.other[0] = 4.0
     assert steps(collective, collective.agree(), 2) == [(False, False), (True, True)]
@@ -115,7 +115,7 @@ def test_both_answers_of_a_step_belong_together() -> None:
 
 
 @pytest.mark.parametrize("name", ["read_save", "read_stop"])
-def test_one_answer_alone_is_enough(name: str) -> None:
+def test_reading_only_save_or_stop_is_enough(name: str) -> None:
     collective, switch = Collective(step=3.0), Switch(STOP_FILE)
     agreement = collective.agree(switch)
     switch.on = True
@@ -133,7 +133,7 @@ def test_an_answer_that_was_read_once_does_not_slow_the_other_down() -> None:
     agreement.close()
 
 
-def test_the_first_question_sets_handlers_and_the_end_takes_them_back() -> None:
+def test_the_first_read_sets_handlers_and_close_restores_them() -> None:
     before = signal.getsignal(signal.SIGTERM)
     collective = Collective()
     agreement = collective.agree()
@@ -146,7 +146,7 @@ def test_the_first_question_sets_handlers_and_the_end_takes_them_back() -> None:
     assert len(collective.asked_at) == 1
 
 
-def test_a_run_has_one_agreement_that_goes_with_its_state() -> None:
+def test_a_run_has_one_agreement_until_its_state_is_reset() -> None:
     before = signal.getsignal(signal.SIGTERM)
     PartialState(cpu=True)
     agreement = agreement_of_run({})

@@ -84,7 +84,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
     return Ranks(monkeypatch)
 
 
-def test_the_lowest_that_waits_names_the_missing_once_and_says_when_it_is_over(ranks: Ranks) -> None:
+def test_the_lowest_waiting_rank_reports_missing_ranks_once_and_the_end_of_the_hang(ranks: Ranks) -> None:
     ranks.come(1, 2)
     ranks.until(lambda: ranks.kept[1].texts)
     time.sleep(3 * LIMITS.seconds)
@@ -95,13 +95,15 @@ def test_the_lowest_that_waits_names_the_missing_once_and_says_when_it_is_over(r
     assert over == "accelerate: the hang is over: rank 1 goes on."
 
 
-def test_ranks_that_come_in_time_say_nothing(ranks: Ranks) -> None:
+def test_ranks_that_join_in_time_report_nothing(ranks: Ranks) -> None:
     ranks.come(0, 1, 2)
     time.sleep(LIMITS.seconds / 2)
     assert ranks.go() == []
 
 
-def test_what_a_rank_of_the_same_machine_sees_is_said(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_reports_missing_ranks_of_its_machine_with_their_stack(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = Siblings(77, {0: 1}, is_complete=True)
     monkeypatch.setattr(arrivals.processes, "find_siblings", lambda rank: seen)
     monkeypatch.setattr(arrivals.processes, "describe", lambda pid: "sleeps")
@@ -126,7 +128,7 @@ def test_all_end_where_a_hang_ends_the_run(ranks: Ranks) -> None:
 @pytest.mark.parametrize(
     "last", [Message([1], [], 1, 0, "an old report", True), Message([], []), Message([2], [0, 1])]
 )
-def test_words_of_processes_before_a_restart_do_not_count(ranks: Ranks, last: Message) -> None:
+def test_messages_of_processes_before_a_restart_are_ignored(ranks: Ranks, last: Message) -> None:
     channel = ranks.channel()
     channel.append("waiting/1", asdict(Note(0, "starting", host="host", pid=1)))
     channel.post("message/2", asdict(last))
@@ -145,7 +147,7 @@ def test_the_report_says_when_all_ranks_came_and_do_not_connect(ranks: Ranks) ->
     assert "All ranks have come, and do not connect to each other" in text
 
 
-def test_without_the_store_each_rank_says_where_rank_0_does_not_answer(ranks: Ranks) -> None:
+def test_without_the_store_each_rank_reports_the_address_of_rank_0(ranks: Ranks) -> None:
     ranks.store = None
     ranks.come(1, 2)
     ranks.until(lambda: ranks.kept[1].texts and ranks.kept[2].texts)

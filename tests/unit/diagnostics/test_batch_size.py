@@ -88,7 +88,7 @@ def test_a_reduction_that_does_not_reduce_is_refused() -> None:
         found()
 
 
-def test_reaching_zero_says_what_was_missing() -> None:
+def test_reaching_batch_size_zero_raises_the_out_of_memory_message() -> None:
     train = Recorder(fits=0)
     with pytest.raises(
         RuntimeError, match="No executable batch size found, reached zero.*Tried to allocate 2 GiB"

@@ -121,7 +121,7 @@ def test_every_cause_has_a_row_above() -> None:
 
 
 @pytest.mark.parametrize("message", ["rank 1 did not come: timed out", "shapes differ: size mismatch"])
-def test_an_error_of_this_package_tells_its_cause_itself(message: str) -> None:
+def test_an_error_of_this_package_gets_no_likely_cause(message: str) -> None:
     ours = replace(
         BASE, headline=f"StateError: {message}", kind=("StateError", "AccelerateError", "Exception")
     )
@@ -188,7 +188,7 @@ RuntimeError: Connection closed by peer [1]
 """
 
 
-def test_a_rank_that_finished_while_others_waited_is_named() -> None:
+def test_a_rank_that_exited_while_others_waited_is_named() -> None:
     outcome = Outcome(1, (replace(LOST, trace=WAITED),), Exits({0: 1, 1: 0, 2: 0}))
     text = render(outcome, HERE)
     assert (

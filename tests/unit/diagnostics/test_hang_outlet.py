@@ -47,7 +47,7 @@ def sleep_long(started: Any) -> None:
     time.sleep(100)
 
 
-def test_the_end_takes_the_workers_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ending_a_rank_ends_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     context = multiprocessing.get_context("fork")
     started, codes = context.Event(), []
     worker = context.Process(target=sleep_long, args=(started,), daemon=True)

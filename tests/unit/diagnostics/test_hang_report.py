@@ -30,7 +30,7 @@ def in_save(rank: int) -> RankState:
     )
 
 
-def test_one_sentence_and_the_stack_of_the_odd_rank() -> None:
+def test_the_report_has_one_sentence_and_the_stack_of_the_differing_rank() -> None:
     states = [in_gather(0), in_save(1), in_gather(2), in_gather(3, seconds=61.0)]
     states.append(RankState(4, Doing.ENDED, ending="exited with ValueError"))
     assert compose(states, "/job").splitlines() == [
@@ -41,14 +41,14 @@ def test_one_sentence_and_the_stack_of_the_odd_rank() -> None:
     ]
 
 
-def test_different_operations_are_all_shown_when_no_group_is_the_largest() -> None:
+def test_all_operations_are_shown_when_no_group_is_the_largest() -> None:
     other = RankState(1, Doing.COLLECTIVE, "reduce", 581, "", "/job/train.py", 50, 60.0, stack="there\n")
     text = compose([in_gather(0), other], "/elsewhere")
     assert "rank 0 waits in gather #581, /job/eval.py:44, since 60 s; rank 1 waits in reduce #581, " in text
     assert text.count("is at:") == 2
 
 
-def test_the_minority_is_odd() -> None:
+def test_the_smallest_group_of_ranks_is_the_differing_one() -> None:
     groups = [group for _, group in fold([in_gather(0), in_gather(1, 580), in_gather(2)], "")]
     assert [[state.rank for state in group] for group in odd_groups(groups)] == [[1]]
 

@@ -116,7 +116,7 @@ def test_a_worker_is_named_with_its_line_and_what_is_not_stuck_with_none() -> No
     assert again.token == wait.token
 
 
-def test_a_worker_that_is_stopped_is_said_to_be() -> None:
+def test_a_stopped_worker_is_reported_as_stopped() -> None:
     loader = DataLoader(
         Numbers(lambda: os.kill(os.getpid(), signal.SIGSTOP)),
         batch_size=None,

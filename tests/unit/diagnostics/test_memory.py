@@ -74,7 +74,7 @@ def test_a_device_is_asked_for_its_peak() -> None:
 
 
 @pytest.mark.parametrize("backend", [CPU, backend_with()])
-def test_where_no_device_tells_the_process_is_measured(backend: Any) -> None:
+def test_without_device_statistics_the_memory_of_the_process_is_measured(backend: Any) -> None:
     meter = MemoryMeter(backend)
     meter.start()
     assert meter.peak() > MIB
@@ -105,7 +105,7 @@ def test_other_errors_write_none(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("states")
-def test_a_device_without_records_is_said(tmp_path: Path, caplog: Any) -> None:
+def test_a_device_without_allocation_records_gives_a_warning(tmp_path: Path, caplog: Any) -> None:
     accelerator = Accelerator(cpu=True)
     with accelerator.peak_memory(snapshot_dir=tmp_path) as used:
         pass
@@ -116,7 +116,7 @@ def test_a_device_without_records_is_said(tmp_path: Path, caplog: Any) -> None:
 @pytest.mark.device
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 @pytest.mark.usefixtures("states")
-def test_a_real_gpu(tmp_path: Path) -> None:
+def test_the_peak_of_a_gpu_is_measured(tmp_path: Path) -> None:
     accelerator = Accelerator()
     with accelerator.peak_memory() as used:
         torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")

@@ -31,7 +31,9 @@ def test_an_operation_is_a_wait_with_its_name_and_line(ring: Ring) -> None:
     assert observation.state().doing == Doing.OTHER_CODE
 
 
-def test_a_backward_waits_only_while_the_processors_rest(ring: Ring, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backward_waits_only_while_the_processors_are_idle(
+    ring: Ring, monkeypatch: pytest.MonkeyPatch
+) -> None:
     observation = Observation(ring, 0, "host", 7)
     frame = processes.innermost(ring.owner or 0)
     used = [0.0]
@@ -52,7 +54,7 @@ def test_a_backward_waits_only_while_the_processors_rest(ring: Ring, monkeypatch
     assert found[2][0] is None
 
 
-def test_a_still_line_waits_for_the_device_while_its_collectives_are_unfinished(
+def test_a_line_that_does_not_advance_waits_for_unfinished_collectives_of_the_device(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observation = Observation(ring, 0, "host", 7)

@@ -73,7 +73,7 @@ def test_a_long_wait_and_its_end_are_reported() -> None:
     assert last == "accelerate: the batch has come."
 
 
-def test_a_pass_without_long_waits_says_nothing_and_its_thread_ends_with_it() -> None:
+def test_an_epoch_without_long_waits_reports_nothing_and_its_thread_ends() -> None:
     kept, gate, batches = start_pass(10.0)
     for _ in range(2):
         gate.release()

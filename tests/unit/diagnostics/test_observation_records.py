@@ -40,7 +40,7 @@ def no_recorders(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch_private, name, None)
 
 
-def test_without_a_recorder_nothing_is_said() -> None:
+def test_without_a_flight_recorder_nothing_is_reported() -> None:
     assert observation.describe_recorded() == ""
     assert observation.seconds_on_device() == 0.0
 
@@ -67,7 +67,7 @@ def test_the_oldest_unfinished_collective_of_a_device_counts(monkeypatch: pytest
     assert 7 <= observation.seconds_on_device() < 8
 
 
-def test_a_device_that_is_done_waits_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_without_unfinished_collectives_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     play(monkeypatch, "dump_nccl_trace", [entry(1, "completed")], {})
     assert observation.seconds_on_device() == 0.0
 

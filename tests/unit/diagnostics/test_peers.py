@@ -12,7 +12,7 @@ from accelerate.diagnostics import Doing, Peers, own_identity
 from accelerate.state import StoreChannel
 
 
-def test_the_living_the_dead_and_those_out_of_sight() -> None:
+def test_processes_are_running_ended_or_on_another_machine() -> None:
     own = own_identity()
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
@@ -42,7 +42,7 @@ def test_another_process_with_the_same_number_is_not_the_one() -> None:
     assert list(peers.ended()) == [1]
 
 
-def test_the_lowest_rank_that_runs_speaks_for_its_machine() -> None:
+def test_the_lowest_running_rank_reports_for_its_machine() -> None:
     """What it says, a rank of another machine reads, which sees none of these processes."""
     own, channel = own_identity(), StoreChannel(HashStore(), "", {})
     dead = replace(own, born=own.born - 100)
@@ -59,7 +59,7 @@ def test_the_lowest_rank_that_runs_speaks_for_its_machine() -> None:
     assert far.ended() == ranks[2].ended() == {0: text, 3: text}
 
 
-def test_a_process_that_said_how_it_ends_did_not_die_without_a_message() -> None:
+def test_a_process_that_posted_its_end_has_its_message() -> None:
     own, channel = own_identity(), StoreChannel(HashStore(), "", {})
     peers = Peers(channel, 0, 2, own, 2)
     Peers(channel, 1, 2, replace(own, born=own.born - 100), 2).leave("exited")

@@ -74,7 +74,7 @@ def test_a_process_sleeps_and_is_stopped() -> None:
         ("import os; os.kill(os.getpid(), 9)", "has ended by signal 9"),
     ],
 )
-def test_how_a_child_ended_is_said_and_left_to_be_read(program: str, said: str) -> None:
+def test_the_exit_of_a_child_is_described_and_can_still_be_waited_for(program: str, said: str) -> None:
     process = subprocess.Popen([sys.executable, "-c", program])
     wait_for(process.pid, psutil.STATUS_ZOMBIE)
     assert processes.describe(process.pid) == said

@@ -51,7 +51,7 @@ def test_the_ranks_of_one_starter_are_found_also_inside_of_other_programs(tmp_pa
     assert pids["2"] != shell  # but the script that it runs
 
 
-def test_a_starter_that_writes_no_rank_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_siblings_without_rank_variables_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "RANK" not in os.environ
     monkeypatch.setenv("RANK", "0")  # as a forked rank does: others cannot see it
     assert processes.find_siblings(0) is None

@@ -149,7 +149,7 @@ def test_a_worker_of_ray_asks_once_for_each_preemption(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("error", [RuntimeError, DeprecationWarning])
-def test_outside_of_workers_ray_announces_nothing(
+def test_outside_of_ray_workers_there_is_no_preemption_source(
     monkeypatch: pytest.MonkeyPatch, error: type[Exception]
 ) -> None:
     def get_context() -> None:

@@ -94,7 +94,7 @@ def test_a_wait_longer_than_the_limit_is_reported_once(ends: bool) -> None:
     assert [kept.ends for kept in pair.kept] == [2 * ends, 2 * ends]
 
 
-def test_it_is_reported_again_after_growing_times_and_taken_back_when_it_is_over() -> None:
+def test_a_hang_is_reported_at_growing_intervals_and_withdrawn_when_it_ends() -> None:
     pair = Pair(ends=False)
     for seconds in (6.0, 7.0, 11.0, 13.0, 20.0, 27.0):
         pair.seen[0].wait = (1, seconds)
@@ -119,7 +119,7 @@ def test_an_end_is_named_at_once() -> None:
     assert len(pair.kept[0].texts) == 1
 
 
-def test_the_last_words_name_those_whose_end_was_the_reason() -> None:
+def test_the_message_of_a_lost_rank_names_the_rank_that_ended_first() -> None:
     pair = Pair(ends=False)
     pair.peers[1].leave("exited with ValueError")
     lost = RankState(0, Doing.COLLECTIVE, "gather", 1, file="a.py", line=9)
