@@ -104,7 +104,7 @@ def test_sizes_are_read_and_sorted() -> None:
     assert list(found.items()) == [(0, 2**21), (1, 7), ("cpu", 10**9), ("disk", 10**12)]
 
 
-def test_texts_become_bytes_in_the_dict_that_was_passed() -> None:
+def test_sizes_as_text_are_replaced_by_bytes_in_place() -> None:
     """transformers plans with the dict of its user after it has passed it here."""
     given: dict[Any, Any] = {"cpu": "4kB", 0: "1MB", "disk": 7.5}
     get_balanced_memory(chain(1), given)
@@ -178,7 +178,7 @@ def test_packed_formats_are_counted_in_whole_bytes() -> None:
 
 
 @pytest.mark.parametrize(("count", "room"), [(0, 10), (1, 10**6)])
-def test_devices_that_nothing_is_left_for(count: int, room: int) -> None:
+def test_full_devices_get_a_budget_of_zero(count: int, room: int) -> None:
     found = get_balanced_memory(chain(count), {0: room, 1: room, "disk": 7}, low_zero=True)
     assert found == {0: 0, 1: room, "disk": 7}
 
@@ -188,7 +188,7 @@ def test_devices_that_nothing_is_left_for(count: int, room: int) -> None:
     sizes=st.lists(st.integers(1, 30), min_size=1, max_size=8),
     limits=st.lists(st.integers(10, 120), min_size=1, max_size=4),
 )
-def test_no_other_way_has_a_smaller_largest_share(sizes: list[int], limits: list[int]) -> None:
+def test_even_shares_minimize_the_largest_share(sizes: list[int], limits: list[int]) -> None:
     units = [Unit((str(index),), size, 0, size) for index, size in enumerate(sizes)]
     cuts = combinations_with_replacement(range(len(sizes) + 1), len(limits) - 1)
     ways = [[sum(sizes[start:end]) for start, end in pairwise([0, *cut, len(sizes)])] for cut in cuts]
@@ -215,5 +215,5 @@ def test_little_for_the_first() -> None:
 @pytest.mark.parametrize(
     "memory", [{"cpu": 10}, {0: 10**6, "cpu": 10}, {0: LAYER, 1: LAYER}, {0: 0, 1: 10**6}]
 )
-def test_nothing_to_spread(memory: Any) -> None:
+def test_without_several_accelerators_the_budget_is_unchanged(memory: Any) -> None:
     assert get_balanced_memory(chain(6), memory) == memory

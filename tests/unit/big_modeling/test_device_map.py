@@ -52,7 +52,7 @@ def test_the_first_that_fits_or_a_part_of_one() -> None:
     assert [each for each, _ in left] == ["embed", "layers.0.a", "layers.1", "head"]
 
 
-def test_nothing_fits() -> None:
+def test_fallback_allocate_returns_none_when_nothing_fits() -> None:
     model = build()
     modules, sizes = list(model.named_children()), compute_module_sizes(model)
     assert fallback_allocate(modules, sizes, 10) == (None, None, modules)
@@ -107,7 +107,7 @@ def test_a_row_for_each_device() -> None:
         ),
     ],
 )
-def test_names_that_are_counted_become_a_range(names: list[str], text: str) -> None:
+def test_numbered_names_are_shortened_to_a_range(names: list[str], text: str) -> None:
     assert shorten(names) == text
 
 
@@ -179,7 +179,7 @@ def test_room_for_two_blocks_stays_free() -> None:
     assert [place for place in tight.values() if place == 0] == [0], "room for one where two leave nothing"
 
 
-def test_formats_count() -> None:
+def test_the_dtype_decides_how_many_layers_fit() -> None:
     memory = {0: 3 * LAYER, "cpu": "1MB"}
     assert infer_auto_device_map(chain(6), memory, dtype="float16") == {"": 0}
     special = {f"{index}.weight": torch.float32 for index in range(6)}

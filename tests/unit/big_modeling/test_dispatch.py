@@ -155,7 +155,7 @@ def check(model: nn.Module, plain: nn.Module, times: int = 3) -> None:
 # One device
 
 
-def test_a_map_to_the_cpu_costs_nothing(net: Net, plain: Net) -> None:
+def test_a_device_map_to_the_cpu_adds_no_hooks(net: Net, plain: Net) -> None:
     assert dispatch_model(net, {"": "cpu"}) is net
     assert net.hf_device_map == {"": "cpu"}
     assert not any(hasattr(module, "_hf_hook") for module in net.modules())
@@ -181,7 +181,7 @@ def test_a_model_without_values_cannot_be_moved() -> None:
 # Several places
 
 
-def test_files_that_go_after_the_model_was_dispatched(tmp_path: Path) -> None:
+def test_a_dispatched_model_runs_after_its_files_were_deleted(tmp_path: Path) -> None:
     """transformers deletes the files of a folder before it saves a model that reads from them."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     path, x = tmp_path / "model.safetensors", torch.ones(1, 2)
@@ -285,7 +285,7 @@ def test_a_second_map_takes_the_place_of_the_first(net: Net, plain: Net, tmp_pat
     check(net, plain)
 
 
-def test_files_of_another_model_are_not_taken(net: Net, plain: Net, tmp_path: Path) -> None:
+def test_offloading_does_not_reuse_files_of_another_model(net: Net, plain: Net, tmp_path: Path) -> None:
     other = Net()
     disk_offload(other, tmp_path)
     remove_hook_from_submodules(other)
@@ -303,7 +303,7 @@ def test_moving_is_refused(net: Net, tmp_path: Path) -> None:
     assert net.to("cpu") is net
 
 
-def test_offloading_is_said(net: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_offloading_to_the_disk_is_logged(net: Net, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     everything = {"": "cpu"}
     dispatch_model(net, everything, force_hooks=True)
     assert not caplog.messages
@@ -339,7 +339,9 @@ def test_the_map_is_checked_first_and_clients_may_turn_that_off(
 
 @pytest.mark.parametrize("buffers", [False, True])
 @pytest.mark.parametrize("where", ["memory", "disk"])
-def test_all_weights_elsewhere(net: Net, plain: Net, tmp_path: Path, where: str, buffers: bool) -> None:
+def test_all_weights_are_offloaded_to_the_cpu_or_the_disk(
+    net: Net, plain: Net, tmp_path: Path, where: str, buffers: bool
+) -> None:
     if where == "disk":
         assert disk_offload(net, tmp_path, offload_buffers=buffers) is net
     else:
@@ -454,6 +456,6 @@ def test_a_small_budget(files: Path, plain: Net) -> None:
     remove_hook_from_submodules(model)
 
 
-def test_an_unknown_way_to_plan(files: Path) -> None:
+def test_an_unknown_device_map_is_refused(files: Path) -> None:
     with pytest.raises(ConfigurationError, match="device_map='best'"):
         load_checkpoint_and_dispatch(empty(), files / "safe", "best")

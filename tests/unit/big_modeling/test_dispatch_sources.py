@@ -37,7 +37,7 @@ def test_memory_holds_shared_tensors_once() -> None:
         keep_in_memory(model.to("meta"), ["0.weight"], None, "cpu")
 
 
-def test_memory_is_locked_on_the_way_to_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_pinned_for_copies_to_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
     locked = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: locked.append(self) or self)
     monkeypatch.setattr(torch.Tensor, "is_pinned", lambda self: False)

@@ -42,7 +42,7 @@ def test_what_cannot_be_done(wishes: Any, said: str) -> None:
         check_options(nn.Linear(2, 2), wishes)
 
 
-def test_what_changes_nothing_is_allowed() -> None:
+def test_options_without_effect_are_allowed() -> None:
     check_options(nn.Linear(2, 2), LoadOptions({"": "cpu"}, torch.float32))
 
 
@@ -304,7 +304,7 @@ def test_a_place_without_a_value(files: Path) -> None:
     assert (model.body.weight.device.type, model.body.weight.dtype) == ("meta", torch.float16)
 
 
-def test_factors_of_eight_bit_weights_go_with_them(tmp_path: Path) -> None:
+def test_scales_of_eight_bit_weights_are_loaded_with_them(tmp_path: Path) -> None:
     state = {"weight": torch.ones(2, 2).to(torch.int8), "SCB": torch.full((2,), 0.5), "bias": torch.ones(2)}
     save_file(state, tmp_path / "x.safetensors")
 
@@ -322,7 +322,7 @@ def test_factors_of_eight_bit_weights_go_with_them(tmp_path: Path) -> None:
     assert (weight.dtype, weight.SCB.tolist()) == (torch.int8, [0.5, 0.5])
 
 
-def test_weights_in_eight_bits_are_quantized_before_they_go_to_the_disk(
+def test_weights_are_quantized_to_eight_bits_before_they_are_offloaded(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Int8Params(nn.Parameter):
@@ -367,7 +367,7 @@ class Counting(nn.Linear):
 
 
 @pytest.mark.parametrize("size", ["10GB", 10], ids=["one file", "shards"])
-def test_what_modules_keep_beside_tensors_goes_with_them(tmp_path: Path, size: Any) -> None:
+def test_extra_state_of_modules_is_loaded(tmp_path: Path, size: Any) -> None:
     model = nn.Sequential(Counting(), nn.Linear(2, 2))
     model[0].calls = 7
     save_sharded(model.state_dict(), tmp_path, size, safe=False)

@@ -39,7 +39,7 @@ def test_parameters_have_no_memory_and_stay_what_they_are() -> None:
     assert net.norm.running_mean.device.type == other.device.type == "cpu"
 
 
-def test_nothing_changes_outside() -> None:
+def test_init_empty_weights_has_no_effect_after_an_error() -> None:
     with pytest.raises(ZeroDivisionError), init_empty_weights():
         _ = 1 / 0
     assert nn.Linear(2, 2).weight.device.type == "cpu"

@@ -60,7 +60,7 @@ def test_weights_in_4_bits_bring_their_scales(
     assert plan.moves[0].parts == ("0.weight.absmax", "0.weight.quant_state.bitsandbytes__nf4")
 
 
-def test_weights_in_8_bits_do_not_become_numbers(tmp_path: Path) -> None:
+def test_weights_in_8_bits_do_not_load_into_a_plain_parameter(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     stored = {
         "0.weight": torch.zeros(2, 2, dtype=torch.int8),

@@ -54,7 +54,7 @@ def test_tensors_are_placed_and_inputs_follow() -> None:
     assert places(own) == {"weight": "meta", "bias": "meta", "inner.weight": "cpu", "inner.bias": "cpu"}
 
 
-def test_outputs_go_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outputs_are_moved_to_the_device_of_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = AlignDevicesHook(io_same_device=True)
     model = add_hook_to_module(nn.Identity(), hook)
     assert model({"x": [X]})["x"][0] is X
@@ -85,7 +85,7 @@ def test_what_is_there_is_not_touched() -> None:
 
 
 @pytest.mark.parametrize("buffers", [False, True])
-def test_weights_come_for_the_forward(buffers: bool) -> None:
+def test_weights_are_loaded_for_the_forward(buffers: bool) -> None:
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
     hook = AlignDevicesHook("cpu", offload=True, offload_buffers=buffers, place_submodules=True)
@@ -122,7 +122,7 @@ def test_only_own_tensors() -> None:
     assert {name for name, kind in places(model).items() if kind == "meta"} == {"scale"}
 
 
-def test_an_assigned_map_counts_and_hooks_are_called_by_hand() -> None:
+def test_an_assigned_weights_map_is_used_when_hooks_are_called_directly() -> None:
     layer = nn.Linear(4, 4)
     add_hook_to_module(layer, hook := AlignDevicesHook("cpu", offload=True))
     hook.pre_forward(layer)
@@ -136,7 +136,7 @@ def test_an_assigned_map_counts_and_hooks_are_called_by_hand() -> None:
     assert torch.equal(layer(torch.ones(1, 4)), torch.full((1, 4), 12.0))
 
 
-def test_disk_weights_stay_there_when_the_hook_is_taken_off() -> None:
+def test_weights_on_the_disk_stay_offloaded_when_the_hook_is_removed() -> None:
     with torch.device("meta"):
         layer = nn.Linear(4, 4)
     weights = {"weight": torch.eye(4), "bias": torch.zeros(4)}

@@ -161,7 +161,7 @@ class FakeModule:
         return 0
 
 
-def test_weights_travel_on_a_stream_of_their_own() -> None:
+def test_weights_are_copied_on_their_own_stream() -> None:
     blocks, _ = build("ab")
     module = FakeModule()
     prefetcher = Prefetcher(torch.device("cuda", 0), lambda device: StreamTransfer(device, module))
@@ -174,7 +174,7 @@ def test_weights_travel_on_a_stream_of_their_own() -> None:
 
 
 @pytest.mark.parametrize(("free", "held", "goes"), [(15, 0, False), (16, 0, True), (6, 10, True)])
-def test_nothing_comes_ahead_where_there_is_no_room(free: int, held: int, goes: bool) -> None:
+def test_nothing_is_prefetched_without_free_memory(free: int, held: int, goes: bool) -> None:
     blocks, log = build("ab")
     module = FakeModule(free, held)
     prefetcher = Prefetcher(torch.device("cuda", 0), lambda device: StreamTransfer(device, module))

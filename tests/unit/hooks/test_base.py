@@ -56,7 +56,7 @@ class Double(nn.Module):
         return 2 * x + more
 
 
-def test_a_hook_runs_around_the_forward_until_it_is_taken_off() -> None:
+def test_a_hook_runs_around_the_forward_until_it_is_removed() -> None:
     module, hook = Double(), Adder(1, 10)
     assert add_hook_to_module(module, hook) is module
     assert torch.equal(module(X, more=0.5), 2 * (X + 1) + 10.5)
@@ -69,7 +69,7 @@ def test_a_hook_runs_around_the_forward_until_it_is_taken_off() -> None:
     assert hook.log == ["init", "pre", "post", "detach"]
 
 
-def test_a_new_hook_takes_the_place_or_stands_behind() -> None:
+def test_a_new_hook_replaces_the_old_one_or_is_appended() -> None:
     module = Double()
     add_hook_to_module(module, Adder(1))
     add_hook_to_module(module, Adder(0, 3))
@@ -85,7 +85,7 @@ def test_a_new_hook_takes_the_place_or_stands_behind() -> None:
     assert hooks_of(module) == ()
 
 
-def test_the_plain_hook_changes_nothing() -> None:
+def test_the_base_hook_changes_nothing() -> None:
     module = add_hook_to_module(Double(), ModelHook())
     assert torch.equal(module(X, more=1), 2 * X + 1)
 
@@ -117,7 +117,7 @@ def test_any_object_with_the_methods_is_a_hook() -> None:
     assert torch.equal(module(X), 6 * X)
 
 
-def test_a_forward_of_the_object_comes_back() -> None:
+def test_a_forward_set_on_the_instance_is_restored() -> None:
     module = Double()
     module.forward = own = lambda x: x + 100  # type: ignore[method-assign]
     add_hook_to_module(module, Adder(1))

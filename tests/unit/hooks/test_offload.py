@@ -40,7 +40,7 @@ class Recorded(nn.Linear):
         return self
 
 
-def test_a_model_comes_and_the_one_before_goes() -> None:
+def test_a_model_is_moved_to_the_device_and_the_previous_one_is_offloaded() -> None:
     first, second = Recorded(), Recorded()
     _, one = cpu_offload_with_hook(first, "meta")
     _, two = cpu_offload_with_hook(second, "meta", one)
@@ -65,7 +65,7 @@ def test_a_model_that_is_there_disturbs_no_one() -> None:
     assert vars(two) == {"model": second, "hook": second._hf_hook}
 
 
-def test_where_nothing_is_said_it_is_this_process_s_device() -> None:
+def test_the_default_device_is_that_of_the_process() -> None:
     hook = CpuOffload()
     assert hook.execution_device == torch.device("cpu")
     assert hook.prev_module_hook is None
@@ -91,7 +91,7 @@ def test_who_is_offloaded() -> None:
     assert has_offloaded_params(layer)
 
 
-def test_an_offloaded_module_comes_for_a_moment() -> None:
+def test_an_offloaded_module_is_on_its_device_within_the_context() -> None:
     model = build()
     attach_align_device_hook(model, "cpu", offload=True)
     inner = model["layers"][0].linear1
@@ -108,7 +108,7 @@ def test_an_offloaded_module_comes_for_a_moment() -> None:
     assert model["head"].weight.is_meta
 
 
-def test_any_other_module_moves_and_comes_back() -> None:
+def test_a_module_without_hooks_is_moved_within_the_context() -> None:
     layer = nn.Linear(2, 2)
     with align_module_device(layer):
         assert layer.weight.device.type == "cpu"
@@ -162,7 +162,7 @@ def test_an_accelerator_saves_what_is_offloaded(tmp_path: Path) -> None:
     remove_hook_from_submodules(model)
 
 
-def test_a_module_comes_back_from_the_meta_device_with_its_values() -> None:
+def test_a_module_moved_to_meta_is_restored_with_its_values() -> None:
     module = nn.Linear(2, 2)
     before = module.weight.tolist()
     with align_module_device(module, "meta"):

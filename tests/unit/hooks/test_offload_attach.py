@@ -78,7 +78,7 @@ def test_one_hook_for_each_block() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), plain.parameters(), strict=True))
 
 
-def test_without_offloading_there_is_nothing_inside_a_block() -> None:
+def test_without_offloading_modules_inside_a_block_have_no_hooks() -> None:
     model = Net()
     attach_align_device_hook(model, "cpu")
     assert hooked(model) == RUN
@@ -95,7 +95,7 @@ def test_named_classes_are_blocks() -> None:
     assert model._hf_hook.place_submodules
 
 
-def test_hooks_inside_a_block_are_called_by_hand() -> None:
+def test_hooks_inside_a_block_can_be_called_directly() -> None:
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
     attach_align_device_hook(model, "cpu", offload=True, weights_map=model.state_dict())
@@ -210,7 +210,7 @@ def test_a_hook_is_appended_to_a_module_inside_a_block() -> None:
     assert torch.equal(inner.weight, plain.layers[0].a.weight)
 
 
-def test_weights_in_files_come_ahead(tmp_path: Path) -> None:
+def test_weights_in_files_are_prefetched(tmp_path: Path) -> None:
     model, plain = Net(), Net()
     plain.load_state_dict(model.state_dict())
     offload_state_dict(tmp_path, model.state_dict())

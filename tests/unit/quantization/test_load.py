@@ -175,7 +175,7 @@ def test_without_bitsandbytes(plain: Any, monkeypatch: pytest.MonkeyPatch) -> No
         load_and_quantize_model(plain, BnbQuantizationConfig(load_in_8bit=True))
 
 
-def test_other_objects_are_no_wishes(body: Any) -> None:
+def test_other_objects_are_no_quantization_config(body: Any) -> None:
     with pytest.raises(
         ConfigurationError, match="bnb_quantization_config=.*it is not a BnbQuantizationConfig"
     ):

@@ -63,7 +63,7 @@ def test_dtypes_of_all_that_is_not_quantized(body: Any, bitsandbytes: Any) -> No
     assert _dtypes_of_rest(model, config) == expected, "the same once layers are swapped"
 
 
-def test_four_bits_cannot_wait_elsewhere(body: Any, gpu: None) -> None:
+def test_layers_in_four_bits_cannot_be_offloaded(body: Any, gpu: None) -> None:
     with pytest.raises(ConfigurationError, match="layers.2.weight on the CPU or the disk.*skip_modules"):
         get_quantized_model_device_map(body(), FOUR, {"": 0, "layers.2": "cpu"})
     places = {"": 0, "layers.2": "cpu"}
@@ -76,7 +76,7 @@ def test_where_the_cpu_computes_it_is_a_place_like_any(body: Any) -> None:
         get_quantized_model_device_map(body(), FOUR, {"": "cpu", "layers": "disk"})
 
 
-def test_ways_to_find_places_have_names(body: Any) -> None:
+def test_an_unknown_device_map_name_is_refused_with_the_known_ones(body: Any) -> None:
     with pytest.raises(
         ConfigurationError, match="device_map='fast'.*auto, balanced, balanced_low_0, sequential"
     ):

@@ -44,7 +44,7 @@ def test_linear_layers_are_swapped(wishes: Any, kind: str, device: str, bitsandb
     assert model.layers[2].bias is None
 
 
-def test_wishes_reach_the_layers(bitsandbytes: Any, body: Any) -> None:
+def test_settings_are_applied_to_the_layers(bitsandbytes: Any, body: Any) -> None:
     eight = replace_with_bnb_layers(body(), BnbQuantizationConfig(**EIGHT))
     assert eight.layers[0].state.threshold == 5.0
     assert eight.layers[0].weight.has_fp16_weights is False
@@ -74,7 +74,7 @@ def test_names_of_modules_that_stay(
     assert {name for name, kind in kinds(model).items() if kind != "Linear"} == swapped
 
 
-def test_layers_that_compute_in_their_own_way_stay(bitsandbytes: Any) -> None:
+def test_subclasses_with_another_forward_are_not_converted(bitsandbytes: Any) -> None:
     class Doubled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * super().forward(x)

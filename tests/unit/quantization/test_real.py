@@ -164,7 +164,7 @@ def test_files_in_other_bits_are_refused(way: str, body: Any, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_adapters_go_on_from_a_checkpoint(way: str, body: Any, tmp_path: Path) -> None:
+def test_training_of_adapters_resumes_from_a_checkpoint(way: str, body: Any, tmp_path: Path) -> None:
     from accelerate import Accelerator
 
     config = BnbQuantizationConfig(torch_dtype="fp32", **WAYS[way][0])

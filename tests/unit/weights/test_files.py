@@ -33,7 +33,7 @@ def tied() -> dict[str, torch.Tensor]:
     return {"a": weight, "b": weight, "c": weight.t(), "empty": torch.empty(0), "half": torch.ones(2).half()}
 
 
-def test_shared_tensors_are_stored_once_and_come_back_shared(tmp_path: Path) -> None:
+def test_shared_tensors_are_stored_once_and_loaded_shared(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     write_safetensors(tied(), path)
     assert sorted(load_file(path)) == ["a", "c", "empty", "half"]
@@ -44,7 +44,7 @@ def test_shared_tensors_are_stored_once_and_come_back_shared(tmp_path: Path) -> 
     assert state["a"].data_ptr() == state["b"].data_ptr()
 
 
-def test_only_tensors_go_into_safetensors(tmp_path: Path) -> None:
+def test_other_values_than_tensors_are_refused_by_safetensors(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="step='int': safetensors holds tensors only"):
         write_safetensors({"step": 3}, tmp_path / "x")  # type: ignore[dict-item]
 
@@ -131,7 +131,7 @@ def test_save_takes_file_objects_but_not_for_safetensors() -> None:
 
 
 @pytest.mark.parametrize("write", [write_torch, write_safetensors])
-def test_wherever_a_file_ends_too_early_it_is_named(tmp_path: Path, write: Any) -> None:
+def test_a_file_cut_at_any_byte_is_named(tmp_path: Path, write: Any) -> None:
     path = tmp_path / "short"
     write({"a": torch.ones(9), "b": torch.zeros(3, dtype=torch.int8)}, path)
     data = path.read_bytes()
@@ -158,7 +158,9 @@ def test_a_missing_file_is_what_the_system_says(tmp_path: Path) -> None:
         ("__metadata__", torch.ones(1), "name='__metadata__'"),
     ],
 )
-def test_what_safetensors_cannot_hold_is_named(tmp_path: Path, name: Any, value: Any, message: str) -> None:
+def test_states_that_safetensors_cannot_store_are_refused(
+    tmp_path: Path, name: Any, value: Any, message: str
+) -> None:
     with pytest.raises(ConfigurationError, match=message):
         write_safetensors({name: value, "b": torch.ones(1)}, tmp_path / "x")
     assert not (tmp_path / "x").exists()
@@ -189,7 +191,7 @@ def test_clean_state_dict_needs_no_run() -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_torn_files_of_torch_are_named(tmp_path: Path, seed: int) -> None:
+def test_damaged_files_of_torch_are_named(tmp_path: Path, seed: int) -> None:
     """Whatever its bytes make torch raise, the error says which file it is."""
     import random
 

@@ -22,7 +22,7 @@ from accelerate.weights import (
 )
 
 
-def test_every_format_comes_back(tmp_path: Path) -> None:
+def test_every_dtype_is_read_unchanged(tmp_path: Path) -> None:
     state = {
         str(dtype): torch.arange(6).reshape(2, 3).to(dtype) if dtype != torch.bool else torch.eye(2).bool()
         for dtype in DTYPES.values()
@@ -41,7 +41,7 @@ def in_use(path: Path) -> int:
         return sum(str(path) in line for line in maps)
 
 
-def test_memory_goes_with_the_tensor(tmp_path: Path) -> None:
+def test_memory_is_unmapped_with_its_tensor(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(5000), "b": torch.full((5000,), 2.0)}, path)
     opened = MappedFile(path)
@@ -79,7 +79,7 @@ def test_a_header_that_cannot_be(tmp_path: Path, header: Any) -> None:
         MappedFile(tmp_path / "x")
 
 
-def test_a_format_that_is_not_known_spoils_its_tensor_alone(tmp_path: Path) -> None:
+def test_an_unknown_dtype_only_prevents_reading_its_tensor(tmp_path: Path) -> None:
     text = json.dumps({**entry(), "b": {"dtype": "F4", "shape": [4], "data_offsets": [8, 10]}}).encode()
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(10))
     opened = MappedFile(tmp_path / "x")
@@ -209,7 +209,7 @@ def test_a_broken_or_missing_file_is_named(tmp_path: Path, name: str) -> None:
     ("content", "message"),
     [([1, 2], "holds a list"), ({"model": {"a": torch.ones(1)}, "epoch": 3}, "holds 'model', a dict")],
 )
-def test_other_things_than_weights_are_named(tmp_path: Path, content: Any, message: str) -> None:
+def test_files_with_other_values_than_tensors_are_named(tmp_path: Path, content: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=f"{message}, and not only tensors by name"):
         open_weights(write(tmp_path / "x.bin", content))
 
@@ -222,7 +222,7 @@ def test_a_state_dict_as_a_whole(tmp_path: Path, name: str) -> None:
     assert [placed[each].device.type for each in ("m.a", "n.b")] == ["meta", "cpu"]
 
 
-def test_shared_tensors_stay_shared_where_they_go_together(tmp_path: Path) -> None:
+def test_shared_tensors_stay_shared_on_one_device(tmp_path: Path) -> None:
     write_safetensors({"a": STATE["a"], "b": STATE["a"]}, tmp_path / "x.safetensors")
     together = load_state_dict(tmp_path / "x.safetensors", {"": "cpu"})
     assert together["a"] is together["b"]

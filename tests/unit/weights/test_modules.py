@@ -64,7 +64,7 @@ def test_a_shared_tensor_is_there_under_each_name() -> None:
     assert found["inner.weight"] is found["twin.weight"]
 
 
-def test_modules_come_after_those_inside() -> None:
+def test_modules_are_ordered_after_their_children() -> None:
     model = nn.Sequential(nn.Linear(1, 1), nn.Sequential(nn.ReLU(), nn.Linear(1, 1)))
     names = ["0", "1.0", "1.1", "1", ""]
     assert [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)] == names  # type: ignore[misc]
@@ -81,7 +81,7 @@ def test_modules_come_after_those_inside() -> None:
         (None, None),
     ],
 )
-def test_newer_models_say_it_in_their_configuration(settings: Any, size: int | None) -> None:
+def test_the_tp_size_is_read_from_the_configuration(settings: Any, size: int | None) -> None:
     model = nn.Linear(1, 1)
     model.config = SimpleNamespace(distributed_config=settings)
     assert get_model_tp_size(model) == size
@@ -89,7 +89,7 @@ def test_newer_models_say_it_in_their_configuration(settings: Any, size: int | N
     assert get_model_tp_size(model) == size
 
 
-def test_what_a_model_says_about_its_layers() -> None:
+def test_the_tp_size_and_dtensors_of_a_model_are_read() -> None:
     model = nn.Linear(1, 1)
     assert get_model_tp_size(model) is None
     model.tp_size = 3
@@ -139,7 +139,7 @@ def spell(model: nn.Module, **kwargs: object) -> list[str]:
 LEAVES = ["stem.attention", "stem.attention.out_proj", "stem.up.0+"]
 
 
-def test_what_stands_in_a_list_is_a_block_and_the_rest_goes_tensor_by_tensor() -> None:
+def test_items_of_a_module_list_are_blocks_and_the_rest_are_single_tensors() -> None:
     assert spell(Net()) == ["", *LEAVES, "body.norm", "body.layers.0+", "body.layers.1+"]
 
 
@@ -169,7 +169,7 @@ def test_lists_cannot_be_called() -> None:
     assert has_forward(nn.Sequential())
 
 
-def test_without_deepspeed_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathered_parameters_without_deepspeed_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modules, "is_deepspeed_available", lambda: False)
     parameter = nn.Parameter(torch.ones(2))
     with GatheredParameters([parameter], modifier_rank=0):

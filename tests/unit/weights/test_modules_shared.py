@@ -54,7 +54,7 @@ def test_empty_tensors_share_nothing() -> None:
     assert aliases == {}
 
 
-def test_what_is_no_tensor_is_named() -> None:
+def test_values_that_are_no_tensors_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"extra='int': safetensors holds tensors only"):
         drop_shared({"a": torch.ones(1), "extra": 3})
 
@@ -122,7 +122,7 @@ class Wrapped(torch.Tensor):
         return func(*(each.inner if isinstance(each, Wrapped) else each for each in args), **(kwargs or {}))
 
 
-def test_tensors_without_an_address_are_not_taken_for_one() -> None:
+def test_tensors_without_an_address_are_not_shared() -> None:
     first, second = Wrapped(torch.ones(2)), Wrapped(torch.zeros(2))
     assert modules.missing_names({"a": first, "b": second, "c": first}, {"a"}) == ["b"]
     assert len({modules.memory_of(tensor) for tensor in (first, second, first)}) == 2
@@ -159,7 +159,7 @@ def test_the_first_value_wins() -> None:
     assert model.b.weight is first
 
 
-def test_a_map_that_parts_them_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_device_map_that_separates_tied_weights_gives_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     group = [["a.weight", "b.weight"]]
     with caplog.at_level(logging.WARNING):
         check_tied_parameters_on_same_device(group, {"a": "cpu", "b": "cpu", "c": "disk"})
@@ -168,7 +168,7 @@ def test_a_map_that_parts_them_is_named(caplog: pytest.LogCaptureFixture) -> Non
     assert "{'a.weight': 'cpu', 'b.weight': 'disk'}" in caplog.text
 
 
-def test_a_configuration_says_that_words_are_tied() -> None:
+def test_tied_embeddings_are_read_from_the_configuration() -> None:
     model = nn.Module()
     assert not check_tied_parameters_in_config(model)
     model.config = SimpleNamespace(tie_word_embeddings=True)

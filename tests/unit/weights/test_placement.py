@@ -23,7 +23,7 @@ def build(device: str = "cpu") -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
 
 
-def test_a_value_is_taken_without_being_copied() -> None:
+def test_a_value_is_set_without_a_copy() -> None:
     model, value = build("meta"), torch.ones(4, 3)
     set_module_tensor_to_device(model, "0.weight", "cpu", value)
     weight = model[0].weight
@@ -33,7 +33,7 @@ def test_a_value_is_taken_without_being_copied() -> None:
     assert model[0].bias.device.type == "meta", "the others stay"
 
 
-def test_the_old_tensor_is_left_alone() -> None:
+def test_the_old_tensor_is_not_changed() -> None:
     model = build()
     old = model[0].weight
     before = old.detach().clone()
@@ -84,7 +84,7 @@ def test_mistakes_are_named(name: str, arguments: dict[str, Any], message: str) 
         set_module_tensor_to_device(build(), name, "cpu", **arguments)
 
 
-def test_no_value_comes_out_of_the_meta_device() -> None:
+def test_a_tensor_on_meta_without_a_value_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="0.weight is on the meta device and has no value"):
         set_module_tensor_to_device(build("meta"), "0.weight", "cpu")
 

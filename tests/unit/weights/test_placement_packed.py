@@ -68,7 +68,7 @@ def layer(weight: nn.Parameter) -> Any:
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("dtype", [None, torch.float16])
-def test_a_plain_value_is_quantized_on_its_way(device: str, dtype: Any) -> None:
+def test_a_plain_value_is_quantized_when_it_is_set(device: str, dtype: Any) -> None:
     holder = layer(Int8Params(torch.empty(2, 2, device=device)))
     set_module_tensor_to_device(holder, "weight", "cpu", WEIGHT, dtype)
     weight = holder.weight
@@ -85,7 +85,7 @@ def test_a_value_in_place_is_quantized_where_it_is() -> None:
     assert holder.weight.dtype == torch.int8
 
 
-def test_a_quantized_value_comes_with_its_scales() -> None:
+def test_a_quantized_value_is_set_with_its_scales() -> None:
     holder = layer(Int8Params(torch.empty(2, 2, device="meta")))
     value, scales = torch.ones(2, 2).to(torch.int8), torch.tensor([0.5, 0.25])
     set_module_tensor_to_device(holder, "weight", "cpu", value, torch.int8, fp16_statistics=scales)
@@ -94,7 +94,7 @@ def test_a_quantized_value_comes_with_its_scales() -> None:
     assert holder.weight.CB.tolist() == [[1, 1], [1, 1]], "the layer computes with this one"
 
 
-def test_scales_that_the_layer_has_taken_over_are_found() -> None:
+def test_scales_stored_in_the_state_of_the_layer_are_found() -> None:
     holder = layer(Int8Params(WEIGHT).to("cpu"))
     holder.state = nn.Module()
     holder.state.SCB = holder.weight.SCB

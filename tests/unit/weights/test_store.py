@@ -39,7 +39,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_a_tensor_comes_back(tmp_path: Path, name: str) -> None:
+def test_an_offloaded_tensor_is_loaded_unchanged(tmp_path: Path, name: str) -> None:
     tensor = TENSORS[name]
     index = offload_weight(tensor, name, tmp_path / "made", {})
     assert index == {name: {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}}
@@ -135,7 +135,7 @@ def test_entries_of_modules() -> None:
     assert extract_submodules_state_dict(state, ["ab"]) == {"ab": 3}
 
 
-def test_weights_come_back_into_a_model(tmp_path: Path) -> None:
+def test_offloaded_weights_are_loaded_into_a_model(tmp_path: Path) -> None:
     model, source = nn.Linear(2, 3, device="meta"), nn.Linear(2, 3)
     offload_state_dict(tmp_path, source.state_dict())
     index = json.loads((tmp_path / "index.json").read_text())
@@ -144,7 +144,7 @@ def test_weights_come_back_into_a_model(tmp_path: Path) -> None:
     load_offloaded_weights(nn.Linear(2, 3, device="meta"), {}, tmp_path / "nowhere")
 
 
-def test_factors_of_eight_bit_weights_go_with_them(tmp_path: Path) -> None:
+def test_scales_of_eight_bit_weights_are_loaded_with_them(tmp_path: Path) -> None:
     model = nn.Linear(2, 2, bias=False, device="meta", dtype=torch.float16)
     model.weight.requires_grad_(False)
     offload_state_dict(tmp_path, {"weight": torch.ones(2, 2).to(torch.int8), "SCB": torch.full((2,), 0.5)})

@@ -81,7 +81,9 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         ({"weight_map": {"a": "b\0"}}, "which contains a NUL character"),
     ],
 )
-def test_a_weight_map_that_leads_elsewhere_is_refused(tmp_path: Path, content: Any, named: str) -> None:
+def test_a_weight_map_with_files_outside_its_folder_is_refused(
+    tmp_path: Path, content: Any, named: str
+) -> None:
     path = tmp_path / "model.safetensors.index.json"
     path.write_text(content if isinstance(content, str) else json.dumps(content))
     with pytest.raises(CheckpointError, match=named) as caught:
