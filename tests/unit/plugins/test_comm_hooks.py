@@ -79,11 +79,11 @@ def test_without_a_hook_nothing_is_registered() -> None:
 
 
 @pytest.mark.parametrize("extra", [{"comm_wrapper": "bf16"}, {"comm_state_option": {"warm_start": False}}])
-def test_what_has_no_effect_without_a_hook_is_said(extra: dict[str, Any]) -> None:
+def test_arguments_without_effect_give_a_warning(extra: dict[str, Any]) -> None:
     with pytest.warns(UserWarning, match="no effect without comm_hook"):
         assert register(**extra) is None
 
 
-def test_options_that_a_hook_does_not_take_are_said() -> None:
+def test_options_that_a_hook_does_not_take_give_a_warning() -> None:
     with pytest.warns(UserWarning, match="only power_sgd and batched_power_sgd"):
         assert register(comm_hook="fp16", comm_state_option={"warm_start": False}) is not None

@@ -156,7 +156,7 @@ AUTO_TABLE = [
 
 
 @pytest.mark.parametrize(("zero", "arguments", "variables", "field", "value"), AUTO_TABLE)
-def test_fields_and_configuration_say_the_same(zero, arguments, variables, field, value):
+def test_fields_are_read_from_the_configuration(zero, arguments, variables, field, value):
     with patch_environment(**variables):
         plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero}, **arguments)
     assert getattr(plugin, field) == value
@@ -176,7 +176,7 @@ def test_the_object_of_a_client_is_kept_and_changed_in_place():
     assert config.is_zero2()
 
 
-def test_arguments_that_say_something_else_are_all_named_with_both_sources():
+def test_all_contradicting_arguments_are_named_with_both_sources():
     config = {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": 2, "gradient_clipping": "1"}
     with pytest.raises(ConfigurationError) as caught:
         DeepSpeedPlugin(
@@ -191,7 +191,7 @@ def test_arguments_that_say_something_else_are_all_named_with_both_sources():
     assert "gradient_clipping" not in said
 
 
-def test_a_configuration_wins_over_variables_and_says_so():
+def test_a_configuration_overrides_variables_with_a_warning():
     with (
         patch_environment(ACCELERATE_DEEPSPEED_ZERO_STAGE="1"),
         pytest.warns(

@@ -82,7 +82,7 @@ def test_truth_values_that_are_missing_are_neither():
         ({}, (False, False, False)),
     ],
 )
-def test_stage_and_offloading_are_taken_down(zero, answers):
+def test_stage_and_offloading_are_read_from_the_configuration(zero, answers):
     config = HfDeepSpeedConfig({"zero_optimization": zero})
     assert (config.is_zero2(), config.is_zero3(), config.is_offload()) == answers
 
@@ -96,7 +96,7 @@ def test_a_sub_tree_is_removed():
         config.del_config_sub_tree("a.b", must_exist=True)
 
 
-def test_auto_is_filled_and_all_that_does_not_fit_is_said_at_once():
+def test_auto_is_filled_and_all_mismatches_are_in_one_error():
     config = {"x": "auto", "y": {"z": "auto", "w": 3, "v": "8"}, "left": "auto", "free": "auto", "u": 1}
     filling = Filling(
         {"x": 1, "y.w": 4, "y.v": 8, "u": 2, "free": None}, {"y.w": "the argument w"}, {"y.z": 7}

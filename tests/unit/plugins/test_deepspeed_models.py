@@ -21,6 +21,6 @@ def test_a_configuration_is_made_complete_enough_to_build_a_model():
     assert config_to_build(given) == {"train_micro_batch_size_per_gpu": 8}
 
 
-def test_nothing_is_shown_without_the_package(monkeypatch):
+def test_without_deepspeed_transformers_gets_no_configuration(monkeypatch):
     monkeypatch.setattr(packages, "is_deepspeed_available", lambda: False)
     assert show_to_transformers({}, True, None) is None

@@ -52,7 +52,7 @@ def test_the_environment_fills_what_was_not_given(monkeypatch: pytest.MonkeyPatc
     assert given.to_kwargs() == {"backend": "eager", "dynamic": True}
 
 
-def test_options_go_without_a_mode() -> None:
+def test_options_are_passed_without_a_mode() -> None:
     options = {"max_autotune": True}
     kwargs = TorchDynamoPlugin(backend="inductor", options=options).to_kwargs()
     assert kwargs == {"backend": "inductor", "options": options}

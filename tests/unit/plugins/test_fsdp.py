@@ -114,7 +114,7 @@ def test_version_two_has_none_of_the_fields_of_one() -> None:
         ({"cpu_ram_efficient_loading": "no"}, "cpu_ram_efficient_loading", False),
     ],
 )
-def test_text_becomes_what_torch_takes(given: dict[str, Any], field: str, expected: Any) -> None:
+def test_text_becomes_objects_of_torch(given: dict[str, Any], field: str, expected: Any) -> None:
     assert getattr(FullyShardedDataParallelPlugin(**given), field) == expected
 
 

@@ -28,7 +28,7 @@ def test_a_flag_that_is_none() -> None:
         read_flag("name", "maybe")
 
 
-def test_objects_of_torch_come_back() -> None:
+def test_objects_of_torch_are_returned_unchanged() -> None:
     assert choices.read_strategy("name", ShardingStrategy.NO_SHARD) is ShardingStrategy.NO_SHARD
     kind = StateDictType.FULL_STATE_DICT
     assert choices.read_member("name", kind, "StateDictType", []) is kind

@@ -16,7 +16,7 @@ def converted(**fields: Any) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(**fields).to_fsdp2()
 
 
-def test_what_both_versions_have_is_kept() -> None:
+def test_settings_of_both_versions_are_kept() -> None:
     new = converted(
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["Block"],
@@ -52,14 +52,16 @@ def test_what_both_versions_have_is_kept() -> None:
         ("NO_SHARD", False, "always shards"),
     ],
 )
-def test_the_strategy_becomes_a_switch(strategy: str, reshards: bool, note: str | None) -> None:
+def test_the_sharding_strategy_becomes_reshard_after_forward(
+    strategy: str, reshards: bool, note: str | None
+) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert converted(sharding_strategy=strategy).reshard_after_forward is reshards
     assert [note in str(each.message) for each in caught] == [True] * bool(note)
 
 
-def test_the_environment_of_fsdp_1_does_not_speak_against_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_fsdp_1_do_not_contradict_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FSDP_SHARDING_STRATEGY", "SHARD_GRAD_OP")
     monkeypatch.setenv("FSDP_FORWARD_PREFETCH", "true")
     monkeypatch.setenv("FSDP_STATE_DICT_TYPE", "LOCAL_STATE_DICT")

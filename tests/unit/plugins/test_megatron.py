@@ -73,7 +73,7 @@ def test_the_table_above_knows_every_variable() -> None:
     assert written
 
 
-def test_all_wrong_variables_and_fields_come_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_wrong_variables_and_fields_are_in_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "two")
     monkeypatch.setenv("MEGATRON_LM_NO_LOAD_OPTIM", "perhaps")
     monkeypatch.setenv("MEGATRON_LM_PP_DEGREE", "0")
@@ -83,7 +83,7 @@ def test_all_wrong_variables_and_fields_come_in_one_message(monkeypatch: pytest.
         assert wrong in str(caught.value)
 
 
-def test_a_schedule_that_falls_at_the_end_says_when() -> None:
+def test_a_wsd_schedule_needs_its_number_of_decay_steps() -> None:
     with pytest.raises(ConfigurationError, match="lr_wsd_decay_iters"):
         MegatronLMPlugin(lr_decay_style="WSD")
     given = {"lr_wsd_decay_iters": 10}
@@ -123,7 +123,7 @@ def test_arguments_of_megatron() -> None:
     assert (arguments["seed"], arguments["timing_log_level"]) == (7, 2)
 
 
-def test_all_problems_come_in_one_message() -> None:
+def test_all_problems_are_in_one_error() -> None:
     with pytest.raises(ConfigurationError) as caught:
         MegatronLMPlugin(
             tp_degree=0,

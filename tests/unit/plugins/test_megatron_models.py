@@ -146,7 +146,7 @@ def test_gpt2() -> None:
     assert plugin.seq_length == 16
 
 
-def test_lengths_come_from_the_plugin_the_batch_or_the_model() -> None:
+def test_the_sequence_length_is_that_of_the_plugin_the_batch_or_the_model() -> None:
     config = Config("gpt2", n_positions=128)
     assert parse(config, "M", seq_length=12)[1]["seq_length"] == 12
     assert parse(config, "M", decoder_seq_length=20)[1]["seq_length"] == 20

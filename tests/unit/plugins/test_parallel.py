@@ -50,7 +50,7 @@ def test_what_cannot_be_is_refused(kind: Any, wrong: dict[str, Any], named: str)
         kind(**wrong)
 
 
-def test_what_has_no_effect_is_said() -> None:
+def test_settings_without_effect_give_a_warning() -> None:
     assert TorchTensorParallelConfig() == TorchTensorParallelConfig(enable_async_tp=False)
     with pytest.warns(UserWarning, match="enable_async_tp=True has no effect"):
         TorchTensorParallelConfig(enable_async_tp=True)

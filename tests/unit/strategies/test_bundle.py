@@ -63,7 +63,7 @@ def test_replace_keeps_the_places() -> None:
     assert bundle.optimizers == [given[1]]
 
 
-def test_one_object_comes_back_alone() -> None:
+def test_one_object_is_returned_without_a_tuple() -> None:
     assert Bundle(["a"]).result() == "a"
     assert Bundle(["a", "b"]).result() == ("a", "b")
 

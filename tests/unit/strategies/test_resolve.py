@@ -77,7 +77,7 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
         (request(1, {"dp_shard_size": 2}), "sharding_strategy=FULL_SHARD: FSDP 1 takes a mesh for hybrid"),
     ],
 )
-def test_what_does_not_go_together_is_refused(asked: RunRequest, message: str) -> None:
+def test_contradicting_requests_are_refused(asked: RunRequest, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         resolve_strategy(asked, Topology(size=2))
 
@@ -87,7 +87,7 @@ def test_what_does_not_go_together_is_refused(asked: RunRequest, message: str) -
     ("asked", "expected"),
     [(request(), XlaReplicas), (request(1), XlaFullySharded), (request(2), XlaFullyShard)],
 )
-def test_xla_devices_have_ways_of_their_own(asked: RunRequest, size: int, expected: type) -> None:
+def test_xla_devices_have_their_own_strategies(asked: RunRequest, size: int, expected: type) -> None:
     assert resolve_strategy(asked, Topology(size=size), "xla") is expected
 
 

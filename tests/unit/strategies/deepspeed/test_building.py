@@ -45,7 +45,7 @@ def test_optimizers_of_states_on_the_cpu_are_deepspeeds(zero, more, maps, monkey
     assert config["zero_allow_untested_optimizer"] is True
 
 
-def test_an_optimizer_without_a_twin_may_step_on_the_cpu(states):
+def test_an_optimizer_without_a_deepspeed_version_may_step_on_the_cpu(states):
     from accelerate import PartialState
 
     PartialState(cpu=True)
@@ -64,7 +64,7 @@ def test_a_configuration_is_completed_again_from_other_objects():
     assert plugin.deepspeed_config["train_batch_size"] == 8
 
 
-def test_a_configuration_that_says_nothing_of_batches_takes_those_of_the_loader():
+def test_a_configuration_without_batch_sizes_uses_those_of_the_loader():
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}})
     config = building.complete(plugin, Given(None, object(), batch_sizes=[8]))
     assert config["train_micro_batch_size_per_gpu"] == 8

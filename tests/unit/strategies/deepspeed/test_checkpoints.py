@@ -122,7 +122,7 @@ def test_shards_of_another_number_of_processes_are_refused_before_anything_is_lo
     EnginePart(0, Engine(elastic=True), Topology()).read(Load(of_two))()
 
 
-def test_optimizer_states_on_nvme_do_not_come_back(of_two, tmp_path, caplog, states):
+def test_loading_optimizer_states_on_nvme_is_refused(of_two, tmp_path, caplog, states):
     from accelerate import PartialState
 
     PartialState(cpu=True)

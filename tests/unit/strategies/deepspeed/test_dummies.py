@@ -21,7 +21,7 @@ def test_they_keep_what_they_are_given():
     }
 
 
-def test_they_count_as_what_they_stand_for():
+def test_dummies_are_optimizers_and_schedulers_of_a_bundle():
     assert kind_of(DummyOptim([])) is Kind.OPTIMIZER
     assert kind_of(DummyScheduler(None)) is Kind.SCHEDULER
 

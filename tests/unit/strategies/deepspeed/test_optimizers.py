@@ -47,7 +47,7 @@ class Lion(torch.optim.SGD):
         (Lion(parameters(), lr=0.5), "DeepSpeedCPULion", {}),
     ],
 )
-def test_twins_take_over_groups_and_options(optimizer, twin, more):
+def test_deepspeed_versions_keep_groups_and_options(optimizer, twin, more):
     mapped = map_pytorch_optim_to_deepspeed(optimizer)
     assert type(mapped).__name__ == twin
     assert mapped.groups[0] is optimizer.param_groups[0]

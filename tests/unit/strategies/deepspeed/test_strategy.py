@@ -54,7 +54,7 @@ def test_without_deepspeed_there_is_no_engine(states):
     assert accelerator.deepspeed_ulysses_dl_adapter("loader", None) == "loader"
 
 
-def test_stand_ins_need_deepspeed(states, parts):
+def test_dummy_optimizers_need_deepspeed(states, parts):
     given = parts()
     with pytest.raises(PreparationError, match="DummyOptim is a placeholder for what DeepSpeed builds"):
         Accelerator(cpu=True).prepare(given.model, DummyOptim(given.model.parameters()))
@@ -78,7 +78,7 @@ def test_the_engine_gets_accumulation_boundaries_and_steps_once(start, parts):
     assert model.calls == [not_last, backward, last, backward, "step"] * 3
 
 
-def test_a_step_that_nobody_takes_is_taken_before_the_next_forward(start, parts):
+def test_a_step_that_was_not_called_is_run_before_the_next_forward(start, parts):
     accelerator, given = start(), parts()
     model, _, loader = accelerator.prepare(given.model, given.optimizer, given.loader)
     for x, y in loader:
@@ -87,14 +87,14 @@ def test_a_step_that_nobody_takes_is_taken_before_the_next_forward(start, parts)
     assert accelerator.deepspeed_engine_wrapped.owes_step
 
 
-def test_steps_of_the_configuration_count_where_nothing_else_is_said(start, parts):
+def test_accumulation_steps_of_the_configuration_are_the_default(start, parts):
     accelerator = start(configured(gradient_accumulation_steps=3))
     assert accelerator.gradient_accumulation_steps == 3
     _, model = train(accelerator, parts())
     assert model.calls.count("step") == 2
 
 
-def test_all_that_does_not_fit_is_said_at_once(start, parts):
+def test_all_mismatches_are_in_one_error(start, parts):
     plugin = configured(
         gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=16, train_batch_size=5, x={"y": "auto"}
     )
@@ -121,14 +121,14 @@ def test_auto_is_filled_anew_for_other_batches(start, parts):
     assert plugin.deepspeed_config["train_batch_size"] == 2
 
 
-def test_loaders_that_came_before_tell_the_batch(start, parts):
+def test_the_batch_size_is_that_of_a_loader_prepared_before(start, parts):
     accelerator, given = start(), parts()
     accelerator.prepare(given.loader)
     accelerator.prepare(given.model, given.optimizer)
     assert accelerator.deepspeed_config["train_micro_batch_size_per_gpu"] == 4
 
 
-def test_stand_ins_become_what_the_engine_has(start, parts, package):
+def test_dummies_are_replaced_by_the_objects_of_the_engine(start, parts, package):
     plugin = configured(
         optimizer=OPTIMIZER, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}
     )
@@ -247,7 +247,7 @@ def test_states_are_whole_copies(start, parts):
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_shards_come_together_only_if_they_may(start, parts, saves):
+def test_get_state_dict_gathers_shards_only_with_zero3_save_16bit_model(start, parts, saves):
     accelerator, given = start(DeepSpeedPlugin(zero_stage=3, zero3_save_16bit_model=saves)), parts()
     model, *_ = accelerator.prepare(given.model, given.optimizer, given.loader)
     if saves:
@@ -284,7 +284,7 @@ def test_a_second_accelerator_shares_the_plugins_and_has_engines_of_its_own(star
     assert first.deepspeed_engine_wrapped.engine.module is one.model
 
 
-def test_a_run_that_began_without_cannot_go_on_with_it(package):
+def test_a_run_without_deepspeed_cannot_add_it(package):
     Accelerator(cpu=True)
     with pytest.raises(ConfigurationError, match="already runs without DeepSpeed"):
         Accelerator(cpu=True, deepspeed_plugin=DeepSpeedPlugin())

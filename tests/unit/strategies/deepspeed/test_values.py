@@ -31,7 +31,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("name", "written", "given", "value"), TABLE)
-def test_sizes_come_from_loaders_and_the_accelerator(name, written, given, value):
+def test_auto_batch_sizes_are_filled_from_loaders_and_the_accelerator(name, written, given, value):
     config, filling = filled({name: written}, **given)
     assert config == {name: value}
     assert filling.missing == filling.mismatches == []
@@ -55,7 +55,7 @@ def test_a_size_that_one_of_the_loaders_has_fits():
     assert len(filling.mismatches) == 1
 
 
-def test_a_batch_that_nobody_knows_is_missing():
+def test_an_auto_batch_size_without_a_loader_is_an_error():
     written = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
     _, filling = filled(written, optimizer=object())
     assert filling.missing == ["train_micro_batch_size_per_gpu", "train_batch_size"]
@@ -63,13 +63,13 @@ def test_a_batch_that_nobody_knows_is_missing():
         filling.check_filled()
 
 
-def test_a_model_that_is_only_run_has_no_batches_to_count():
+def test_auto_batch_sizes_without_an_optimizer_are_1():
     config, filling = filled({"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"})
     assert config == {"train_micro_batch_size_per_gpu": 1, "train_batch_size": 1}
     assert filling.missing == []
 
 
-def test_optimizers_say_their_rates_and_leave_the_rest_to_deepspeed():
+def test_auto_parameters_are_those_of_the_optimizer_and_others_are_left_to_deepspeed():
     names = ("lr", "weight_decay", "betas", "eps")
     config, _ = filled(
         {"optimizer": {"params": dict.fromkeys(names, "auto")}},

@@ -55,7 +55,7 @@ def prepared(seed: int) -> tuple[Any, Any, Any]:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_both_come_back(tmp_path: Path, form: str) -> None:
+def test_model_and_optimizer_are_saved_and_loaded(tmp_path: Path, form: str) -> None:
     accelerator, model, optimizer = prepared(1)
     for _ in range(2):  # the second time they take the places of the first
         save_fsdp_model(plugin(form), accelerator, model, tmp_path / "a", 1)
@@ -78,7 +78,7 @@ def test_both_come_back(tmp_path: Path, form: str) -> None:
     )
 
 
-def test_whole_states_go_by_name(tmp_path: Path) -> None:
+def test_full_optimizer_state_dicts_use_parameter_names(tmp_path: Path) -> None:
     accelerator, model, optimizer = prepared(1)
     save_fsdp_optimizer(plugin("FULL_STATE_DICT"), accelerator, optimizer, model, tmp_path)
     state = torch.load(tmp_path / "optimizer.bin")

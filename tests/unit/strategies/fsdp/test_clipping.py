@@ -36,7 +36,7 @@ def test_measuring_changes_nothing() -> None:
     assert torch.equal(ours[0].grad, parameters()[0].grad)  # type: ignore[arg-type]
 
 
-def test_nothing_has_no_norm() -> None:
+def test_the_norm_without_gradients_is_zero() -> None:
     assert gradient_norm([], 2.0, CPU).item() == 0.0
     assert gradient_norm([nn.Parameter(torch.ones(2))], 2.0, CPU).item() == 0.0
 

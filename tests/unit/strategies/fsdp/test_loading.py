@@ -53,7 +53,7 @@ def test_the_variables_for_other_libraries(monkeypatch: pytest.MonkeyPatch) -> N
     assert os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] == "False"
 
 
-def test_a_model_goes_to_the_meta_device_and_comes_back() -> None:
+def test_a_model_moved_to_the_meta_device_is_restored() -> None:
     model, expected = tied(), tied()
     weights = MainWeights(model)
     assert all(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()])

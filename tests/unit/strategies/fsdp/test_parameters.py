@@ -39,7 +39,7 @@ def test_tied_parameters_have_all_their_names() -> None:
     assert set(named_parameters(model)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
 
 
-def test_an_optimizer_follows_by_name_and_lets_go_meanwhile() -> None:
+def test_an_optimizer_releases_its_parameters_and_is_remapped_by_name() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 1)
     groups = [{"params": [model.bias, other.weight]}, {"params": [model.weight], "lr": 2.0}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
@@ -83,7 +83,7 @@ def test_groups_that_sharding_has_joined_are_refused() -> None:
         fsdp2_switch_optimizer_parameters(second, {model.weight: flat, model.bias: flat})
 
 
-def test_a_lost_parameter_is_named() -> None:
+def test_a_parameter_missing_after_sharding_is_named() -> None:
     model = nn.Linear(2, 2)
     remapper = ParameterRemapper(model, [torch.optim.SGD(model.parameters(), lr=1.0)])
     with pytest.raises(PreparationError, match="1 parameters that SGD steps are gone after sharding: bias"):

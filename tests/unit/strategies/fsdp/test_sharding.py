@@ -47,7 +47,7 @@ def run_of(**fields: Any) -> Any:
     return SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin), device=torch.device("cpu"))
 
 
-def test_a_policy_tells_the_units() -> None:
+def test_a_wrap_policy_selects_the_units() -> None:
     net = model()
     is_unit = fsdp2_prepare_auto_wrap_policy(run_of().state.fsdp_plugin, net)
     assert is_unit is not None

@@ -26,7 +26,7 @@ def test_plain_tensors_stay_as_they_are() -> None:
     torch.testing.assert_close(fresh.state_dict()["state"], state["state"])
 
 
-def test_ranks_that_do_not_write_keep_nothing() -> None:
+def test_ranks_that_do_not_write_keep_no_state() -> None:
     assert gather_state(stepped(), keep=False)["state"] == {}
 
 

@@ -83,7 +83,7 @@ def test_micro_batches(rows: int, sizes: list[int]) -> None:
     assert [len(each["input_ids"]) for each in cut] == sizes
 
 
-def test_one_rank_shares_nothing(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_broadcasts_no_batch(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     given = batch(2)
     assert share_batch(given, torch.device("cpu")).keys() == given.keys()

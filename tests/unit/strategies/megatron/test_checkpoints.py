@@ -39,7 +39,7 @@ def writing(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("writing")
-def test_a_run_is_saved_and_goes_on(start: Start, fake: Fake, tmp_path: Path) -> None:
+def test_a_run_is_saved_and_resumed(start: Start, fake: Fake, tmp_path: Path) -> None:
     accelerator, model, optimizer, *_, loader = start()
     model.train()
     for batch in loader:

@@ -58,11 +58,11 @@ def test_micro_batches_are_joined() -> None:
     assert list(batches[0]) == ["tokens"]
 
 
-def test_ranks_that_read_nothing() -> None:
+def test_ranks_without_a_loader_get_empty_batches() -> None:
     assert next(iter(MegatronBatches(None, 2))) == {}
 
 
-def test_the_grid_tells_who_shares_a_batch(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rank_grid_gives_the_data_parallel_groups(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.data_loader import data_groups
 
     fake.sizes.update(tensor=2, pipeline=2, data=3)
@@ -74,7 +74,7 @@ def test_the_grid_tells_who_shares_a_batch(fake: Fake, monkeypatch: pytest.Monke
     assert data_groups(grid, 12, 5) == (3, 2)
 
 
-def test_arguments_of_data_go_to_the_plugin(fake: Fake) -> None:
+def test_arguments_of_the_dummy_loader_are_set_on_the_plugin(fake: Fake) -> None:
     accelerator = Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())
     data = MegatronLMDummyDataLoader(
         data_path="a", train_data_path=["b"], splits_string="9,1,0", seq_length=5
@@ -97,7 +97,7 @@ def test_providers(fake: Fake, own: bool) -> None:
     assert found.is_distributed
 
 
-def test_samples_that_were_read_before_count(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consumed_samples_are_set_for_megatron(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     training: Any = sys.modules["megatron.training.training"]
     monkeypatch.setattr(
         training,

@@ -97,7 +97,9 @@ def test_calls_without_tensors_are_refused(start: Start) -> None:
         model()
 
 
-def test_evaluations_are_logged_when_training_goes_on(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluations_are_logged_when_training_continues(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
     _, model, *_, loader = start()
     model.eval()
     for batch in loader:

@@ -13,7 +13,7 @@ from accelerate.utils import MegatronLMPlugin
 from .conftest import Fake
 
 
-def test_nothing_is_missing(fake: Fake) -> None:
+def test_an_installed_megatron_has_no_missing_packages(fake: Fake) -> None:
     assert library.find_missing(MegatronLMPlugin()) == []
     assert library.core("enums").ModelType.encoder_or_decoder == "decoder"
 

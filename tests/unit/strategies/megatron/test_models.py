@@ -98,7 +98,7 @@ def test_t5(fake: Fake) -> None:
 
 
 @pytest.mark.usefixtures("classes")
-def test_the_configuration_that_is_passed_counts(fake: Fake) -> None:
+def test_a_given_configuration_is_used(fake: Fake) -> None:
     config = SimpleNamespace(num_layers=7)
     assert build(fake, "gpt", config=config).config is config
 

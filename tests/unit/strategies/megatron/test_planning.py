@@ -95,7 +95,7 @@ def test_lengths_in_different_units(fake: Fake) -> None:
     assert "train_iters=100 and lr_decay_samples=10" in problem
 
 
-def test_the_plugin_says_how_long_training_is(fake: Fake) -> None:
+def test_the_length_of_training_is_that_of_the_plugin(fake: Fake) -> None:
     model = Model()
     bundle = Bundle([model, torch.optim.SGD(model.parameters(), lr=0.1), loader(2)])
     assert plan_run(MegatronLMPlugin(train_samples=100), bundle, 1, "no", 1) == []
@@ -140,7 +140,7 @@ def test_packages_that_only_some_runs_need(
         (10, None, {"tp_degree": 2}, 0),
     ],
 )
-def test_kernels_come_in_one_queue(
+def test_missing_cuda_device_max_connections_is_a_problem(
     fake: Fake,
     monkeypatch: pytest.MonkeyPatch,
     generation: int,

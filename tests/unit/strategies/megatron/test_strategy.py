@@ -70,7 +70,7 @@ def test_another_norm_than_that_of_the_plugin_gives_a_warning(
         accelerator.clip_grad_value_(model.parameters(), 1.0)
 
 
-def test_all_problems_come_in_one_message(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_problems_are_in_one_error(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in [name for name in sys.modules if name.startswith("megatron.training")]:
         monkeypatch.delitem(sys.modules, name)
     plugin = MegatronLMPlugin(tp_degree=2, pp_degree=2)
@@ -122,12 +122,12 @@ def test_other_objects_are_no_plugin() -> None:
         ("parallelism_config", {"parallelism": ParallelismConfig(tp_size=2)}),
     ],
 )
-def test_two_ways_of_sharing_are_refused(name: str, other: dict[str, Any]) -> None:
+def test_megatron_with_another_strategy_is_refused(name: str, other: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=f"megatron_lm_plugin and {name}"):
         resolve_strategy(RunRequest(megatron=MegatronLMPlugin(), **other), Topology(size=2))
 
 
-def test_there_is_one_way_in_a_process(fake: Fake) -> None:
+def test_a_run_without_megatron_cannot_add_it(fake: Fake) -> None:
     Accelerator(cpu=True)
     with pytest.raises(ConfigurationError, match="already runs without Megatron-LM"):
         Accelerator(cpu=True, megatron_lm_plugin=MegatronLMPlugin())

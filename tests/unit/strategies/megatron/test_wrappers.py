@@ -39,7 +39,7 @@ def test_skipped_steps_are_reported(start: Start, fake: Fake) -> None:
 
 
 @pytest.mark.usefixtures("states")
-def test_without_megatron_there_is_nothing_it_could_stand_for() -> None:
+def test_a_dummy_scheduler_needs_megatron() -> None:
     with pytest.raises(
         PreparationError, match=r"MegatronLMDummyScheduler is a placeholder .* megatron_lm_plugin"
     ):

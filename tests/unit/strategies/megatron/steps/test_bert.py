@@ -69,7 +69,7 @@ def test_masked_tokens_alone() -> None:
     assert model.types is None
 
 
-def test_nothing_masked_is_no_division_by_zero() -> None:
+def test_a_batch_without_masked_tokens_has_loss_zero() -> None:
     step = BertTrainStep(accelerator(), arguments(bert_binary_head=False))
     output, loss_func = step.forward_step(iter([{"input_ids": TOKENS}]), Model())
     total, number, report = loss_func(output)
