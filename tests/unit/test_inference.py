@@ -91,7 +91,7 @@ def both_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("both_ends")
 @pytest.mark.parametrize("size", [1, 2, 4, 5, 8, 11])
-def test_batches_of_any_size_go_through_in_pieces_of_one(size: int) -> None:
+def test_batches_of_any_size_are_split_into_batches_of_the_fixed_size(size: int) -> None:
     class Fixed:
         batch_size = 4
 

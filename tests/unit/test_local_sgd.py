@@ -74,13 +74,13 @@ def test_parameters_are_averaged_every_few_steps_and_at_the_end() -> None:
     assert torch.equal(model.bias, bias)
 
 
-def test_disabled_it_does_nothing() -> None:
+def test_a_disabled_local_sgd_has_no_effect() -> None:
     accelerator: Any = FakeAccelerator()
     train(LocalSGD(accelerator, torch.nn.Linear(1, 1), 1, enabled=False), 3)
     assert accelerator.events == []
 
 
-def test_a_failing_block_waits_for_nobody() -> None:
+def test_a_failing_block_does_not_wait_for_other_ranks() -> None:
     accelerator: Any = FakeAccelerator()
     with pytest.raises(KeyError), LocalSGD(accelerator, torch.nn.Linear(1, 1), 1):
         raise KeyError
@@ -94,7 +94,7 @@ def test_split_models_are_refused(strategy: type[Strategy]) -> None:
         LocalSGD(accelerator, torch.nn.Linear(1, 1), 1)
 
 
-def test_an_interval_of_nothing_is_refused() -> None:
+def test_an_interval_of_zero_steps_is_refused() -> None:
     accelerator: Any = FakeAccelerator()
     with pytest.raises(ValueError, match="local_sgd_steps=0"):
         LocalSGD(accelerator, torch.nn.Linear(1, 1), 0)

@@ -131,7 +131,7 @@ def test_warning_once(logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixt
     assert {record.levelname for record in caplog.records} == {"WARNING"}
 
 
-def test_the_rank_stands_before_messages_of_any_type(
+def test_messages_of_any_type_begin_with_the_rank(
     logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
     become(1, 2)

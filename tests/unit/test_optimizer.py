@@ -150,7 +150,7 @@ def test_copies_and_pickles(scaled: bool) -> None:
         assert not torch.equal(p, before)
 
 
-def test_unknown_attributes_come_from_the_inner_optimizer() -> None:
+def test_unknown_attributes_are_those_of_the_inner_optimizer() -> None:
     _, optimizer = make()
     optimizer.optimizer.special = 3  # type: ignore[attr-defined]
     assert optimizer.special == 3

@@ -100,7 +100,7 @@ def test_schedule_free_weights_differ_between_training_and_evaluation() -> None:
 
 
 @pytest.mark.parametrize("rate", [None, 0.05])
-def test_lomo_trains_like_the_library_alone(rate: float | None) -> None:
+def test_lomo_trains_as_without_accelerate(rate: float | None) -> None:
     """Lomo alone: this version of AdaLomo keeps its states on a GPU only."""
     pytest.importorskip("transformers")
     make = pytest.importorskip("lomo_optim").Lomo

@@ -57,7 +57,7 @@ def test_only_axes_with_several_processes_are_in_the_mesh() -> None:
     assert not any((config.dp_replicate_enabled, config.tp_enabled, config.cp_enabled))
 
 
-def test_sizes_that_are_assigned_later_count() -> None:
+def test_sizes_assigned_later_are_used() -> None:
     config = ParallelismConfig()
     config.tp_size = 2
     config._set_size("dp_shard", 4)
@@ -114,6 +114,6 @@ def test_the_mesh_is_made_of_all_processes() -> None:
         config._validate_accelerator(SimpleNamespace(num_processes=6))
 
 
-def test_a_mesh_that_is_not_built_is_named() -> None:
+def test_a_mesh_that_is_not_built_is_an_error() -> None:
     with pytest.raises(StateError, match="not built yet"):
         ParallelismConfig(tp_size=2).get_device_mesh()

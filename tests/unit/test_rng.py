@@ -124,7 +124,7 @@ def test_a_generator_follows_the_first_process() -> None:
 
 
 @pytest.mark.usefixtures("second_process")
-def test_hardware_that_is_not_used_is_left_alone() -> None:
+def test_generators_of_unused_hardware_are_not_synchronized() -> None:
     torch.manual_seed(1)
     rng.synchronize_rng_states(["cuda", "xla", "npu"])
     assert torch.initial_seed() == 1

@@ -156,7 +156,7 @@ def test_a_schedule_that_ends_early_is_named_once(
         (20, 2, {"split_batches": True}),
     ],
 )
-def test_nothing_is_said_of_a_schedule_that_fits(
+def test_a_schedule_of_the_right_length_gives_no_warning(
     build: Build, updates: int, processes: int, choices: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     train(build, updates, processes, **choices)
@@ -164,7 +164,7 @@ def test_nothing_is_said_of_a_schedule_that_fits(
 
 
 @pytest.mark.parametrize("build", [warm_up, restarts])
-def test_nothing_is_said_of_a_schedule_that_goes_on(build: Build, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_without_an_end_gives_no_warning(build: Build, caplog: pytest.LogCaptureFixture) -> None:
     train(build, 40)
     assert not caplog.messages
 

@@ -216,7 +216,7 @@ def test_a_scheduler_follows_the_optimizer_that_steps() -> None:
     assert scheduler.optimizer is second
 
 
-def test_a_replaced_step_comes_back() -> None:
+def test_a_replaced_step_is_restored() -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     original = optimizer.step
     with pytest.raises(KeyError), torch_private.step_replaced(optimizer, {}.popitem, original):

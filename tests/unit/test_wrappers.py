@@ -90,15 +90,15 @@ def test_a_bare_model_is_returned_as_it_is(
 
 
 @pytest.mark.usefixtures("_one_process_group")
-def test_ddp_comes_off(model: nn.Module) -> None:
+def test_ddp_is_unwrapped(model: nn.Module) -> None:
     assert extract_model_from_parallel(DistributedDataParallel(model)) is model
 
 
-def test_data_parallel_comes_off(model: nn.Module) -> None:
+def test_data_parallel_is_unwrapped(model: nn.Module) -> None:
     assert extract_model_from_parallel(nn.DataParallel(model)) is model
 
 
-def test_a_compiled_model_is_kept_or_taken_apart(model: nn.Module) -> None:
+def test_a_compiled_model_is_kept_or_unwrapped(model: nn.Module) -> None:
     compiled = torch.compile(model, backend="eager")
     assert extract_model_from_parallel(compiled) is compiled
     assert extract_model_from_parallel(compiled, keep_torch_compile=False) is model
@@ -126,7 +126,7 @@ def test_a_model_compiled_before_it_was_wrapped_is_that_very_object(model: nn.Mo
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_the_forward_of_mixed_precision_is_kept_or_taken_off(model: nn.Module, compiled: bool) -> None:
+def test_the_forward_of_mixed_precision_is_kept_or_removed(model: nn.Module, compiled: bool) -> None:
     x = torch.randn(3, 2)
     expected = model(x)
     model.forward = Doubling(model)
@@ -142,7 +142,7 @@ def test_the_forward_of_mixed_precision_is_kept_or_taken_off(model: nn.Module, c
 @pytest.mark.parametrize("wrap", [by_function, by_function_twice, by_method], ids=lambda wrap: wrap.__name__)
 @pytest.mark.parametrize("compute", ["no", "bf16"])
 @pytest.mark.parametrize("kept", [False, True])
-def test_float32_outputs_that_a_user_asked_for_are_kept_or_taken_off(
+def test_a_float32_wrapper_of_the_user_is_kept_or_removed(
     states: None, wrap: Callable[[nn.Module], Any], compute: str, kept: bool
 ) -> None:
     model = Inner()
@@ -175,7 +175,7 @@ def test_modules_inside_are_unwrapped_when_asked() -> None:
     assert model[0] is leaf
 
 
-def test_wrappers_of_other_libraries_come_off_when_asked() -> None:
+def test_wrappers_of_other_libraries_are_removed_with_recursive() -> None:
     wrapper = Inner()
     assert extract_model_from_parallel(wrapper) is wrapper
     assert extract_model_from_parallel(wrapper, recursive=True) is wrapper.module
@@ -187,7 +187,7 @@ def test_a_child_called_module_among_others_is_no_wrapper() -> None:
     assert extract_model_from_parallel(model, recursive=True) is model
 
 
-def test_a_compiled_child_is_taken_apart_when_asked() -> None:
+def test_a_compiled_child_is_unwrapped_with_recursive() -> None:
     leaf = nn.Linear(2, 2)
     model = nn.Sequential(torch.compile(leaf, backend="eager"))
     assert is_compiled_module(extract_model_from_parallel(model, recursive=True)[0])

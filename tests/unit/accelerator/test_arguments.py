@@ -172,7 +172,7 @@ def test_the_older_plugin_is_refused_and_not_ignored(
     assert build_request(Arguments(), {"ACCELERATE_USE_TP": "false"}).parallelism is None
 
 
-def test_deepspeed_comes_from_arguments_or_the_environment() -> None:
+def test_deepspeed_is_enabled_by_arguments_or_the_environment() -> None:
     assert build_request(Arguments(), {"ACCELERATE_USE_DEEPSPEED": "false"}).deepspeed is None
     launched = build_request(Arguments(), {"ACCELERATE_USE_DEEPSPEED": "1"})
     assert isinstance(launched.deepspeed, DeepSpeedPlugin)
@@ -199,7 +199,7 @@ def test_what_is_no_deepspeed_plugin_is_refused(given: dict[str, Any], reason: s
         build_request(Arguments(**given), {})
 
 
-def test_fsdp_and_mesh_come_from_arguments_or_the_environment() -> None:
+def test_fsdp_and_mesh_are_enabled_by_arguments_or_the_environment() -> None:
     assert build_request(Arguments(), {"ACCELERATE_USE_FSDP": "false"}).fsdp is None
     launched = build_request(
         Arguments(), {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}

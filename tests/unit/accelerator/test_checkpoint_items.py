@@ -34,7 +34,7 @@ def names(accelerator: Any, common: bool = True) -> list[str]:
     return [payload.name for payload in checkpoint_items.collect(accelerator._runtime, site, 0, True)]
 
 
-def test_states_are_whole_unless_the_strategy_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_unsharded_unless_the_strategy_saves_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, _, _ = prepared()
     others = ["random_states_0.pkl"]
     assert names(accelerator) == ["model.safetensors", "optimizer.bin", *others]
@@ -82,5 +82,5 @@ def test_one_process_saves_and_loads_shards(
     assert "holds optimizer_0/.metadata, and this run has prepared" in caplog.text
 
 
-def test_strategy_of_one_process_is_the_one_meant() -> None:
+def test_the_strategy_of_one_process_saves_no_shards() -> None:
     assert Strategy.saves_shards is False

@@ -51,7 +51,7 @@ class Stream(IterableDataset[int]):
         return iter(range(4))
 
 
-def test_even_batches_come_back_after_the_block(caplog: pytest.LogCaptureFixture) -> None:
+def test_even_batches_are_restored_after_the_block(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(DataLoader([1, 2, 3]), DataLoader(Stream()))  # type: ignore[arg-type]
 

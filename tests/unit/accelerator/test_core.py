@@ -43,7 +43,7 @@ def training_objects() -> tuple[
     return model, optimizer, scheduler, DataLoader(torch.arange(4.0).reshape(4, 1))
 
 
-def test_objects_come_back_in_the_order_given() -> None:
+def test_prepare_returns_objects_in_the_order_given() -> None:
     model, optimizer, scheduler, loader = training_objects()
     accelerator = Accelerator(cpu=True)
     objects = accelerator.prepare("text", scheduler, loader, None, optimizer, model)
@@ -328,7 +328,7 @@ def test_a_plain_loop_trains_without_warnings() -> None:
     assert not accelerator.optimizer_step_was_skipped
 
 
-def test_one_process_has_nothing_to_shard(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_process_does_not_shard(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
     assert "there is one: the model is trained whole" in caplog.text

@@ -312,7 +312,7 @@ class Renamed(nn.Linear):
 
 
 @pytest.mark.parametrize("refuses", [True, False])
-def test_a_model_with_code_of_its_own_is_brought_back(
+def test_a_model_with_a_custom_load_state_dict_is_restored(
     tmp_path: Path, refuses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     accelerator = Accelerator(cpu=True)
@@ -336,7 +336,7 @@ def test_a_model_with_code_of_its_own_is_brought_back(
     assert same(rng.capture(), now)
 
 
-def test_a_model_that_fails_all_the_same_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_restored_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, objects = build()
     folder = accelerator.save_state(tmp_path / "one")
     train(accelerator, objects)

@@ -106,7 +106,7 @@ def test_a_raised_flag_is_seen_once() -> None:
     assert accelerator.check_breakpoint()
 
 
-def test_contexts_do_nothing_on_one_process() -> None:
+def test_sync_contexts_have_no_effect_on_one_process() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     with accelerator.no_sync(model), accelerator.trigger_sync_in_backward(model):
@@ -180,7 +180,7 @@ def test_a_refused_count_leaves_the_window_as_it_was() -> None:
     assert accelerator.step == 0
 
 
-def test_a_window_given_up_is_forgotten() -> None:
+def test_free_memory_ends_an_open_window() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     with accelerator.accumulate(num_items=1):
         pass

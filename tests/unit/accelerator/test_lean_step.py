@@ -81,6 +81,6 @@ def test_a_step_is_lean(choices: dict[str, Any]) -> None:
     assert watched(steps) == set()
 
 
-def test_the_watch_sees_what_it_must() -> None:
+def test_the_check_of_a_step_finds_calls_for_the_device() -> None:
     found = watched(lambda: Accelerator(cpu=True))
     assert any("calls current of" in line for line in found)

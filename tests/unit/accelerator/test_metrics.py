@@ -52,7 +52,7 @@ def test_integers_have_means_that_are_not() -> None:
     assert (mean.item(), mean.dtype) == (3.0, torch.float32)
 
 
-def test_nothing_weighs_nothing() -> None:
+def test_the_mean_of_weight_zero_is_nan() -> None:
     assert Accelerator(cpu=True).weighted_mean(torch.tensor(3.0), 0).isnan()
 
 

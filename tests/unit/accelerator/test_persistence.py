@@ -42,7 +42,7 @@ class Counter:
         self.count = state["count"]
 
 
-def test_the_log_says_what_is_saved_and_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_saved_and_loaded_objects_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True)
     model = nn.Linear(2, 2)
     accelerator.prepare(model, torch.optim.SGD(model.parameters()), DataLoader([1, 2], shuffle=True))
@@ -69,7 +69,7 @@ def test_the_log_says_what_is_saved_and_loaded(tmp_path: Path, caplog: pytest.Lo
     ]
 
 
-def test_everything_comes_back(tmp_path: Path) -> None:
+def test_all_objects_are_saved_and_loaded(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model, counter = Tied(), Counter()
     optimizer = torch.optim.Adam(model.parameters(), lr=0.5)
@@ -165,7 +165,7 @@ def test_the_error_of_a_hook_leaves_the_old_checkpoint(tmp_path: Path) -> None:
     accelerator.load_state(folder)
 
 
-def test_save_model_can_be_read_by_safetensors_alone(tmp_path: Path) -> None:
+def test_files_of_save_model_are_read_by_safetensors(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(Tied())
     accelerator.save_model(model, tmp_path)

@@ -89,7 +89,7 @@ def test_a_hostile_file_runs_nothing_and_changes_nothing(tmp_path: Path, name: s
     assert bool((model.weight == 7).all())
 
 
-def test_a_hostile_position_of_other_software_is_left_alone(tmp_path: Path) -> None:
+def test_a_hostile_sampler_file_of_other_software_is_not_read(tmp_path: Path) -> None:
     accelerator, _ = build()
     folder = accelerator.save_state(tmp_path / "one")
     swap(folder, "sampler.bin", {"a": Hostile(tmp_path / "trap")}, verified=False)
@@ -99,7 +99,7 @@ def test_a_hostile_position_of_other_software_is_left_alone(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", FILES[:4])
 @pytest.mark.parametrize("content", [3, [1, 2], {"state": 1}])
-def test_a_file_of_something_else_is_named(tmp_path: Path, name: str, content: Any) -> None:
+def test_a_file_with_other_content_is_named(tmp_path: Path, name: str, content: Any) -> None:
     accelerator, _ = build()
     folder = accelerator.save_state(tmp_path / "one")
     swap(folder, name, content, verified=True)
@@ -126,9 +126,7 @@ def test_a_checkpoint_of_a_later_format_is_skipped_with_a_warning(
     assert "load it with the version of accelerate that saved it" in caplog.text
 
 
-def test_an_object_that_is_not_there_any_more_is_said(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_without_its_object_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     accelerator, _ = build()
     accelerator.register_for_checkpointing(Holder(2))
     folder = accelerator.save_state(tmp_path / "one")
@@ -147,7 +145,7 @@ def test_a_foreign_file_in_the_folder_is_not_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_states_of_all_plain_kinds_come_back(tmp_path: Path, blocking: bool) -> None:
+def test_states_of_plain_types_are_restored(tmp_path: Path, blocking: bool) -> None:
     accelerator = Accelerator(cpu=True)
     state = {
         "huge": {index: [float(index)] for index in range(20_000)},
@@ -199,7 +197,7 @@ def test_an_empty_name_is_no_folder() -> None:
 
 
 @pytest.mark.parametrize("name", ["run[1]", "a*b", "with space", "ünï", "..dots", "-v"])
-def test_odd_names_of_projects(tmp_path: Path, name: str) -> None:
+def test_unusual_names_of_projects(tmp_path: Path, name: str) -> None:
     accelerator, model = build(tmp_path / name, total_limit=1)
     for _ in range(2):
         accelerator.save_state()

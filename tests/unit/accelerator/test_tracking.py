@@ -41,7 +41,7 @@ class Notebook(GeneralTracker):
         self.calls.append("finish")
 
 
-def test_a_tracker_of_ones_own_gets_every_call() -> None:
+def test_a_custom_tracker_receives_every_call() -> None:
     notebook = Notebook()
     accelerator = Accelerator(cpu=True, log_with=notebook)
     assert accelerator.log_with == [notebook]
@@ -62,7 +62,7 @@ def test_running_trackers_are_found_by_name() -> None:
         accelerator.get_tracker("wandb")
 
 
-def test_without_trackers_every_call_does_nothing() -> None:
+def test_without_trackers_calls_have_no_effect() -> None:
     accelerator = Accelerator(cpu=True)
     accelerator.init_trackers("project", config={"a": 1})
     accelerator.log({"loss": 1.0})

@@ -90,7 +90,7 @@ def test_a_loader_read_in_another_keeps_its_place() -> None:
             assert accelerator.gradient_state.active_dataloader is loader
 
 
-def test_plain_iterables_inside_a_loop_leave_its_loader_alone() -> None:
+def test_windows_of_a_plain_iterable_do_not_change_the_outer_loader() -> None:
     accelerator, loader = accelerator_with(2, 2)
     found = []
     for _ in loader:
@@ -100,7 +100,7 @@ def test_plain_iterables_inside_a_loop_leave_its_loader_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata calls it in its constructor
-def test_a_stateful_loader_tells_the_position_of_the_batch_in_use() -> None:
+def test_the_state_of_a_stateful_loader_is_that_of_the_batch_in_use() -> None:
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
     accelerator, loader = accelerator_with(2, 6, dataloader_config=config)
     positions = {}
@@ -194,13 +194,13 @@ def test_windows_never_cross_the_end_of_a_loader(caplog: pytest.LogCaptureFixtur
     assert "sync_with_dataloader" in caplog.text
 
 
-def test_nothing_to_read_is_no_window(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_iterable_has_no_windows(caplog: pytest.LogCaptureFixture) -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert list(accelerator.windows([])) == []
     assert caplog.text == ""
 
 
-def test_an_error_in_a_window_leaves_nothing_behind() -> None:
+def test_an_error_in_a_window_resets_the_gradient_state() -> None:
     accelerator, loader = accelerator_with(2, 4)
     with pytest.raises(ZeroDivisionError):
         for window in accelerator.windows(loader):

@@ -32,7 +32,7 @@ def test_assign_and_unset():
 
 
 @pytest.mark.parametrize("word", ["y", "Yes", "t", "TRUE", "on", "1", " true "])
-def test_yes_words(word, variable):
+def test_true_values_of_a_flag(word, variable):
     variable("A_FLAG", word)
     assert type(environ.str_to_bool(word)) is int
     assert environ.str_to_bool(word) == 1
@@ -41,14 +41,14 @@ def test_yes_words(word, variable):
 
 
 @pytest.mark.parametrize("word", ["n", "No", "f", "FALSE", "off", "0"])
-def test_no_words(word, variable):
+def test_false_values_of_a_flag(word, variable):
     variable("A_FLAG", word)
     assert environ.str_to_bool(word) == 0
     assert environ.str_to_bool(word, to_bool=True) is False
     assert environ.parse_flag_from_env("A_FLAG", default=True) is False
 
 
-def test_other_words_are_refused_by_name(variable):
+def test_other_values_of_a_flag_are_refused_with_its_name(variable):
     variable("A_FLAG", "maybe")
     with pytest.raises(ConfigurationError, match="A_FLAG='maybe'"):
         environ.parse_flag_from_env("A_FLAG")

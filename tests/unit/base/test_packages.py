@@ -66,7 +66,7 @@ def test_a_folder_of_the_same_name_is_no_installation(tmp_path, monkeypatch, for
     assert not packages.is_dvclive_available()
 
 
-def test_a_module_put_in_place_by_hand_counts_with_its_metadata(install):
+def test_a_module_in_sys_modules_is_available_with_its_metadata(install):
     assert not packages.is_wandb_available()
     packages._version.cache_clear()
     install("wandb", "wandb", "0.17")
@@ -102,7 +102,7 @@ def test_tensorboard_has_two_packages(install):
     assert packages.is_tensorboard_available()
 
 
-def test_bitsandbytes_says_itself_what_it_supports(install):
+def test_features_of_bitsandbytes_decide_on_multi_backend(install):
     install("bitsandbytes", "bitsandbytes", "0.45.0")
     assert not packages.is_bitsandbytes_multi_backend_available()
     packages.is_bitsandbytes_multi_backend_available.cache_clear()

@@ -64,7 +64,7 @@ def test_threads_of_their_own_count_for_no_task(terminal: Terminal) -> None:
         assert pool.submit(is_shown).result() is False
 
 
-def test_a_short_task_draws_nothing(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_short_task_draws_no_progress_bar(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "DELAY", 60.0)
     with progress.progress_bar("Reading", 10):
         advance(10)
@@ -72,7 +72,7 @@ def test_a_short_task_draws_nothing(terminal: Terminal, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("case", ["pipe", "another rank", "no stream"])
-def test_where_nobody_sees_it_nothing_is_counted(
+def test_without_a_terminal_on_this_rank_no_progress_is_counted(
     case: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if case == "another rank":

@@ -90,7 +90,7 @@ def test_a_worker_that_is_not_forked_offers_first_and_then_does_what_it_was_to_d
         assert names(stack_dumps.ask(process.pid, patience=20))[-1] == "stand_here"
 
 
-def test_a_process_that_offers_nothing_is_left_alone() -> None:
+def test_a_process_without_a_handler_gets_no_signal() -> None:
     with running(f"{WAITING}\nstand_here()\n") as process:
         assert read_line(process) == "ready"
         assert not stack_dumps.offers(process.pid)
@@ -104,7 +104,7 @@ def test_a_program_that_uses_the_signal_keeps_it() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_systems_without_such_signals_offer_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_systems_without_such_signals_dump_no_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_dumps, "numbers", tuple)
     monkeypatch.setattr(stack_dumps, "_files", [])
     assert not stack_dumps.offer()

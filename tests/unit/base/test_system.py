@@ -57,7 +57,7 @@ def test_pages_of_a_file_are_mapped_in_one_call(tmp_path):
     )
 
 
-def test_systems_without_the_call_say_so(monkeypatch):
+def test_populate_pages_returns_false_without_the_call(monkeypatch):
     monkeypatch.setattr(platform, "system", lambda: "Darwin")
     system._madvise.cache_clear()
     assert not populate_pages(mmap.PAGESIZE, 100)
@@ -71,7 +71,7 @@ def test_processes_of_one_machine_have_one_home():
     assert process_home() == other.stdout.strip() != ""
 
 
-def test_a_system_that_does_not_tell_is_nobodys_home(monkeypatch):
+def test_process_home_is_none_where_the_system_has_no_id(monkeypatch):
     def fail(path, encoding):
         raise FileNotFoundError(path)
 

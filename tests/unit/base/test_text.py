@@ -72,7 +72,7 @@ def test_get_pretty_name():
     assert text.get_pretty_name(test_get_pretty_name) == "test_get_pretty_name"
 
 
-def test_merge_dicts_goes_through_nested_ones():
+def test_merge_dicts_merges_nested_dicts():
     destination = {"a": 1, "b": {"c": 2, "d": 3}, "e": 4}
     merged = text.merge_dicts({"a": 5, "b": {"c": 6}, "e": {"f": 7}}, destination)
     assert merged is destination

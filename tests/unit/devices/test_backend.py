@@ -142,7 +142,7 @@ def test_hardware_without_float16(backend, answer, other, hardware, fake_torch):
     assert backend.supports(sys.modules["torch"].bfloat16)
 
 
-def test_unavailable_where_the_module_says_so(accelerator, fake_torch):
+def test_a_device_is_unavailable_when_its_module_is(accelerator, fake_torch):
     fake_torch.answers["is_available"] = False
     assert accelerator.available() is False
 

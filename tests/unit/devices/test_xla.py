@@ -22,7 +22,7 @@ def test_chips_are_device_files(files, count, tmp_path):
     assert count_chips(tmp_path) == count
 
 
-def test_elsewhere_it_is_refused(monkeypatch):
+def test_install_xla_is_refused_outside_of_colab(monkeypatch):
     monkeypatch.delenv("COLAB_RELEASE_TAG", raising=False)
     with pytest.raises(StateError, match="Google Colab"):
         install_xla()

@@ -148,7 +148,7 @@ def test_a_folder_can_be_kept() -> None:
     assert counts == [0, 1]
 
 
-def test_states_are_forgotten() -> None:
+def test_states_are_reset_after_each_test() -> None:
     class Case(AccelerateTestCase):
         def test(self) -> None:
             PartialState(cpu=True)
@@ -215,7 +215,7 @@ def test_what_a_function_prints() -> None:
     assert capture_call_output(print, "a", "b", sep="-") == "a-b\n"
 
 
-def test_flags_become_words() -> None:
+def test_arguments_become_flags_of_the_launch_command() -> None:
     words = get_launch_command(num_processes=2, multi_gpu=True, config_file=None, debug=False)
     assert words == ["accelerate", "launch", "--num_processes=2", "--multi_gpu"]
     assert get_launch_command(num_processes=device_count, monitor_interval=0.1) == DEFAULT_LAUNCH_COMMAND

@@ -38,7 +38,7 @@ def test_the_model_learns_the_line() -> None:
     assert model.b.item() == pytest.approx(3, abs=0.1)
 
 
-def test_a_model_without_input_says_so() -> None:
+def test_a_model_without_input_raises_an_error() -> None:
     with pytest.raises(ValueError, match="the model has no input"):
         RegressionModel()(None)
 

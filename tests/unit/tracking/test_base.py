@@ -77,7 +77,7 @@ def test_a_tracker_can_work_on_all_processes() -> None:
     assert len(tracker.pages) == 1
 
 
-def test_what_a_tracker_lacks_is_named() -> None:
+def test_missing_attributes_of_a_tracker_are_named() -> None:
     class Half(GeneralTracker):
         name = "half"
 

@@ -76,7 +76,7 @@ def test_a_tracker_is_installed_when_its_package_is(monkeypatch: pytest.MonkeyPa
             assert tracker.available() == (package in {tracker.package, *others})
 
 
-def test_the_guide_says_how_to_install_every_tracker() -> None:
+def test_the_guide_lists_the_package_of_every_tracker() -> None:
     guide = (Path(__file__).parents[3] / "docs" / "guides" / "tracking.md").read_text()
     for tracker in TRACKERS:
         assert f"| `{tracker.name}` | `{PACKAGES[tracker.package].distributions[0]}`" in guide
@@ -92,12 +92,12 @@ def test_no_tracker_is_asked_for() -> None:
     "log_with",
     ["tensorboard", LoggerType.TENSORBOARD, ["tensorboard", LoggerType.TENSORBOARD], "all", ["all"]],
 )
-def test_a_tracker_is_taken_once(log_with: Any) -> None:
+def test_a_tracker_named_twice_is_used_once(log_with: Any) -> None:
     assert filter_trackers(log_with, "logs") == [LoggerType.TENSORBOARD]
 
 
 @pytest.mark.usefixtures("_installed")
-def test_trackers_of_the_users_own_are_kept() -> None:
+def test_custom_trackers_are_kept() -> None:
     mine = Notebook()
     assert filter_trackers(mine) == [mine]
     assert filter_trackers([mine, mine, "tensorboard"], "logs") == [mine, LoggerType.TENSORBOARD]
@@ -105,7 +105,7 @@ def test_trackers_of_the_users_own_are_kept() -> None:
 
 
 @pytest.mark.usefixtures("_missing")
-def test_a_missing_library_is_said_and_left_out() -> None:
+def test_a_tracker_without_its_library_is_omitted_with_a_warning() -> None:
     assert get_available_trackers() == []
     with pytest.warns(UserWarning, match="tensorboard is not installed, so nothing is logged"):
         assert filter_trackers("tensorboard", "logs") == []

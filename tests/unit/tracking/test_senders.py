@@ -156,7 +156,7 @@ def test_no_more_values_wait_than_there_is_room_for(monkeypatch: pytest.MonkeyPa
     assert [logged[0]["loss"] for logged in tracker.logged] == [0, 1, 2, 3]
 
 
-def test_the_thread_ends_without_work_and_comes_back() -> None:
+def test_an_idle_sender_thread_ends_and_is_started_again() -> None:
     tracker = Slow()
     accelerator = running(tracker)
     for step in range(2):
@@ -194,7 +194,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_end_of_the_program(
     accelerator.end_training()
 
 
-def test_an_error_that_nobody_saw_is_said_at_the_end_of_the_program(
+def test_an_error_that_was_not_raised_is_logged_at_exit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     accelerator = running(tracker := Slow(fail))

@@ -71,7 +71,7 @@ def test_without_either_package_the_error_names_the_fix(
         started(tmp_path)
 
 
-def test_values_go_where_they_belong(tmp_path: Path) -> None:
+def test_values_are_written_by_their_type(tmp_path: Path) -> None:
     tracker = started(tmp_path)
     tracker.log(
         {"loss": torch.tensor(0.5), "epoch": 3, "note": "warm", "both": {"a": 1.0, "b": 2.0}},
@@ -88,7 +88,9 @@ def test_values_go_where_they_belong(tmp_path: Path) -> None:
     assert tracker.tracker.calls[-1][0] == "flush"
 
 
-def test_what_cannot_be_plotted_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_values_that_cannot_be_plotted_give_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tracker = started(tmp_path)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -26,7 +26,7 @@ def record(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[list[object]]:
     return [[json.loads((folder / f"{run}_0.json").read_text())] for run in RUNS]
 
 
-def test_every_kind_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_every_case_resumes_exactly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "CASES", [case for case in script.CASES if not case.workers])
     monkeypatch.setattr(script, "EPOCHS", 2)
     verdicts = compare(*record(monkeypatch, tmp_path))
@@ -35,7 +35,7 @@ def test_every_kind_goes_on_where_it_was(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_generator_that_is_not_restored_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_generator_that_is_not_restored_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "CASES", script.CASES[:1])
     monkeypatch.setattr(script, "EPOCHS", 2)
     monkeypatch.setattr(GeneratorsPart, "change", lambda self, apply: nothing)
