@@ -165,7 +165,7 @@ def flags_in_windows(dispatch: bool) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("dispatch", [False, True])
-def test_a_loader_tells_of_the_batch_in_use_not_of_the_one_read(run: Run, dispatch: bool) -> None:
+def test_loader_flags_are_those_of_the_batch_in_use(run: Run, dispatch: bool) -> None:
     for found in run(flags_in_windows, dispatch):
         assert found == [
             [False, -1, False, [0, 1]],
@@ -232,7 +232,7 @@ def left_early() -> tuple[list[float], bool]:
     return weights, accelerator.sync_gradients
 
 
-def test_a_window_that_is_left_early_counts_for_nothing(run: Run) -> None:
+def test_gradients_of_a_window_left_early_are_dropped(run: Run) -> None:
     assert run(left_early) == [([1.0, 1.0, 2.0], True)] * 2
 
 

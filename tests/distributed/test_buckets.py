@@ -106,5 +106,5 @@ def leave_alone(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["unused", "hook", "short", "twice", "sparse"])
-def test_what_does_not_fit_or_may_do_harm_is_left_alone(run: Run, kind: str) -> None:
+def test_unsupported_models_keep_their_buckets(run: Run, kind: str) -> None:
     assert run(leave_alone, kind, processes=1) == [([], [], True)]

@@ -60,7 +60,7 @@ def save_and_come_back(blocking: bool) -> Any:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_all_ranks_come_back_to_what_they_were(run: Run, blocking: bool) -> None:
+def test_all_ranks_restore_their_state(run: Run, blocking: bool) -> None:
     for same, names, numbered in run(save_and_come_back, blocking):
         assert same
         assert numbered == ["checkpoint_0"]
@@ -308,7 +308,7 @@ def weight_in(folder: Path) -> list[float]:
     return load_file(folder / "model.safetensors")["weight"].flatten().tolist()
 
 
-def test_training_goes_on_while_the_copy_is_written(run: Run) -> None:
+def test_training_continues_while_a_checkpoint_is_written(run: Run) -> None:
     for unfinished, before, written in run(train_while_saving):
         assert unfinished
         assert written == before

@@ -68,7 +68,7 @@ def off_by(gradients: Gradients) -> float:
     return ((ours - true).abs().max() / true.abs().max()).item()
 
 
-def test_gradients_travel_in_a_format(run: Callable[..., Any]) -> None:
+def test_comm_hooks_compress_gradients_to_the_format(run: Callable[..., Any]) -> None:
     plain, fp16, bf16, *wrapped = train_all(
         run,
         {},

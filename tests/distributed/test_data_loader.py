@@ -307,7 +307,7 @@ def read_after_skip(dispatch: bool, iterable: bool) -> list[Any]:
 
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("iterable", [False, True])
-def test_skipping_keeps_the_counts(run: Run, dispatch: bool, iterable: bool) -> None:
+def test_skipped_loaders_keep_the_valid_counts(run: Run, dispatch: bool, iterable: bool) -> None:
     ranks = run(read_after_skip, dispatch, iterable)
     real = []
     for step in zip(*ranks, strict=True):
@@ -340,7 +340,7 @@ def read_empty() -> list[Any]:
     return batches(prepare(DataLoader(Stream([]), batch_size=2)))
 
 
-def test_an_empty_dispatched_loader_gives_nothing(run: Run) -> None:
+def test_an_empty_dispatched_loader_yields_no_batch(run: Run) -> None:
     assert run(read_empty) == [[], []]
 
 
@@ -445,7 +445,7 @@ def resume_dispatched(stop: int) -> tuple[list[Any], list[Any]]:
 
 
 @pytest.mark.parametrize("stop", [1, 7])
-def test_batches_read_ahead_do_not_count(run: Run, stop: int) -> None:
+def test_prefetched_batches_are_not_part_of_the_position(run: Run, stop: int) -> None:
     for expected, seen in run(resume_dispatched, stop):
         assert seen == expected
 

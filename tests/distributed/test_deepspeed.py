@@ -184,7 +184,7 @@ def save_and_go_on(folder: str) -> dict[int, Any]:
     return found
 
 
-def test_a_run_goes_on_and_its_weights_serve_a_plain_model(run: Run, tmp_path: Path) -> None:
+def test_a_run_resumes_and_its_weights_load_into_a_plain_model(run: Run, tmp_path: Path) -> None:
     first, second = run(save_and_go_on, str(tmp_path), env=ENVIRONMENT, timeout=300)
     from safetensors.torch import load_file
 
@@ -234,7 +234,7 @@ def go_on_alone(folder: str) -> dict[int, list[float]]:
     return found
 
 
-def test_a_universal_checkpoint_goes_on_with_another_number_of_processes(run: Run, tmp_path: Path) -> None:
+def test_a_universal_checkpoint_resumes_with_another_world_size(run: Run, tmp_path: Path) -> None:
     whole = run(save_as_two, str(tmp_path), env=ENVIRONMENT, timeout=300)[0]
     run(refuse_and_convert, str(tmp_path), processes=1, env=ENVIRONMENT, timeout=300)
     (alone,) = run(go_on_alone, str(tmp_path), processes=1, env=ENVIRONMENT, timeout=300)

@@ -94,7 +94,7 @@ def read_behind(mark: Path) -> tuple[list[bool], int]:
     return seen, len(prepared._route._sent)
 
 
-def test_process_0_sends_ahead_of_a_slow_rank_and_overwrites_nothing(run: Run, tmp_path: Path) -> None:
+def test_rank_0_sends_ahead_of_a_slow_rank_without_overwriting(run: Run, tmp_path: Path) -> None:
     (first, kept), (second, _) = run(read_behind, tmp_path / "mark")
     assert first == second == [True] * 32
     assert kept <= 4

@@ -229,7 +229,7 @@ def train_two(version: int) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_two_models_and_an_optimizer_that_comes_later(run: Run, version: int) -> None:
+def test_two_models_train_with_an_optimizer_prepared_later(run: Run, version: int) -> None:
     run(train_two, version)
 
 
@@ -330,7 +330,7 @@ def train_in_float8(folder: str) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_weights_that_travel_in_float8(run: Run, tmp_path: Path) -> None:
+def test_weights_are_gathered_in_float8(run: Run, tmp_path: Path) -> None:
     for found in run(train_in_float8, str(tmp_path / "state"), timeout=180):
         assert found["losses"][-1] < found["losses"][0] * 0.5
         assert "WeightWithDynamicFloat8CastTensor" in found["kinds"]
@@ -565,7 +565,9 @@ def whole_weights(model: nn.Module, accelerator: Accelerator) -> dict[str, torch
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_optimizers_that_come_before_the_model_or_after_an_evaluation(run: Run, version: int) -> None:
+def test_optimizers_prepared_before_the_model_or_after_an_evaluation_update_it(
+    run: Run, version: int
+) -> None:
     for found in run(prepare_in_odd_orders, version):
         for order, moved in found.items():
             assert moved, order

@@ -272,7 +272,7 @@ def test_a_mismatch_is_one_error_on_all_ranks(end: Run, tmp_path: Path, name: st
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_stopped_from_outside_is_named(end: Run, tmp_path: Path) -> None:
+def test_a_rank_stopped_by_a_signal_is_named(end: Run, tmp_path: Path) -> None:
     ended, digest = suffer_everywhere(end, tmp_path, "stops", grace=3)
     assert pattern(FAULTS["stops"].said).search(digest), digest
     assert ended.codes == [1, -signal.SIGKILL]  # killed by the test, as a launcher does
@@ -287,7 +287,7 @@ def come_late() -> None:
     accelerator.end_training()
 
 
-def test_a_late_rank_is_reported_and_the_run_goes_on(end: Run) -> None:
+def test_a_late_rank_is_reported_and_the_run_continues(end: Run) -> None:
     ended = end(come_late, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
     said = pattern(r"rank 0 waits in gather #\d+, <LATE-0>, .*; rank 1 is .*<LATE-1>")
@@ -412,7 +412,7 @@ accelerator.gather(torch.ones(1))
 """
 
 
-def test_the_launcher_tells_of_an_aborted_hang(tmp_path: Path) -> None:
+def test_the_launcher_reports_an_aborted_hang(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
     words = ["--cpu", "--num_processes", "2", "--hang_timeout", "2", "--hang_action", "abort", "train.py"]
     ended = subprocess.run(

@@ -256,7 +256,7 @@ def check(run: Run, kills: int, seed: int, timeout: float) -> None:
         assert len(each["loaded"]) == kills + 1
 
 
-def test_a_killed_run_goes_on_with_what_it_had_saved(run: Run) -> None:
+def test_a_killed_run_resumes_from_its_last_checkpoint(run: Run) -> None:
     check(run, 2, seed=0, timeout=60)
 
 

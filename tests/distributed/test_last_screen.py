@@ -100,7 +100,7 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("cause", CAUSES)
-def test_the_cause_is_named_though_the_other_rank_was_first_to_say_what_it_lost(
+def test_the_cause_is_named_when_the_other_rank_reports_a_lost_connection_first(
     fail: Fail, cause: str
 ) -> None:
     """Rank 0 has ended with its error before rank 1 fails, as seen by the launcher."""
@@ -115,7 +115,7 @@ def test_the_cause_is_named_though_the_other_rank_was_first_to_say_what_it_lost(
     assert screen.err.count("Traceback") == screen.text.count("Traceback") <= 1
 
 
-def test_a_rank_that_left_is_named(fail: Fail) -> None:
+def test_a_rank_that_exited_early_is_named(fail: Fail) -> None:
     screen = fail(f"time.sleep(0.3)\nif rank == 0:\n    time.sleep(0.5)\n    {LOST}\n")
     said = r"^rank 1 finished and left \(exit code 0\); rank 0 waited for it in \S+train.py:6: raise Runtime"
     assert re.search(said, screen.text, re.MULTILINE)
@@ -123,7 +123,7 @@ def test_a_rank_that_left_is_named(fail: Fail) -> None:
     assert screen.code == 1
 
 
-def test_all_lost_each_other(fail: Fail) -> None:
+def test_when_all_ranks_lost_connections_the_network_is_the_likely_cause(fail: Fail) -> None:
     screen = fail(LOST)
     assert "firewalls" in screen.text
     assert "the same error" in screen.text

@@ -153,7 +153,7 @@ def test_a_failed_group_is_started_again_as_often_as_asked(scripts: Scripts) -> 
     assert ended.code == 0, ended.err
 
 
-def test_a_busy_port_is_replaced_and_said(scripts: Scripts) -> None:
+def test_a_busy_port_is_replaced_with_a_message(scripts: Scripts) -> None:
     with socket.socket() as server:
         server.bind(("", 0))
         server.listen()
@@ -243,7 +243,7 @@ def test_ending_the_launcher_ends_its_processes(
 
 
 @pytest.mark.parametrize("count", ["1", "2"])
-def test_under_nohup_a_hangup_ends_nothing(scripts: Scripts, count: str) -> None:
+def test_under_nohup_sighup_does_not_end_the_run(scripts: Scripts, count: str) -> None:
     waits = "\nimport time\nwhile not os.path.exists(folder + '/go'): time.sleep(0.05)\nprint('end')"
     launched = Launched(scripts, count, WRITER + waits, signal.SIGHUP)
     launched.send(signal.SIGHUP)

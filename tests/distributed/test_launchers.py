@@ -55,7 +55,7 @@ def start(request: pytest.FixtureRequest) -> Start:
     return request.param
 
 
-def test_all_processes_run_and_meet(start: Start, tmp_path: Path) -> None:
+def test_all_processes_run_in_one_process_group(start: Start, tmp_path: Path) -> None:
     before = dict(os.environ)
 
     def train(folder: Path, name: str) -> None:

@@ -33,5 +33,5 @@ def train() -> list[float]:
     return weights
 
 
-def test_weights_drift_apart_and_meet(run: Run) -> None:
+def test_weights_differ_between_averages_and_are_equal_after(run: Run) -> None:
     assert run(train) == [[1.0, 4.0, 5.0, 8.0, 9.0, 10.0], [3.0, 4.0, 7.0, 8.0, 11.0, 10.0]]

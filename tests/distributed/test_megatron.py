@@ -288,7 +288,7 @@ def save_and_go_on(folder: str) -> tuple[list[float], list[float], Any]:
     return first, steps(batches[3:]), scheduler.scheduler.num_steps
 
 
-def test_a_saved_run_goes_on_as_if_nothing_had_been(run: Run, tmp_path: Path) -> None:
+def test_a_resumed_run_matches_an_uninterrupted_one(run: Run, tmp_path: Path) -> None:
     for first, second, samples_read in run(save_and_go_on, str(tmp_path / "state"), timeout=200):
         assert first == second
         assert samples_read == 6 * 4
@@ -316,7 +316,9 @@ def learn(precision: str, fields: dict[str, Any]) -> tuple[list[float], Any, Any
 @pytest.mark.parametrize(
     ("precision", "fields"), [("no", {"pp_degree": 2}), ("no", {"tp_degree": 2}), ("bf16", {"tp_degree": 2})]
 )
-def test_it_learns_and_tells_logits_on_all_ranks(run: Run, precision: str, fields: dict[str, Any]) -> None:
+def test_the_loss_decreases_and_all_ranks_have_logits(
+    run: Run, precision: str, fields: dict[str, Any]
+) -> None:
     for losses, loss, known in run(learn, precision, fields, timeout=200):
         assert losses[-1] < losses[0] / 2
         assert loss == pytest.approx(known, rel=1e-5 if precision == "no" else 1e-2)

@@ -119,7 +119,7 @@ def evaluate_all(settings: dict[str, Any], kinds: tuple[str, ...]) -> dict[tuple
         "uneven split sharded streams",
     ],
 )
-def test_the_dataset_comes_back_once(
+def test_gather_for_metrics_returns_each_sample_once(
     run: Run, processes: int, settings: dict[str, Any], kinds: tuple[str, ...]
 ) -> None:
     for results in run(evaluate_all, settings, kinds, processes=processes, timeout=120):
@@ -310,7 +310,7 @@ def gather_around_breaks(workers: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_an_early_break_leaves_nothing_behind(run: Run, workers: int) -> None:
+def test_an_early_break_does_not_change_later_epochs(run: Run, workers: int) -> None:
     whole = list(range(11))
     assert run(gather_around_breaks, workers) == [[whole[:6], whole, whole, whole[:6], whole]] * 2
 

@@ -89,7 +89,7 @@ def leave(folder: str, options: str, size: Any) -> dict[str, Any]:
         ),
     ],
 )
-def test_no_wrapper_shows_in_the_files(
+def test_files_contain_no_names_of_wrappers(
     run: Run, tmp_path: Path, processes: int, options: str, size: Any
 ) -> None:
     found = run(leave, str(tmp_path), options, size, processes=processes)
@@ -140,7 +140,7 @@ def outputs(model: Any, family: str) -> torch.Tensor:
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])
 @pytest.mark.parametrize("size", ["10GB", "5KB"], ids=["one file", "shards"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_transformers_reads_what_we_write(tmp_path: Path, family: str, size: str, safe: bool) -> None:
+def test_transformers_reads_our_checkpoints(tmp_path: Path, family: str, size: str, safe: bool) -> None:
     model = make(family)
     accelerator = Accelerator(cpu=True)
     accelerator.save_model(accelerator.prepare(model), tmp_path, size, safe)
@@ -160,7 +160,7 @@ def leave_transformer(folder: str, family: str) -> None:
     accelerator.wait_for_everyone()
 
 
-def test_transformers_reads_what_two_processes_write(run: Run, tmp_path: Path) -> None:
+def test_transformers_reads_checkpoints_of_two_processes(run: Run, tmp_path: Path) -> None:
     expected = make("GPT2LMHeadModel")
     run(leave_transformer, str(tmp_path), "GPT2LMHeadModel", processes=2)
     again = type(expected).from_pretrained(tmp_path).eval()
@@ -169,7 +169,7 @@ def test_transformers_reads_what_two_processes_write(run: Run, tmp_path: Path) -
 
 @pytest.mark.parametrize("size", ["10GB", "5KB"], ids=["one file", "shards"])
 @pytest.mark.parametrize("family", ["GPT2LMHeadModel", "BertForMaskedLM", "T5ForConditionalGeneration"])
-def test_we_read_what_transformers_writes(tmp_path: Path, family: str, size: str) -> None:
+def test_checkpoints_of_transformers_are_read(tmp_path: Path, family: str, size: str) -> None:
     model = make(family)
     model.save_pretrained(tmp_path, max_shard_size=size)
     other = make(family)

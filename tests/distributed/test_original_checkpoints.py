@@ -56,7 +56,7 @@ def folder(tmp_path: Path) -> Path:
     return Path(shutil.copytree(SAMPLES / "one_process", tmp_path / "checkpoint"))
 
 
-def test_the_run_of_one_process_goes_on(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_checkpoint_of_one_process_resumes(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     run = build()
     run.accelerator.load_state(folder)
     assert UNVERIFIED in caplog.text
@@ -69,12 +69,12 @@ def go_on(folder: str) -> Any:
     return run.go_on()
 
 
-def test_the_run_of_two_processes_goes_on(run: Run) -> None:
+def test_a_checkpoint_of_two_processes_resumes(run: Run) -> None:
     found = run(go_on, str(SAMPLES / "two_processes"), processes=2)
     assert_same(found, [facts("two_processes", rank) for rank in range(2)])
 
 
-def test_one_process_goes_on_after_two(caplog: pytest.LogCaptureFixture) -> None:
+def test_one_process_resumes_a_checkpoint_of_two(caplog: pytest.LogCaptureFixture) -> None:
     run = build()
     run.accelerator.load_state(SAMPLES / "two_processes")
     assert "was saved by 2 processes, and this run has 1" in caplog.text
@@ -90,7 +90,7 @@ def count_after(folder: str) -> Any:
     return run.count.steps, run.accelerator.unwrap_model(run.second).weight.tolist(), torch.rand(1).item()
 
 
-def test_two_processes_go_on_after_one(run: Run) -> None:
+def test_two_processes_resume_a_checkpoint_of_one(run: Run) -> None:
     expected = torch.load(SAMPLES / "one_process" / "pytorch_model_1.bin")["weight"].tolist()
     first, second = run(count_after, str(SAMPLES / "one_process"), processes=2)
     assert first[:2] == second[:2] == (2, expected)
@@ -126,7 +126,7 @@ class Sampler:
     ("name", "content"),
     [("sampler.bin", Sampler()), ("sampler.bin", {"epoch": 3}), ("dl_state_dict.bin", {"_num_yielded": 3})],
 )
-def test_positions_of_loaders_that_are_not_known_are_named(
+def test_loader_positions_of_unknown_format_give_a_warning(
     folder: Path, caplog: pytest.LogCaptureFixture, name: str, content: Any
 ) -> None:
     torch.save(content, folder / name)
@@ -156,7 +156,7 @@ def replace(path: Path) -> None:
         "random_states_0.pkl",
     ],
 )
-def test_what_is_missing_or_broken_is_named(folder: Path, name: str, damage: Callable[[Path], None]) -> None:
+def test_missing_and_damaged_files_are_named(folder: Path, name: str, damage: Callable[[Path], None]) -> None:
     damage(folder / name)
     run = build()
     before = {key: value.clone() for key, value in run.first.state_dict().items()}

@@ -103,7 +103,7 @@ def test_without_dispatch_shards_are_read_where_their_number_divides(run: Run, p
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_all_samples_come_back_once_and_all_ranks_end_together(run: Run, processes: int) -> None:
+def test_each_sample_is_gathered_once_and_all_ranks_end_together(run: Run, processes: int) -> None:
     ranks = run(read_all, processes, processes=processes)
     cases = [sizes for sizes in SIZES for _ in range(3)]
     for place, sizes in enumerate(cases):
@@ -216,7 +216,7 @@ def go_on(
 @pytest.mark.parametrize(
     ("dispatch", "sizes"), [(None, [5, 4, 6]), (None, [5, 4, 6, 1]), (False, [5, 4, 6, 1]), (False, [9, 1])]
 )
-def test_interrupted_shares_go_on_as_if_nothing_had_been(
+def test_resumed_shards_match_an_uninterrupted_run(
     run: Run,
     kind: str,
     stateful: bool,

@@ -184,11 +184,11 @@ def test_a_dispatched_batch_sampler_that_draws_as_it_goes(run: Run) -> None:
     check(run, "batch sampler", 0, CONFIGS["dispatched"], 2, [(0, 2)])
 
 
-def test_a_dispatched_stream_that_goes_on_by_itself(run: Run) -> None:
+def test_a_dispatched_stateful_stream_resumes(run: Run) -> None:
     check(run, "stream", 0, CONFIGS["dispatched, by itself"], 2, [(0, 2)])
 
 
-def test_a_loader_that_goes_on_by_itself(run: Run) -> None:
+def test_a_stateful_loader_resumes(run: Run) -> None:
     check(run, "batch sampler", 0, CONFIGS["goes on by itself"], 2, [(0, 2)])
 
 
@@ -245,7 +245,7 @@ def finish(folder: str, kind: str, config: dict[str, Any], batches: int) -> Any:
     ],
     ids=["sharded", "constant memory", "dispatched", "stream"],
 )
-def test_another_number_of_processes_goes_on_at_the_right_sample(
+def test_another_world_size_resumes_at_the_next_sample(
     run: Run, tmp_path: Path, kind: str, config: dict[str, Any]
 ) -> None:
     for before, now in ((2, 3), (3, 1), (1, 2)):

@@ -113,7 +113,7 @@ def test_shows_the_traceback_of_the_first_rank_that_fails(run: Run) -> None:
     assert "fail_on_rank_one" in text
 
 
-def test_shows_where_a_rank_stands_that_does_not_end(run: Run) -> None:
+def test_shows_the_stack_of_a_rank_that_does_not_end(run: Run) -> None:
     with pytest.raises(pytest.fail.Exception, match="did not end within 3 s") as caught:
         run(sleep_on_rank_zero, timeout=3)
     assert "in sleep_on_rank_zero" in str(caught.value)
@@ -127,12 +127,12 @@ def test_refuses_processes_left_behind(run: Run) -> None:
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def test_tells_of_a_rank_that_ends_without_a_word(run: Run) -> None:
+def test_reports_a_rank_that_exits_before_its_function_returns(run: Run) -> None:
     with pytest.raises(pytest.fail.Exception, match="exit code 7 before its function returned"):
         run(end_badly, processes=1)
 
 
-def test_a_rank_has_a_whole_end(run: Run, end: Run) -> None:
+def test_a_rank_runs_its_exit_handlers(run: Run, end: Run) -> None:
     with pytest.raises(pytest.fail.Exception, match="exit code 9 after its function had returned"):
         run(leave_an_object_that_ends_badly, processes=1)
     codes, outputs = end(print_at_the_end, processes=1)

@@ -81,7 +81,7 @@ class Harmful:
         return os.mkdir, (f"ran_{os.getpid()}",)
 
 
-def save_beside_a_stranger() -> list[str]:
+def save_with_unsigned_values_in_the_store() -> list[str]:
     """Save checkpoints, while rank 1 writes pickles and forged values over all keys that ranks read."""
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(2, 2))
@@ -107,8 +107,8 @@ def save_beside_a_stranger() -> list[str]:
 
 
 @NEEDS_LIST
-def test_what_a_stranger_writes_to_the_store_changes_nothing(run: Callable[..., Any]) -> None:
-    names = run(save_beside_a_stranger, env={KEY_VARIABLE: "secret"})
+def test_unsigned_values_in_the_store_change_nothing(run: Callable[..., Any]) -> None:
+    names = run(save_with_unsigned_values_in_the_store, env={KEY_VARIABLE: "secret"})
     assert [set(each) & {"first", "second"} for each in names] == [{"first", "second"}] * 2
     assert not [name for each in names for name in each if name.startswith("ran_")]
 

@@ -103,7 +103,7 @@ def come_back(way: str) -> Any:
 @pytest.mark.parametrize(
     "way", ["fsdp2", "fsdp1", pytest.param("fsdp1, own parameters", marks=pytest.mark.slow)]
 )
-def test_all_ranks_come_back(run: Run, way: str) -> None:
+def test_all_ranks_restore_sharded_checkpoints(run: Run, way: str) -> None:
     for good, names, listed in run(come_back, way):
         assert good == [True, True]
         assert listed
@@ -266,7 +266,7 @@ def save_one_object(way: str) -> Any:
     "way",
     ["fsdp2", *(pytest.param(way, marks=pytest.mark.slow) for way in ("fsdp1", "fsdp1, own parameters"))],
 )
-def test_single_objects_come_back(run: Run, way: str) -> None:
+def test_single_objects_are_saved_and_loaded(run: Run, way: str) -> None:
     for good, names in run(save_one_object, way):
         assert good == [True, True]
         assert names == [

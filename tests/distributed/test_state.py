@@ -207,7 +207,7 @@ def destroy_and_wait() -> str:
     return "it did not raise"
 
 
-def test_nobody_waits_after_the_group_was_closed(run: Run) -> None:
+def test_a_barrier_after_the_group_was_closed_is_an_error(run: Run) -> None:
     assert all("the process group is closed" in text for text in run(destroy_and_wait))
 
 
@@ -237,7 +237,7 @@ def build_once(context: str) -> bool:
 
 
 @pytest.mark.parametrize("context", ["main_process_first", "local_main_process_first"])
-def test_the_main_process_goes_first(run: Run, context: str) -> None:
+def test_the_main_process_runs_the_block_first(run: Run, context: str) -> None:
     assert run(build_once, context, processes=3) == [False, True, True]
 
 
@@ -252,7 +252,7 @@ def fail_first() -> str:
     return "went on"
 
 
-def test_a_failing_main_process_lets_the_others_go_on(run: Run) -> None:
+def test_the_others_continue_when_the_main_process_fails(run: Run) -> None:
     assert run(fail_first) == ["no disk", "went on"]
 
 
@@ -296,7 +296,7 @@ def log_in_order() -> str:
     return Path("log.txt").read_text()
 
 
-def test_lines_come_in_rank_order(run: Run) -> None:
+def test_lines_are_logged_in_rank_order(run: Run) -> None:
     ranks = "".join(f"[RANK {rank}] {{0}}.{rank}\n" for rank in range(3))
     expected = "".join(f"{ranks}[RANK 0] main {{0}}\n".format(step) for step in range(5))
     for text in run(log_in_order, processes=3):

@@ -86,7 +86,7 @@ def saves_only(target: str) -> list[int]:
     return saved
 
 
-def test_sigusr2_saves_at_one_step_and_goes_on(run: Run, tmp_path: Path) -> None:
+def test_sigusr2_saves_at_one_step_and_training_continues(run: Run, tmp_path: Path) -> None:
     first, second = run(saves_only, str(tmp_path))
     assert first == second
     assert len(first) == 1
@@ -147,7 +147,7 @@ def test_a_launched_run_saves_and_ends(
     assert list_checkpoints(tmp_path) == [int(saved[0][1])]
 
 
-def test_a_time_budget_that_cannot_be_starts_nothing(tmp_path: Path) -> None:
+def test_an_invalid_time_budget_starts_no_process(tmp_path: Path) -> None:
     process = launch(tmp_path, "--max_time", "tomorrow")
     printed = process.communicate(timeout=60)[0]
     assert process.returncode != 0

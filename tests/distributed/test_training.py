@@ -293,7 +293,7 @@ def wrap_once() -> dict[str, bool]:
     }
 
 
-def test_models_are_wrapped_once_and_come_out_again(run: Run) -> None:
+def test_models_are_wrapped_once_and_can_be_unwrapped(run: Run) -> None:
     for facts in run(wrap_once):
         assert all(facts.values()), facts
 

@@ -46,7 +46,7 @@ def come_to_the_group(late: int, seconds: float) -> None:
     accelerator.end_training()
 
 
-def test_a_rank_that_comes_late_is_named_by_those_that_wait(end: Run) -> None:
+def test_waiting_ranks_name_the_rank_that_joins_late(end: Run) -> None:
     ended = end(come_to_the_group, 1, 4.0, processes=3, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0, 0]
     said = r"ranks 0, 2 wait in init_process_group, <GROUP>, since \d+ s; rank 1 did not come, "
@@ -55,7 +55,7 @@ def test_a_rank_that_comes_late_is_named_by_those_that_wait(end: Run) -> None:
     assert "accelerate: the hang is over: rank 0 goes on." in outputs_of(ended)
 
 
-def test_rank_0_that_comes_late_is_named_with_its_address(end: Run) -> None:
+def test_waiting_ranks_name_a_late_rank_0_with_its_address(end: Run) -> None:
     ended = end(come_to_the_group, 0, 4.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
     said = r"rank 1 waits in init_process_group, <GROUP>, .*; rank 0 did not come.*not answer at 127.0.0.1"
@@ -63,7 +63,7 @@ def test_rank_0_that_comes_late_is_named_with_its_address(end: Run) -> None:
     assert "accelerate: the hang is over: rank 1 goes on." in outputs_of(ended)
 
 
-def test_ranks_that_all_come_late_are_no_hang(end: Run) -> None:
+def test_ranks_that_all_join_late_are_no_hang(end: Run) -> None:
     ended = end(come_to_the_group, -1, 3.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
     assert "accelerate:" not in outputs_of(ended)
@@ -184,7 +184,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=slow)])
-def test_one_process_says_where_its_worker_stands(tmp_path: Path, method: str) -> None:
+def test_one_process_reports_the_line_of_its_worker(tmp_path: Path, method: str) -> None:
     (tmp_path / "slow.py").write_text(SLOW_DATA.format(method=method))
     env = {**os.environ, "ACCELERATE_HANG_TIMEOUT": "2"}
     words = [sys.executable, "slow.py"]

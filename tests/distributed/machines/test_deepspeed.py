@@ -83,7 +83,7 @@ def test_pdsh_starts_both_hosts(hosts: Hosts, search_path: str) -> None:
     check(ended.out)
 
 
-def test_each_host_can_be_started_by_hand(hosts: Hosts, search_path: str) -> None:
+def test_each_host_can_be_started_without_ssh(hosts: Hosts, search_path: str) -> None:
     hosts.write("hostfile", "nodea slots=1\nnodeb slots=1\n")
     hosts.write("script.py", SCRIPT)
     more = ("--num_processes", "2", "--main_process_ip", "nodea", "--machine_rank")

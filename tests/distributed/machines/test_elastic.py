@@ -59,9 +59,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_well(hosts: Hosts) ->
     ("address", "reason"),
     [("nowhere.invalid", "this name has no address"), ("10.99.0.1", "network is unreachable")],
 )
-def test_a_machine_that_cannot_reach_the_first_says_so_at_once(
-    hosts: Hosts, address: str, reason: str
-) -> None:
+def test_a_machine_that_cannot_reach_the_first_fails_at_once(hosts: Hosts, address: str, reason: str) -> None:
     script = hosts.write("train.py", TRAIN)
     begun = time.monotonic()
     ended = hosts.run(

@@ -28,7 +28,7 @@ def train(hosts: Hosts, name: str, *options: str) -> tuple[list[str], list[str]]
     return [step for step, _ in printed if step], [weights for _, weights in printed if weights]
 
 
-def test_a_run_on_two_hosts_goes_on(hosts: Hosts) -> None:
+def test_a_killed_run_on_two_hosts_resumes_from_its_checkpoint(hosts: Hosts) -> None:
     lives, whole = train(hosts, "whole")
     assert lives == ["0"]
     lives, weights = train(hosts, "killed", "--die_at", "25", "--save_every", "10")

@@ -43,7 +43,7 @@ print(json.dumps(described, default=str))
 """
 
 
-def test_a_job_goes_through(tmp_path: Path) -> None:
+def test_a_job_is_submitted_and_completes(tmp_path: Path) -> None:
     missing = [name for name in ("sagemaker", "moto", "boto3") if find_spec(name) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not installed: pip install 'sagemaker<3' 'moto[server]'")
