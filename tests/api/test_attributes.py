@@ -206,7 +206,7 @@ def test_attributes_can_be_assigned_and_methods_replaced_on_the_instance():
     assert not hasattr(Accelerator, "__slots__")
 
 
-def test_methods_replaced_on_the_class_are_heard(monkeypatch):
+def test_methods_replaced_on_the_class_are_called(monkeypatch):
     seen = []
 
     def prepare_model(self, model, *args, **kwargs):

@@ -43,7 +43,7 @@ def test_a_new_name_at_the_top_needs_its_line():
     assert set(accelerate.__all__) == set(NAMES["accelerate"])
 
 
-def test_a_name_is_one_object_wherever_it_stands():
+def test_a_name_is_one_object_in_all_its_modules():
     homes = {}
     for module in ("accelerate", "accelerate.utils", "accelerate.state", "accelerate.data_loader"):
         for name in NAMES[module]:

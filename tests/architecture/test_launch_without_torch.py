@@ -58,6 +58,6 @@ def test_checkpoints_are_looked_at_without_torch(action: str, tmp_path: Path) ->
     )
 
 
-def test_the_guard_bites() -> None:
+def test_the_guard_refuses_torch() -> None:
     with pytest.raises(AssertionError, match="torch was imported without need"):
         run_without_torch("import torch")

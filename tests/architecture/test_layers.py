@@ -54,7 +54,7 @@ def test_every_file_has_its_place(sources: list[Any]) -> None:
     assert not homeless, f"not on the layer line of this test: {homeless}"
 
 
-def test_imports_point_left(sources: list[Any]) -> None:
+def test_packages_import_only_earlier_ones(sources: list[Any]) -> None:
     wrong = []
     for source in sources:
         here = source.parts[1]

@@ -48,7 +48,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-def test_a_trainer_written_by_hand(tmp_path: Path) -> None:
+def test_a_custom_trainer_trains_and_resumes(tmp_path: Path) -> None:
     """One process, and what it saved goes on as it had gone on before."""
     found = found_by(CASES["by hand"], tmp_path)
     assert found["losses"][-1] < found["losses"][0]
@@ -57,7 +57,7 @@ def test_a_trainer_written_by_hand(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_trainer_written_by_hand_on_two_processes(tmp_path: Path) -> None:
+def test_a_custom_trainer_on_two_processes_matches_one_process(tmp_path: Path) -> None:
     """Its batches are split: numbers are those of one process."""
     one = found_by(CASES["by hand"], tmp_path / "one")
     case = Case("by_hand", ("sklearn",), processes=2)
@@ -69,7 +69,7 @@ def test_a_trainer_written_by_hand_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_streamed_rows_come_once_however_they_are_read(tmp_path: Path) -> None:
+def test_each_streamed_row_is_read_once_in_every_mode(tmp_path: Path) -> None:
     case = Case("streaming", ("datasets",), processes=2)
     one = found_by(CASES["datasets, streamed"], tmp_path / "one")
     two = found_by(case, tmp_path / "two", launcher=True)
@@ -125,7 +125,7 @@ def test_the_command_line_of_trl(tmp_path: Path) -> None:
     assert all(losses[-1] < losses[0] for losses in found.values())
 
 
-def test_the_trainer_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_a_resumed_trainer_matches_an_uninterrupted_one(tmp_path: Path) -> None:
     found = found_by(CASES["Trainer, accumulating"], tmp_path)
     assert found["resumed"] == found["losses"]
     assert found["losses"][-1] < found["losses"][0]
@@ -159,7 +159,7 @@ def test_the_trainer_however_it_is_spread(
 
 
 @pytest.mark.slow
-def test_device_maps_change_nothing(tmp_path: Path) -> None:
+def test_device_maps_keep_losses_and_predictions(tmp_path: Path) -> None:
     found = found_by(CASES["device maps"], tmp_path)
     losses = [loss for loss, *_ in found.values()]
     assert losses == pytest.approx([losses[0]] * 4, abs=1e-6)

@@ -219,7 +219,7 @@ def test_losses_and_weights_are_those_of_one_process(run: Run, reference: dict[s
         pytest.param({"FSDP_VERSION": "1", **SIZES}, 4, marks=pytest.mark.slow),
     ],
 )
-def test_the_launcher_s_variables_choose_the_way(
+def test_variables_of_the_launcher_choose_the_strategy(
     run: Run, reference: dict[str, Any], variables: dict[str, str], processes: int
 ) -> None:
     results = run(train, None, None, processes=processes, env={**VARIABLES, **variables})
@@ -280,7 +280,7 @@ MOVES = [
 
 
 @pytest.mark.parametrize(("before", "after"), MOVES)
-def test_a_run_goes_on_in_another_way(
+def test_a_checkpoint_resumes_under_another_strategy(
     run: Run, reference: dict[str, Any], tmp_path: Path, before: str, after: str
 ) -> None:
     """Save in one layout, load in another, go on: the losses of a run without a break."""

@@ -128,7 +128,7 @@ def recorded(of: str = "") -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_tracker_says_what_it_is(name: str) -> None:
+def test_each_tracker_class_has_the_attributes_of_the_interface(name: str) -> None:
     kind = LOGGER_TYPE_TO_CLASS[name]
     assert issubclass(kind, GeneralTracker)
     assert isinstance(kind.requires_logging_directory, bool)
@@ -324,7 +324,7 @@ def test_other_processes_reach_no_library(name: str, tmp_path: Any) -> None:
 
 @pytest.mark.usefixtures("_second_process")
 @pytest.mark.parametrize("name", ["wandb", "trackio", "swanlab"])
-def test_trackers_of_ones_own_may_work_on_every_process(name: str) -> None:
+def test_trackers_may_start_on_every_process(name: str) -> None:
     LOGGER_TYPE_TO_CLASS[name]("project").start()  # type: ignore[call-arg]
     assert recorded(f"{name}.init")
 
@@ -358,7 +358,7 @@ def test_an_accelerator_feeds_all_of_them(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "swanlab"])
-def test_images_become_the_librarys_own(name: str, tmp_path: Any) -> None:
+def test_images_are_converted_to_those_of_the_library(name: str, tmp_path: Any) -> None:
     started(name, tmp_path).log_images({"digits": ["one", "two"]}, step=5, extra=1)
     assert recorded("Image") == [(f"{name}.Image", (each,), {}) for each in ("one", "two")]
     image = Recorder(f"{name}.Image()")
@@ -477,7 +477,7 @@ def test_names_of_a_task_of_clearml(
     assert recorded() == [("clearml.Task.init", (), {"project_name": names[0], "task_name": names[1]})]
 
 
-def test_a_live_of_ones_own(tmp_path: Any) -> None:
+def test_a_given_live_of_dvclive_is_used(tmp_path: Any) -> None:
     live = Recorder("mine")
     tracker = started("dvclive", tmp_path, live=live)
     assert tracker.tracker is live
@@ -485,7 +485,9 @@ def test_a_live_of_ones_own(tmp_path: Any) -> None:
     assert CALLS == [("mine.log_metric", ("loss", 1.0), {}), ("mine.next_step", (), {})]
 
 
-def test_parameters_of_mlflow_go_in_batches_and_long_ones_are_said(tmp_path: Any, caplog: Any) -> None:
+def test_parameters_of_mlflow_are_sent_in_batches_and_long_ones_give_a_warning(
+    tmp_path: Any, caplog: Any
+) -> None:
     started("mlflow", tmp_path).store_init_configuration({"a": 1, "b": 2, "long": "x" * 11, "c": 3})
     assert recorded() == [
         ("mlflow.log_params", ({"a": 1, "b": 2},), {}),

@@ -105,7 +105,7 @@ def test_broadcast_returns_its_argument(transport: Transport, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 0), (2, 3)], ids=str)
-def test_any_shape_travels(transport: Transport, shape: tuple[int, ...]) -> None:
+def test_collectives_keep_any_shape(transport: Transport, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape)
     assert transport.gather(tensor).flatten().tolist() == tensor.flatten().tolist()
     assert transport.gather(tensor).shape[1:] == tensor.shape[1:]
@@ -113,14 +113,14 @@ def test_any_shape_travels(transport: Transport, shape: tuple[int, ...]) -> None
     assert transport.broadcast(tensor, 0).shape == tensor.shape
 
 
-def test_tensors_of_any_layout_travel(transport: Transport) -> None:
+def test_collectives_keep_tensors_of_any_layout(transport: Transport) -> None:
     tensor = torch.arange(6.0).reshape(2, 3).T
     assert same(transport.gather(tensor), tensor)
     assert same(transport.reduce(tensor), tensor)
     assert same(transport.broadcast(tensor, 0), torch.arange(6.0).reshape(2, 3).T)
 
 
-def test_parameters_travel(transport: Transport) -> None:
+def test_collectives_accept_parameters(transport: Transport) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     assert transport.broadcast(weight, 0) is weight
     assert transport.gather(weight).tolist() == [1.0, 1.0]
@@ -154,7 +154,7 @@ def test_scatter_wants_one_part_for_each_process(transport: Transport, parts: An
         transport.scatter(parts, torch.zeros(1))
 
 
-def test_objects_travel(transport: Transport) -> None:
+def test_collectives_keep_objects(transport: Transport) -> None:
     thing = {"name": "x", "values": [1, 2]}
     assert transport.gather_object(thing) == [thing]
     assert transport.broadcast_object(thing, 0) is thing

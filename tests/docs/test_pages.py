@@ -66,7 +66,7 @@ def test_no_cell_shows_a_backslash(page: Path) -> None:
 
 
 @pytest.mark.parametrize("picture", PICTURES, ids=name_of)
-def test_a_picture_tells_what_it_shows(picture: Path) -> None:
+def test_each_picture_has_a_title_and_a_description(picture: Path) -> None:
     root = ElementTree.parse(picture).getroot()
     for name in ("title", "desc"):
         found = root.find(f"{SVG}{name}")

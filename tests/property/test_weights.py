@@ -44,7 +44,7 @@ def models(draw: Any) -> Bag:
 
 @SETTINGS
 @given(models(), SIZES, st.booleans())
-def test_what_is_split_comes_back(model: Bag, size: Any, safe: bool) -> None:
+def test_sharded_weights_load_as_they_were_saved(model: Bag, size: Any, safe: bool) -> None:
     state = model.state_dict()
     with tempfile.TemporaryDirectory() as folder:
         written = save_sharded(state, Path(folder), size, safe)

@@ -46,7 +46,7 @@ ERROR = re.compile(r"^\s*(\S+?):(\d+).*\berror\b.*$", re.MULTILINE)
 
 
 @pytest.mark.parametrize("checker", ["mypy", "pyright"])
-def test_what_users_write_is_accepted_and_a_mistake_found(
+def test_type_checkers_accept_user_code_and_find_a_mistake(
     checker: str, pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:
     """One run over all files: the only error is the mistake."""
