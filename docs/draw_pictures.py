@@ -139,7 +139,7 @@ def draw_sharding() -> Picture:
     picture.box(14, 200, 25, 18, "", "filler")
     picture.text(48, 214, "repeated, so that all ranks have equally many;", "note")
     picture.text(48, 231, "gather_for_metrics removes these samples", "note")
-    picture.text(14, 251, "Each sample comes back once: 16-19, then 20 and 21.", "note")
+    picture.text(14, 251, "Each sample is returned once: 16-19, then 20 and 21.", "note")
     return picture
 
 

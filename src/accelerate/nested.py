@@ -248,7 +248,7 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
 
     Args:
         data: A list or tuple of structures. Lists of plain objects in them, such as strings, become one list.
-            A leaf that is the only one to join, of any type, comes back as it is.
+            A leaf that is the only one to join, of any type, is returned as it is.
         dim: The dimension along which tensors are joined.
 
     Raises:

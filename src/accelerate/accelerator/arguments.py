@@ -141,7 +141,7 @@ def _prefer_argument(
     """Return the argument, or without one the value of the variable; note where they differ."""
     if argument is None:
         return set_value
-    if set_value not in (None, "no", argument):  # a launcher says "no" where nobody has asked for anything
+    if set_value not in (None, "no", argument):  # a launcher says "no" where nothing was requested
         notes.append(
             f"{name}={argument!r} was passed to Accelerator and {variable}={set_value!r} is set: "
             "the argument is used."

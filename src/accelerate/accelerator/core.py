@@ -203,7 +203,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         """Return models, optimizers, schedulers and loaders made ready for this run; call it on all ranks.
 
         Args:
-            *args: objects in any order and number; others, and those already prepared, come back untouched.
+            *args: objects in any order and number; others and those already prepared are returned unchanged.
             device_placement: for each object whether it is moved to the device; `None` leaves it to the run.
 
         Returns:
@@ -235,7 +235,7 @@ class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, P
         """Return `model` on its device, in the number format and wrapper of the run.
 
         Args:
-            model: a module; on one process the very object comes back.
+            model: a module; on one process the object itself is returned.
             device_placement: whether to move it; `None` leaves it to the run.
             evaluation_mode: leave out what only training needs, such as DistributedDataParallel.
         """

@@ -180,7 +180,7 @@ class Introspection:
 
     @property
     def non_blocking(self) -> bool:
-        """Whether batches travel to the device without waiting."""
+        """Whether batches are copied to the device without waiting."""
         return self._runtime.request.dataloader_config.non_blocking
 
     @property

@@ -54,7 +54,7 @@ def _import(module: str) -> ModuleType:
 def read_table(module: str) -> Iterator[tuple[str, str, str]]:
     """Yield the source, the name in it, and the name in the module, of each import in a module's stub.
 
-    `from package import *` stands for the table of that package, without its submodules.
+    `from package import *` is replaced by the table of that package, without its submodules.
     """
     loaded = import_module(module)
     stub = "__init__" if hasattr(loaded, "__path__") else module.rpartition(".")[2]

@@ -140,9 +140,9 @@ def _find_sources(
     own: Mapping[str, Tensor], stored: Mapping[str, Any], tied: Sequence[Sequence[str]]
 ) -> dict[str, str]:
     """Return, for each tensor of the model that the files hold, the name it has there."""
-    twins = {name: group for group in tied for name in group}
+    groups = {name: group for group in tied for name in group}
     sources = {
-        name: next((key for key in (name, *twins.get(name, ())) if key in stored), None) for name in own
+        name: next((key for key in (name, *groups.get(name, ())) if key in stored), None) for name in own
     }
     return {name: source for name, source in sources.items() if source is not None}
 

@@ -209,7 +209,7 @@ def _refuse_writers(target: Path) -> None:
             f"{since and f', since {since}'}. Runs that save to one folder replace each other's checkpoints: "
             "give each run a folder of its own, or end one of them. A process that was killed does not "
             "count; one on another machine counts until it has written nothing for "
-            f"{temporary.SECONDS_TO_BELIEVE_STRANGERS:.0f} s."
+            f"{temporary.SECONDS_OF_A_RUNNING_SAVE:.0f} s."
         )
 
 
@@ -293,7 +293,7 @@ def _renew(folder: Path) -> None:
     try:
         manifest.renew(folder)
     except OSError as error:
-        logger.warning(f"{folder} comes back, and a run that reads it may not notice: {error}.")
+        logger.warning(f"{folder} is restored, and a run that reads it may not notice: {error}.")
 
 
 def clear_aside(aside: Path, target: Path) -> None:

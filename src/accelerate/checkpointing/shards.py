@@ -64,8 +64,8 @@ def save_sharded(
         for path, tensors in zip(temporary, files.values(), strict=True):
             content = {tensor: weights[tensor] for tensor in tensors}
             if safe:
-                twins = {twin: first for twin, first in aliases.items() if first in content}
-                write_whole_tensors(content, twins, path)
+                tied = {name: first for name, first in aliases.items() if first in content}
+                write_whole_tensors(content, tied, path)
             else:
                 write_torch({**content, **others}, path)
                 others.clear()

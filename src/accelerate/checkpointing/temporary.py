@@ -23,8 +23,8 @@ from accelerate.state import services
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
 SAVING, OLD, DOOMED = "saving", "old", "deleting"
-SECONDS_TO_KEEP_STRANGERS = 3600.0  # since another machine wrote to one
-SECONDS_TO_BELIEVE_STRANGERS = 60.0  # since another machine wrote to one, that its save goes on
+SECONDS_TO_KEEP_FROM_OTHER_MACHINES = 3600.0  # after its last change
+SECONDS_OF_A_RUNNING_SAVE = 60.0  # after the last change of another machine: its save counts as running
 LONGEST_NAME = 96  # bytes of a name that is used whole: file systems take 255, and the rest needs its part
 BYTES_OF_A_LONG_NAME = 60
 _SHORTENED = re.compile(r".+~[0-9a-f]{16}", re.DOTALL)
@@ -58,10 +58,10 @@ class HiddenFolder:
     def is_needed(self) -> bool:
         """Whether the process that made it may still need it."""
         if self.host != socket.gethostname():
-            return _seconds_unchanged(self.path) < SECONDS_TO_KEEP_STRANGERS
+            return _seconds_unchanged(self.path) < SECONDS_TO_KEEP_FROM_OTHER_MACHINES
         if self.pid == os.getpid():
             return self.path.name in services.of_process(_Needed)
-        # A process of which only the exit code is left, for which nobody has asked, runs no more.
+        # A process whose exit code the parent has not read yet has ended.
         runs = psutil.pid_exists(self.pid) and _facts_of(self.pid)[:1] not in (["Z"], ["X"])
         return runs and birth_of(self.pid) in (self.birth, "")
 
@@ -69,7 +69,7 @@ class HiddenFolder:
     def is_in_use(self) -> bool:
         """Whether the process that made it is at work with it, as far as can be seen."""
         if self.host != socket.gethostname():
-            return _seconds_unchanged(self.path) < SECONDS_TO_BELIEVE_STRANGERS
+            return _seconds_unchanged(self.path) < SECONDS_OF_A_RUNNING_SAVE
         return self.is_needed
 
     @property
@@ -86,7 +86,7 @@ def claim(name: str, parent: Path, kind: str) -> Path:
 
 
 def spell(name: str) -> str:
-    """Return a name as it stands in hidden names: of a long one, its beginning and a checksum."""
+    """Return a name as it is written in hidden names: of a long one, its beginning and a checksum."""
     whole = os.fsencode(name)
     if len(whole) <= LONGEST_NAME:
         return name

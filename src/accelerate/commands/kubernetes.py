@@ -33,7 +33,7 @@ OWN = (
 """Options that variables of the pods and fields of the manifest replace, or that have no effect in pods."""
 
 NO_IMAGE = "IMAGE"
-"""Stands for the image where none is given; no name of an image has capital letters."""
+"""Replaces the image where none is given; no name of an image has capital letters."""
 
 REPLICAS = "pods"
 KILL_AFTER = 15

@@ -172,7 +172,7 @@ def install_xla(upgrade: bool = False) -> None:
     if "google.colab" not in sys.modules and "COLAB_RELEASE_TAG" not in current():
         raise StateError(
             "`install_xla` works in Google Colab only, and this is not a Colab notebook. "
-            "Elsewhere, install torch_xla as its documentation says."
+            "Outside of Colab, install torch_xla as its documentation says."
         )
     release = ".".join(map(str, installed_version("torch").release))
     command = [sys.executable, "-m", "pip", "install", f"torch_xla[tpu]=={release}", "-f", WHEEL_PAGE]

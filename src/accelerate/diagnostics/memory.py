@@ -236,7 +236,7 @@ class StoreAttempts(Attempts):
     def was_interrupted(self) -> bool:
         try:
             return self._channel.read("ran out") is not None
-        except dist.DistError:  # the store went with the process that kept it, so nobody waits for an answer
+        except dist.DistError:  # the store went with the process that kept it, so no rank waits for an answer
             return False
 
     def fail(self, error: BaseException) -> None:

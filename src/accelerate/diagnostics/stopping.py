@@ -204,7 +204,7 @@ def asked(sources: Iterable[Source]) -> set[Trigger]:
 def _time_of_change(path: str) -> int | None:
     try:
         return os.stat(path).st_mtime_ns
-    except OSError:  # not there, or not to be seen now: both mean that nobody asks
+    except OSError:  # not there, or not to be seen now: both mean that there is no request
         return None
 
 

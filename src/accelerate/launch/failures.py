@@ -22,7 +22,7 @@ ENTRY = Path(__file__).with_name("entry.py")
 MOST_DIGITS = 18
 EXITS = "exits.json"
 HANG = "hang.json"
-HANG_KIND = "Hang"  # stands for an error's class: the process was ended because of a hang
+HANG_KIND = "Hang"  # in place of an error's class: the process was ended because of a hang
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Gather, broadcast, reduce and pad nested data over the current transport.
 
-Every function here is called on all processes. On one process the data comes back as it is, without a copy.
+Every function here is called on all processes. On one process the data is returned as it is, without a copy.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def copy_tensor_to_devices(tensor: Any = None) -> Any:
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A `torch.nested` tensor was given to be padded; it comes back as it is."""
+    """A `torch.nested` tensor was given to be padded; it is returned as it is."""
 
 
 @chained_operation
@@ -267,7 +267,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
 
     Args:
         tensor: Nested tensors that may differ between ranks in the size of `dim`; a tensor without that
-            dimension comes back as it is, so does a `torch.nested` tensor, with one warning for the call.
+            dimension is returned as it is, so is a `torch.nested` tensor, with one warning for the call.
         dim: The dimension to pad; negative ones count from the end.
         pad_index: The value to fill with.
         pad_first: Fill at the beginning instead of the end.
@@ -280,7 +280,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
     """
     if any(leaf.is_nested for leaf in iterate_tensors(tensor)):
         warnings.warn(
-            "A nested tensor has no common length and cannot be padded: it comes back as it is.",
+            "A nested tensor has no common length and cannot be padded: it is returned as it is.",
             CannotPadNestedTensorWarning,
             stacklevel=2,
         )

@@ -227,7 +227,7 @@ class FullyShardedDataParallelPlugin:
         version_of(self).offload_of(self.cpu_offload)
 
     def to_fsdp2(self) -> FullyShardedDataParallelPlugin:
-        """Return the plugin with which FSDP 2 trains in the same way; one for FSDP 2 comes back as it is.
+        """Return the plugin with which FSDP 2 trains in the same way; one for FSDP 2 is returned as it is.
 
         Units, offload, number formats, ignored modules, recomputation and loading are kept. Where FSDP 2 has
         something else in place of the sharding strategy (copies, no shards), a warning says what.

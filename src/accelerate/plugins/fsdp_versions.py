@@ -66,7 +66,7 @@ def flag_of(plugin: Any, name: str, variables: Mapping[str, Any]) -> bool:
 
 
 def read_member(field: str, value: Any, class_name: str, names: list[str]) -> Any:
-    """Return the member of one of torch's enumerations that a name in any case stands for."""
+    """Return the member of one of torch's enumerations for a name in any case."""
     kind = torch_class(class_name)
     if isinstance(value, kind):
         return value
@@ -74,7 +74,7 @@ def read_member(field: str, value: Any, class_name: str, names: list[str]) -> An
 
 
 def read_strategy(field: str, value: Any) -> ShardingStrategy:
-    """Return the sharding strategy of FSDP 1 that a name in any case, or a number from 1, stands for."""
+    """Return the sharding strategy of FSDP 1 for a name in any case, or for a number from 1."""
     text = str(value).upper()
     if text.isdecimal() and 1 <= int(text) <= len(FSDP_SHARDING_STRATEGY):
         value = FSDP_SHARDING_STRATEGY[int(text) - 1]

@@ -143,7 +143,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     Args:
         backend: "TE" or "MSAMP". From ACCELERATE_FP8_BACKEND, otherwise MS-AMP where only that is installed,
-            and Transformer Engine elsewhere.
+            and Transformer Engine otherwise.
 
     Raises:
         ConfigurationError: Another backend, or what the two recipes refuse.

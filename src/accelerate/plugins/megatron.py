@@ -355,7 +355,7 @@ class MegatronLMPlugin:
         arguments.update(self.other_megatron_args or {})
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Take the length of training and warm-up from a scheduler that stands for Megatron-LM's.
+        """Take the length of training and warm-up from a dummy scheduler of Megatron-LM.
 
         Args:
             scheduler: has `total_num_steps` and `warmup_num_steps`, counted in batches of one process.

@@ -110,7 +110,7 @@ def convert_config_to_fsdp2(config: Mapping) -> Mapping:
         config: a configuration file's mapping; not changed.
 
     Returns:
-        The mapping for FSDP 2; one that is for FSDP 2 already comes back as it is. What FSDP 2 has no setting
+        The mapping for FSDP 2; one for FSDP 2 is returned as it is. What FSDP 2 has no setting
         for is left out, and unknown keys stay as they are: `fsdp2_notes` lists them.
 
     Raises:

@@ -44,7 +44,7 @@ LONGEST_WORD = 100
 """Characters: longer ones mean none of the known words."""
 
 _WRONG = object()
-"""Stands for the value of a flag that could not be read."""
+"""Replaces the value of a flag that could not be read."""
 
 _UNKNOWN = "unrecognized arguments:"
 """How argparse begins a message on words that it does not know."""

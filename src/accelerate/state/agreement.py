@@ -119,7 +119,7 @@ class StoreChannel:
 
     def _read(self, name: str) -> bytes:
         """Return the data of a name without waiting for it, in one request."""
-        # An exchange against a value that nobody has changes nothing. `get` would wait.
+        # An exchange against a value that no rank has changes nothing. `get` would wait.
         return bytes(self._store.compare_set(self._name(name), _ABSENT, _ABSENT))
 
     def _get(self, names: Sequence[str], seconds: float = 0.0) -> dict[str, Any]:

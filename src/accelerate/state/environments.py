@@ -38,7 +38,7 @@ class Topology:
     node: int = 0  # index of this machine
     address: str | None = None  # where rank 0 can be reached; None for a single process
     port: int | None = None
-    started_by: str = "nobody"  # name of the detector that recognised the process
+    started_by: str = "no launcher"  # name of the detector that recognised the process
     needs_hosts: bool = False  # the ranks have to exchange host names: the local rank and node are not known
 
     def variables(self) -> dict[str, str]:
@@ -244,7 +244,7 @@ def from_xla(environ: Mapping[str, str]) -> Topology | None:
 
 
 def alone(environ: Mapping[str, str]) -> Topology:
-    """Answer for a process that nobody started among others; refuse variables that speak of several."""
+    """Answer for a process that no launcher started among others; refuse variables that speak of several."""
     size, rank = _number(environ, from_torchrun.size), _number(environ, from_torchrun.rank)
     fix = "start the script with `accelerate launch` or torchrun, or unset"
     if (size or 1) > 1:
@@ -261,7 +261,7 @@ DETECTORS = (from_xla, from_sagemaker, from_torchrun, from_open_mpi, from_pmi, f
 
 
 def recognise(environ: Mapping[str, str]) -> Topology | None:
-    """Return which rank these variables describe; None when nobody started the process among others."""
+    """Return which rank these variables describe; None when no launcher started the process."""
     answers = (detector(environ) for detector in DETECTORS)
     return next((topology for topology in answers if topology is not None), None)
 

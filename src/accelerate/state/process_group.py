@@ -198,7 +198,7 @@ def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
 def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> StoreChannel | None:
     """Open a connection to the store through which ranks are about to open the default group.
 
-    None as long as nobody answers there: rank 0 may be the one that keeps the store, and come late.
+    None as long as no process answers there: rank 0 may be the one that keeps the store, and come late.
     """
     address, port = str(topology.address), int(topology.port or 0)
     try:  # torch's own connection would wait for an answer, and print warnings meanwhile
@@ -275,7 +275,7 @@ def _watched(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:
 
 def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
     if topology.size == 1 and "init_method" not in kwargs:
-        kwargs["store"] = HashStore()  # nobody else will come, so no port is needed
+        kwargs["store"] = HashStore()  # no other rank will join, so no port is needed
     else:
         assign_missing(topology.variables())
         if not {"init_method", "store"} & set(kwargs):
@@ -386,7 +386,7 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
 
 
 def failed() -> bool:
-    """Return whether the interpreter ends because of an exception: it notes the last that nobody caught."""
+    """Return whether the interpreter ends because of an exception: it stores the last uncaught one."""
     return getattr(sys, "last_type", None) is not None
 
 

@@ -67,7 +67,7 @@ class ProcessControl:
 
     @contextmanager
     def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:
-        """Give this process its share of inputs that every process holds; nothing travels.
+        """Give this process its share of inputs that every process holds, without communication.
 
         Args:
             inputs: a list, tuple, tensor, array or dataset, divided along its first dimension, or a
@@ -101,7 +101,7 @@ class ProcessControl:
     @overload
     def on_local_main_process(self, function: None = None) -> Callable[[Function], Function]: ...
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorate a function to run on the first process of each machine; it returns None elsewhere.
+        """Decorate a function to run on the first process of each machine; it returns None on the others.
 
         Args:
             function: the function; leave it out to decorate with brackets.

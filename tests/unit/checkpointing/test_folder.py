@@ -210,7 +210,7 @@ def test_unusual_names_of_checkpoints(tmp_path: Path, name: str) -> None:
     target = tmp_path / name
     save(target, "old")
     save(target, "new")
-    os.rename(target, tmp_path / f".{name}.{temporary.OLD}-elsewhere-1-0x0")
+    os.rename(target, tmp_path / f".{name}.{temporary.OLD}-otherhost-1-0x0")
     recover(target)
     assert content(target) == "new"
     assert os.listdir(tmp_path) == [name]
@@ -321,7 +321,7 @@ def test_what_a_process_of_another_machine_may_still_need_stays(tmp_path: Path) 
     aside.mkdir()
     recover(target)
     assert aside.exists()
-    long_ago = time.time() - temporary.SECONDS_TO_KEEP_STRANGERS - 1
+    long_ago = time.time() - temporary.SECONDS_TO_KEEP_FROM_OTHER_MACHINES - 1
     os.utime(aside, (long_ago, long_ago))
     recover(target)
     assert os.listdir(tmp_path) == ["checkpoint"]

@@ -123,7 +123,7 @@ def test_a_rank_that_cannot_list_the_folder_has_no_candidates(
 
 
 def test_a_replacement_that_was_interrupted_is_undone_before(tmp_path: Path) -> None:
-    make(tmp_path / "one").rename(tmp_path / ".one.old-elsewhere-1-0x0")
+    make(tmp_path / "one").rename(tmp_path / ".one.old-otherhost-1-0x0")
     assert agree(next(loading.open_checkpoint(tmp_path / "one", Consensus(), ALONE, 1.0))) == ""
 
 
@@ -317,7 +317,7 @@ def test_ranks_that_find_different_saves_read_again_and_then_name_each_other(tmp
     assert found == []
     assert len(said) == loading.ATTEMPTS
     assert "process 1 finds another save under this name than process 0" in said[-1]
-    (again,) = [agree(Candidate(folder, Pair({"path": "elsewhere", "save": "x"}), ALONE))]
+    (again,) = [agree(Candidate(folder, Pair({"path": "other", "save": "x"}), ALONE))]
     assert again == ""  # copies on two machines
 
 

@@ -61,9 +61,9 @@ def test_the_newest_complete_one_always_stays(tmp_path: Path) -> None:
 
 def test_numbers_of_checkpoints_being_written_are_taken(tmp_path: Path) -> None:
     make(tmp_path, 1)
-    (tmp_path / ".checkpoint_4.saving-elsewhere-1-0x0").mkdir()
-    (tmp_path / ".checkpoint_5.saving-elsewhere-1-0x0").mkdir()
-    os.utime(tmp_path / ".checkpoint_5.saving-elsewhere-1-0x0", (0, 0))
+    (tmp_path / ".checkpoint_4.saving-otherhost-1-0x0").mkdir()
+    (tmp_path / ".checkpoint_5.saving-otherhost-1-0x0").mkdir()
+    os.utime(tmp_path / ".checkpoint_5.saving-otherhost-1-0x0", (0, 0))
     assert retention.taken_numbers(tmp_path) == {1, 4}
 
 
@@ -89,7 +89,7 @@ def test_one_that_is_replaced_while_it_is_compared_is_compared_again(
 
 def test_a_replacement_that_was_interrupted_is_undone_first(tmp_path: Path) -> None:
     make(tmp_path, 7)
-    (tmp_path / "checkpoint_7").rename(tmp_path / ".checkpoint_7.old-elsewhere-1-0")
+    (tmp_path / "checkpoint_7").rename(tmp_path / ".checkpoint_7.old-otherhost-1-0")
     assert numbers(tmp_path) == [7]
     assert (tmp_path / "checkpoint_7" / manifest.NAME).is_file()
 

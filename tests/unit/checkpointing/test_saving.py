@@ -95,7 +95,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
         open_site(request(Path("/proc/nothing/one")), Consensus())
 
 
-class Elsewhere(Consensus):
+class FailingConsensus(Consensus):
     """Fails after the folder was made, as when another rank does not come."""
 
     def share(self, name: str, make: Any, patience: float) -> Any:
@@ -105,7 +105,7 @@ class Elsewhere(Consensus):
 def test_a_folder_that_ranks_do_not_agree_on_is_removed(tmp_path: Path) -> None:
     before = set(services.of_process(temporary._Needed))
     with pytest.raises(CheckpointError, match="not together"):
-        open_site(request(tmp_path / "one"), Elsewhere())
+        open_site(request(tmp_path / "one"), FailingConsensus())
     assert os.listdir(tmp_path) == []
     assert services.of_process(temporary._Needed) == before
 

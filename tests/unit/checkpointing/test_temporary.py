@@ -109,8 +109,8 @@ def test_names_of_any_length_fit(tmp_path: Path, letter: str) -> None:
 
 def test_a_link_with_a_hidden_name_is_not_temporary(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    (tmp_path / ".x.old-elsewhere-1-0x0").symlink_to("mine")
-    (tmp_path / ".x.saving-elsewhere-1-0x0").symlink_to("mine")
+    (tmp_path / ".x.old-otherhost-1-0x0").symlink_to("mine")
+    (tmp_path / ".x.saving-otherhost-1-0x0").symlink_to("mine")
     assert find(tmp_path, OLD, SAVING) == []
 
 

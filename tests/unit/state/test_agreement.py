@@ -1,4 +1,4 @@
-"""Values in the store: JSON, signed, and absent where nobody of this run has signed them."""
+"""Values in the store: JSON, signed, and absent where no rank of this run has signed them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_lists_keep_the_order_and_what_this_run_has_signed(store: HashStore) -> 
     assert second.read_list("names") == []
     first.append("names", "a\nb")
     store.append("part/names", "forged\n")
-    StoreChannel(store, "part", {}).append("names", "of a stranger")
+    StoreChannel(store, "part", {}).append("names", "of another run")
     second.append("names", {"c": 1})
     assert first.read_list("names") == ["a\nb", {"c": 1}]
 

@@ -1,4 +1,4 @@
-"""One table of environments, and where each says the process stands."""
+"""One table of environments, and the rank that each describes."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ SAGEMAKER = {
         # torchrun inside a task of srun, and mpirun inside an allocation.
         (SLURM | TORCHRUN, Topology(5, 8, 1, 4, 1, "10.0.0.1", 1234, "torchrun")),
         (SLURM | OPEN_MPI, Topology(3, 4, 1, 2, 1, "n0", 29500, "openmpi")),
-        # One task, a batch script, an interactive shell: nobody started several processes.
+        # One task, a batch script, an interactive shell: no launcher started several processes.
         (SLURM | {"SLURM_STEP_NUM_TASKS": "1"}, Topology()),
         ({**SLURM, "SLURM_STEP_ID": ""}, Topology()),
         (SLURM | {"SLURM_PTY_PORT": "40000"}, Topology()),

@@ -216,9 +216,9 @@ def test_restarted_ranks_do_not_read_keys_of_earlier_generations(
 def test_a_store_is_reached_before_the_group_is_open_once_somebody_answers() -> None:
     patience = timedelta(seconds=5)
     with socket.socket() as holder:
-        holder.bind(("127.0.0.1", 0))  # bound, and nobody listens
-        nobody = Topology(1, 2, address="127.0.0.1", port=holder.getsockname()[1])
-        assert process_group.connect_before(nobody, "test", patience) is None
+        holder.bind(("127.0.0.1", 0))  # bound, without listening
+        unreachable = Topology(1, 2, address="127.0.0.1", port=holder.getsockname()[1])
+        assert process_group.connect_before(unreachable, "test", patience) is None
     store = dist.TCPStore("127.0.0.1", 0, None, True, patience, wait_for_workers=False)
     somebody = Topology(1, 2, address="127.0.0.1", port=store.port)
     first = process_group.connect_before(somebody, "test", patience)
@@ -245,7 +245,7 @@ def test_several_ranks_open_their_group_inside_of_what_watches(monkeypatch: pyte
         return Watch()
 
     def fail(*args: Any, **kwargs: Any) -> None:
-        raise TimeoutError("nobody came")
+        raise TimeoutError("no rank came")
 
     monkeypatch.setattr(services, "while_opening", [watch])
     monkeypatch.setattr(dist, "init_process_group", fail)

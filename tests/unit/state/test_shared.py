@@ -57,9 +57,9 @@ def test_a_missing_attribute_raises_an_error_with_the_reason() -> None:
 def test_a_copy_joins_the_state(duplicate: Any) -> None:
     state = Here()
     state.lock = threading.Lock()  # neither copied nor pickled: only the handle is
-    twin = duplicate(state)
-    assert type(twin) is Here
-    assert twin.__dict__ is Here._shared_state
+    copied = duplicate(state)
+    assert type(copied) is Here
+    assert copied.__dict__ is Here._shared_state
 
 
 class Known(SharedState):
@@ -72,8 +72,8 @@ def test_a_pickled_state_loads_its_attributes_in_a_process_without_a_state() -> 
     state.colour, state.lock = "red", threading.Lock()
     pickled = pickle.dumps(state)
     Known._shared_state.clear()
-    stranger = pickle.loads(pickled)
-    assert stranger.__dict__ == {"colour": "red"}
+    loaded = pickle.loads(pickled)
+    assert loaded.__dict__ == {"colour": "red"}
     assert not Known().initialized
     Known().colour = "blue"
     assert pickle.loads(pickled).colour == "blue"

@@ -88,7 +88,7 @@ def test_mappings_keep_their_kind() -> None:
 
 
 class Rows:
-    """Stands for `datasets.Dataset`, which is known by its module and selects by index."""
+    """Replaces `datasets.Dataset`, which is recognised by its module and selects by index."""
 
     def __init__(self, rows: list[int]) -> None:
         self.rows = rows

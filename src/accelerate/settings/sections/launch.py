@@ -29,7 +29,7 @@ PARADIGM_OF_TYPE: dict[str, str | None] = {
     "MEGATRON_LM": "use_megatron_lm",
     "XLA": "tpu",
 }
-"""`distributed_type` of a configuration file -> the option it stands for."""
+"""`distributed_type` of a configuration file -> the option it selects."""
 
 EXCLUSIVE = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
 """Ways of training of which a run has at most one; a layer that names one drops what a lower layer named."""

@@ -84,7 +84,7 @@ def plan_units(
     names = [name for name, p in model.named_parameters() if p.requires_grad and p in ignored]
     if names:
         logger.warning(
-            f"{len(names)} parameters of {type(model).__name__} train and are in ignored_modules, so nobody "
+            f"{len(names)} parameters of {type(model).__name__} train and are in ignored_modules, so no rank "
             f"averages their gradients over ranks: {listed(names)}. Freeze them, or do not ignore them."
         )
     chosen = choose_units(plugin, model)
