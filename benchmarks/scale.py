@@ -66,7 +66,7 @@ class Simulated:
     inquiry_requests: float  # from a death until all ranks have named it
     inquiry_bytes: float
     named_on_own_host: float  # seconds until the last rank of the machine of the dead one has named it
-    named_elsewhere: float  # seconds until the last rank has; 0 where there is one machine
+    named_on_other_hosts: float  # seconds until the last rank has; 0 where there is one machine
     agreement_requests: float
     agreement_most: int  # of the rank with the most
     agreement_bytes: float
@@ -79,7 +79,7 @@ class Simulated:
             "inquiry_requests": INQUIRY,
             "agreement_most": AGREEMENT,
             "named_on_own_host": OWN_HOST,
-            "named_elsewhere": OTHER_HOSTS,
+            "named_on_other_hosts": OTHER_HOSTS,
         }
         return [f"{self.ranks} ranks: {name}" for name, most in budgets.items() if getattr(self, name) > most]
 
@@ -396,7 +396,7 @@ def simulated_table(figures: Sequence[dict[str, Any]]) -> str:
         f"| {f['waiting_requests']:.2f} ({f['waiting_bytes']:,.0f} B/s) "
         f"| {f['inquiry_requests']:.1f} ({f['inquiry_bytes'] / 1000:,.1f} kB) "
         f"| {f['agreement_requests']:.1f} ({f['agreement_bytes'] / 1000:,.1f} kB) "
-        f"| {f['named_on_own_host']:.1f} s | {_seconds(f['named_elsewhere'])} "
+        f"| {f['named_on_own_host']:.1f} s | {_seconds(f['named_on_other_hosts'])} "
         f"| {f['agreement_seconds']:.2f} s |"
         for f in figures
     ]

@@ -83,10 +83,10 @@ def big_batch(accelerator: Accelerator, model: nn.Module, batches: list[torch.Te
     """The gradient of the mean over all tokens of all processes' batches, computed in one pass."""
     longest = [nn.functional.pad(batch, (0, LONGEST - batch.shape[1])) for batch in batches]
     everything = accelerator.gather(torch.cat(longest))
-    twin = LanguageModel().to(accelerator.device)
-    twin.load_state_dict(accelerator.unwrap_model(model).state_dict())
-    (loss_of(twin, everything) / num_tokens(everything)).backward()
-    return torch.cat([p.grad.flatten() for p in twin.parameters()])
+    reference = LanguageModel().to(accelerator.device)
+    reference.load_state_dict(accelerator.unwrap_model(model).state_dict())
+    (loss_of(reference, everything) / num_tokens(everything)).backward()
+    return torch.cat([p.grad.flatten() for p in reference.parameters()])
 
 
 def compare(accelerator: Accelerator, model: nn.Module, loader: DataLoader, way: str) -> list[float]:

@@ -106,7 +106,7 @@ def list_variables() -> set[Hashable]:
 
 
 def list_threads() -> set[Hashable]:
-    """All but tqdm's monitor, which lives as long as the interpreter."""
+    """All but tqdm's monitor, which runs as long as the interpreter."""
     return {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}
 
 

@@ -19,7 +19,11 @@ FORMATS = ["no", "fp16", "bf16"]
 def main() -> None:
     arguments = parse_arguments(
         "Train with compressed gradients.",
-        comm_hook={"choices": [*FORMATS, "power_sgd"], "default": "bf16", "help": "how gradients travel"},
+        comm_hook={
+            "choices": [*FORMATS, "power_sgd"],
+            "default": "bf16",
+            "help": "the format of gradients in the all-reduce",
+        },
         comm_wrapper={"choices": FORMATS, "default": "no", "help": "the format around power_sgd"},
     )
     handler = DistributedDataParallelKwargs(

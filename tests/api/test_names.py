@@ -1,4 +1,4 @@
-"""Every public name stands where clients look for it, and takes what they pass."""
+"""Every public name can be imported from its documented module and keeps its signature."""
 
 import ast
 import subprocess

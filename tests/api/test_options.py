@@ -1,4 +1,4 @@
-"""Every flag, configuration key and environment variable stands in its golden list, and no other."""
+"""Every flag, configuration key and environment variable is in its golden list, and no other."""
 
 import argparse
 from dataclasses import fields

@@ -26,6 +26,14 @@ INSTEAD = {
     r"(hear|settle)s?": "receive, agree or decide",
     r"lies?": "is stored, is at",
     r"wires?": "process group, transport or network",
+    r"travel(s|led|ling)?": "is sent, copied or gathered",
+    r"(comes?|came) back": "is returned, loaded or restored",
+    r"elsewhere": "on another rank, device or machine",
+    r"strangers?": "another rank, run or process",
+    r"nobody": "no rank, no process",
+    r"twins?": "copy, tied parameter, version: what it is",
+    r"stands": "replaces, is at",
+    r"lives": "is stored, runs",
 }
 """Word that no reader would search for -> what to write."""
 

@@ -1,4 +1,4 @@
-"""What every number format promises."""
+"""The contract of every number format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every tracker promises, each over a library that writes down the calls that it gets."""
+"""The contract of every tracker, each with a library that records its calls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CALLS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
 
 class Recorder:
-    """Stands for any object of a library: writes calls and assignments down."""
+    """Replaces any object of a library and records calls and assignments."""
 
     def __init__(self, path: str) -> None:
         self.__dict__["path"] = path

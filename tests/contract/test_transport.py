@@ -1,4 +1,4 @@
-"""What every transport promises, run over each class in one process."""
+"""The contract of every transport, for each class in one process."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ def describe_call(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[
 
 @contextmanager
 def hold_port() -> Iterator[int]:
-    """Bind a free port without listening on it: rank 0 still can (SO_REUSEADDR), nobody else is given it."""
+    """Bind a free port without listening on it: rank 0 can use it (SO_REUSEADDR), other processes cannot."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as holder:
         holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         holder.bind(("", 0))

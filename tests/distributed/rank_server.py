@@ -142,7 +142,7 @@ def watch(ranks: list[Watched], timeout: float, grace: float) -> tuple[int | Non
 
 
 def load_module(name: str, path: str) -> Any:
-    """Import a test module under the name that pytest gave it, so that pickles travel both ways."""
+    """Import a test module under the name that pytest gave it, so that pickles load in both processes."""
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -165,7 +165,7 @@ def become_rank(folder: Path, index: int, environment: dict[str, str]) -> None:
     os.environ.update(environment)
     os.chdir(folder)
     faulthandler.enable()
-    stack = open(folder / f"{index}.stack", "w")  # noqa: SIM115 (open as long as the rank lives)
+    stack = open(folder / f"{index}.stack", "w")  # noqa: SIM115 (open until the rank ends)
     faulthandler.register(STACK_SIGNAL, file=stack, all_threads=True)
     numpy.random.seed()  # forks would all draw the same numbers
     skip_static_destructors()

@@ -54,10 +54,10 @@ def count(batch: dict[str, Any]) -> torch.Tensor:
 def big_batch(data: Sentences, indices: list[int], model: torch.nn.Module) -> list[torch.Tensor]:
     """Gradients of the mean over all tokens of some samples, in one process and one batch."""
     batch = {"tokens": data.tokens[indices], "length": data.lengths[indices]}
-    twin = Net()
-    twin.load_state_dict(model.state_dict())
-    (loss_sum(twin, batch) / count(batch)).backward()
-    return [p.grad for p in twin.parameters()]  # type: ignore[misc]
+    copied = Net()
+    copied.load_state_dict(model.state_dict())
+    (loss_sum(copied, batch) / count(batch)).backward()
+    return [p.grad for p in copied.parameters()]  # type: ignore[misc]
 
 
 def rounds(

@@ -43,7 +43,7 @@ def weight(model: nn.Module) -> list[float]:
     return next(model.parameters()).flatten().tolist()
 
 
-def save_and_come_back(blocking: bool) -> Any:
+def save_and_load(blocking: bool) -> Any:
     accelerator, model, optimizer = prepared()
     torch.manual_seed(accelerator.process_index)
     accelerator.step = 5
@@ -61,7 +61,7 @@ def save_and_come_back(blocking: bool) -> Any:
 
 @pytest.mark.parametrize("blocking", [True, False])
 def test_all_ranks_restore_their_state(run: Run, blocking: bool) -> None:
-    for same, names, numbered in run(save_and_come_back, blocking):
+    for same, names, numbered in run(save_and_load, blocking):
         assert same
         assert numbered == ["checkpoint_0"]
         assert names == [

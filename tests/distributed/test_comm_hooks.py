@@ -1,4 +1,4 @@
-"""Gradients travel compressed, and every process ends with the same ones."""
+"""Gradients are compressed for the all-reduce, and every process gets the same ones."""
 
 from __future__ import annotations
 

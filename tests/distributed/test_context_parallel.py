@@ -33,7 +33,7 @@ ATTENTIONS = {
 
 
 class Reader(nn.Module):
-    """Attends to what stands before, and guesses the next token; positions come with the batch."""
+    """Attends to the tokens before, and guesses the next token; positions come with the batch."""
 
     def __init__(self, attention: str) -> None:
         super().__init__()
@@ -64,7 +64,9 @@ def train(
     sharded: bool = False,
     attention: str = "by module",
 ) -> Any:
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the guesses are a view; nobody writes to them
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module"
+    )  # the guesses are a view; they are not written to
     set_seed(0)
     options: dict[str, Any] = {}
     if config is not None:

@@ -297,7 +297,7 @@ def test_low_precision(run: Run, version: int, number_format: str) -> None:
 
 
 def train_in_float8(folder: str) -> dict[str, Any]:
-    """Weights travel in float8; master weights stay float32, in the state that is saved as well."""
+    """Weights are gathered in float8; master weights stay float32, in the state that is saved as well."""
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
     )

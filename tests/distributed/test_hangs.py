@@ -137,7 +137,7 @@ def skip_barrier(accelerator: Accelerator) -> None:
     time.sleep(LONG)  # BARRIER-1
 
 
-def rank_0_is_elsewhere(accelerator: Accelerator) -> None:
+def rank_0_sleeps(accelerator: Accelerator) -> None:
     if accelerator.process_index == 0:
         time.sleep(LONG)  # ZERO-0
     gather(ONE)  # ZERO-1
@@ -184,7 +184,7 @@ HANGS = {
         3,
     ),
     "is rank 0": Fault(
-        rank_0_is_elsewhere,
+        rank_0_sleeps,
         r"ranks 1-2 wait in gather #\d+, <ZERO-1>, .*; rank 0 is .*<ZERO-0>",
         3,
         fast=False,
@@ -225,7 +225,7 @@ def meet() -> Accelerator:
 
 
 def suffer(name: str) -> None:
-    """As a script under the launcher: an error that nobody caught is written down."""
+    """As a script under the launcher: an uncaught error is written down."""
     if name == "skips a backward":  # takes seconds, on one rank more of them than on the other
         importlib.import_module("torch._dynamo")
     try:
@@ -311,7 +311,7 @@ class Slow(torch.autograd.Function):
 
 
 def work_apart() -> None:
-    """Long work on both ranks, of different kinds: nobody waits."""
+    """Long work on both ranks, of different kinds: no rank waits."""
     accelerator = meet()
     if accelerator.process_index == 0:
         leaf = torch.ones(1, requires_grad=True)

@@ -155,7 +155,7 @@ class Killed:
         os._exit(1)
 
     def read(self, seconds: float) -> bool:
-        """Take in what was reported; False when nobody is left who could report."""
+        """Take in what was reported; False when no process is left that could report."""
         readable, _, _ = select.select([self._pipe], [], [], seconds)
         if not readable:
             return True

@@ -112,7 +112,7 @@ def test_each_sample_is_gathered_once_and_all_ranks_end_together(run: Run, proce
         assert len({steps for _, steps, *_ in results}) == 1
         assert all(ends == [False] * (len(ends) - 1) + [True] for _, _, ends, *_ in results)
         assert {how for *_, how, _ in results} == {"dataset_shards"}
-        assert sum(reads for *_, reads in results) == sum(sizes)  # nobody reads for another
+        assert sum(reads for *_, reads in results) == sum(sizes)  # no rank reads for another
 
 
 def read_with_workers() -> Any:

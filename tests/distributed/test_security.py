@@ -88,16 +88,16 @@ def save_with_unsigned_values_in_the_store() -> list[str]:
     accelerator.save_state("first")
     accelerator.wait_for_everyone()
     environ = os.environ
-    stranger = TCPStore(
+    unsigned = TCPStore(
         environ["MASTER_ADDR"], int(environ["MASTER_PORT"]), is_master=False, wait_for_workers=False
     )
     forged = [pickle.dumps((True, Harmful())), json.dumps({"result": "forged"}).encode(), b"0" * 64 + b"{}"]
     if accelerator.process_index == 1:
         prefixes = {
-            key.partition("checkpoints/0/")[0] for key in stranger.list_keys() if "checkpoints/0/" in key
+            key.partition("checkpoints/0/")[0] for key in unsigned.list_keys() if "checkpoints/0/" in key
         }
         for number, prefix, name in itertools.product(range(40), prefixes, ("verdict", "0", "1")):
-            stranger.set(f"{prefix}checkpoints/0/0.1/{number}/{name}", forged[number % 3])
+            unsigned.set(f"{prefix}checkpoints/0/0.1/{number}/{name}", forged[number % 3])
     accelerator.wait_for_everyone()
     accelerator.save_state("second")
     accelerator.load_state("second")
@@ -130,7 +130,7 @@ channel.count("events", peers._ASKED + peers._REPORTED)
 
 
 def outlast_a_forged_report() -> int:
-    """Go on for some looks of the watcher while a stranger's report demands the end."""
+    """Continue for some looks of the watcher while an unsigned report demands the end."""
     accelerator = Accelerator()
     accelerator.wait_for_everyone()
     if accelerator.process_index == 1:

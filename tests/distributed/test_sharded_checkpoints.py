@@ -80,7 +80,7 @@ def same(first: dict[str, Any], second: dict[str, Any]) -> bool:
     return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
 
 
-def come_back(way: str) -> Any:
+def save_and_load(way: str) -> Any:
     accelerator, model, optimizer = prepared(way)
     states = [facts(accelerator, model, optimizer)]
     accelerator.save_state("first")
@@ -104,7 +104,7 @@ def come_back(way: str) -> Any:
     "way", ["fsdp2", "fsdp1", pytest.param("fsdp1, own parameters", marks=pytest.mark.slow)]
 )
 def test_all_ranks_restore_sharded_checkpoints(run: Run, way: str) -> None:
-    for good, names, listed in run(come_back, way):
+    for good, names, listed in run(save_and_load, way):
         assert good == [True, True]
         assert listed
         assert names == [
@@ -193,7 +193,7 @@ def test_a_damaged_shard_is_named_before_anything_is_changed(run: Run, way: str)
     assert "it is cut off" in cut
     assert "it is cut off" in cut_unknown
     assert "__1_0.distcp does not fit its checksum: it is damaged, or another file" in foreign
-    assert foreign_unknown == ""  # of the same size, without a manifest: nobody can tell
+    assert foreign_unknown == ""  # of the same size, without a manifest: nothing says so
 
 
 def chunks() -> dict[str, int]:

@@ -25,7 +25,9 @@ SIZES = {
 
 def train(name: str, mesh: dict[str, int], ties: bool, sharded: bool = False) -> tuple[list[float], float]:
     transformers = pytest.importorskip("transformers")
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the logits are a view; nobody writes to them
+    warnings.filterwarnings(
+        "ignore", "FSDP2-wrapped module"
+    )  # the logits are a view; they are not written to
     more = {"head_dim": 8} if name == "Qwen3" else {}
     config = getattr(transformers, f"{name}Config")(**SIZES, **more, tie_word_embeddings=ties)
     torch.manual_seed(0)

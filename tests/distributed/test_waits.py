@@ -85,15 +85,15 @@ Accelerator()
 """
 BY_US = ("accelerate.commands.launch", "--cpu", "--num_processes")
 BY_TORCH = ("torch.distributed.run", "--nproc_per_node")
-STANDS = r'rank \d \(process \d+ on .*\) is at:\n  File "\S*before.py", line 12, in <module>.*line 7, in '
+STACK = r'rank \d \(process \d+ on .*\) is at:\n  File "\S*before.py", line 12, in <module>.*line 7, in '
 slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
     ("launcher", "rank", "act", "said"),
     [
-        (BY_US, 0, "sleeps", rf"; rank 0 did not come: its process \d+ on \S+ sleeps.*{STANDS}"),
-        pytest.param(BY_US, 1, "sleeps", rf"; rank 1 did not come: .*{STANDS}", marks=slow),
+        (BY_US, 0, "sleeps", rf"; rank 0 did not come: its process \d+ on \S+ sleeps.*{STACK}"),
+        pytest.param(BY_US, 1, "sleeps", rf"; rank 1 did not come: .*{STACK}", marks=slow),
         pytest.param(BY_US, 1, "stops", r"; rank 1 did not come: .* is stopped by a signal", marks=slow),
         pytest.param(BY_US, 1, "ends", r"; rank 1 has ended before it came \(process \d+ on", marks=slow),
         pytest.param(BY_TORCH, 0, "sleeps", r"; rank 0 did not come: .* sleeps.*py-spy dump", marks=slow),

@@ -17,7 +17,7 @@ STEPS = 90  # 1797 images, 2 processes with batches of 20, 2 epochs
 
 
 def train(project: Path, *options: str, restarts: int = 0) -> tuple[list[int], str]:
-    """Return the steps that each life of the run began at, and the checksum of the weights at its end."""
+    """Return the steps that each start of the run began at, and the checksum of the weights at its end."""
     command = [*LAUNCH, "--main_process_port", "0", "--max_restarts", str(restarts), str(SCRIPT)]
     command += ["--project", str(project), "--num_epochs", "2", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
@@ -30,8 +30,8 @@ def train(project: Path, *options: str, restarts: int = 0) -> tuple[list[int], s
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights of a run that nothing happens to."""
-    lives, weights = train(tmp_path_factory.mktemp("whole"), "--save_every", "1000")
-    assert lives == [0]
+    starts, weights = train(tmp_path_factory.mktemp("whole"), "--save_every", "1000")
+    assert starts == [0]
     return weights
 
 
@@ -41,19 +41,19 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     [(40, 30), pytest.param(46, 45, marks=pytest.mark.slow), pytest.param(7, 0, marks=pytest.mark.slow)],
 )
 def test_killed_once(tmp_path: Path, undisturbed: str, die_at: int, last_saved: int) -> None:
-    lives, weights = train(tmp_path, "--die_at", str(die_at), restarts=1)
+    starts, weights = train(tmp_path, "--die_at", str(die_at), restarts=1)
     assert (tmp_path / f"died_at_step_{die_at}").exists()
-    assert lives == [0, last_saved], "one restart is enough, and goes on behind the newest checkpoint"
+    assert starts == [0, last_saved], "one restart is enough, and resumes from the newest checkpoint"
     assert weights == undisturbed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True], ids=["blocking", "background"])
 def test_killed_twice(tmp_path: Path, undisturbed: str, background: bool) -> None:
-    """The second death comes in another life, which had itself begun with a checkpoint."""
+    """The second kill is in a restarted run, which had itself resumed from a checkpoint."""
     options = ["--die_at", "38", "77", *(["--background"] if background else [])]
-    lives, weights = train(tmp_path, *options, restarts=2)
+    starts, weights = train(tmp_path, *options, restarts=2)
     assert {path.name for path in tmp_path.glob("died*")} == {"died_at_step_38", "died_at_step_77"}
-    assert len(lives) == 3
-    assert lives == sorted(lives)
+    assert len(starts) == 3
+    assert starts == sorted(starts)
     assert weights == undisturbed

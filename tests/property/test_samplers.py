@@ -154,7 +154,7 @@ def test_map_style_data(
 @SETTINGS
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=12), WORLDS, FLAGS, FLAGS)
 def test_batches_of_any_size(sizes: list[int], world: int, split: bool, even: bool) -> None:
-    """A batch sampler that promises nothing, or a batch size that it does not keep: any sizes."""
+    """A batch sampler without a batch size, or with one that it does not keep: any sizes."""
     indices = iter(range(sum(sizes)))
     batches = Batches(list(islice(indices, size)) for size in sizes)
     if split:

@@ -1,4 +1,4 @@
-"""For all state dicts: weights that are split into files come back, each name with its values."""
+"""For all state dicts: weights that are split into files are loaded, each name with its values."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ def test_sharded_weights_load_as_they_were_saved(model: Bag, size: Any, safe: bo
 
 def empty(model: Bag) -> Bag:
     """The same model without values, tied as it is."""
-    twins = {id(each): nn.Parameter(each.detach().to("meta")) for each in model.parameters()}
+    parameters = {id(each): nn.Parameter(each.detach().to("meta")) for each in model.parameters()}
     made = Bag()
     for name, inner in model.named_children():
         other = Bag()
-        other.weight = twins[id(inner.weight)]
+        other.weight = parameters[id(inner.weight)]
         for key, buffer in inner.named_buffers():
             other.register_buffer(key, buffer.to("meta"))
         setattr(made, name, other)

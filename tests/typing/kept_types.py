@@ -1,4 +1,4 @@
-"""What type checkers know of results: run by nobody, read by mypy and pyright.
+"""What type checkers know of results: never run, read by mypy and pyright.
 
 A `type: ignore` says that the line is an error; where it is none, mypy reports the comment itself.
 """

@@ -138,15 +138,15 @@ def test_the_scaled_step_works_through_names_that_clients_replace() -> None:
 def test_copies_and_pickles(scaled: bool) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
     _, optimizer = make(scaler)
-    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert twin.param_groups[0]["lr"] == 0.1
-        assert twin.optimizer is not optimizer.optimizer
-        (p,) = twin.param_groups[0]["params"][:1]
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert copied.param_groups[0]["lr"] == 0.1
+        assert copied.optimizer is not optimizer.optimizer
+        (p,) = copied.param_groups[0]["params"][:1]
         p.grad = torch.ones_like(p)
         before = p.detach().clone()
         if scaled:
-            twin.scaler.scale(torch.ones(()))
-        twin.step()
+            copied.scaler.scale(torch.ones(()))
+        copied.step()
         assert not torch.equal(p, before)
 
 

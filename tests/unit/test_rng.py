@@ -87,7 +87,7 @@ def test_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rng.environ.current()["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-class FromElsewhere(Transport):
+class FromRank0(Transport):
     """A second process, whose peer at rank 0 has a generator seeded with 99."""
 
     size = 2
@@ -101,7 +101,7 @@ class FromElsewhere(Transport):
 @pytest.fixture
 def second_process(monkeypatch: pytest.MonkeyPatch) -> None:
     PartialState(cpu=True)
-    monkeypatch.setattr(rng, "current_transport", FromElsewhere)
+    monkeypatch.setattr(rng, "current_transport", FromRank0)
 
 
 @pytest.mark.usefixtures("second_process")

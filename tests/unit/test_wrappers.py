@@ -155,8 +155,8 @@ def test_a_float32_wrapper_of_the_user_is_kept_or_removed(
     assert bare is model
     assert ("forward" in vars(bare)) == kept
     assert kept or "_original_forward" not in vars(bare)
-    twin = pickle.loads(pickle.dumps(bare))
-    assert twin(torch.ones(1, 2)).dtype == torch.float32
+    copied = pickle.loads(pickle.dumps(bare))
+    assert copied(torch.ones(1, 2)).dtype == torch.float32
 
 
 def test_a_forward_that_a_user_put_on_an_instance_stays(model: nn.Module) -> None:

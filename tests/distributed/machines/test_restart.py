@@ -16,7 +16,7 @@ END = re.compile(r"^starting at step (\d+)\n|^weights: ([0-9a-f]{64})$", re.MULT
 
 
 def train(hosts: Hosts, name: str, *options: str) -> tuple[list[str], list[str]]:
-    """Return the steps that the lives of the run began at, and the checksum of the weights."""
+    """Return the steps that the starts of the run began at, and the checksum of the weights."""
     rendezvous = ("--main_process_ip", "nodea", "--rdzv_backend", "c10d", "--max_restarts", "2")
     script = (str(SCRIPT), "--project", str(hosts.folder / name), "--num_epochs", "1", *options)
     started = [hosts.start(host, *TWO, *rendezvous, "--machine_rank", str(host), *script) for host in (0, 1)]
@@ -29,9 +29,9 @@ def train(hosts: Hosts, name: str, *options: str) -> tuple[list[str], list[str]]
 
 
 def test_a_killed_run_on_two_hosts_resumes_from_its_checkpoint(hosts: Hosts) -> None:
-    lives, whole = train(hosts, "whole")
-    assert lives == ["0"]
-    lives, weights = train(hosts, "killed", "--die_at", "25", "--save_every", "10")
+    starts, whole = train(hosts, "whole")
+    assert starts == ["0"]
+    starts, weights = train(hosts, "killed", "--die_at", "25", "--save_every", "10")
     assert (hosts.folder / "killed" / "died_at_step_25").exists()
-    assert lives == ["0", "20"]
+    assert starts == ["0", "20"]
     assert weights == whole

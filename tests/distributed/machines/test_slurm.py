@@ -113,7 +113,7 @@ class Cluster:
 
 
 def free_ports(count: int) -> int:
-    """The first of several ports in a row that nobody listens on."""
+    """The first of several ports in a row that no process listens on."""
     busy = {each.laddr.port for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN}
     start = range(17000, 19000, count)
     return next(port for port in start if not busy & set(range(port, port + count)))

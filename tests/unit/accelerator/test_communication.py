@@ -1,4 +1,4 @@
-"""Collectives of the accelerator on one process: everything comes back as it is."""
+"""Collectives of the accelerator on one process: every input is returned as it is."""
 
 from __future__ import annotations
 

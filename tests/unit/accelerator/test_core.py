@@ -204,14 +204,14 @@ def test_an_accelerator_can_be_pickled_with_all_that_is_prepared(
     accelerator.prepare(model, optimizer, scheduler, DataLoader(dataset, batch_size=2))
     train(accelerator)
     pickled = pickle.dumps(accelerator)
-    twin = pickle.loads(pickled)
-    assert twin is not accelerator
-    assert twin._models[0] is not accelerator._models[0]
-    assert train(twin) == train(accelerator)
-    assert twin._schedulers[0].get_last_lr() == accelerator._schedulers[0].get_last_lr()
+    copied = pickle.loads(pickled)
+    assert copied is not accelerator
+    assert copied._models[0] is not accelerator._models[0]
+    assert train(copied) == train(accelerator)
+    assert copied._schedulers[0].get_last_lr() == accelerator._schedulers[0].get_last_lr()
     for _ in accelerator._dataloaders[0]:
         assert len(train(pickle.loads(pickle.dumps(accelerator)))) == 2
-    twin._optimizers[0].param_groups[0]["lr"] = 7.0
+    copied._optimizers[0].param_groups[0]["lr"] = 7.0
     assert accelerator._optimizers[0].param_groups[0]["lr"] != 7.0
 
 

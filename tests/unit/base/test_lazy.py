@@ -42,7 +42,7 @@ def test_unknown_and_lost_names_are_attribute_errors(package):
     with pytest.raises(AttributeError, match="lost"):
         package.lost  # noqa: B018
     with pytest.raises(ImportError):
-        importlib.import_module("lazy_example.elsewhere")
+        importlib.import_module("lazy_example.absent")
 
 
 def test_an_attribute_error_inside_of_a_module_is_shown(package, tmp_path):

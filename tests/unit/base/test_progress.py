@@ -166,7 +166,7 @@ def test_saving_a_model_counts_the_file_that_safetensors_writes(
         counts.append(written)
         return nullcontext()
 
-    def write(content: object, twins: object, path: Path) -> None:
+    def write(content: object, tied: object, path: Path) -> None:
         part = path.with_name(".tmpAbC")
         seen.append(counts[0]())
         part.write_bytes(bytes([1]) * 5000)

@@ -231,7 +231,7 @@ def test_accelerators_compute_for_the_cpu(net: Net) -> None:
     assert hooks["layers.1"].offload
     assert str(hooks["layers.1"].execution_device) == "meta"
     assert hooks["layers.1"].weights_map["a.weight"].device.type == "cpu"
-    net._hf_hook.io_same_device = False  # from here nothing can come back
+    net._hf_hook.io_same_device = False  # outputs cannot be moved back from the meta device
     for _ in range(3):
         assert net(X).is_meta
     assert hooks["layers.2"].prefetcher is hooks["layers.1"].prefetcher
@@ -334,7 +334,7 @@ def test_the_map_is_checked_first_and_clients_may_turn_that_off(
     assert net(X).shape == (4, 5)
 
 
-# Everything elsewhere
+# Everything offloaded
 
 
 @pytest.mark.parametrize("buffers", [False, True])

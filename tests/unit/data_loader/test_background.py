@@ -222,7 +222,7 @@ def test_a_fork_closes_no_reader_of_its_parent() -> None:
     reader = ReadAhead(iter(items(4)), lambda: False)
     assert reader.take()
     process = os.getpid()
-    with reader._changed, pytest.MonkeyPatch.context() as patch:  # as a fork may find it, held by nobody
+    with reader._changed, pytest.MonkeyPatch.context() as patch:  # as in a fork: no thread holds it
         patch.setattr(os, "getpid", lambda: process + 1)
         closing = threading.Thread(target=reader.close)
         closing.start()

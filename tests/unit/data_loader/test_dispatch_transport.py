@@ -1,4 +1,4 @@
-"""Blocks that travel through shared memory, and when they don't."""
+"""Blocks that are sent through shared memory, and blocks that are not."""
 
 from __future__ import annotations
 
@@ -153,6 +153,6 @@ def test_a_system_without_files_in_memory_makes_no_offer(monkeypatch: pytest.Mon
 
 def test_blocks_of_devices_never_share_memory_of_the_host() -> None:
     route = Route(Meeting(None), range(2), torch.device("meta"))
-    route._share_from_now_on(dispatch_transport.LARGE)  # Meeting(None) would answer; nobody asks
+    route._share_from_now_on(dispatch_transport.LARGE)  # Meeting(None) would answer; no rank asks
     assert route._memory is None
     assert not route._may_share

@@ -59,7 +59,7 @@ IN_MEMORY = {
     "named": [Pair(large(), 0.5), Pair(large() * 2, 1.5)],
     "numpy": [(np.arange(SIZE), 1), (np.arange(SIZE) * 2, 2)],
 }
-ELSEWHERE = {
+NOT_IN_MEMORY = {
     "small": [torch.rand(9), torch.rand(9)],
     "transposed": [large().T, large().T],
     "channels last": [torch.rand(1, 3, 200, 200).to(memory_format=torch.channels_last)[0]] * 2,
@@ -71,7 +71,9 @@ ELSEWHERE = {
 }
 
 
-@pytest.mark.parametrize("samples", [*IN_MEMORY.values(), *ELSEWHERE.values()], ids=[*IN_MEMORY, *ELSEWHERE])
+@pytest.mark.parametrize(
+    "samples", [*IN_MEMORY.values(), *NOT_IN_MEMORY.values()], ids=[*IN_MEMORY, *NOT_IN_MEMORY]
+)
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_batch_is_the_same(samples: Sequence[Any], group: int) -> None:
     route, memory = make_route()

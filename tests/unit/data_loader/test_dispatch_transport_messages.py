@@ -40,13 +40,13 @@ class Post(Transport):
 def deliver(
     messages: list[list[Round]], group_of: Sequence[int] = range(3)
 ) -> tuple[list[Arrival], list[Any]]:
-    """What the last process gets, and what travelled."""
+    """Return what the last rank receives, and all sent tensors."""
     letters: deque[Tensor] = deque()
     sender = Sender(Route(Post(0, letters), group_of, CPU))
     for rounds in messages:
         sender.send([sender.pack(dealt) for dealt in rounds])
-    travelled = list(letters)
-    return list(receive(Route(Post(2, letters), group_of, CPU))), travelled
+    sent = list(letters)
+    return list(receive(Route(Post(2, letters), group_of, CPU))), sent
 
 
 def deal(number: int, *, size: int = 4, is_end: bool = False) -> Round:
@@ -63,9 +63,9 @@ def test_each_process_gets_its_part_of_all_rounds() -> None:
 
 def test_shapes_are_sent_only_when_they_change() -> None:
     rounds = [[deal(0)], [deal(1), deal(2)], [deal(3, size=8)], [deal(4, size=8)], []]
-    arrivals, travelled = deliver(rounds)
+    arrivals, sent = deliver(rounds)
     assert len(arrivals) == 5
-    heads = [letter.tolist() for letter in travelled if letter.dtype == torch.int64]
+    heads = [letter.tolist() for letter in sent if letter.dtype == torch.int64]
     assert [head[0] for head in heads] == [1, 0, 1, 0, 0]
     assert [head[1] for head in heads] == [1, 2, 1, 1, 0]
     assert [head[3] for head in heads if head[0] == 0] == [32, 32, 0]

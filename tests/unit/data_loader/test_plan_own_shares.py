@@ -38,7 +38,7 @@ class Inner:
         self.generator = generator
 
 
-class Stranger(Transport):
+class OtherRank(Transport):
     """Two ranks, of which the other has a dataset of its own."""
 
     size = 2
@@ -103,16 +103,16 @@ def test_pipelines_that_split_by_node_are_shared_out_already(stages: tuple[str, 
 def test_generators_with_seeds_of_their_own_make_ranks_differ(seeded: Any) -> None:
     shards = [[0], [1]]
     mine = Shards(shards, seeded(1))
-    assert is_the_same_everywhere(mine, Stranger(Shards(shards, seeded(1))))
-    assert not is_the_same_everywhere(mine, Stranger(Shards(shards, seeded(2))))
-    assert not is_the_same_everywhere(mine, Stranger(Shards(shards)))
+    assert is_the_same_everywhere(mine, OtherRank(Shards(shards, seeded(1))))
+    assert not is_the_same_everywhere(mine, OtherRank(Shards(shards, seeded(2))))
+    assert not is_the_same_everywhere(mine, OtherRank(Shards(shards)))
 
 
 def test_another_number_of_shards_makes_ranks_differ() -> None:
-    assert not is_the_same_everywhere(Shards([[0], [1]]), Stranger(Shards([[0], [1], [2]])))
+    assert not is_the_same_everywhere(Shards([[0], [1]]), OtherRank(Shards([[0], [1], [2]])))
 
 
 def test_datasets_that_hold_themselves_are_looked_at_once() -> None:
     mine = Shards([[0]], random.Random(0))
     mine.steps.append({"again": mine})  # type: ignore[dict-item]
-    assert is_the_same_everywhere(mine, Stranger(mine))
+    assert is_the_same_everywhere(mine, OtherRank(mine))

@@ -247,12 +247,12 @@ def test_batches_that_are_there_already_are_the_same_objects() -> None:
 def test_batches_on_other_devices_are_moved_to_the_cpu() -> None:
     sent = []
 
-    class Elsewhere(Encoding):
-        def to(self, device: Any) -> Elsewhere:
+    class OnMeta(Encoding):
+        def to(self, device: Any) -> OnMeta:
             sent.append(device)
             return self
 
-    data = [Elsewhere(x=torch.empty(2, device="meta"))] * 2
+    data = [OnMeta(x=torch.empty(2, device="meta"))] * 2
     loader = prepare(
         DataLoader(data, batch_size=None, collate_fn=lambda one: one), device=torch.device("cpu")
     )

@@ -10,7 +10,7 @@ from accelerate.devices import BACKENDS, detect
 
 
 class Recorder:
-    """Stands in for any module: each call is noted under its dotted path and answered from `answers`."""
+    """Replaces any module: records each call under its dotted path and returns a value of `answers`."""
 
     def __init__(self, path: str, calls: list, answers: dict) -> None:
         self.__dict__.update(_path=path, _calls=calls, _answers=answers)

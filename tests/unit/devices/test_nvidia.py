@@ -1,4 +1,4 @@
-"""What nvidia-smi is asked and how its answers are read; a script stands in for it."""
+"""Calls of nvidia-smi, replaced by a script, and how its output is read."""
 
 import shutil
 

@@ -43,7 +43,7 @@ def test_the_report_has_one_sentence_and_the_stack_of_the_differing_rank() -> No
 
 def test_all_operations_are_shown_when_no_group_is_the_largest() -> None:
     other = RankState(1, Doing.COLLECTIVE, "reduce", 581, "", "/job/train.py", 50, 60.0, stack="there\n")
-    text = compose([in_gather(0), other], "/elsewhere")
+    text = compose([in_gather(0), other], "/other")
     assert "rank 0 waits in gather #581, /job/eval.py:44, since 60 s; rank 1 waits in reduce #581, " in text
     assert text.count("is at:") == 2
 
@@ -66,7 +66,7 @@ def test_operations_of_torch_and_lines_without_a_function() -> None:
 @pytest.mark.parametrize(
     ("states", "expected"),
     [
-        pytest.param([in_save(0), in_save(1)], False, id="nobody waits"),
+        pytest.param([in_save(0), in_save(1)], False, id="no rank waits"),
         pytest.param([in_gather(0), in_gather(1)], True, id="all wait in the same collective"),
         pytest.param([in_gather(0), in_save(1)], True, id="one runs other code"),
         pytest.param([RankState(n, Doing.TORCH, "backward") for n in (0, 1)], False, id="long step"),

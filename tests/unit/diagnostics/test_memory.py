@@ -20,7 +20,7 @@ MIB = 2**20
 
 
 class Recorder:
-    """Stands for `torch.cuda.memory`."""
+    """Replaces `torch.cuda.memory`."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []

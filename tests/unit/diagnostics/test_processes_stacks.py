@@ -1,4 +1,4 @@
-"""Where a thread stands, read from another one."""
+"""The current line of a thread, read from another thread."""
 
 from __future__ import annotations
 

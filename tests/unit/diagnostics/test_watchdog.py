@@ -132,9 +132,9 @@ def test_the_message_of_a_lost_rank_names_the_rank_that_ended_first() -> None:
 
 def plant(pair: Pair, key: str) -> None:
     """Write a report as somebody does who reaches the port of the store and has this key."""
-    stranger = StoreChannel(pair.peers[0]._channel._store, "", {KEY_VARIABLE: key})
-    stranger.post("report/1", asdict(Report("end now", 0, True, 2, [])))
-    stranger.count("events", (1 << 41) + (1 << 20))
+    channel = StoreChannel(pair.peers[0]._channel._store, "", {KEY_VARIABLE: key})
+    channel.post("report/1", asdict(Report("end now", 0, True, 2, [])))
+    channel.count("events", (1 << 41) + (1 << 20))
 
 
 def test_a_report_with_another_signature_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:

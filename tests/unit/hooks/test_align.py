@@ -172,10 +172,10 @@ def test_gradients_reach_inputs_through_offloaded_weights() -> None:
 def test_copies_bring_their_own() -> None:
     model = Net().eval()
     add_hook_to_module(model, AlignDevicesHook("cpu", offload=True, place_submodules=True))
-    twin = copy.deepcopy(model)
-    assert torch.equal(twin(X), model(X))
-    assert places(twin) == places(model)
-    assert twin._hf_hook.weights_map["a.weight"] is not model._hf_hook.weights_map["a.weight"]
+    copied = copy.deepcopy(model)
+    assert torch.equal(copied(X), model(X))
+    assert places(copied) == places(model)
+    assert copied._hf_hook.weights_map["a.weight"] is not model._hf_hook.weights_map["a.weight"]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -122,10 +122,10 @@ def test_a_copy_begins_anew() -> None:
     prefetcher = Prefetcher(CPU)
     take(prefetcher, blocks, "aba")
     wait_for(prefetcher)
-    for twin in (copy.deepcopy(prefetcher), pickle.loads(pickle.dumps(prefetcher))):
-        assert twin.device == CPU
-        assert twin._coming is None
-        assert "_worker" not in vars(twin)
+    for copied in (copy.deepcopy(prefetcher), pickle.loads(pickle.dumps(prefetcher))):
+        assert copied.device == CPU
+        assert copied._coming is None
+        assert "_worker" not in vars(copied)
 
 
 # Accelerators, with a module that records what is asked of it

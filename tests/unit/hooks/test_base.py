@@ -140,12 +140,12 @@ def test_all_modules_inside() -> None:
 def test_a_copy_is_its_own() -> None:
     model = nn.Sequential(nn.Linear(2, 2))
     add_hook_to_module(model[0], Adder(0, 10))
-    twin = copy.deepcopy(model)
+    copied = copy.deepcopy(model)
     with torch.no_grad():
-        twin[0].weight.zero_()
-        twin[0].bias.zero_()
-    assert torch.equal(twin(X), torch.full((1, 2), 10.0))
-    assert not torch.equal(model(X), twin(X))
+        copied[0].weight.zero_()
+        copied[0].bias.zero_()
+    assert torch.equal(copied(X), torch.full((1, 2), 10.0))
+    assert not torch.equal(model(X), copied(X))
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)

@@ -40,11 +40,11 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("elsewhere", [False, True])
-def test_a_script_runs_as_under_plain_python(script: Path, tmp_path: Path, elsewhere: bool) -> None:
-    folder = tmp_path / "elsewhere" if elsewhere else tmp_path
+@pytest.mark.parametrize("other_folder", [False, True])
+def test_a_script_runs_as_under_plain_python(script: Path, tmp_path: Path, other_folder: bool) -> None:
+    folder = tmp_path / "other_folder" if other_folder else tmp_path
     folder.mkdir(exist_ok=True)
-    name = str(script) if elsewhere else script.name
+    name = str(script) if other_folder else script.name
     plain, ours = run(folder, name, "-m", "a b"), run(folder, str(ENTRY), name, "-m", "a b")
     assert plain.returncode == ours.returncode == 0
     assert ours.stdout == plain.stdout

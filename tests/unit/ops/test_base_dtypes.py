@@ -1,4 +1,4 @@
-"""In which dtypes tensors travel and are combined."""
+"""The dtypes in which tensors are sent and reduced."""
 
 from __future__ import annotations
 

@@ -69,22 +69,22 @@ def test_wrapped_forward_shows_the_original() -> None:
 
 def test_pickle_and_copy() -> None:
     wrapped = convert_outputs_to_fp32(forward)
-    for twin in (pickle.loads(pickle.dumps(wrapped)), copy.deepcopy(wrapped)):
-        assert twin(torch.ones(1, dtype=torch.float16)).dtype == torch.float32
-        assert twin.__wrapped__ is forward
+    for copied in (pickle.loads(pickle.dumps(wrapped)), copy.deepcopy(wrapped)):
+        assert copied(torch.ones(1, dtype=torch.float16)).dtype == torch.float32
+        assert copied.__wrapped__ is forward
 
 
 @pytest.mark.parametrize(
-    "twin_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
+    "copy_of", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
 )
-def test_a_model_with_a_wrapped_forward_is_copied_whole(twin_of: Any) -> None:
+def test_a_model_with_a_wrapped_forward_is_copied_whole(copy_of: Any) -> None:
     model = HalfModel()
     model.forward = convert_outputs_to_fp32(model.forward)  # type: ignore[method-assign]
-    twin = twin_of(model)
+    copied = copy_of(model)
     with torch.no_grad():
-        twin.linear.weight.zero_()
-        twin.linear.bias.fill_(3.0)
-    output = twin(torch.ones(1, 2))
+        copied.linear.weight.zero_()
+        copied.linear.bias.fill_(3.0)
+    output = copied(torch.ones(1, 2))
     assert output.dtype == torch.float32
     assert output.tolist() == [[3.0, 3.0]]
     assert model(torch.ones(1, 2)).tolist() != [[3.0, 3.0]]

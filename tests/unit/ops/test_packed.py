@@ -13,7 +13,7 @@ CALL = Call("op")
 
 
 class Three(Transport):
-    """Three processes that all have what this one has; notes what travels."""
+    """Three processes that all have what this one has; records what is sent."""
 
     size = 3
 

@@ -23,39 +23,41 @@ SMALL, LARGE = {"a": [1, 2]}, list(range(9000))
 
 
 class Mirror(Transport):
-    """Two processes; the other one sends what this one sends, and notes how often something travels."""
+    """Two processes; the other one sends what this one sends, and counts the collectives."""
 
     size = 2
 
     def __init__(self, with_header: bool) -> None:
-        self.travels = 0
+        self.collectives = 0
         self.verifies = with_header
         self.header = Header(2, lambda joined, sent: joined.copy_(self.gather(sent))) if with_header else None
 
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.travels += 1
+        self.collectives += 1
         return torch.cat([tensor, tensor])
 
     def gather_object(self, obj: Any) -> list[Any]:
-        self.travels += 1
+        self.collectives += 1
         return [obj, obj]
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
-        self.travels += 1
+        self.collectives += 1
         return tensor
 
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:
-        self.travels += 1
+        self.collectives += 1
         return obj
 
 
 @pytest.mark.parametrize(
-    ("obj", "with_header", "travels"), [(SMALL, True, 1), (LARGE, True, 2), (LARGE, False, 1)]
+    ("obj", "with_header", "collectives"), [(SMALL, True, 1), (LARGE, True, 2), (LARGE, False, 1)]
 )
-def test_objects_are_sent_with_the_header_where_they_fit(obj: Any, with_header: bool, travels: int) -> None:
+def test_objects_are_sent_with_the_header_where_they_fit(
+    obj: Any, with_header: bool, collectives: int
+) -> None:
     transport = Mirror(with_header)
     assert gather_objects(obj, transport, CALL) == [obj, obj]
-    assert transport.travels == travels
+    assert transport.collectives == collectives
 
 
 @pytest.mark.parametrize(("obj", "with_header"), [(SMALL, True), (LARGE, True), (LARGE, False)])
@@ -73,10 +75,10 @@ def test_numbers(with_header: bool, numbers: list[int]) -> None:
 def test_a_transport_without_a_header_compares_in_debug_mode() -> None:
     transport = Mirror(False)
     gather_objects(SMALL, transport, CALL)
-    assert transport.travels == 1
+    assert transport.collectives == 1
     PartialState().debug = True
     gather_objects(SMALL, transport, CALL)
-    assert transport.travels == 3
+    assert transport.collectives == 3
     transport.gather = lambda tensor: torch.cat([tensor, tensor + 1])  # type: ignore[method-assign]
     with pytest.raises(DistributedOperationException):
         gather_objects(SMALL, transport, CALL)

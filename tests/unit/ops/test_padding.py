@@ -1,4 +1,4 @@
-"""Padding that needs no other process; what travels is tested with several ones."""
+"""Padding that needs no other process; communication is tested with several processes."""
 
 from __future__ import annotations
 

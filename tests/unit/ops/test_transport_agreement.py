@@ -237,9 +237,9 @@ def test_what_others_write_to_the_store_runs_no_code(
 
 
 def test_a_verdict_with_another_signature_counts_as_absent(ranks: list[StoreConsensus]) -> None:
-    stranger = StoreChannel(ranks[0]._channel._store, "", {KEY_VARIABLE: "another"})
-    stranger.post("1/verdict", {"result": "of a stranger"})
-    stranger.post("1/2", ["call", "of a stranger"])
+    unsigned = StoreChannel(ranks[0]._channel._store, "", {KEY_VARIABLE: "another"})
+    unsigned.post("1/verdict", {"result": "of another run"})
+    unsigned.post("1/2", ["call", "of another run"])
     calls = [partial(each.decide, "call", each.rank, list, 5.0) for each in ranks]
     assert together(*calls) == [[0, 1, 2]] * 3
 

@@ -14,7 +14,7 @@ from accelerate.plugins import HOOKS, WRAPPERS, DistributedDataParallelKwargs, r
 
 
 class Registry:
-    """Stands in for a wrapped model and keeps what is registered on it."""
+    """Replaces a wrapped model and stores what is registered on it."""
 
     registered: tuple[Any, Callable[..., Any]] | None = None
 

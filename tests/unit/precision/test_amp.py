@@ -45,12 +45,12 @@ def test_the_model_stays_the_object_that_was_passed() -> None:
 
 def test_copies_and_pickles_run_their_own_weights() -> None:
     model = Accelerator(cpu=True, mixed_precision="bf16").prepare(Net())
-    for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        torch.nn.init.zeros_(twin.layer.weight)
-        torch.nn.init.ones_(twin.layer.bias)
-        assert twin(torch.ones(1, 4))["logits"].tolist() == [[1.0, 1.0]]
-        assert twin.seen[-1] == torch.bfloat16
-        assert not torch.equal(twin.layer.weight, model.layer.weight)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        torch.nn.init.zeros_(copied.layer.weight)
+        torch.nn.init.ones_(copied.layer.bias)
+        assert copied(torch.ones(1, 4))["logits"].tolist() == [[1.0, 1.0]]
+        assert copied.seen[-1] == torch.bfloat16
+        assert not torch.equal(copied.layer.weight, model.layer.weight)
 
 
 def test_unwrapping_gives_the_plain_forward_back() -> None:

@@ -37,7 +37,7 @@ def test_an_unknown_name_is_refused() -> None:
 
 
 class Library:
-    """Stands for the three FP8 libraries: what is installed, and what was chosen."""
+    """Replaces the three FP8 libraries: which are installed, and which was chosen."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *installed: str) -> None:
         rows = {

@@ -26,6 +26,6 @@ def test_a_pickle_holds_the_pairs_of_what_is_pickled_beside_it() -> None:
     replaced = ReplacedParameters()
     replaced[held] = new
     replaced[let_go] = new
-    twin, twin_held = pickle.loads(pickle.dumps((replaced, held)))
+    copied, copied_held = pickle.loads(pickle.dumps((replaced, held)))
     gc.collect()
-    assert [(old is twin_held, value.item()) for old, value in twin.items()] == [(True, 2.0)]
+    assert [(old is copied_held, value.item()) for old, value in copied.items()] == [(True, 2.0)]

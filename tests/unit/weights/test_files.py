@@ -1,4 +1,4 @@
-"""State dicts in files: what comes back, what is refused, what cannot run code."""
+"""State dicts in files: what is loaded, what is refused, and that no code is run."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_views_of_one_memory_keep_their_values(tmp_path: Path) -> None:
         "row": whole[1],
         "column": whole[:, 1],
         "turned": whole.t(),
-        "twin": whole.view(3, 4),
+        "tied": whole.view(3, 4),
         "spread": torch.ones(1).expand(5),
         "wave": wave,
         "mirrored": wave.conj(),

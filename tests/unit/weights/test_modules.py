@@ -37,8 +37,8 @@ class Outer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = Inner()
-        self.twin = nn.Module()
-        self.twin.weight = self.inner.weight
+        self.tied = nn.Module()
+        self.tied.weight = self.inner.weight
         self.register_buffer("own", torch.ones(1), persistent=False)
 
 
@@ -60,8 +60,8 @@ def test_buffers_outside_the_state_dict() -> None:
 
 def test_a_shared_tensor_is_there_under_each_name() -> None:
     found = all_tensors(Outer())
-    assert sorted(found) == ["inner.hidden", "inner.shown", "inner.weight", "own", "twin.weight"]
-    assert found["inner.weight"] is found["twin.weight"]
+    assert sorted(found) == ["inner.hidden", "inner.shown", "inner.weight", "own", "tied.weight"]
+    assert found["inner.weight"] is found["tied.weight"]
 
 
 def test_modules_are_ordered_after_their_children() -> None:

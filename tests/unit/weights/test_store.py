@@ -1,4 +1,4 @@
-"""Weights in files of their own: every dtype and shape comes back; what is broken is named."""
+"""Offloaded weights in files: every dtype and shape is loaded; damaged files are named."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class Handle:
 
 
 class Context:
-    """Stands in for torch's: ranks 4, 5 ... of a machine that is not the first."""
+    """Replaces the class of torch: ranks 4, 5 ... of a machine that is not the first."""
 
     def __init__(self, codes: list[str], attempt: int = 0) -> None:
         self.codes = codes

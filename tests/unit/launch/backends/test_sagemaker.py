@@ -140,7 +140,7 @@ def test_credentials_are_never_shown(tmp_path: Path) -> None:
 
 
 class Estimator:
-    """Stands in for the vendor's: remembers its arguments and the variables it saw."""
+    """Replaces the class of sagemaker: stores its arguments and the variables it saw."""
 
     failure: Exception | None = None
     calls: list[tuple[dict[str, Any], dict[str, str], Any]] = []

@@ -38,10 +38,10 @@ def test_without_training_a_configuration_has_no_optimizer():
     ],
 )
 def test_optimizers_of_states_on_the_cpu_are_deepspeeds(zero, more, maps, monkeypatch):
-    optimizer, twin = torch.optim.AdamW(parameters()), object()
-    monkeypatch.setattr(building, "map_pytorch_optim_to_deepspeed", lambda given: twin)
+    optimizer, mapped = torch.optim.AdamW(parameters()), object()
+    monkeypatch.setattr(building, "map_pytorch_optim_to_deepspeed", lambda given: mapped)
     config = {"zero_optimization": zero, **more}
-    assert (building.choose_optimizer(optimizer, config) is twin) is maps
+    assert (building.choose_optimizer(optimizer, config) is mapped) is maps
     assert config["zero_allow_untested_optimizer"] is True
 
 

@@ -1,4 +1,4 @@
-"""Tests of what stands for an optimizer and a scheduler."""
+"""Tests of dummy optimizers and schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of torch's optimizers and their twins, which are recorded."""
+"""Tests of torch's optimizers and the recorded DeepSpeed versions of them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from accelerate.strategies.deepspeed import map_pytorch_optim_to_deepspeed
 
 
-class Twin:
+class FakeOptimizer:
     def __init__(self, groups, **options):
         self.groups, self.options = groups, options
 
 
 @pytest.fixture(autouse=True)
-def twins(monkeypatch):
+def deepspeed_optimizers(monkeypatch):
     for place, name in (
         ("adam", "DeepSpeedCPUAdam"),
         ("adagrad", "DeepSpeedCPUAdagrad"),
         ("lion", "DeepSpeedCPULion"),
     ):
         module = ModuleType(f"deepspeed.ops.{place}")
-        setattr(module, name, type(name, (Twin,), {}))
+        setattr(module, name, type(name, (FakeOptimizer,), {}))
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in ("deepspeed", "deepspeed.ops"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
@@ -39,7 +39,7 @@ class Lion(torch.optim.SGD):
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "twin", "more"),
+    ("optimizer", "name", "more"),
     [
         (torch.optim.AdamW(parameters(), lr=0.5), "DeepSpeedCPUAdam", {"adamw_mode": True}),
         (torch.optim.Adam(parameters(), lr=0.5), "DeepSpeedCPUAdam", {"adamw_mode": False}),
@@ -47,9 +47,9 @@ class Lion(torch.optim.SGD):
         (Lion(parameters(), lr=0.5), "DeepSpeedCPULion", {}),
     ],
 )
-def test_deepspeed_versions_keep_groups_and_options(optimizer, twin, more):
+def test_deepspeed_versions_keep_groups_and_options(optimizer, name, more):
     mapped = map_pytorch_optim_to_deepspeed(optimizer)
-    assert type(mapped).__name__ == twin
+    assert type(mapped).__name__ == name
     assert mapped.groups[0] is optimizer.param_groups[0]
     assert mapped.options["lr"] == 0.5
     assert more.items() <= mapped.options.items()

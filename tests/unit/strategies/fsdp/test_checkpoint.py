@@ -181,7 +181,7 @@ def test_a_crash_while_shards_are_replaced_leaves_a_whole_folder(
 
 
 class Adapted(nn.Module):
-    """What stands for a PEFT model: the name of the adapter is a part of the names of its tensors."""
+    """A simple PEFT model: the name of the adapter is a part of the names of its tensors."""
 
     active_adapter = "default"
 

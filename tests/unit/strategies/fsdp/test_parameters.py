@@ -43,10 +43,10 @@ def test_an_optimizer_releases_its_parameters_and_is_remapped_by_name() -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 1)
     groups = [{"params": [model.bias, other.weight]}, {"params": [model.weight], "lr": 2.0}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
-    stranger = torch.optim.SGD(other.parameters(), lr=1.0)
-    remapper = ParameterRemapper(model, [optimizer, stranger])
+    unrelated = torch.optim.SGD(other.parameters(), lr=1.0)
+    remapper = ParameterRemapper(model, [optimizer, unrelated])
     assert held(optimizer) == [[], []]
-    assert held(stranger) == [[id(other.weight), id(other.bias)]]
+    assert held(unrelated) == [[id(other.weight), id(other.bias)]]
     parameters = renew(model)
     remapper.rejoin(parameters)
     assert held(optimizer) == [[id(model.bias), id(other.weight)], [id(model.weight)]]

@@ -18,7 +18,7 @@ BATCH = {"input_ids": TOKENS, "labels": LABELS, "next_sentence_label": torch.ten
 
 
 def mean(pair: torch.Tensor) -> float:
-    """The mean that a pair of sum and number stands for."""
+    """The mean of a pair of sum and number."""
     return float(pair[0] / pair[1])
 
 
