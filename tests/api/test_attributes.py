@@ -57,7 +57,7 @@ def test_shared_dictionaries_can_be_written_through_an_instance():
     assert PartialState().distributed_type == "MULTI_GPU"
 
 
-def test_states_are_reset_apart_and_together():
+def test_states_are_reset_one_by_one_and_together():
     Accelerator(cpu=True)
     AcceleratorState._reset_state()
     assert AcceleratorState._shared_state == {}
@@ -70,7 +70,7 @@ def test_states_are_reset_apart_and_together():
     assert GradientState._shared_state == {}
 
 
-def test_a_run_can_start_anew_with_other_settings_after_a_reset():
+def test_a_run_can_start_with_other_settings_after_a_reset():
     assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
     AcceleratorState._reset_state(reset_partial_state=True)
     assert Accelerator(cpu=True).mixed_precision == "no"

@@ -97,7 +97,7 @@ def test_only_the_file_that_decides_asks(sources: list[Any]) -> None:
     assert len(ALLOWED) <= 10
 
 
-def test_what_counts_as_asking() -> None:
+def test_comparisons_of_hardware_and_strategies_are_found() -> None:
     asking = """
 if device.type == "cuda" or backend is hardware_table.XLA or kind in ("xla", "cpu"): pass
 if state.distributed_type in SPLIT or state.distributed_type != DistributedType.NO: pass

@@ -23,7 +23,7 @@ INSTEAD = {
     r"as heavy as": "weighted by",
     r"told": "what is passed, set or sent",
     r"kin": "the names themselves",
-    r"(hear|settle)s?": "receive, agree or decide",
+    r"(hear[sd]?|settles?)": "receive, agree or decide",
     r"lies?": "is stored, is at",
     r"wires?": "process group, transport or network",
     r"travel(s|led|ling)?": "is sent, copied or gathered",
@@ -33,6 +33,7 @@ INSTEAD = {
     r"nobody": "no rank, no process",
     r"twins?": "copy, tied parameter, version: what it is",
     r"stands": "replaces, is at",
+    r"play(s|ed)": "simulates, replaces",
     r"lives": "is stored, runs",
 }
 """Word that no reader would search for -> what to write."""

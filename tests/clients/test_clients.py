@@ -1,4 +1,4 @@
-"""Client libraries run unchanged, and compute what they should however they are spread.
+"""Client libraries run unchanged, with equal results under every device map and number of processes.
 
 Needs transformers, and for the other cases peft, trl, diffusers, sentence-transformers and datasets. The same
 programs are held against the original interface by `benchmarks/clients.py`.

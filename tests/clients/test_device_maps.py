@@ -1,4 +1,4 @@
-"""Models of transformers that a device map spreads, peft on top of them, pipelines of diffusers.
+"""Models of transformers with a device map, adapters of peft on them, pipelines of diffusers.
 
 Tiny models are made from configurations. The packages `peft` and `diffusers` are not among those that the
 tests install: without them their tests are skipped.

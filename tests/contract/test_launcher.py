@@ -1,4 +1,4 @@
-"""What every launcher must keep, whatever it starts: plans are decided once, shown truly and picklable."""
+"""The contract of every launcher: plans are decided once, printed as they are, and picklable."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_showing_a_plan_starts_nothing_and_writes_nothing(
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_what_is_shown_names_the_script_and_its_arguments(name: str) -> None:
+def test_a_shown_plan_contains_the_script_and_its_arguments(name: str) -> None:
     plan, settings = made(name)
     text, shown = as_text(plan, settings), json.loads(as_json(plan, settings))
     assert shown["command"] == launcher_for(plan).command(plan)

@@ -1,4 +1,4 @@
-"""Every way of training gives the losses of one process on the joined batch, accumulating and clipping."""
+"""Every strategy gives the losses of one process on the joined batch, with accumulation and clipping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: whole or not there, and refused on all ranks alike."""
+"""Checkpoints of several processes: complete or absent, and refused on all ranks in the same way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves that something interferes with: the end of the script, an error, another run in the same folder."""
+"""Saves during the end of the script, after an error, and by two runs in the same folder."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def save_often() -> int:
     return saved
 
 
-def test_runs_that_share_a_folder_by_mistake_do_not_break_it(run: Run) -> None:
+def test_runs_that_save_to_one_folder_do_not_damage_it(run: Run) -> None:
     (saved,) = run(compete, JOBS, processes=1)
     assert all(count <= SAVES for count in saved), "a run ended with another error"
     assert sum(saved) >= SAVES

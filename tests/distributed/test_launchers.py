@@ -1,4 +1,4 @@
-"""Processes that the launchers really start."""
+"""Processes started by the launchers."""
 
 from __future__ import annotations
 

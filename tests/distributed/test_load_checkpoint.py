@@ -63,7 +63,7 @@ def refuse(path: str, broadcast: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("broadcast", [False, True])
-def test_what_does_not_fit_is_named_on_all_ranks(run: Run, tmp_path: Path, broadcast: bool) -> None:
+def test_weights_that_do_not_fit_are_named_on_all_ranks(run: Run, tmp_path: Path, broadcast: bool) -> None:
     save_file({"0.weight": torch.full((4, 3), 7.0)}, tmp_path / "model.safetensors")
     for said, loaded in run(refuse, str(tmp_path / "model.safetensors"), broadcast, processes=2):
         assert f"{tmp_path}/model.safetensors does not fit this" in said
@@ -144,7 +144,7 @@ def fill_parts(folder: str) -> list[Any]:
     return [full.full_tensor()[:, 0].tolist(), str(whole.value), str(without.value)]
 
 
-def test_each_rank_fills_its_own_parts(run: Run, tmp_path: Path) -> None:
+def test_each_rank_loads_its_shards(run: Run, tmp_path: Path) -> None:
     save_file(build().state_dict(), tmp_path / "whole.safetensors")
     for weight, whole, without in run(fill_parts, str(tmp_path), processes=2):
         assert weight == [3, 3, 4, 4]

@@ -273,7 +273,7 @@ def gather_what_is_not_per_sample() -> tuple[list[Any], int]:
     return [item.tolist() if torch.is_tensor(item) else item for item in answers[0]] + answers[1:], len(texts)
 
 
-def test_what_is_not_per_sample_is_gathered_whole_with_one_warning(run: Run) -> None:
+def test_values_that_are_not_per_sample_are_gathered_fully_with_one_warning(run: Run) -> None:
     (first, warnings), (second, _) = run(gather_what_is_not_per_sample)
     numbers = list(map(float, range(9)))
     expected = [numbers, [0.0, 1.0], [0.0] * 3 + [1.0] * 3, [2 * number for number in numbers]]

@@ -1,4 +1,4 @@
-"""Models that leave: names without wrappers, files that safetensors and transformers read by themselves."""
+"""Saved models: names without wrappers, and files that safetensors and transformers read directly."""
 
 from __future__ import annotations
 

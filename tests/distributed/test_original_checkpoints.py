@@ -1,4 +1,4 @@
-"""Folders that the original package wrote: read, and gone on from, with the same numbers."""
+"""Checkpoints of the original package: loaded and resumed with the same numbers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def test_only_by_its_name(folder: Path, tmp_path: Path) -> None:
     assert run.accelerator.project_configuration.iteration == 4
 
 
-def test_a_scaler_that_it_did_not_have_starts_anew(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scaler_missing_in_the_checkpoint_keeps_its_initial_state(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """On the CPU the original has none in fp16."""
     run = build(mixed_precision="fp16")
     before = run.accelerator.scaler.get_scale()

@@ -1,4 +1,4 @@
-"""Several processes that are interrupted and go on: the same run, also with another number of them."""
+"""Interrupted runs of several processes resume exactly, also with another world size."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_sums_of_three_processes_are_rounded_alike(run: Run) -> None:
     check(run, "shuffled", 0, {}, 3, [(0, 0), (1, 2)])
 
 
-def test_a_dispatched_batch_sampler_that_draws_as_it_goes(run: Run) -> None:
+def test_a_dispatched_batch_sampler_with_random_draws_resumes(run: Run) -> None:
     check(run, "batch sampler", 0, CONFIGS["dispatched"], 2, [(0, 2)])
 
 

@@ -1,4 +1,4 @@
-"""What somebody reaches who can open connections to this machine, and what writing to the store can do."""
+"""Which ports other machines can connect to, and what unsigned values in the store can do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state over real processes: who is who, who waits, who gets what, and how a run ends."""
+"""The state over real processes: ranks, barriers, shares of inputs, and how a run ends."""
 
 from __future__ import annotations
 
@@ -411,7 +411,7 @@ def port() -> int:
 
 
 @pytest.mark.parametrize("ending", ENDINGS)
-def test_a_script_ends_with_its_own_exit_code(ending: str, port: int) -> None:
+def test_the_exit_code_of_a_script_is_kept(ending: str, port: int) -> None:
     lines, codes = ENDINGS[ending]
     answers = end_two(textwrap.dedent(SCRIPT).format(ending=lines), port)
     assert tuple(code for code, _ in answers) == codes, answers

@@ -1,4 +1,4 @@
-"""What one rank is asked for, all do at the same step; a launcher hands signals on and gives time to save."""
+"""A request to one rank applies to all at the same step; launchers forward signals and wait for the save."""
 
 from __future__ import annotations
 

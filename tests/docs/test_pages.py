@@ -76,7 +76,7 @@ def test_each_picture_has_a_title_and_a_description(picture: Path) -> None:
     assert [page for page in PAGES if picture.name in page.read_text(encoding="utf-8")] != []
 
 
-def test_pictures_are_as_they_are_drawn() -> None:
+def test_pictures_match_the_script_that_draws_them() -> None:
     files = load("draw_pictures").make_files()
     assert sorted(files) == PICTURES
     assert [path.name for path, text in files.items() if path.read_text(encoding="utf-8") != text] == [], (

@@ -21,7 +21,7 @@ def test_a_permutation_has_each_index_once(length: int, seed: int) -> None:
 
 @SETTINGS
 @given(LENGTHS, SEEDS, st.data())
-def test_a_pass_begins_at_any_position(length: int, seed: int, data: st.DataObject) -> None:
+def test_an_epoch_can_start_at_any_position(length: int, seed: int, data: st.DataObject) -> None:
     sampler = ConstantMemorySampler(range(length), data_seed=seed)
     position = data.draw(st.integers(0, length))
     expected = IndexPermutation(length, seed)(torch.arange(position, length)).tolist()

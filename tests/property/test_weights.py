@@ -83,7 +83,7 @@ def empty(model: Bag) -> Bag:
 
 @SETTINGS
 @given(models(), SIZES, st.booleans(), st.booleans(), st.booleans())
-def test_a_model_is_filled_and_tied_as_it_was(
+def test_a_model_is_loaded_with_its_tied_weights(
     model: Bag, size: Any, safe: bool, mapped: bool, torn: bool
 ) -> None:
     """Also one that lost its ties on the way to the meta device gets all values."""

@@ -147,7 +147,7 @@ def test_an_event_of_the_console_stops_all_ranks(windows: System, count: int, ex
     assert "the run failed" not in windows.text()
 
 
-def test_what_is_open_is_not_replaced(windows: System) -> None:
+def test_open_files_are_not_replaced(windows: System) -> None:
     code, text = windows.run(sys.executable, HERE / "mapped.py", windows.folder / "run")
     assert code == 0, text
 

@@ -1,4 +1,4 @@
-"""What is decided without other processes; stages that talk are in the distributed tests."""
+"""Decisions without other processes; communication between stages is in the distributed tests."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_one_process_needs_no_stages() -> None:
 
 @pytest.fixture
 def both_ends(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """One process that plays the first and the last of two."""
+    """One process that simulates the first and the last of two."""
     state = SimpleNamespace(num_processes=2, is_main_process=True, is_last_process=True)
     monkeypatch.setattr(inference, "PartialState", lambda: state)
     monkeypatch.setattr(inference, "broadcast_object_list", lambda objects, from_process: objects)

@@ -1,4 +1,4 @@
-"""LocalSGD without other processes, and what it asks of an accelerator with some."""
+"""LocalSGD without other processes, and its calls of an accelerator with several."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def train(local_sgd: LocalSGD, steps: int) -> None:
 
 
 @pytest.mark.usefixtures("states")
-def test_one_process_trains_as_ever() -> None:
+def test_local_sgd_on_one_process_does_not_change_training() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     before = [parameter.clone() for parameter in model.parameters()]

@@ -43,7 +43,7 @@ def test_without_a_state_it_is_an_error() -> None:
         (0, {"main_process_only": True}, True),
     ],
 )
-def test_who_logs(
+def test_loggers_write_on_the_chosen_ranks(
     logger: MultiProcessAdapter,
     caplog: pytest.LogCaptureFixture,
     rank: int,

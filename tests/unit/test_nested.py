@@ -97,7 +97,7 @@ def test_named_tuples(data, is_one):
     assert nested.is_namedtuple(data) is is_one
 
 
-def test_what_is_a_tensor():
+def test_tensors_are_recognised_by_type():
     assert nested.is_torch_tensor(torch.ones(1))
     assert not nested.is_torch_tensor([1])
     assert not nested.is_torch_xpu_tensor(torch.ones(1))
@@ -167,7 +167,7 @@ def test_batch_size_is_that_of_the_first_tensor(data, size):
     assert nested.ignorant_find_batch_size(data) == size
 
 
-def test_what_has_no_batch_size():
+def test_data_without_a_batch_size_is_refused():
     with pytest.raises(ConfigurationError, match="empty"):
         nested.find_batch_size([])
     for data in ("text", ["text"], torch.tensor(1)):

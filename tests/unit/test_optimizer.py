@@ -167,7 +167,7 @@ def test_move_to_device_keeps_the_structure() -> None:
     assert moved["groups"][0][1] == 3
 
 
-def test_each_scaled_step_is_judged_by_itself() -> None:
+def test_each_scaled_step_is_checked_for_overflow() -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     model, optimizer = make(scaler)
     skipped = []

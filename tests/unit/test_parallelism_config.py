@@ -80,7 +80,7 @@ def test_the_environment_fills_what_was_not_given(monkeypatch: pytest.MonkeyPatc
     assert (config.dp_shard_size, config.tp_size, config.total_size) == (2, 3, 6)
 
 
-def test_it_can_be_written_as_json() -> None:
+def test_a_config_is_written_as_json() -> None:
     written = json.loads(json.dumps(ParallelismConfig(cp_size=2).to_json()))
     assert written["cp_size"] == 2
     assert written["cp_handler"] == {"cp_comm_strategy": "allgather"}
@@ -95,7 +95,7 @@ def test_it_can_be_written_as_json() -> None:
         ({"cp_size": 2, "sp_size": 2}, "sp_size=2: cp_size=2 shares sequences already"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, Any], named: str) -> None:
+def test_invalid_settings_are_refused(wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         ParallelismConfig(**wrong)
 

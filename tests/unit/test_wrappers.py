@@ -1,4 +1,4 @@
-"""Wrappers come off, and nothing else changes."""
+"""Wrappers are removed, and nothing else changes."""
 
 from __future__ import annotations
 

@@ -138,7 +138,7 @@ def test_compiled_regions_are_seen_from_outside() -> None:
     assert has_compiled_regions(wrapped)
 
 
-def test_what_is_compiled_is_not_compiled_again() -> None:
+def test_compiled_regions_are_not_compiled_again() -> None:
     model = Tower()
     compile_regions(model, backend="eager")
     calls = [block._compiled_call_impl for block in model.blocks]

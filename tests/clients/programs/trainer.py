@@ -1,4 +1,4 @@
-"""transformers' Trainer on a tiny GPT-2: losses, evaluation, prediction, and a run that stops and goes on.
+"""transformers' Trainer on a tiny GPT-2: losses, evaluation, prediction, and a run that stops and resumes.
 
 Usage: trainer.py FOLDER [NAME=JSON ...] with further training arguments; with `device_map=JSON` for a model
 that is read from files so, and with `streamed=true` for rows from a dataset that is streamed.

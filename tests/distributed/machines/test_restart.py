@@ -1,4 +1,4 @@
-"""A run on two hosts, of which a process is killed in the middle of training: it goes on by itself."""
+"""A run on two hosts, of which a process is killed during training: it resumes automatically."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vendor's real package, against an AWS that is played inside the same process."""
+"""The real package sagemaker, with AWS simulated in the same process."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ def test_deepspeed_is_enabled_by_arguments_or_the_environment() -> None:
         ),
     ],
 )
-def test_what_is_no_deepspeed_plugin_is_refused(given: dict[str, Any], reason: str) -> None:
+def test_other_objects_are_refused_as_deepspeed_plugin(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         build_request(Arguments(**given), {})
 

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 pytestmark = pytest.mark.usefixtures("states")
 
 
-def test_one_process_gets_its_own_data_back() -> None:
+def test_collectives_of_one_process_return_their_input() -> None:
     accelerator = Accelerator(cpu=True)
     data = {"a": torch.arange(3), "b": [torch.tensor(1.0)]}
     assert accelerator.gather(data) is data

@@ -268,7 +268,7 @@ def test_a_load_that_fails_changes_nothing(tmp_path: Path, name: str) -> None:
 CHANGING = {"model", "note", "optimizer", "updates", "schedule", "schedules", "scaler", "epoch", "random"}
 
 
-def test_what_was_changed_is_changed_by_a_load_that_succeeds(tmp_path: Path) -> None:
+def test_a_successful_load_restores_all_objects(tmp_path: Path) -> None:
     accelerator, objects = build()
     train(accelerator, objects)
     folder = accelerator.save_state(tmp_path / "one")

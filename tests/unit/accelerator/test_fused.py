@@ -59,7 +59,7 @@ def test_a_schedule_sets_the_rate() -> None:
     assert model.weight.item() == 0.25
 
 
-def test_with_a_gradient_scaler_the_optimizers_own_pass_runs() -> None:
+def test_with_a_gradient_scaler_step_updates_the_parameters() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = build(accelerator)
     optimizer.scaler = torch.amp.GradScaler("cpu")
@@ -68,7 +68,7 @@ def test_with_a_gradient_scaler_the_optimizers_own_pass_runs() -> None:
     assert (model.weight.item(), optimizer.num_updates) == (0.5, 1)
 
 
-def test_what_cannot_work_is_refused() -> None:
+def test_unsupported_settings_are_refused() -> None:
     accelerator = Accelerator(cpu=True)
     model, _ = build(accelerator)
     loss = model(torch.ones(1, 1)).sum()
@@ -86,7 +86,7 @@ def test_other_optimizers_have_no_such_pass() -> None:
         accelerator.lomo_backward(torch.tensor(1.0), 0.1)
 
 
-def test_several_processes_would_drift_apart() -> None:
+def test_fused_optimizers_with_several_processes_are_refused() -> None:
     strategy = Accelerator(cpu=True)._runtime.strategy
     assert isinstance(strategy.context, Context)
     strategy.replicas = 4

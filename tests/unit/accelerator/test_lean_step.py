@@ -54,7 +54,7 @@ def watched(work: Callable[[], object]) -> set[str]:
 
 
 @pytest.mark.parametrize("choices", [{}, {"gradient_accumulation_steps": 2}, {"mixed_precision": "bf16"}])
-def test_a_step_is_lean(choices: dict[str, Any]) -> None:
+def test_a_step_reads_no_files_or_variables_and_imports_nothing(choices: dict[str, Any]) -> None:
     accelerator = Accelerator(cpu=True, **choices)
     model = torch.nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -81,6 +81,6 @@ def test_a_step_is_lean(choices: dict[str, Any]) -> None:
     assert watched(steps) == set()
 
 
-def test_the_check_of_a_step_finds_calls_for_the_device() -> None:
+def test_the_check_of_a_step_finds_reads_of_the_environment() -> None:
     found = watched(lambda: Accelerator(cpu=True))
     assert any("calls current of" in line for line in found)

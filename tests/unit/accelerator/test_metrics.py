@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("states")
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_what_is_repeated_for_a_full_batch_counts_samples_of_the_last_one(drop_last: bool) -> None:
+def test_values_repeated_for_each_sample_are_cut_to_the_last_batch(drop_last: bool) -> None:
     """So loops weigh the losses of batches: 4, 4 and 3 times."""
     accelerator = Accelerator(cpu=True)
     loader = accelerator.prepare(DataLoader(torch.arange(11.0), batch_size=4, drop_last=drop_last))  # type: ignore[arg-type]
@@ -37,7 +37,7 @@ def test_what_is_repeated_for_a_full_batch_counts_samples_of_the_last_one(drop_l
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("weight", [3, 2.5, Fraction(1, 2), torch.tensor(4), torch.tensor([1.0, 2.0])])
-def test_one_process_gets_its_own_mean(dtype: torch.dtype, weight: Any) -> None:
+def test_weighted_mean_of_one_process_returns_its_value(dtype: torch.dtype, weight: Any) -> None:
     if isinstance(weight, Fraction):
         weight = float(weight)
     value = {"a": torch.tensor([1.5, -2.0]).to(dtype), "b": [torch.tensor([[4.0, 8.0]]).to(dtype)]}

@@ -59,7 +59,7 @@ def test_a_long_task_is_drawn_with_its_bytes(terminal: Terminal) -> None:
     assert terminal.getvalue().endswith("\x1b[2K"), "the line is erased"
 
 
-def test_threads_of_their_own_count_for_no_task(terminal: Terminal) -> None:
+def test_other_threads_do_not_update_the_progress_bar(terminal: Terminal) -> None:
     with progress.progress_bar("Reading", 10), ThreadPoolExecutor(1) as pool:
         assert pool.submit(is_shown).result() is False
 

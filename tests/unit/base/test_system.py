@@ -79,14 +79,14 @@ def test_process_home_is_none_where_the_system_has_no_id(monkeypatch):
     assert process_home() is None
 
 
-def test_paths_of_unknown_homes_stay_as_they_are(monkeypatch):
+def test_paths_with_unknown_users_are_not_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     assert expanded("~/x") == Path("/home/me/x")
     assert expanded("~no-such-user/x") == Path("~no-such-user/x")
     assert expanded("~a\0b/x") == Path("~a\0b/x")
 
 
-def test_what_is_a_file(tmp_path):
+def test_is_file_is_true_for_files_only(tmp_path):
     (tmp_path / "file").touch()
     assert is_file(tmp_path / "file")
     assert not is_file(tmp_path)

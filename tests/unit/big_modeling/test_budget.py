@@ -120,7 +120,7 @@ def test_other_devices_are_refused(place: Any) -> None:
 
 
 @pytest.mark.parametrize("size", [None, [5], float("nan"), float("inf"), "12GBB", -3])
-def test_what_is_no_size_is_refused(size: Any) -> None:
+def test_invalid_sizes_are_refused(size: Any) -> None:
     with pytest.raises(ConfigurationError, match="size"):
         get_max_memory({"cpu": size})
 
@@ -143,7 +143,7 @@ class FakeBackend:
         return 1000 * (index + 1)
 
 
-def test_what_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_budget_is_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware_table.CPU.__class__, "free_memory", lambda self, index=0: 10000)
     assert get_max_memory() == {"cpu": 10000}
     monkeypatch.setattr(budget.hardware_table, "detect", FakeBackend)

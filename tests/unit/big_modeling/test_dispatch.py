@@ -1,4 +1,4 @@
-"""Models that are spread by a map give what they gave before; the meta device plays the accelerator."""
+"""Models with a device map have the same outputs; the meta device replaces the accelerator."""
 
 from __future__ import annotations
 
@@ -360,7 +360,7 @@ def test_tied_weights_are_kept_once(net: Net) -> None:
     assert weights["head.weight"] is weights["embed.weight"]
 
 
-def test_several_models_take_turns(net: Net, plain: Net, tmp_path: Path) -> None:
+def test_several_offloaded_models_run_in_turn(net: Net, plain: Net, tmp_path: Path) -> None:
     other, other_plain = Net().eval(), Net().eval()
     other_plain.load_state_dict(other.state_dict())
     disk_offload(net, tmp_path / "one")
@@ -387,7 +387,7 @@ def test_gradients_flow_to_inputs(net: Net, plain: Net, tmp_path: Path) -> None:
     remove_hook_from_submodules(net)
 
 
-def test_whole_models_take_turns(net: Net, plain: Net) -> None:
+def test_hooks_offload_the_previous_model(net: Net, plain: Net) -> None:
     model, hook = cpu_offload_with_hook(net, "cpu")
     assert model is net
     assert isinstance(net._hf_hook, CpuOffload)

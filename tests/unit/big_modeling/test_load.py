@@ -37,7 +37,7 @@ def test_a_plain_model_is_not_sharded() -> None:
         (LoadOptions(dtype=torch.float16), "dtype=torch.float16: parameters of this model are torch.float32"),
     ],
 )
-def test_what_cannot_be_done(wishes: Any, said: str) -> None:
+def test_contradicting_load_options_are_refused(wishes: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         check_options(nn.Linear(2, 2), wishes)
 

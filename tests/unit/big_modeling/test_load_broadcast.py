@@ -21,7 +21,7 @@ def opened(path: Path) -> StoredWeights:
     return StoredWeights.open([path])
 
 
-def test_all_that_is_there(tmp_path: Path) -> None:
+def test_all_tensors_are_received_from_the_file(tmp_path: Path) -> None:
     PartialState(cpu=True)
     state = {"a": torch.rand(2, 3), "none": torch.empty(0, 2), "one": torch.tensor(3, dtype=torch.int16)}
     save_file(state, tmp_path / "w.safetensors")
@@ -37,7 +37,7 @@ def test_all_that_is_there(tmp_path: Path) -> None:
         assert weights.files[name].locate(name) is None
 
 
-def test_what_modules_keep_beside_their_tensors(tmp_path: Path) -> None:
+def test_extra_state_is_received_from_the_file(tmp_path: Path) -> None:
     PartialState(cpu=True)
     torch.save({"a": torch.ones(1), "m._extra_state": {"n": 3}}, tmp_path / "w.bin")
     weights = receive_weights(tmp_path / "w.bin", opened).weights

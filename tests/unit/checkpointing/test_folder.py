@@ -314,7 +314,7 @@ def test_a_file_of_the_user_does_not_overwrite_one_of_the_new_checkpoint(tmp_pat
     assert content(target) == "new"
 
 
-def test_what_a_process_of_another_machine_may_still_need_stays(tmp_path: Path) -> None:
+def test_recent_folders_of_another_machine_stay(tmp_path: Path) -> None:
     target = tmp_path / "checkpoint"
     save(target, "new")
     aside = tmp_path / f".checkpoint.{temporary.OLD}-other-host-7-1x0"
@@ -518,7 +518,9 @@ def test_saves_of_one_process_do_not_hinder_each_other(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_of_processes_that_begin_together_one_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_processes_that_start_a_save_together_one_saves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     looks, rival = [], tmp_path / ".checkpoint.saving-other-host-7-1x0"
     writers = folder._writers
 

@@ -128,7 +128,7 @@ def test_a_replacement_that_was_interrupted_is_undone_before(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3, 7])
-def test_files_are_dealt_by_size_and_each_once(processes: int) -> None:
+def test_each_file_is_assigned_to_one_rank_by_size(processes: int) -> None:
     sizes = {"a": 100, "b": 60, "c": 50, "d": 10, "e": 0}
     shares = divide_files(
         Manifest({name: FileRecord(name, size, "") for name, size in sizes.items()}, 1), processes
@@ -201,7 +201,7 @@ def test_without_a_checkpoint_the_error_gives_the_reason(
 def read_all(
     opened: Iterator[Candidate], act: Callable[[int, Candidate], None]
 ) -> tuple[list[str], list[str]]:
-    """Read checkpoints as `load_state` does; what it took, and what it heard of each try.
+    """Read checkpoints as `load_state` does; what was read, and the result of each attempt.
 
     Args:
         opened: the candidates.

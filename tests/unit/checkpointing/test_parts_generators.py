@@ -56,7 +56,7 @@ def test_other_content_is_refused(content: Any) -> None:
         restore(content)
 
 
-def test_each_rank_gets_states_of_its_own_that_follow_from_those_of_rank_0() -> None:
+def test_each_rank_gets_a_seed_derived_from_the_states_of_rank_0() -> None:
     states = capture_generators()
     drawn = []
     for rank in (0, 1, 0):

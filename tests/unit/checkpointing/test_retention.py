@@ -67,7 +67,7 @@ def test_numbers_of_checkpoints_being_written_are_taken(tmp_path: Path) -> None:
     assert retention.taken_numbers(tmp_path) == {1, 4}
 
 
-def test_one_that_is_replaced_while_it_is_compared_is_compared_again(
+def test_a_checkpoint_replaced_during_verification_is_verified_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make(tmp_path, 1)
@@ -104,7 +104,7 @@ def names(top: Path) -> list[str]:
     return [path.relative_to(top).as_posix() for path in checkpoints_below(top)]
 
 
-def test_any_name_and_depth_the_newest_of_numbered_ones_first(tmp_path: Path) -> None:
+def test_checkpoints_of_any_name_and_depth_are_found(tmp_path: Path) -> None:
     for name in (
         "best",
         "a/b/c/d/deep",
@@ -206,7 +206,7 @@ def test_links_are_followed_where_checkpoints_are_expected(tmp_path: Path) -> No
     assert names(project) == ["checkpoint_7", "checkpoints/checkpoint_1", "checkpoints/best"]
 
 
-def test_what_is_being_written_is_no_checkpoint_and_what_was_moved_aside_is_back(tmp_path: Path) -> None:
+def test_unfinished_saves_are_not_listed_and_replaced_checkpoints_are_restored(tmp_path: Path) -> None:
     ended = f"{socket.gethostname()}-999999999-1x1x1"
     save(tmp_path / f".best.saving-{ended}")
     save(tmp_path / f".last.old-{ended}")

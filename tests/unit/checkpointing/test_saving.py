@@ -172,7 +172,7 @@ def test_a_folder_of_shards_has_one_line() -> None:
     ]
 
 
-def test_what_was_loaded() -> None:
+def test_loaded_objects_are_logged() -> None:
     lines = loaded_lines(FOLDER, True, ["Counter"])
     assert lines == [
         "All model weights loaded successfully",

@@ -49,7 +49,7 @@ def folder(tmp_path: Path, tensor: Tensor) -> Path:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_any_number_of_processes_reads_what_it_needs(folder: Path, tensor: Tensor, ranks: int) -> None:
+def test_any_number_of_ranks_reads_its_shards(folder: Path, tensor: Tensor, ranks: int) -> None:
     found = shard_index.read(folder, "model")
     for rank in range(ranks):
         target = part(tensor, rank, ranks).emptied()

@@ -21,7 +21,7 @@ def entry(rank: int, rows: int = 2) -> list[Any]:
     return [WEIGHT, box, [f"__{rank}_0.distcp", 10, 99]]
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_written_metadata_is_read(tmp_path: Path) -> None:
     value = [("model", "extra"), None, ["__0_0.distcp", 200, 5]]
     shard_files.finish(tmp_path, [[entry(0), value], [entry(1)]])
     found = shard_index.read(tmp_path, "model")

@@ -69,7 +69,7 @@ def test_further_forms_of_torch_are_read() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_torch_itself_saves_is_read(tmp_path: Path) -> None:
+def test_metadata_saved_by_torch_is_read(tmp_path: Path) -> None:
     from torch.distributed import checkpoint
 
     state = {"model": {"a": torch.ones(3), "deep": {"b": [torch.zeros(2), 3]}}, "step": 4}

@@ -48,7 +48,7 @@ def test_boxes_of_a_range_are_views_of_it(shape: list[int], data: st.DataObject)
     assert full.flatten().tolist() == wanted.tolist()
 
 
-def test_what_all_have_is_saved_by_the_first() -> None:
+def test_replicated_tensors_are_saved_by_the_first_rank() -> None:
     tensor = torch.ones(2, 3, requires_grad=True)
     first, second = spread(tensor, 0, 0), spread(tensor, 0, 1)
     assert isinstance(first, LocalShards)

@@ -107,7 +107,7 @@ def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.Monke
     assert os.listdir(tmp_path) == ["custom_checkpoint_0.pkl"]
 
 
-def test_where_weights_are_read_to() -> None:
+def test_map_location_selects_the_device_of_weights() -> None:
     Accelerator(cpu=True)
     assert read_device(None) == "cpu"
     assert read_device("on_device") == torch.device("cpu")

@@ -279,7 +279,7 @@ def test_indices_of_weights(
     assert_one_message(capsys.readouterr().err, "MODEL='model.safetensors.index.json': ")
 
 
-def test_what_a_terminal_cannot_show_is_escaped(
+def test_unprintable_characters_are_escaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -325,7 +325,7 @@ def test_errors_of_a_file_name_it(tmp_path: Path) -> None:
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, tuple) else "",
 )  # fmt: skip
-def test_what_torch_refuses_before_a_process_is_started(
+def test_values_that_torch_refuses_are_one_error(
     words: tuple[str, ...],
     problem: str,
     tmp_path: Path,

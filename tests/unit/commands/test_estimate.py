@@ -176,7 +176,7 @@ def test_a_model_on_the_hub_by_its_headers_alone(hub: str, folder: Path) -> None
         (BARE, "--library_name='no-such-library': owner/bare has no safetensors files"),
     ],
 )
-def test_what_the_hub_refuses_is_one_clear_error(hub: str, model: str, problem: str) -> None:
+def test_an_error_of_the_hub_is_one_line(hub: str, model: str, problem: str) -> None:
     done = ask(hub, model)
     assert (done.returncode, done.stdout) == (2, "")
     assert problem in done.stderr
@@ -288,7 +288,7 @@ def test_a_configuration_alone_builds_an_empty_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("library")
-def test_what_the_library_cannot_build_is_one_clear_error() -> None:
+def test_a_model_that_the_library_cannot_build_is_one_error() -> None:
     with pytest.raises(
         ConfigurationError, match=r"transformers cannot build it: unknown does not .*config.json\."
     ):

@@ -319,7 +319,7 @@ def test_arguments_are_escaped_for_kubernetes(capsys: pytest.CaptureFixture[str]
         (("--cpu", "--log_dir", "\udce9"), r"YAML holds Unicode text only"),
     ],
 )
-def test_what_pods_cannot_run_is_refused(
+def test_launchers_that_pods_cannot_run_are_refused(
     manifest: Callable[..., str], words: tuple[str, ...], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):

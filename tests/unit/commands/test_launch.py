@@ -36,7 +36,7 @@ def script(tmp_path: Path) -> Path:
         ["--unknown", "--mixed-precision", "fp8"],
     ],
 )
-def test_what_follows_the_script_is_the_scripts_own(own: list[str]) -> None:
+def test_arguments_after_the_script_belong_to_the_script(own: list[str]) -> None:
     plan, settings = make_plan(parse("--cpu", "train.py", *own))
     assert list(plan.target.arguments) == own
     assert plan.target.name == "train.py"

@@ -19,7 +19,7 @@ FAILS = [sys.executable, "-c", "import sys; print('failed', file=sys.stderr); sy
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
-def test_what_a_command_prints_is_returned() -> None:
+def test_run_command_returns_the_output() -> None:
     assert sorted(str(run_command(BOTH, return_stdout=True)).split()) == ["err", "out"]
     assert run_command(BOTH) is None
 

@@ -93,7 +93,7 @@ def test_a_file_for_fsdp_2_stays_as_it_is() -> None:
         ),
     ],
 )
-def test_what_cannot_be_converted_is_named(config: dict[str, Any], problem: str) -> None:
+def test_settings_that_cannot_be_converted_are_refused(config: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         convert_config_to_fsdp2(config)
 

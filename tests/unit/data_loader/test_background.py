@@ -59,7 +59,7 @@ def test_all_items_come_in_order(stays: bool, size: int, count: int) -> None:
     assert readers() == 0
 
 
-def test_what_is_read_ahead_is_bounded() -> None:
+def test_prefetched_items_are_bounded() -> None:
     read: list[int] = []
     reader = ReadAhead(items(100, MESSAGE_BYTES, read), lambda: False)
     assert len(reader.take()) == 1

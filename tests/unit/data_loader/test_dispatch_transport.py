@@ -21,7 +21,7 @@ def two_views() -> tuple[SharedMemory, SharedMemory]:
     return SharedMemory(mine), SharedMemory(os.dup(mine))
 
 
-class Meeting(Transport):
+class FakeTransport(Transport):
     """The transport of rank 1 of 2. Rank 0 broadcasts `offer` and answers `others_have_it`."""
 
     size, rank = 2, 1
@@ -36,7 +36,7 @@ class Meeting(Transport):
         return [self.others_have_it, obj]
 
 
-def test_both_ends_find_the_same_slots() -> None:
+def test_writer_and_reader_find_the_same_slots() -> None:
     writer, reader = two_views()
     kept = [writer.take(size).fill_(number) for number, size in enumerate((3, PAGE, PAGE + 1, 5, 4 * PAGE))]
     for number, slot in enumerate(kept):
@@ -76,7 +76,7 @@ def test_a_slot_is_used_again_when_nothing_uses_it(make: Callable[[], Slots]) ->
 @pytest.mark.parametrize("make", [private, shared])
 @given(steps=st.lists(st.tuples(st.sampled_from(["take", "keep a view", "drop"]), st.integers(0, 3 * PAGE))))
 @settings(max_examples=50, deadline=None)
-def test_what_is_kept_never_changes(make: Callable[[], Slots], steps: list[tuple[str, int]]) -> None:
+def test_a_slot_in_use_is_not_overwritten(make: Callable[[], Slots], steps: list[tuple[str, int]]) -> None:
     slots = make()
     kept: dict[int, torch.Tensor] = {}
     for number, (step, where) in enumerate(steps):
@@ -132,17 +132,17 @@ def test_the_file_is_closed_with_the_memory() -> None:
 def test_an_offer_of_shared_memory_is_accepted_on_its_machine_only() -> None:
     offer = dispatch_transport._offer()
     assert offer is not None
-    assert share_memory(Meeting(offer)) is not None
-    assert share_memory(Meeting(("another kernel", *offer[1:]))) is None
+    assert share_memory(FakeTransport(offer)) is not None
+    assert share_memory(FakeTransport(("another kernel", *offer[1:]))) is None
     os.close(offer[2])
-    assert share_memory(Meeting(offer)) is None  # cannot be opened (any more)
-    assert share_memory(Meeting(None)) is None
+    assert share_memory(FakeTransport(offer)) is None  # cannot be opened (any more)
+    assert share_memory(FakeTransport(None)) is None
 
 
 def test_memory_that_one_process_lacks_is_used_by_none() -> None:
     offer = dispatch_transport._offer()
     assert offer is not None
-    assert share_memory(Meeting(offer, others_have_it=False)) is None
+    assert share_memory(FakeTransport(offer, others_have_it=False)) is None
     os.close(offer[2])
 
 
@@ -152,7 +152,7 @@ def test_a_system_without_files_in_memory_makes_no_offer(monkeypatch: pytest.Mon
 
 
 def test_blocks_of_devices_never_share_memory_of_the_host() -> None:
-    route = Route(Meeting(None), range(2), torch.device("meta"))
-    route._share_from_now_on(dispatch_transport.LARGE)  # Meeting(None) would answer; no rank asks
+    route = Route(FakeTransport(None), range(2), torch.device("meta"))
+    route._share_from_now_on(dispatch_transport.LARGE)  # FakeTransport(None) would answer; no rank asks
     assert route._memory is None
     assert not route._may_share

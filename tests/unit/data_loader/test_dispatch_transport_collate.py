@@ -126,14 +126,14 @@ def test_nothing_is_shared_before_the_memory_is_open() -> None:
     assert StackInMemory(route, 0, 2)([torch.rand(SIZE)] * 2).shape == (2, SIZE)
 
 
-def test_each_round_has_one_own_batch() -> None:
+def test_each_round_has_one_batch_in_private_memory() -> None:
     route, memory = make_route()
     collate = StackInMemory(route, 1, 3)
     batches = [collate([torch.rand(SIZE)] * 2) for _ in range(6)]
     assert [memory.find(batch) is None for batch in batches] == [False, True, False] * 2
 
 
-def test_a_batch_that_is_cut_is_shared_and_the_own_part_is_a_copy() -> None:
+def test_a_sliced_batch_is_shared_and_the_part_of_this_rank_is_a_copy() -> None:
     route, memory = make_route()
     batch = StackInMemory(route, 0, 1)([{"x": torch.rand(SIZE), "y": 1}] * 4)
     assert memory.find(batch["x"]) is not None

@@ -16,24 +16,24 @@ from accelerate.ops import Transport
 CPU = torch.device("cpu")
 
 
-class Post(Transport):
+class StoringTransport(Transport):
     """Keeps what process 0 sends, for one other process to take."""
 
-    def __init__(self, rank: int, letters: deque[Tensor], size: int = 3) -> None:
-        self.rank, self.size, self.letters = rank, size, letters
+    def __init__(self, rank: int, queue: deque[Tensor], size: int = 3) -> None:
+        self.rank, self.size, self.queue = rank, size, queue
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         if self.rank == source:
-            self.letters.append(tensor.clone())
+            self.queue.append(tensor.clone())
             return tensor
-        return tensor.copy_(self.letters.popleft())
+        return tensor.copy_(self.queue.popleft())
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
         if parts is None:
-            return out.copy_(self.letters.popleft())
+            return out.copy_(self.queue.popleft())
         assert len(parts) == self.size
         assert all(part.shape == out.shape for part in parts)
-        self.letters.append(parts[-1].clone())
+        self.queue.append(parts[-1].clone())
         return out
 
 
@@ -41,12 +41,12 @@ def deliver(
     messages: list[list[Round]], group_of: Sequence[int] = range(3)
 ) -> tuple[list[Arrival], list[Any]]:
     """Return what the last rank receives, and all sent tensors."""
-    letters: deque[Tensor] = deque()
-    sender = Sender(Route(Post(0, letters), group_of, CPU))
+    queue: deque[Tensor] = deque()
+    sender = Sender(Route(StoringTransport(0, queue), group_of, CPU))
     for rounds in messages:
         sender.send([sender.pack(dealt) for dealt in rounds])
-    sent = list(letters)
-    return list(receive(Route(Post(2, letters), group_of, CPU))), sent
+    sent = list(queue)
+    return list(receive(Route(StoringTransport(2, queue), group_of, CPU))), sent
 
 
 def deal(number: int, *, size: int = 4, is_end: bool = False) -> Round:
@@ -65,7 +65,7 @@ def test_shapes_are_sent_only_when_they_change() -> None:
     rounds = [[deal(0)], [deal(1), deal(2)], [deal(3, size=8)], [deal(4, size=8)], []]
     arrivals, sent = deliver(rounds)
     assert len(arrivals) == 5
-    heads = [letter.tolist() for letter in sent if letter.dtype == torch.int64]
+    heads = [message.tolist() for message in sent if message.dtype == torch.int64]
     assert [head[0] for head in heads] == [1, 0, 1, 0, 0]
     assert [head[1] for head in heads] == [1, 2, 1, 1, 0]
     assert [head[3] for head in heads if head[0] == 0] == [32, 32, 0]
@@ -96,29 +96,29 @@ def test_objects_are_sent_with_the_spec() -> None:
 
 
 def test_a_failure_is_raised_by_all() -> None:
-    letters: deque[Tensor] = deque()
-    sender = Sender(Route(Post(0, letters), range(3), CPU))
+    queue: deque[Tensor] = deque()
+    sender = Sender(Route(StoringTransport(0, queue), range(3), CPU))
     sender.send([sender.pack(deal(0))])
     sender.fail(LookupError("sample 4 is lost"))
-    arrivals = receive(Route(Post(1, letters), range(3), CPU))
+    arrivals = receive(Route(StoringTransport(1, queue), range(3), CPU))
     assert next(arrivals).part.shape == (4,)
     with pytest.raises(LookupError, match="sample 4"):
         next(arrivals)
 
 
 def test_one_receiver_needs_no_block_of_the_sender() -> None:
-    letters: deque[Tensor] = deque()
-    sender = Sender(Route(Post(0, letters, size=2), range(2), CPU))
+    queue: deque[Tensor] = deque()
+    sender = Sender(Route(StoringTransport(0, queue, size=2), range(2), CPU))
     sender.send([sender.pack(deal(0))])
     sender.send([sender.pack(deal(1, is_end=True))])
-    assert [letter.dtype for letter in letters] == [torch.int64, torch.uint8] * 2
-    arrivals = list(receive(Route(Post(1, letters, size=2), range(2), CPU)))
+    assert [message.dtype for message in queue] == [torch.int64, torch.uint8] * 2
+    arrivals = list(receive(Route(StoringTransport(1, queue, size=2), range(2), CPU)))
     assert [arrival.part.tolist() for arrival in arrivals] == [[1.0] * 4, [11.0] * 4]
 
 
 def test_a_sender_without_other_ranks_sends_nothing() -> None:
-    letters: deque[Tensor] = deque()
-    sender = Sender(Route(Post(0, letters, size=1), range(1), CPU))
+    queue: deque[Tensor] = deque()
+    sender = Sender(Route(StoringTransport(0, queue, size=1), range(1), CPU))
     sender.send([sender.pack(deal(0))])
     sender.fail(LookupError("gone"))
-    assert not letters
+    assert not queue

@@ -26,27 +26,27 @@ CPU = torch.device("cpu")
 Step = tuple[list[int], tuple[int, ...] | None, bool]
 
 
-class Post(Transport):
+class StoringTransport(Transport):
     """A transport that stores what rank 0 sends, for the other ranks to receive one after the other."""
 
     def __init__(self, size: int) -> None:
         self.size, self.rank = size, 0
-        self.letters: list[Any] = []
+        self.messages: list[Any] = []
         self.unread: deque[Any] = deque()
 
     def become(self, rank: int) -> None:
-        self.rank, self.unread = rank, deque(self.letters)
+        self.rank, self.unread = rank, deque(self.messages)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         if self.rank:
             return tensor.copy_(self.unread.popleft())
-        self.letters.append(tensor.clone())
+        self.messages.append(tensor.clone())
         return tensor
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
         if parts is None:
             return out.copy_(self.unread.popleft()[self.rank])
-        self.letters.append([part.clone() for part in parts])
+        self.messages.append([part.clone() for part in parts])
         return out
 
 
@@ -109,7 +109,7 @@ def read_everywhere(
 ) -> list[list[Step]]:
     """What each of `world` processes reads in its second pass, without any of them."""
     PartialState(cpu=True)
-    post = Post(world)
+    post = StoringTransport(world)
     services.put(Transport, post)
     ranks = []
     for rank in range(world):
@@ -124,7 +124,7 @@ def read_everywhere(
         )
         if isinstance(loader, DataLoaderDispatcher) and world > 1 and rank == 0:
             list(loader)
-            post.letters.clear()
+            post.messages.clear()
         elif rank == 0 or not isinstance(loader, DataLoaderDispatcher):
             list(loader)
         ranks.append(read_pass(skip_first_batches(loader, skip) if skip else loader))
@@ -200,7 +200,7 @@ def test_the_dataset_once_with_workers(kind: str, dispatch: bool, world: int) ->
 @pytest.mark.parametrize("dispatch", [None, False])
 @pytest.mark.parametrize("even", [False, True])
 @pytest.mark.parametrize("samples", [1, 6, 11, 12, 13])
-def test_what_the_user_shared_out_is_not_shared_out_again(
+def test_an_already_sharded_dataset_is_not_sharded_again(
     samples: int, even: bool, dispatch: bool | None
 ) -> None:
     PartialState(cpu=True)

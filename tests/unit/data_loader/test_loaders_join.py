@@ -40,7 +40,7 @@ def take(mine: Iterator[Any], theirs: list[int], **options: Any) -> tuple[list[A
     return [(getattr(batch, "tolist", lambda b=batch: b)(), is_last) for batch, is_last in taken], fillers
 
 
-def test_equal_shares_are_given_as_they_are() -> None:
+def test_equal_shares_are_unchanged() -> None:
     taken, fillers = take(batches(2, 2), [2, 2])
     assert taken == [([0, 1], False), ([2, 3], True)]
     assert fillers == {1: (2, 2)}

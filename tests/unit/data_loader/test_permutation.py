@@ -122,7 +122,9 @@ def test_a_billion_samples_take_no_memory(world: int, rank: int, settings: dict[
 @pytest.mark.parametrize("size", [1, 50, 9000])
 @pytest.mark.parametrize("skipped", [1, 5, 600])
 @pytest.mark.parametrize("settings", [{}, {"batch_size": None}, {"drop_last": True}])
-def test_an_order_begins_anywhere(size: int, skipped: int, settings: dict[str, Any]) -> None:
+def test_skipping_batches_starts_the_order_at_that_position(
+    size: int, skipped: int, settings: dict[str, Any]
+) -> None:
     whole, late = (
         prepare(Huge(size), **settings),
         skip_first_batches(prepare(Huge(size), **settings), skipped),
@@ -161,7 +163,7 @@ def test_the_seed_of_the_users_generator_is_kept() -> None:
 
 
 @pytest.mark.parametrize("shard", [False, True])
-def test_a_sampler_advances_to_the_next_epoch_by_itself(shard: bool) -> None:
+def test_a_sampler_advances_to_the_next_epoch_after_each_pass(shard: bool) -> None:
     sampler = ConstantMemorySampler(range(5000), data_seed=1)
     batches: Any = BatchSampler(sampler, 7, drop_last=False)
     source = BatchSamplerShard(batches, 2, 0) if shard else batches

@@ -61,7 +61,9 @@ STREAMED: DataLoader[Any] = DataLoader(Stream(), batch_size=4)
         (DataLoader([1], batch_sampler=[[0]]), {"split": True}, "shard", None),
     ],
 )
-def test_how(loader: DataLoader[Any], asked: dict[str, Any], how: str, batch_size: int | None) -> None:
+def test_the_method_of_sharding_is_chosen(
+    loader: DataLoader[Any], asked: dict[str, Any], how: str, batch_size: int | None
+) -> None:
     decided = decide(loader, **asked)
     assert (decided.how, decided.batch_size) == (how, batch_size)
 
@@ -82,7 +84,7 @@ def test_only_batch_samplers_may_end_unevenly(
     assert decide(loader, even=False, **asked).even == even
 
 
-def test_it_can_be_read() -> None:
+def test_plans_are_printed_in_words() -> None:
     assert str(decide(MAPPED)) == "shard, part 0 of 2 (by the batch sampler)"
     assert str(decide(MAPPED, world=1)) == "leave (one process)"
     assert str(decide(SHARED)) == "shard, part 0 of 2 (the dataset is sharded already)"

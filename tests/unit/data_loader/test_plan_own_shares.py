@@ -62,14 +62,14 @@ def pipeline(*stages: str) -> Any:
     return built
 
 
-def test_shards_are_dealt_to_the_groups() -> None:
+def test_shards_are_assigned_to_the_groups() -> None:
     whole = Shards([[0, 1], [2], [3, 4, 5]])
     shares = [own_share(whole, 2, group) for group in range(2)]
     assert [list(share.dataset) for share in shares if share] == [[0, 1, 3, 4, 5], [2]]
     assert all(share and not share.is_given and "3 shards" in share.why for share in shares)
 
 
-def test_fewer_shards_than_groups_are_not_dealt() -> None:
+def test_fewer_shards_than_groups_are_not_assigned() -> None:
     assert own_share(Shards([[0], [1]]), 3, 0) is None
 
 
@@ -100,7 +100,7 @@ def test_pipelines_that_split_by_node_are_shared_out_already(stages: tuple[str, 
         np.random.RandomState,
     ],
 )
-def test_generators_with_seeds_of_their_own_make_ranks_differ(seeded: Any) -> None:
+def test_different_generator_seeds_make_datasets_differ(seeded: Any) -> None:
     shards = [[0], [1]]
     mine = Shards(shards, seeded(1))
     assert is_the_same_everywhere(mine, OtherRank(Shards(shards, seeded(1))))
@@ -108,7 +108,7 @@ def test_generators_with_seeds_of_their_own_make_ranks_differ(seeded: Any) -> No
     assert not is_the_same_everywhere(mine, OtherRank(Shards(shards)))
 
 
-def test_another_number_of_shards_makes_ranks_differ() -> None:
+def test_another_number_of_shards_makes_datasets_differ() -> None:
     assert not is_the_same_everywhere(Shards([[0], [1]]), OtherRank(Shards([[0], [1], [2]])))
 
 

@@ -1,4 +1,4 @@
-"""A user's loader becomes a prepared one, in one process that plays every rank."""
+"""Preparing a loader, in one process that simulates every rank."""
 
 from __future__ import annotations
 

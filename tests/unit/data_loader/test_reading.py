@@ -44,14 +44,14 @@ def test_workers_can_be_asked_and_the_users_function_is_called(method: str, init
 
 @pytest.mark.usefixtures("states")
 def test_each_start_of_workers_calls_the_observer() -> None:
-    heard: list[list[int]] = []
+    started: list[list[int]] = []
 
     class Observer(WorkersObserver):
         def follow(self, iterator: Any) -> None:
-            heard.append([w.pid for w in iterator._workers])
+            started.append([w.pid for w in iterator._workers])
 
     services.put(WorkersObserver, Observer())
     data = torch.arange(2)
     assert len(list(prepare_data_loader(DataLoader(data, num_workers=1)))) == 2  # type: ignore[arg-type]
     assert len(list(prepare_data_loader(DataLoader(data)))) == 2  # type: ignore[arg-type]
-    assert [len(pids) for pids in heard] == [1]
+    assert [len(pids) for pids in started] == [1]

@@ -258,7 +258,7 @@ def test_advance_equals_reading(source: Any, count: int) -> None:
     assert list(iterator) == whole[count:]
 
 
-def test_the_last_batch_is_known_as_such_and_a_pass_that_is_over_begins_anew() -> None:
+def test_the_state_after_the_last_batch_is_over_and_the_next_epoch_is_not() -> None:
     loader = Accelerator(cpu=True).prepare(DataLoader(range(3)))  # type: ignore[arg-type]
     states = [resume.capture(loader)["is_over"] for _ in loader]  # type: ignore[index]
     assert states == [False, False, True]

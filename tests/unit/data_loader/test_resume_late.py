@@ -100,7 +100,7 @@ def resumed(loader: Any, seen: int, groups: int = 1, consumed: int | None = None
     return loader
 
 
-def test_what_was_given_is_passed_over() -> None:
+def test_batches_already_given_are_skipped() -> None:
     late = start_late(make(Stream()), 3)
     assert [batch.tolist() for batch in late][0] == [6, 7]
 
@@ -141,7 +141,7 @@ def test_batches_that_do_not_begin_there_are_refused() -> None:
         start_late(loader, 3)
 
 
-def test_shares_of_the_datasets_own_keep_their_batches() -> None:
+def test_shards_of_a_dataset_do_not_resume_with_another_batch_size() -> None:
     loader = resumed(make(Counted(20)), 2, own_shares=True, rows_in_batch=4)
     loader.plan = replace(loader.plan, how="dataset_shards")
     with pytest.raises(CheckpointError, match="batches of 4 and not of 2, and the batches of shards"):
@@ -159,7 +159,7 @@ def test_batches_of_another_size_resume_from_a_checkpoint() -> None:
     assert [batch.tolist() for batch in skip_first_batches(after, 2)] == [[8, 9, 10, 11], [12, 13, 14, 15]]
 
 
-def test_an_epoch_that_was_over_stays_over() -> None:
+def test_a_finished_epoch_has_no_more_batches() -> None:
     assert list(start_late(resumed(make(Stream()), 10, is_over=True), 10)) == []
 
 

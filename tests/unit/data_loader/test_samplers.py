@@ -101,7 +101,7 @@ def test_one_process_neutralises_the_shard() -> None:
     assert shard.fillers == {}
 
 
-def test_what_cannot_be_split_is_refused() -> None:
+def test_batches_that_cannot_be_split_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"batch_size=5: .* 2 equal parts\. .* multiple of 2"):
         BatchSamplerShard(in_order(10, 5), 2, 0, split_batches=True)
     for processes in (1, 2):
@@ -110,7 +110,7 @@ def test_what_cannot_be_split_is_refused() -> None:
     assert list(BatchSamplerShard([[0, 1], [2, 3]], 2, 0)) == [[0, 1]]
 
 
-def test_sizes_that_vary_are_left_as_they_are() -> None:
+def test_batches_of_varying_sizes_are_unchanged() -> None:
     batches = [[0], [1, 2, 3], [4, 5]]
     shards = [BatchSamplerShard(batches, 2, rank) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[[0], [4, 5]], [[1, 2, 3], [0]]]
@@ -146,7 +146,7 @@ def test_skip_passes_over_batches() -> None:
     assert list(again) == list(skipping)
 
 
-def test_items_are_dealt_like_batches() -> None:
+def test_single_items_are_assigned_like_batches() -> None:
     shards = [SamplerShard(SequentialSampler(range(5)), 2, rank, even_batches=True) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[0, 2, 4], [1, 3, 0]]
     assert [len(shard) for shard in shards] == [3, 3]

@@ -49,7 +49,7 @@ def test_every_row_answers_the_whole_interface(backend, fake_torch):
     backend.grad_scaler(init_scale=4.0)
 
 
-def test_rows_shaped_like_cuda_drive_their_own_module(accelerator, fake_torch):
+def test_backends_with_the_interface_of_cuda_call_their_module(accelerator, fake_torch):
     module = accelerator.module
     assert (accelerator.count(), accelerator.current()) == (4, 2)
     accelerator.set_current(3)

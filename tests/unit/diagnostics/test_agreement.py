@@ -102,7 +102,7 @@ def test_requests_to_another_rank_apply_to_all_ranks(caplog: pytest.LogCaptureFi
     assert "All processes save and stop now: SIGTERM reached process 3." in caplog.text
 
 
-def test_both_answers_of_a_step_belong_together() -> None:
+def test_save_and_stop_agree_within_a_step() -> None:
     """Whichever is asked first, and also where one of them is asked seldom."""
     for order in ("save stop", "stop save"):
         collective, switch = Collective(step=3.0), Switch(STOP_FILE)
@@ -124,7 +124,7 @@ def test_reading_only_save_or_stop_is_enough(name: str) -> None:
     agreement.close()
 
 
-def test_an_answer_that_was_read_once_does_not_slow_the_other_down() -> None:
+def test_reading_save_once_does_not_delay_stop() -> None:
     collective, switch = Collective(step=3.0), Switch(STOP_FILE)
     agreement = collective.agree(switch)
     agreement.read_save()

@@ -39,7 +39,7 @@ class Recorder:
         (ValueError("CUDA out of memory."), False),
     ],
 )
-def test_which_exceptions_mean_memory(exception: Exception, reduce: bool) -> None:
+def test_should_reduce_batch_size_recognises_out_of_memory_errors(exception: Exception, reduce: bool) -> None:
     assert should_reduce_batch_size(exception) is reduce
 
 
@@ -74,7 +74,7 @@ def test_the_size_that_was_found_is_tried_first_next_time() -> None:
 
 
 @pytest.mark.parametrize("takes_size", [True, False])
-def test_own_reduction(takes_size: bool) -> None:
+def test_a_custom_reduction_sets_the_next_batch_size(takes_size: bool) -> None:
     sizes = iter([7, 5, 3])
     train = Recorder(fits=3)
     reduction: Any = (lambda size: size - 2) if takes_size else (lambda: next(sizes))
@@ -128,7 +128,7 @@ def test_a_missing_argument_is_python_s_own_error() -> None:
         train()
 
 
-def test_what_a_failed_attempt_held_is_free_in_the_next() -> None:
+def test_tensors_of_a_failed_attempt_are_freed_before_the_next() -> None:
     class Activation:
         pass
 

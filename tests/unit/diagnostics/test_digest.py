@@ -162,7 +162,7 @@ def test_the_report_for_machines(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asked_by", [15, 2])
-def test_what_the_launcher_killed_did_not_run_out_of_memory(asked_by: int) -> None:
+def test_a_rank_killed_by_the_launcher_did_not_run_out_of_memory(asked_by: int) -> None:
     seen = Exits({0: -9, 1: 1, 2: -asked_by}, asked=(0, 2), asked_by=asked_by, killed=(0,))
     text = render(Outcome(1, (BASE,), seen), HERE)
     name = {15: "SIGTERM", 2: "SIGINT"}[asked_by]

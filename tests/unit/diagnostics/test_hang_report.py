@@ -77,7 +77,7 @@ def test_operations_of_torch_and_lines_without_a_function() -> None:
         ),
     ],
 )
-def test_what_is_a_hang(states: list[RankState], expected: bool) -> None:
+def test_hangs_are_recognised_from_the_states_of_ranks(states: list[RankState], expected: bool) -> None:
     assert is_hang(states) is expected
 
 

@@ -1,4 +1,4 @@
-"""What torch's flight recorder says, played by one that answers as torch 2.13 does."""
+"""Entries of torch's flight recorder, replaced by one with the format of torch 2.13."""
 
 from __future__ import annotations
 

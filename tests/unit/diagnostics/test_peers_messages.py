@@ -32,7 +32,7 @@ def test_one_of_two_that_ask_at_the_same_time_is_the_first(pair: Pair) -> None:
     assert second.ask(1)
 
 
-def test_states_and_reports_arrive_as_they_were_sent(pair: Pair) -> None:
+def test_states_and_reports_are_received_as_sent(pair: Pair) -> None:
     first, second = pair
     states = [
         RankState(0, Doing.COLLECTIVE, "gather", 3, "[2]", "a.py", 7, 1.5),

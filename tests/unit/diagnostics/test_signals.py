@@ -42,16 +42,16 @@ def test_signals_are_noted_and_reported_once() -> None:
 
 
 def test_the_handler_before_is_called_too() -> None:
-    heard = []
+    received = []
 
     def listen(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
+        received.append(number)
 
     before = signal.signal(signal.SIGUSR1, listen)
     notes = SignalNotes()
     notes.install()
     signal.raise_signal(signal.SIGUSR1)
-    assert heard == [signal.SIGUSR1]
+    assert received == [signal.SIGUSR1]
     assert notes.take() == {SIGUSR1}
     notes.restore()
     assert signal.signal(signal.SIGUSR1, before) is listen
@@ -95,10 +95,10 @@ def test_a_handler_set_later_is_left_in_place() -> None:
 
 
 def test_a_second_sigterm_does_what_it_did_before() -> None:
-    now, heard = [0.0], []
+    now, received = [0.0], []
 
     def listen(number: int, frame: FrameType | None) -> None:
-        heard.append(now[0])
+        received.append(now[0])
 
     before = signal.signal(signal.SIGTERM, listen)
     notes = SignalNotes(clock=lambda: now[0])
@@ -109,7 +109,7 @@ def test_a_second_sigterm_does_what_it_did_before() -> None:
     now[0] = SECONDS_ALIKE + 1
     signal.raise_signal(signal.SIGTERM)
     assert signal.signal(signal.SIGTERM, before) is listen
-    assert heard == [0.0, SECONDS_ALIKE / 2, SECONDS_ALIKE + 1]
+    assert received == [0.0, SECONDS_ALIKE / 2, SECONDS_ALIKE + 1]
 
 
 def test_a_second_sigterm_ends_a_process_that_does_not_look() -> None:
@@ -121,7 +121,7 @@ def test_a_second_sigterm_ends_a_process_that_does_not_look() -> None:
     assert subprocess.run([sys.executable, "-c", script], timeout=60).returncode == -signal.SIGTERM
 
 
-def test_a_fork_ends_as_it_would_have() -> None:
+def test_a_fork_ends_on_signals_as_without_handlers() -> None:
     script = (
         "import os, signal, time; from accelerate.diagnostics import SignalNotes\n"
         "notes = SignalNotes(); notes.install(); read, write = os.pipe(); child = os.fork()\n"

@@ -66,7 +66,7 @@ def test_outputs_are_moved_to_the_device_of_the_inputs(monkeypatch: pytest.Monke
     assert hook.post_forward(model, X).device == META
 
 
-def test_some_inputs_stay() -> None:
+def test_inputs_in_skip_keys_are_not_moved() -> None:
     hook = AlignDevicesHook("meta", skip_keys=["cache"])
     args, kwargs = hook.pre_forward(nn.Identity(), X, [X], cache=X, other=X, number=7)
     assert args[0].device == args[1][0].device == kwargs["other"].device == META
@@ -74,7 +74,7 @@ def test_some_inputs_stay() -> None:
     assert kwargs["number"] == 7
 
 
-def test_what_is_there_is_not_touched() -> None:
+def test_inputs_on_the_device_are_returned_unchanged() -> None:
     args, kwargs = (X, 1, None, "x"), {"y": X}
     assert all_on_device(args, kwargs, CPU)
     assert not all_on_device(args, kwargs, META)
@@ -115,7 +115,7 @@ def test_statistics_that_a_forward_changes_are_kept() -> None:
     assert model.norm.num_batches_tracked == 2
 
 
-def test_only_own_tensors() -> None:
+def test_only_direct_tensors_of_the_module_are_offloaded() -> None:
     model = Net()
     model.scale = nn.Parameter(torch.ones(1))
     add_hook_to_module(model, AlignDevicesHook("cpu", offload=True))

@@ -50,7 +50,7 @@ def wait_for(prefetcher: Prefetcher) -> None:
     prefetcher._coming[1].result()
 
 
-def test_the_order_of_the_first_forward_is_brought_ahead_in_the_next() -> None:
+def test_blocks_are_prefetched_in_the_order_of_the_first_forward() -> None:
     blocks, log = build("abc")
     prefetcher = Prefetcher(CPU)
     take(prefetcher, blocks, "abc")
@@ -83,7 +83,7 @@ def test_another_order_is_slower_and_right() -> None:
     assert all(not main for _, main in log), "now a is what follows b"
 
 
-def test_a_block_that_follows_itself_is_brought_when_it_is_called() -> None:
+def test_a_block_that_follows_itself_is_not_prefetched() -> None:
     blocks, log = build("a")
     prefetcher = Prefetcher(CPU)
     take(prefetcher, blocks, "aaa")
@@ -117,7 +117,7 @@ def test_the_thread_ends_with_its_owner() -> None:
     assert not thread.is_alive()
 
 
-def test_a_copy_begins_anew() -> None:
+def test_a_copied_prefetcher_has_no_pending_copies() -> None:
     blocks, _ = build("ab")
     prefetcher = Prefetcher(CPU)
     take(prefetcher, blocks, "aba")
@@ -193,7 +193,7 @@ def test_running_out_of_memory_ahead_is_no_error() -> None:
     assert transfer.fetch(blocks["b"]) is None
 
 
-def test_which_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerators_with_streams_copy_on_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     assert type(transfer_to(CPU)) is Transfer
     assert type(transfer_to(torch.device("meta"))) is Transfer
     for module, kind in ((FakeModule(), StreamTransfer), (SimpleNamespace(), Transfer)):

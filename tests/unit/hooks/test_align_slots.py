@@ -77,7 +77,7 @@ def test_integers_keep_their_dtype() -> None:
     assert not stay
 
 
-def test_what_stays_and_what_is_shared() -> None:
+def test_tied_tensors_share_a_slot_and_others_stay() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.BatchNorm1d(2))
     module[1].weight = module[0].weight
     module[2].register_buffer("steps", torch.zeros(1), persistent=False)

@@ -30,7 +30,7 @@ def small(model: nn.Module) -> set[str]:
         ({"skip_modules_classes": (nn.ModuleDict,)}, set()),
     ],
 )
-def test_which_layers(options: dict[str, object], expected: set[str]) -> None:
+def test_patterns_select_the_layers(options: dict[str, object], expected: set[str]) -> None:
     model = build()
     attach_layerwise_casting_hooks(model, SMALL, FULL, **options)  # type: ignore[arg-type]
     assert small(model) == expected
@@ -69,6 +69,6 @@ def test_weights_that_an_embedding_shares_stay() -> None:
     ("dtype", "pattern", "said"),
     [("float61", None, "dtype='float61'"), ("float16", "(", r"skip_modules_pattern=.*no regular expression")],
 )
-def test_what_cannot_work_is_named(dtype: str, pattern: str | None, said: str) -> None:
+def test_unsupported_dtypes_and_layers_are_refused(dtype: str, pattern: str | None, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         attach_layerwise_casting_hooks(nn.Linear(2, 2), dtype, "float32", pattern)

@@ -82,7 +82,7 @@ def build() -> nn.Module:
     return model
 
 
-def test_who_is_offloaded() -> None:
+def test_has_offloaded_params_is_true_for_offloading_hooks() -> None:
     layer = nn.Linear(2, 2)
     assert not has_offloaded_params(layer)
     add_hook_to_module(layer, AlignDevicesHook("cpu"))

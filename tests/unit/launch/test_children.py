@@ -90,7 +90,7 @@ def test_a_program_that_will_not_end_is_killed_with_all_below_it(tmp_path: Path)
     assert "2 processes did not end in time and were killed." in err
 
 
-def test_what_a_program_leaves_behind_is_killed(tmp_path: Path) -> None:
+def test_processes_left_by_a_program_are_killed(tmp_path: Path) -> None:
     code, err = end(tmp_path, WITH_CHILD + SLEEP, signal.SIGTERM, 2)
     assert code == 143
     assert "SIGTERM ended all processes, 1 of which had outlived the first." in err
@@ -113,8 +113,8 @@ def test_another_signal_can_be_sent_in_its_place(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_request_is_forwarded_and_does_not_end_the_program(tmp_path: Path, number: signal.Signals) -> None:
     """The program goes on for longer than the grace after a signal that asks it to end."""
-    heard = f"signal.signal({int(number)}, lambda *_: (time.sleep(1.5), sys.exit(3)))\n"
-    code, said = end(tmp_path, heard + SLEEP, number, 1, grace=1)
+    program = f"signal.signal({int(number)}, lambda *_: (time.sleep(1.5), sys.exit(3)))\n"
+    code, said = end(tmp_path, program + SLEEP, number, 1, grace=1)
     assert code == 3
     assert said == ""
 
@@ -218,7 +218,7 @@ def test_in_a_fork_and_in_programs_a_request_does_what_it_does_by_default(tmp_pa
     assert start(tmp_path, forks, signal.SIGUSR2) == (0, f"{-signal.SIGUSR1} {-signal.SIGUSR2}\n")
 
 
-def test_what_is_sent_meanwhile_is_delivered_behind_the_block() -> None:
+def test_signals_within_the_block_are_delivered_after_it() -> None:
     seen: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, _: seen.append(number))
     try:

@@ -158,7 +158,7 @@ def test_of_errors_of_the_script_the_earliest_is_the_cause() -> None:
     assert [each.rank for each in find_suspects(Outcome(1, (OWN, early)))] == [3, 1]
 
 
-def test_what_the_launcher_ended_is_never_the_cause() -> None:
+def test_ranks_ended_by_the_launcher_are_never_the_cause() -> None:
     seen = Exits({0: 1, 1: -15, 2: -9}, asked=(1, 2), killed=(2,))
     assert [each.rank for each in find_suspects(Outcome(1, (CONSEQUENCES[0],), seen))] == [0]
     assert find_first(Outcome(143, (), Exits({0: -15, 1: -2}, asked=(0,), asked_by=15))) is not None
@@ -217,7 +217,7 @@ def test_the_dispatching_rank_is_ordered_before_the_ranks_that_received_its_erro
     assert [(each.kind, each.rank) for each in found] == [(Kind.OWN, 0), (Kind.OF_OTHERS, 2)]
 
 
-def test_processes_without_a_rank_keep_their_files_apart(tmp_path: Path) -> None:
+def test_processes_without_a_rank_write_different_files(tmp_path: Path) -> None:
     first = replace(describe("first"), pid=1, moment=1.0)
     second = replace(describe("second"), pid=2, moment=2.0)
     for failure in (second, first):

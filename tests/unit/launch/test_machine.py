@@ -40,7 +40,7 @@ def test_a_free_port_is_not() -> None:
     assert not is_port_in_use(get_free_port())
 
 
-def test_each_run_has_a_key_of_its_own_or_that_of_its_launcher() -> None:
+def test_each_run_has_a_new_key_or_that_of_its_launcher() -> None:
     keys = {run_key({})[KEY_VARIABLE] for _ in range(10)}
     assert len(keys) == 10
     assert {len(key) for key in keys} == {64}

@@ -73,7 +73,7 @@ def test_several_machines_give_the_simple_launcher_an_address() -> None:
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("host", "29500")
 
 
-def test_deepspeeds_own_launcher_has_a_command() -> None:
+def test_the_launcher_of_deepspeed_has_a_command() -> None:
     args = decided(OBSERVED["deepspeed"])
     assert namespace.prepare_deepspeed_cmd_env(args)[0] is None
     more = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "hosts", "main_process_port": 5}

@@ -35,7 +35,7 @@ def command_line(**given: bool) -> Namespace:
     return Namespace(**flags, training_script="train", training_script_args=["--lr", "1"])
 
 
-def test_what_runs_is_a_script_a_module_or_a_program() -> None:
+def test_a_target_is_a_script_a_module_or_a_program() -> None:
     assert Target.of(command_line()) == Target("script", "train", ("--lr", "1"))
     assert Target.of(command_line(module=True)) == Target("module", "train", ("--lr", "1"))
     assert Target.of(command_line(no_python=True)) == Target("program", "train", ("--lr", "1"))

@@ -228,7 +228,7 @@ def test_a_launcher_that_is_called_once_may_choose_the_port() -> None:
     assert made.port == 31000
 
 
-def test_what_starts_all_machines_is_called_on_the_first() -> None:
+def test_launchers_that_start_all_machines_run_on_the_first() -> None:
     with pytest.raises(ConfigurationError, match="the mpi launcher starts all machines"):
         plan(machine(), mpirun_hostfile="hosts", machine_rank=1)
 

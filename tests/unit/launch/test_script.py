@@ -104,7 +104,7 @@ def test_without_its_folder_the_error_is_printed_whole(tmp_path: Path) -> None:
     assert "Traceback" in run(tmp_path, str(ENTRY), "s.py", **variables).stderr
 
 
-def test_an_interrupt_ends_it_as_ever(tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_script_as_under_plain_python(tmp_path: Path) -> None:
     (tmp_path / "s.py").write_text("raise KeyboardInterrupt\n")
     plain, ours = run(tmp_path, "s.py"), run(tmp_path, str(ENTRY), "s.py", **{FOLDER_VARIABLE: str(tmp_path)})
     assert plain.returncode == ours.returncode

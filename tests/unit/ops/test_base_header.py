@@ -1,4 +1,4 @@
-"""The header with which collectives begin; the other processes are played."""
+"""The header of collectives, with the other ranks simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole structures over a transport, with the other processes played; real ones are in tests/distributed."""
+"""Whole structures over a transport, with the other ranks simulated; tests/distributed has real ones."""
 
 from __future__ import annotations
 

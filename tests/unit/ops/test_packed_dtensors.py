@@ -54,7 +54,7 @@ def test_is_dtensor_is_true_for_dtensors_only() -> None:
     assert not any(map(is_dtensor, (torch.ones(1), nn.Parameter(torch.ones(1)), 3, None)))
 
 
-def test_whole_tensors_take_their_places() -> None:
+def test_dtensors_are_replaced_by_full_tensors() -> None:
     plain = torch.ones(1)
     found = whole_tensors({"a": [shared([1.0]), plain], "b": "text"})
     assert found["a"][0].tolist() == [1.0, 1.0]

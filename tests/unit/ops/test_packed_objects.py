@@ -1,4 +1,4 @@
-"""Objects and numbers of all processes, with the other process played."""
+"""Objects and numbers of all processes, with the other rank simulated."""
 
 from __future__ import annotations
 

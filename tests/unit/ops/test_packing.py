@@ -1,4 +1,4 @@
-"""Taking nested tensors apart, packing them into bytes, and the way back; no processes."""
+"""Flattening nested tensors, packing them into bytes, and unpacking; no processes."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def buffers_of(plan: TransferPlan) -> list[Any]:
 
 
 @given(structures)
-def test_apart_and_together_is_the_same(data: Any) -> None:
+def test_taken_apart_data_is_put_together_unchanged(data: Any) -> None:
     parts = take_apart(data)
     again = put_together(data, iter(parts.leaves))
     assert type(again) is type(data)

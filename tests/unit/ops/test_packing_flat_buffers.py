@@ -1,4 +1,4 @@
-"""Segments of buffers: what goes in comes out; with all kinds of structures: test_packing.py."""
+"""Segments of flat buffers are read as they were written; test_packing.py tests all structures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of which the processes have different numbers, with the other process played."""
+"""Different numbers of rows per rank, with the other rank simulated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which transport is chosen, and what its copies stand for."""
+"""The choice of the transport, and its copies."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_rank_0_waits_until_the_others_have_read_the_decision(ranks: list[StoreC
             found = super().wait(names, seconds)
             if names[0].endswith("verdict"):
                 time.sleep(0.2)
-                order.append("heard")
+                order.append("read")
             return found
 
     def decide(consensus: StoreConsensus) -> None:
@@ -82,7 +82,7 @@ def test_rank_0_waits_until_the_others_have_read_the_decision(ranks: list[StoreC
             order.append("ends")
 
     together(*(partial(decide, each) for each in ranks))
-    assert order == ["heard", "heard", "ends"]
+    assert order == ["read", "read", "ends"]
 
 
 def test_rank_0_waits_a_limited_time_after_the_last_decision(
@@ -127,7 +127,7 @@ def test_keys_of_earlier_decisions_are_deleted(ranks: list[StoreConsensus]) -> N
         (KeyError("x"), CheckpointError, "Process 0 failed for all: KeyError: 'x'"),
     ],
 )
-def test_what_the_judge_raises_is_raised_on_all(
+def test_an_error_of_the_decision_is_raised_on_all_ranks(
     ranks: list[StoreConsensus], error: Exception, kind: type[Exception], text: str
 ) -> None:
     def judge(said: list[Any]) -> None:
@@ -139,7 +139,9 @@ def test_what_the_judge_raises_is_raised_on_all(
             raise raised
 
 
-def test_who_does_not_come_is_named(ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_rank_is_named_after_the_timeout(
+    ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.05)
     with pytest.raises(StateError, match=r"`save` must be called on all .* process 0 did not come"):
         ranks[1].decide("save", None, len, 0.05)
@@ -222,7 +224,7 @@ class Harmful:
 
 @pytest.mark.parametrize("key", ["secret", ""])
 @pytest.mark.parametrize("name", ["verdict", "0", "2"])
-def test_what_others_write_to_the_store_runs_no_code(
+def test_pickles_in_the_store_are_not_loaded(
     name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.05)
@@ -279,7 +281,7 @@ def test_an_action_that_fails_on_another_rank_is_an_error_on_this_one(transport:
 
 
 @pytest.mark.parametrize("transport", [(0,)], indirect=True)
-def test_what_rank_0_alone_does(transport: None) -> None:
+def test_run_on_rank_0_returns_its_result_or_raises_its_error(transport: None) -> None:
     assert run_on_rank_0(lambda: 5) == 5
     with pytest.raises(ConfigurationError, match="^mine$"):
         run_on_rank_0(refuse)
@@ -293,6 +295,6 @@ def test_other_ranks_do_nothing_when_rank_0_succeeds(transport: None) -> None:
 
 
 @pytest.mark.parametrize("transport", [(1, ConfigurationError("mine"))], indirect=True)
-def test_what_fails_on_rank_0_is_raised_on_the_others(transport: None) -> None:
+def test_an_error_on_rank_0_is_raised_on_the_others(transport: None) -> None:
     with pytest.raises(ConfigurationError, match="^mine$"):
         run_on_rank_0(lambda: None)

@@ -10,7 +10,7 @@ from accelerate.state import PartialState, services
 pytestmark = pytest.mark.usefixtures("states")
 
 
-def test_one_process_has_its_own_numbers() -> None:
+def test_reduce_async_of_one_process_returns_its_numbers() -> None:
     PartialState(cpu=True)
     assert reduce_async([1, 2.5, 2.0**53], "sum", "test").wait() == [1.0, 2.5, 2.0**53]
     assert services.find(AsyncGroup) is None

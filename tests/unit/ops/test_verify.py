@@ -1,4 +1,4 @@
-"""The comparison before a collective, with the other process played."""
+"""The comparison before a collective, with the other rank simulated."""
 
 from __future__ import annotations
 

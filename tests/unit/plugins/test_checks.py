@@ -16,7 +16,7 @@ def test_an_unknown_choice_is_an_error_that_names_the_others() -> None:
 
 
 @pytest.mark.parametrize("value", ["fp16", DDPCommunicationHookType.FP16])
-def test_a_member_is_found_by_itself_and_by_its_value(value: object) -> None:
+def test_enum_members_are_found_by_member_and_by_value(value: object) -> None:
     assert member("hook", value, DDPCommunicationHookType) is DDPCommunicationHookType.FP16
 
 

@@ -17,7 +17,7 @@ CONFIG = {
 }
 
 
-def test_a_configuration_is_read_from_a_dictionary_that_stays_as_it_is():
+def test_a_configuration_copies_the_given_dictionary():
     given = {"zero_optimization": {"stage": 2}}
     config = HfDeepSpeedConfig(given)
     config.config["zero_optimization"]["stage"] = 1
@@ -41,7 +41,7 @@ def test_a_configuration_is_read_from_a_file_or_base64(how, tmp_path):
         ("list.json", "no object"),
     ],
 )
-def test_what_is_no_configuration_is_refused(source, reason, tmp_path):
+def test_invalid_configurations_are_refused(source, reason, tmp_path):
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "list.json").write_text("[1]")
     given = str(tmp_path / source) if str(source) in ("broken.json", "list.json") else source

@@ -168,7 +168,7 @@ def test_the_launcher_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cpu_ram_efficient_loading": True, "sync_module_states": False}, "Set sync_module_states=True"),
     ],
 )
-def test_what_cannot_be_is_refused(given: dict[str, Any], message: str) -> None:
+def test_invalid_settings_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         FullyShardedDataParallelPlugin(**given)
 

@@ -45,7 +45,7 @@ def test_sequence_parallelism_is_filled_from_the_environment(monkeypatch: pytest
         (TorchTensorParallelPlugin, {"tp_size": 0}, "tp_size=0"),
     ],
 )
-def test_what_cannot_be_is_refused(kind: Any, wrong: dict[str, Any], named: str) -> None:
+def test_invalid_settings_are_refused(kind: Any, wrong: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         kind(**wrong)
 

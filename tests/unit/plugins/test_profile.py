@@ -55,7 +55,7 @@ def test_a_trace_is_written_when_the_profiler_stops(tmp_path: Path) -> None:
 
 # torch says so at every second cycle; as an error inside step() it makes torch crash.
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events at the end of each cycle:UserWarning")
-def test_each_cycle_has_its_own_trace_and_its_own_call(tmp_path: Path) -> None:
+def test_each_cycle_has_a_trace_and_a_call(tmp_path: Path) -> None:
     seen: list[int] = []
     handler = ProfileKwargs(
         activities=["cpu"],
@@ -89,7 +89,7 @@ def test_a_trace_that_the_user_has_exported_is_not_written_again(tmp_path: Path)
         {"schedule_option": {"wait": 1, "warmup": 1, "active": 1, "pause": 3}},
     ],
 )
-def test_what_the_profiler_does_not_know_is_refused(wrong: dict[str, Any]) -> None:
+def test_unknown_profiler_arguments_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         ProfileKwargs(**wrong)
 

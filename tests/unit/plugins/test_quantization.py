@@ -11,7 +11,7 @@ from accelerate.base import ConfigurationError, CustomDtype
 from accelerate.plugins import BnbQuantizationConfig
 
 
-def test_what_follows_from_the_bits() -> None:
+def test_the_number_of_bits_sets_the_dtypes() -> None:
     eight = BnbQuantizationConfig(load_in_8bit=True)
     assert (eight.torch_dtype, eight.target_dtype) == (torch.float16, torch.int8)
     four = BnbQuantizationConfig(load_in_4bit=True, bnb_4bit_compute_dtype="bf16")
@@ -61,12 +61,12 @@ def test_modules_that_are_not_quantized() -> None:
         ({"load_in_8bit": True, "keep_in_fp32_modules": "norm"}, "keep_in_fp32_modules='norm'"),
     ],
 )
-def test_what_cannot_be(given: dict[str, Any], message: str) -> None:
+def test_contradicting_arguments_are_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         BnbQuantizationConfig(**given)
 
 
-def test_it_is_on_the_public_paths() -> None:
+def test_the_config_can_be_imported_from_its_public_paths() -> None:
     from accelerate import utils
     from accelerate.utils import dataclasses
 

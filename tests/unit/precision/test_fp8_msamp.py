@@ -1,4 +1,4 @@
-"""FP8 through MS-AMP, played by a module that notes what it is asked."""
+"""FP8 through MS-AMP, replaced by a module that records its calls."""
 
 from __future__ import annotations
 

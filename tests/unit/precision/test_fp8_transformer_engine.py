@@ -1,4 +1,4 @@
-"""FP8 through Transformer Engine, played by layers that compute as torch's do."""
+"""FP8 through Transformer Engine, replaced by layers that compute as those of torch."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_tied_weights_stay_tied(is_empty: bool, body: Any, tmp_path: Path, bitsa
     assert is_near(model, expected, "8 bits")
 
 
-def test_what_cannot_work_is_refused_before_anything_is_changed(
+def test_invalid_arguments_are_refused_before_anything_is_changed(
     plain: Any, body: Any, file: Path, bitsandbytes: Any
 ) -> None:
     config = BnbQuantizationConfig(load_in_8bit=True)

@@ -70,7 +70,7 @@ def test_layers_in_four_bits_cannot_be_offloaded(body: Any, gpu: None) -> None:
     assert get_quantized_model_device_map(body(), EIGHT, places) is places
 
 
-def test_where_the_cpu_computes_it_is_a_place_like_any(body: Any) -> None:
+def test_the_cpu_may_run_all_layers_in_four_bits(body: Any) -> None:
     assert get_quantized_model_device_map(body(), FOUR, {"": "cpu"}) == {"": "cpu"}
     with pytest.raises(ConfigurationError, match="4 bits cannot"):
         get_quantized_model_device_map(body(), FOUR, {"": "cpu", "layers": "disk"})

@@ -180,7 +180,7 @@ def test_a_file_for_sagemaker_loads_as_such(tmp_path: Path) -> None:
     assert settings.values["compute_environment"] == "AMAZON_SAGEMAKER"
 
 
-def test_what_a_job_on_sagemaker_lacks_is_named(tmp_path: Path) -> None:
+def test_missing_keys_of_a_sagemaker_job_are_named(tmp_path: Path) -> None:
     path = write(tmp_path, "compute_environment: AMAZON_SAGEMAKER\niam_role_name: trainer\n")
     with pytest.raises(ConfigurationError, match="ec2_instance_type is missing"):
         load_config_from_file(str(path))

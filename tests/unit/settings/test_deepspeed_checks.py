@@ -75,7 +75,7 @@ def test_numbers_in_text_become_numbers_and_null_is_as_good_as_nothing():
     assert isinstance(config["gradient_clipping"], float)
 
 
-def test_what_cannot_be_is_left_for_the_check():
+def test_values_that_cannot_be_converted_are_unchanged():
     config = {"zero_optimization": True, "train_batch_size": "many"}
     checks.straighten(config)
     assert config == {"zero_optimization": True, "train_batch_size": "many"}

@@ -36,7 +36,7 @@ def other_value(row: Option) -> Any:
 
 
 @pytest.mark.parametrize("section", SECTIONS, ids=lambda section: section.__name__)
-def test_what_the_launcher_writes_the_worker_reads(section: type[Section]) -> None:
+def test_settings_written_by_the_launcher_are_read_by_the_worker(section: type[Section]) -> None:
     """Flag -> settings -> environment -> worker is the identity, for every option with a variable."""
     rows = [row for row in section.options() if row.variables]
     values = {**SWITCHED_ON, **{row.name: other_value(row) for row in rows}}

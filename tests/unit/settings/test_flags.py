@@ -44,7 +44,7 @@ def test_flags_are_sorted_into_the_groups_of_the_documentation(parser: CustomArg
     assert "fsdp_version" in groups["FSDP Arguments"]
 
 
-def test_both_spellings_are_the_same_flag(parser: CustomArgumentParser) -> None:
+def test_dashes_and_underscores_are_the_same_flag(parser: CustomArgumentParser) -> None:
     assert parser.parse_args(["--num-processes", "3"]).num_processes == 3
     assert parser.parse_args(["--num_processes", "3"]).num_processes == 3
 

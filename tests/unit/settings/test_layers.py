@@ -81,7 +81,7 @@ def test_all_values_can_be_listed_with_their_sources() -> None:
     assert rows["num_machines"] == (1, BUILT_IN)
 
 
-def test_what_is_not_replaced_stays() -> None:
+def test_values_that_are_not_replaced_stay() -> None:
     before = merge_layers(Layer(FLAG, {"debug": True, "num_machines": 2}, ("read twice",)))
     after = before.replaced("chosen", num_machines=3).noted("and again")
     assert (after.values["debug"], after.source("debug")) == (True, FLAG)

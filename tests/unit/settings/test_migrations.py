@@ -45,7 +45,7 @@ def test_variables_of_older_launchers_are_noted(name: str) -> None:
     assert retired_variables({name: "false"}) == retired_variables({}) == []
 
 
-def test_a_file_of_today_stays_as_it_is() -> None:
+def test_a_file_with_current_keys_is_unchanged() -> None:
     today = {
         "mixed_precision": "no",
         "dynamo_config": {"dynamo_backend": "NO"},

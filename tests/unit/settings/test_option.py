@@ -96,7 +96,7 @@ def test_a_wrong_value_is_named_with_its_place(name: str, written: object, reaso
     assert str(caught.value).startswith(f"the place={written!r}")
 
 
-def test_what_is_not_declared_follows_from_the_type() -> None:
+def test_undeclared_attributes_follow_from_the_type() -> None:
     @dataclass(frozen=True, kw_only=True)
     class Declared(Section):
         title = "Declared"

@@ -138,7 +138,7 @@ def test_suggestions_are_the_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["num_processes", "main_process_ip"])
-def test_what_is_needed_cannot_be_left_empty(name: str) -> None:
+def test_required_answers_cannot_be_empty(name: str) -> None:
     with pytest.raises(ConfigurationError, match="this needs an answer"):
         walk({"num_processes": None}, distributed_type="MULTI_GPU", num_machines=2, **{name: ""})
 
@@ -155,7 +155,7 @@ def test_what_is_needed_cannot_be_left_empty(name: str) -> None:
         ),
     ],
 )
-def test_answers_are_judged_by_each_other(answers: dict[str, Any], problem: str) -> None:
+def test_contradicting_answers_are_refused(answers: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigurationError, match=problem):
         walk(distributed_type="MULTI_GPU", **answers)
 

@@ -26,7 +26,7 @@ def test_the_shipped_schema_is_up_to_date(reference: Any) -> None:
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.name)
-def test_sample_files_are_valid_also_after_they_were_written_anew(
+def test_sample_files_are_valid_before_and_after_rewriting(
     validator: Any, path: Path, tmp_path: Path
 ) -> None:
     validator.validate(yaml.safe_load(path.read_text()))
@@ -51,7 +51,7 @@ def test_sample_files_are_valid_also_after_they_were_written_anew(
         "ipex_config: {}",
     ],
 )
-def test_what_loads_is_valid(validator: Any, tmp_path: Path, text: str) -> None:
+def test_files_that_load_are_valid(validator: Any, tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     config_file.read_layer(path, "file")
@@ -70,7 +70,7 @@ def test_what_loads_is_valid(validator: Any, tmp_path: Path, text: str) -> None:
         "distributed_type: MANY",
     ],
 )
-def test_what_is_refused_is_not_valid(validator: Any, tmp_path: Path, text: str) -> None:
+def test_files_that_are_refused_are_not_valid(validator: Any, tmp_path: Path, text: str) -> None:
     path = tmp_path / "c.yaml"
     path.write_text(text)
     with pytest.raises(ConfigurationError):

@@ -31,7 +31,7 @@ def plan(environ: dict[str, str], *words: str) -> LaunchPlan:
         return make_plan(launch_command_parser().parse_args([*words, "train.py"]))[0]
 
 
-def test_what_an_operator_sets_is_launched() -> None:
+def test_variables_of_an_operator_set_the_launch() -> None:
     made = plan(KUBEFLOW, "--cpu")
     assert (made.processes, made.machines, made.machine) == (6, 2, 1)
     assert (made.address, made.port) == ("job-node-0-0.job", 29400)

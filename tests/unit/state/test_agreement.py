@@ -24,7 +24,7 @@ def store() -> HashStore:
 
 @pytest.mark.parametrize("environ", [KEY, {}])
 @pytest.mark.parametrize("value", [0, "text", True, [1, [2.5, "a"]], {"a": {"b": []}}, "\N{SNOWMAN}"])
-def test_values_arrive_as_they_were_posted(store: HashStore, environ: dict[str, str], value: Any) -> None:
+def test_posted_values_are_read_unchanged(store: HashStore, environ: dict[str, str], value: Any) -> None:
     first, second = StoreChannel(store, "part", environ), StoreChannel(store, "part", environ)
     assert second.read("name") is None
     first.post("name", value)
@@ -119,7 +119,7 @@ def test_several_values_are_posted_and_gathered_at_once(store: HashStore) -> Non
         StoreChannel(HashStore(), "another part", KEY)._encode("name", 1),
     ],
 )
-def test_what_this_run_has_not_signed_is_absent(
+def test_unsigned_values_are_absent(
     store: HashStore, forged: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     channel = StoreChannel(store, "part", KEY)

@@ -63,7 +63,7 @@ def test_at_random() -> None:
 
 
 @pytest.mark.parametrize(("rank", "missing"), [(0, 1), (1, 0)])
-def test_who_does_not_come_is_named(rank: int, missing: int) -> None:
+def test_a_missing_rank_is_named_after_the_timeout(rank: int, missing: int) -> None:
     agent = open_agent()
     channel = StoreChannel(agent, "", {})
     channel.post("name", "earlier")

@@ -117,7 +117,7 @@ def test_entries_of_different_length_are_refused() -> None:
 
 
 @pytest.mark.parametrize("inputs", [3, iter([1]), {"a": 3}])
-def test_what_has_no_length_is_refused(inputs: Any) -> None:
+def test_inputs_without_a_length_are_refused(inputs: Any) -> None:
     with pytest.raises(ConfigurationError, match="has no length"):
         share_of(inputs, 2, 0)
 

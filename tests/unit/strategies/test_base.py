@@ -1,4 +1,4 @@
-"""One plain process is the null case of every way of training."""
+"""The strategy of one process is the default of every method."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A bundle knows what each object is and keeps it in its place."""
+"""A bundle classifies each object and keeps the order."""
 
 from __future__ import annotations
 

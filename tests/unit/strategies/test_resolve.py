@@ -1,4 +1,4 @@
-"""The way of training follows from request and topology."""
+"""The strategy follows from request and topology."""
 
 from __future__ import annotations
 

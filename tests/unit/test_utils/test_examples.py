@@ -23,7 +23,7 @@ def test_the_lines_of_a_function() -> None:
         get_function_contents_by_name(lines, "other")
 
 
-def test_what_the_whole_example_lacks(tmp_path: Path) -> None:
+def test_compare_against_test_finds_missing_lines(tmp_path: Path) -> None:
     base, feature, whole = (tmp_path / name for name in ("base.py", "feature.py", "whole.py"))
     base.write_text(BASE)
     feature.write_text(BASE.replace("    train()\n", "    train()\n    save()\n    log()\n"))

@@ -211,7 +211,7 @@ def test_expected_exceptions(
             check()
 
 
-def test_what_a_function_prints() -> None:
+def test_capture_call_output_returns_the_output() -> None:
     assert capture_call_output(print, "a", "b", sep="-") == "a-b\n"
 
 
@@ -221,7 +221,7 @@ def test_arguments_become_flags_of_the_launch_command() -> None:
     assert get_launch_command(num_processes=device_count, monitor_interval=0.1) == DEFAULT_LAUNCH_COMMAND
 
 
-def test_what_this_machine_has() -> None:
+def test_device_facts_of_this_machine_are_read() -> None:
     assert device_count >= 1
     assert isinstance(torch_device, str)
     assert memory_allocated_func() >= 0

@@ -1,4 +1,4 @@
-"""A slow tracker gets everything, in order, in a thread."""
+"""A slow tracker receives all values, in order, in a thread."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_a_quick_tracker_is_called_at_once() -> None:
     accelerator.end_training()
 
 
-def test_what_was_logged_does_not_change() -> None:
+def test_logged_values_are_copied() -> None:
     gate = threading.Event()
     tracker = Slow(gate.wait)
     accelerator = running(tracker)
@@ -225,7 +225,7 @@ SCRIPT = """
 """
 
 
-def test_what_waits_when_the_program_ends_is_sent() -> None:
+def test_queued_values_are_sent_at_exit() -> None:
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=120
     )

@@ -1,4 +1,4 @@
-"""What reaches the SummaryWriter."""
+"""The calls of the SummaryWriter."""
 
 from __future__ import annotations
 

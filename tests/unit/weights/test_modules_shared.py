@@ -1,4 +1,4 @@
-"""Names of a state dict that stand for one tensor."""
+"""Several names of one tensor in a state dict."""
 
 from __future__ import annotations
 
@@ -136,13 +136,13 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_they_are_found(device: str) -> None:
+def test_tied_parameters_are_found(device: str) -> None:
     with torch.device(device):
         assert find_tied_parameters(Tied()) == [["a.weight", "b.weight"]]
         assert find_tied_parameters(nn.Linear(2, 2)) == []
 
 
-def test_they_are_tied_again_by_the_one_that_has_a_value() -> None:
+def test_parameters_are_tied_again_to_the_one_with_a_value() -> None:
     with torch.device("meta"):
         model = Tied()
     model.b.weight = nn.Parameter(torch.zeros(3, 3))
@@ -184,7 +184,7 @@ def test_tied_embeddings_are_read_from_the_configuration() -> None:
     assert check_tied_parameters_in_config(model)
 
 
-def test_they_are_tied_again_where_they_are_alike() -> None:
+def test_parameters_of_equal_dtype_and_device_are_tied_again() -> None:
     model = Tied()
     model.b.weight = nn.Parameter(torch.zeros(3, 3))
     model.c.weight = nn.Parameter(torch.zeros(3, 3, dtype=torch.float16))

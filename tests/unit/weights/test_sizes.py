@@ -129,7 +129,7 @@ def test_the_largest_layer() -> None:
     assert get_max_layer_size([], sizes, []) == (0, [])
 
 
-def test_maximum_sizes_follow_the_models_own_classes() -> None:
+def test_maximum_sizes_follow_no_split_modules() -> None:
     net = Net()
     assert calculate_maximum_sizes(net) == (TOTAL, (160, ["embed", "head"]))
     net.layers[1].a = nn.Linear(30, 4)

@@ -78,7 +78,7 @@ def test_a_cut_off_or_missing_file_is_named(tmp_path: Path) -> None:
         load_offloaded_weight(tmp_path / "b.dat", index["a"])
 
 
-def test_what_is_mapped_stays_when_a_file_is_written_again(tmp_path: Path) -> None:
+def test_a_mapped_tensor_keeps_its_values_when_its_file_is_rewritten(tmp_path: Path) -> None:
     index: dict[str, Any] = {}
     offload_weight(torch.ones(50000), "w", tmp_path, index)
     mapped = load_offloaded_weight(tmp_path / "w.dat", index["w"])
@@ -87,7 +87,7 @@ def test_what_is_mapped_stays_when_a_file_is_written_again(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["w.dat"]
 
 
-def test_what_has_no_values_is_not_written(tmp_path: Path) -> None:
+def test_tensors_on_meta_are_not_written(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="w has no values to write"):
         offload_weight(torch.ones(2, device="meta"), "w", tmp_path)
     assert not list(tmp_path.iterdir())

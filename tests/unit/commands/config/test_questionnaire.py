@@ -124,7 +124,7 @@ def test_in_a_terminal_with_arrow_keys(terminal: Terminal, tmp_path: Path) -> No
     assert (written.mixed_precision, written.use_cpu) == ("bf16", True)
 
 
-def test_the_last_page_can_leave_everything_as_it_is(terminal: Terminal, tmp_path: Path) -> None:
+def test_the_last_page_can_end_without_writing(terminal: Terminal, tmp_path: Path) -> None:
     for question in ("Where does the script run?", "Which way of training"):
         terminal.expect(question)
         terminal.type(ENTER)

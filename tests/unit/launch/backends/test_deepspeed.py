@@ -43,7 +43,7 @@ def words(**more: Any) -> list[str]:
     return launcher_for(plan).command(plan)
 
 
-def test_pdsh_finds_the_address_by_itself() -> None:
+def test_pdsh_needs_no_address() -> None:
     assert words() == [*RUNNER, "--launcher", "pdsh", *SHARE, *END]
     assert words(main_process_ip="10.0.0.1") == [*RUNNER, "--launcher", "pdsh", *SHARE, *ADDRESS, *END]
 
@@ -103,13 +103,13 @@ def test_modules_and_programs_stay_what_they_are(target: Target, kind: str) -> N
         ),
     ],
 )
-def test_what_cannot_work_is_refused(flags: dict[str, Any], problem: str) -> None:
+def test_unsupported_settings_are_refused(flags: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         made(**flags)
     assert problem in str(caught.value)
 
 
-def test_the_file_of_variables_holds_those_of_the_users_own_file(
+def test_the_file_of_variables_includes_the_file_of_the_user(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -38,7 +38,7 @@ class Agent:
         return 7
 
 
-def test_a_port_that_was_taken_meanwhile_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_port_that_is_in_use_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = Agent(TAKEN)
     monkeypatch.setattr(elastic, "_run_agent", agent)
     assert ElasticLauncher().run(PLAN) == 7
@@ -300,7 +300,7 @@ def test_nohup_holds_though_the_agent_sets_a_handler(started: Start) -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-def test_the_rank_that_failed_first_may_end_by_itself(started: Start, tmp_path: Path) -> None:
+def test_the_rank_that_failed_first_may_exit_without_a_signal(started: Start, tmp_path: Path) -> None:
     """Rank 5 has written its error down, and rank 4, which lost it, is the first to have ended."""
     replace(LOST, rank=4).write(tmp_path)
     replace(CAUSE, rank=5).write(tmp_path)

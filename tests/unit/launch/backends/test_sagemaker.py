@@ -117,7 +117,9 @@ def test_a_custom_image_needs_no_versions(tmp_path: Path) -> None:
         ("sagemaker_inputs_file: wrong.tsv", SCRIPT, "a row has two cells with a tab between"),
     ],
 )
-def test_what_cannot_be_a_job_is_refused(tmp_path: Path, text: str, target: Target, problem: str) -> None:
+def test_jobs_with_invalid_settings_are_refused(
+    tmp_path: Path, text: str, target: Target, problem: str
+) -> None:
     files = {**FILES, "wrong.tsv": "channel_name\tdata_location\ntrain s3://a\n"}
     with pytest.raises(ConfigurationError) as caught:
         made(tmp_path, text, target, files)

@@ -70,6 +70,6 @@ def test_tied_modules_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
         ({"head": "diagonal"}, "'diagonal' for head: the styles by name are colwise, rowwise"),
     ],
 )
-def test_what_is_no_plan_is_refused(plan: Any, message: str) -> None:
+def test_invalid_tensor_parallel_plans_are_refused(plan: Any, message: str) -> None:
     with pytest.raises(PreparationError, match=message):
         plan_of(model(plan))

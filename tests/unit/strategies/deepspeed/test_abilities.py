@@ -28,7 +28,7 @@ def hardware(monkeypatch):
     return found
 
 
-def test_what_it_can_do_passes(hardware):
+def test_supported_configurations_are_accepted(hardware):
     plain = {
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
         "fp16": {"enabled": False},
@@ -44,7 +44,7 @@ def test_what_it_can_do_passes(hardware):
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param_device='nvme'"),
     ],
 )
-def test_what_it_cannot_is_refused_for_each_plugin(hardware, config, said):
+def test_unsupported_configurations_of_each_plugin_are_refused(hardware, config, said):
     with pytest.raises(ConfigurationError, match=said):
         building.check_abilities([{}, config], CPU)
 

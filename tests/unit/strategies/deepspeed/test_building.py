@@ -78,7 +78,7 @@ def test_a_configuration_without_batch_sizes_uses_those_of_the_loader():
         building.complete(plugin, Given(None, object(), batch_sizes=[4]))
 
 
-def test_what_deepspeed_refuses_is_an_error_of_the_preparation(package, monkeypatch):
+def test_an_error_of_deepspeed_is_a_preparation_error(package, monkeypatch):
     def refuse(**arguments):
         raise AssertionError("Foo is not a supported DeepSpeed Optimizer")
 

@@ -9,7 +9,7 @@ from accelerate.strategies import Kind, kind_of
 from accelerate.strategies.deepspeed import DummyOptim, DummyScheduler
 
 
-def test_they_keep_what_they_are_given():
+def test_dummies_store_their_arguments():
     optimizer = DummyOptim([1], lr=3, betas=(0, 1))
     assert vars(optimizer) == {"params": [1], "lr": 3, "weight_decay": 0, "kwargs": {"betas": (0, 1)}}
     assert vars(DummyScheduler(optimizer, total_num_steps=3, foo=4)) == {

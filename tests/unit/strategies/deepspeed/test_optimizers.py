@@ -60,7 +60,7 @@ def test_amsgrad_is_kept():
     assert mapped.options["amsgrad"] is True
 
 
-def test_others_stay_as_they_are():
+def test_other_optimizers_are_unchanged():
     optimizer = torch.optim.SGD(parameters(), lr=0.1)
     assert map_pytorch_optim_to_deepspeed(optimizer) is optimizer
     own = type("DeepSpeedCPUAdam", (), {"__module__": "deepspeed.ops.adam.cpu_adam"})()

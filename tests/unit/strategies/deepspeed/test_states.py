@@ -7,7 +7,7 @@ import torch
 from accelerate.strategies.deepspeed import copy_tied, gathered_parameters
 
 
-def test_parts_of_one_buffer_are_copied_apart_and_tied_names_stay_tied():
+def test_views_of_one_buffer_are_copied_separately_and_tied_names_stay_tied():
     buffer = torch.arange(6.0)
     state = {"a": buffer[:2], "b": buffer[2:].view(2, 2), "c": buffer[:2], "extra": 3}
     copied = copy_tied(state)

@@ -108,7 +108,7 @@ def test_all_mismatches_are_in_one_error(start, parts):
     assert "x.y is 'auto'" in said
 
 
-def test_auto_is_filled_anew_for_other_batches(start, parts):
+def test_auto_is_filled_again_for_other_batch_sizes(start, parts):
     plugin = DeepSpeedPlugin()
     accelerator, given = start(plugin), parts()
     accelerator.prepare(given.model, given.optimizer, given.loader)
@@ -225,7 +225,7 @@ def test_an_evaluated_model_stays_as_it_is(start, parts, package):
     assert package.asked == []
 
 
-def test_what_makes_no_engine_is_refused_with_all_reasons(start, parts):
+def test_objects_that_make_no_engine_are_refused_with_all_reasons(start, parts):
     accelerator, given = start(), parts()
     with pytest.raises(PreparationError) as caught:
         accelerator.prepare(given.model, parts().model, DummyOptim(given.model.parameters()))
@@ -257,7 +257,7 @@ def test_get_state_dict_gathers_shards_only_with_zero3_save_16bit_model(start, p
         accelerator.get_state_dict(model)
 
 
-def test_what_an_engine_cannot_do_is_refused(start, parts):
+def test_unsupported_methods_of_an_engine_are_refused(start, parts):
     accelerator, given = start(gradient_accumulation_steps=2), parts()
     model, optimizer, _ = accelerator.prepare(given.model, given.optimizer, given.loader)
     with pytest.raises(ConfigurationError, match="clip_grad_value_ does not work with DeepSpeed"):

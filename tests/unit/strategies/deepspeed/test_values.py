@@ -118,7 +118,7 @@ BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_pe
         (SimpleNamespace(), []),
     ],
 )
-def test_buckets_have_the_width_of_the_model_or_deepspeeds_own_size(config, sizes):
+def test_bucket_sizes_follow_the_hidden_size_or_the_default_of_deepspeed(config, sizes):
     written = {"zero_optimization": dict.fromkeys(BUCKETS, "auto")}
     found, _ = filled(written, model=SimpleNamespace(config=config))
     assert list(found["zero_optimization"].values()) == sizes

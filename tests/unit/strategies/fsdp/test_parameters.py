@@ -1,4 +1,4 @@
-"""Optimizers find their parameters again, under whatever names and identities."""
+"""Optimizers are mapped to the new parameters, by name and by identity."""
 
 from __future__ import annotations
 

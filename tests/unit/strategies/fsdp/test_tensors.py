@@ -30,7 +30,7 @@ def test_ranks_that_do_not_write_keep_no_state() -> None:
     assert gather_state(stepped(), keep=False)["state"] == {}
 
 
-def test_what_is_not_spread_is_whole() -> None:
+def test_distribute_like_returns_plain_values_unchanged() -> None:
     value = torch.ones(3)
     assert distribute_like(value, torch.zeros(3)) is value
     assert distribute_like("text", torch.zeros(3)) == "text"

@@ -49,7 +49,7 @@ def test_the_plugin_stays_for_other_models() -> None:
     assert chosen.auto_wrap_policy is policy
 
 
-def test_what_is_tied_to_the_rest_is_no_unit(caplog: pytest.LogCaptureFixture) -> None:
+def test_modules_tied_to_other_modules_are_no_units(caplog: pytest.LogCaptureFixture) -> None:
     net = model()
     net["blocks"][1].linear.weight = net["enter"].weight
     with caplog.at_level(logging.INFO):

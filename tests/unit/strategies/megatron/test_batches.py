@@ -67,7 +67,7 @@ def test_decoders_have_a_length_of_their_own() -> None:
     assert (filled["input_ids"].shape[1], filled["labels"].shape[1]) == (6, 4)
 
 
-def test_what_is_larger_is_refused() -> None:
+def test_larger_batches_are_refused() -> None:
     shape = BatchShape(arguments(pipeline_model_parallel_size=2))
     with pytest.raises(
         ConfigurationError, match=r"input_ids=\[4, 5\]: sequences are longer than the 4.*seq_length"

@@ -71,7 +71,7 @@ def test_damage_is_found_before_anything_is_changed(start: Start, fake: Fake, tm
 
 
 @pytest.mark.usefixtures("writing")
-def test_what_a_save_replaces_while_it_is_read_is_an_error(
+def test_a_checkpoint_replaced_while_it_is_read_is_an_error(
     start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     accelerator, *_ = start()

@@ -1,4 +1,4 @@
-"""Loaders give the batches of whole steps, and Megatron-LM's own data come through the same door."""
+"""Loaders give the batches of whole steps, and data of Megatron-LM are read through the same loader."""
 
 from __future__ import annotations
 

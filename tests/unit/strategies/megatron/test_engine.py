@@ -14,7 +14,7 @@ from accelerate.strategies.megatron.steps import GPTTrainStep
 from .conftest import LENGTH, VOCABULARY, Fake, Start
 
 
-def test_what_the_schedules_need(start: Start, fake: Fake) -> None:
+def test_the_engine_sets_the_config_for_the_schedules(start: Start, fake: Fake) -> None:
     _, model, *_ = start()
     config = model.module_config
     assert config is fake.parts[0].config
@@ -140,11 +140,11 @@ class OldStep:
         self.args = args
 
 
-def test_own_steps(start: Start) -> None:
+def test_custom_train_steps(start: Start) -> None:
     _, model, *_ = start(custom_train_step_class=OwnStep, custom_train_step_kwargs={"factor": 2.0})
     assert model.train_step_handler.factor == 2.0
 
 
-def test_own_steps_without_the_accelerator(start: Start, fake: Fake) -> None:
+def test_custom_train_steps_without_the_accelerator(start: Start, fake: Fake) -> None:
     _, model, *_ = start(custom_train_step_class=OldStep)
     assert model.train_step_handler.args is fake.get_args()

@@ -105,7 +105,7 @@ def test_further_arguments_and_defaults(fake: Fake) -> None:
     assert fake.called("set_global_variables") == [("set_global_variables", True)]
 
 
-def test_the_users_own_model(fake: Fake) -> None:
+def test_a_custom_model_is_used(fake: Fake) -> None:
     fake.args = Namespace()
     plugin = MegatronLMPlugin(custom_prepare_model_function=lambda: "part")
     accelerator = Namespace(state=Namespace(megatron_lm_plugin=plugin))
@@ -117,7 +117,7 @@ def test_the_users_own_model(fake: Fake) -> None:
     assert prepare_scheduler(accelerator, optimizer, None) == scheduler
 
 
-def test_the_users_own_provider(start: Start, fake: Fake) -> None:
+def test_a_custom_model_provider_is_used(start: Start, fake: Fake) -> None:
     def provider(**options: Any) -> None: ...
 
     start(custom_model_provider_function=provider)
@@ -132,7 +132,9 @@ def test_kernels_that_are_missing_are_not_asked_for(start: Start, fake: Fake) ->
     assert args.masked_softmax_fusion is True  # the user knows better
 
 
-def test_what_megatron_wants_together(start: Start, fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dependent_arguments_of_megatron_are_set(
+    start: Start, fake: Fake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(library, "exists", lambda name: name == "einops" or name.startswith("megatron"))
     start(attention_backend="local", use_custom_fsdp=True)
     args = fake.get_args()

@@ -1,4 +1,4 @@
-"""What is missing of Megatron-LM is said with where to get it."""
+"""Missing packages of Megatron-LM are reported with how to install them."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def loader(size: int) -> DataLoader[Any]:
     return DataLoader(samples(), batch_size=size)
 
 
-def test_what_the_objects_say(fake: Fake) -> None:
+def test_arguments_follow_from_the_prepared_objects(fake: Fake) -> None:
     plugin = MegatronLMPlugin(tp_degree=2, num_micro_batches=2)
     assert plan_run(plugin, objects(loader(2)), 4, "bf16", 1) == []
     arguments = plugin.megatron_lm_default_args

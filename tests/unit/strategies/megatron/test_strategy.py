@@ -1,4 +1,4 @@
-"""A script for any way of training runs with Megatron-LM's engine behind it."""
+"""A script for any strategy also trains with the engine of Megatron-LM."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_version_one_wraps_and_optimizers_follow(wrapped: Any) -> None:
     assert model.arguments["auto_wrap_policy"](module=linear, recurse=False, unwrapped_params=2) is True
 
 
-def test_version_one_averages_and_clips_by_itself(wrapped: Any, fake: Any) -> None:
+def test_version_one_clips_with_the_method_of_the_model(wrapped: Any, fake: Any) -> None:
     strategy, model, optimizer = wrapped
     for part in model.sharded_params:
         part.grad = torch.ones_like(part)

@@ -1,4 +1,4 @@
-"""How the plugin's words become those of torch_xla."""
+"""Settings of the plugin become those of torch_xla."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_without_a_policy_the_model_is_one_unit() -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("name", ["cpu_offload", "ignored_modules"])
-def test_what_only_gpus_do_is_refused(version: int, name: str) -> None:
+def test_settings_for_gpus_only_are_refused(version: int, name: str) -> None:
     value: Any = [nn.Linear(1, 1)] if name == "ignored_modules" else True
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, **{name: value})
     with pytest.raises(ConfigurationError, match=f"fsdp_plugin has {name}, .*XLA"):

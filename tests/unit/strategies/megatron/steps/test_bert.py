@@ -49,7 +49,7 @@ def expected() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("logits", [False, True])
-def test_both_losses(logits: bool) -> None:
+def test_bert_has_a_token_loss_and_an_order_loss(logits: bool) -> None:
     step = BertTrainStep(accelerator(), arguments(return_logits=logits))
     output, loss_func = step.forward_step(iter([BATCH]), Model())
     total, number, report = loss_func(output)

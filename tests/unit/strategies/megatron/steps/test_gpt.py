@@ -1,4 +1,4 @@
-"""Batches become tokens, what follows them, and where to look."""
+"""Batches become tokens, labels, masks and positions."""
 
 from __future__ import annotations
 

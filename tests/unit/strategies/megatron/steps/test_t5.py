@@ -1,4 +1,4 @@
-"""Encoder and decoder: what each sees."""
+"""Inputs and masks of encoder and decoder."""
 
 from __future__ import annotations
 
