@@ -33,6 +33,8 @@ INSTEAD = {
     r"nobody": "no rank, no process",
     r"twins?": "copy, tied parameter, version: what it is",
     r"stands": "replaces, is at",
+    r"wishes": "options, settings",
+    r"ways? of training": "strategy",
     r"play(s|ed)": "simulates, replaces",
     r"lives": "is stored, runs",
 }

@@ -32,7 +32,7 @@ def found_by(case: Case, folder: Path, *arguments: str, launcher: bool = False) 
 
 
 def check_trainer(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Losses are those of one process on the joined batch, and of the run that stopped and went on."""
+    """Losses are those of one process on the joined batch, and of the run that stopped and resumed."""
     assert found["losses"] == pytest.approx(expected["losses"], abs=1e-5)
     assert found["resumed"] == found["losses"]
     assert found["evaluation"] == pytest.approx(expected["evaluation"], abs=1e-5)
@@ -49,7 +49,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_a_custom_trainer_trains_and_resumes(tmp_path: Path) -> None:
-    """One process, and what it saved goes on as it had gone on before."""
+    """One process; its checkpoint resumes exactly."""
     found = found_by(CASES["by hand"], tmp_path)
     assert found["losses"][-1] < found["losses"][0]
     assert len(found["again"]) == 2

@@ -138,7 +138,7 @@ def train(
 ) -> dict[str, Any]:
     """Ten updates on batches of which this process sees its share.
 
-    With a folder it goes on from the checkpoint there, if there is one, and saves one when it leaves early.
+    With a folder it resumes from the checkpoint there, if there is one, and saves one when it leaves early.
     """
     warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
     accelerator = Accelerator(
@@ -283,7 +283,7 @@ MOVES = [
 def test_a_checkpoint_resumes_under_another_strategy(
     run: Run, reference: dict[str, Any], tmp_path: Path, before: str, after: str
 ) -> None:
-    """Save in one layout, load in another, go on: the losses of a run without a break."""
+    """Save in one layout, load in another, resume: the losses of a run without a break."""
     losses: list[float] = []
     for way, leave_after in ((before, STEPS // 2), (after, STEPS)):
         plugin, mesh, processes = {**WAYS, **SAVES}[way]

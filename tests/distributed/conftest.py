@@ -34,7 +34,7 @@ class RankServer:
             process.stdin.write(json.dumps(request).encode() + b"\n")
             process.stdin.flush()
             line = process.stdout.readline()
-        except BaseException:  # a timeout or an interrupt of pytest: the ranks must not go on
+        except BaseException:  # a timeout or an interrupt of pytest: the ranks must not continue
             self.close()
             raise
         if not line:

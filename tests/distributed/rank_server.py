@@ -82,7 +82,7 @@ def kill_group(leader: int) -> None:
         return
 
 
-def living_members(leader: int) -> list[int]:
+def running_members(leader: int) -> list[int]:
     """Return the pids of a process group that still run (a rank's own children)."""
     found = []
     for process in psutil.process_iter(["status"]):
@@ -97,7 +97,7 @@ def living_members(leader: int) -> list[int]:
 def wait_for_strays(leader: int, seconds: float = 3.0) -> list[int]:
     """Give what a rank started a moment to end, then kill it and return its pids."""
     deadline = time.monotonic() + seconds
-    while strays := living_members(leader):
+    while strays := running_members(leader):
         if time.monotonic() > deadline:
             kill_group(leader)
             await_end_of(leader)
@@ -107,7 +107,7 @@ def wait_for_strays(leader: int, seconds: float = 3.0) -> list[int]:
 
 
 def await_end_of(leader: int) -> None:
-    while living_members(leader):
+    while running_members(leader):
         time.sleep(TICK)
 
 

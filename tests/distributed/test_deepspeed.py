@@ -159,7 +159,7 @@ def save_after_four(accelerator: Accelerator, target: Path, number: int) -> None
         accelerator.save_state(target)
 
 
-def save_and_go_on(folder: str) -> dict[int, Any]:
+def save_and_resume(folder: str) -> dict[int, Any]:
     found: dict[int, Any] = {}
     for stage in range(4):
         target = Path(folder, str(stage))
@@ -185,7 +185,7 @@ def save_and_go_on(folder: str) -> dict[int, Any]:
 
 
 def test_a_run_resumes_and_its_weights_load_into_a_plain_model(run: Run, tmp_path: Path) -> None:
-    first, second = run(save_and_go_on, str(tmp_path), env=ENVIRONMENT, timeout=300)
+    first, second = run(save_and_resume, str(tmp_path), env=ENVIRONMENT, timeout=300)
     from safetensors.torch import load_file
 
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
@@ -222,7 +222,7 @@ def refuse_and_convert(folder: str) -> None:
         subprocess.run([sys.executable, *command[1:], *workers], check=True, timeout=120)
 
 
-def go_on_alone(folder: str) -> dict[int, list[float]]:
+def resume_alone(folder: str) -> dict[int, list[float]]:
     found = {}
     for stage in (1, 2, 3):
         plugin = plugin_of(stage, "none")
@@ -237,7 +237,7 @@ def go_on_alone(folder: str) -> dict[int, list[float]]:
 def test_a_universal_checkpoint_resumes_with_another_world_size(run: Run, tmp_path: Path) -> None:
     whole = run(save_as_two, str(tmp_path), env=ENVIRONMENT, timeout=300)[0]
     run(refuse_and_convert, str(tmp_path), processes=1, env=ENVIRONMENT, timeout=300)
-    (alone,) = run(go_on_alone, str(tmp_path), processes=1, env=ENVIRONMENT, timeout=300)
+    (alone,) = run(resume_alone, str(tmp_path), processes=1, env=ENVIRONMENT, timeout=300)
     for stage, losses in whole.items():
         assert alone[stage] == pytest.approx(losses, abs=1e-4), stage
 

@@ -62,7 +62,7 @@ def skip(accelerator: Accelerator) -> None:
     time.sleep(LONG)  # SKIP-1
 
 
-def skip_and_go_on(accelerator: Accelerator) -> None:
+def skip_and_continue(accelerator: Accelerator) -> None:
     if accelerator.process_index == 0:
         gather(ONE)  # LATER-0
     reduce(ONE)  # LATER-1
@@ -191,7 +191,7 @@ HANGS = {
     ),
 }
 MISMATCHES = {
-    "skips one and goes on": Fault(skip_and_go_on, r"<LATER-0>.*<LATER-1>", fast=False),
+    "skips one and continues": Fault(skip_and_continue, r"<LATER-0>.*<LATER-1>", fast=False),
     "calls another": Fault(call_another, r"Process 0: `.*gather_object`.*Process 1: `.*gather`"),
     "passes another shape": Fault(
         pass_another_shape, r"Process 0: \[2, 2\].*Process 1: \[2, 3\]", fast=False
@@ -224,7 +224,7 @@ def meet() -> Accelerator:
     return Accelerator()
 
 
-def suffer(name: str) -> None:
+def run_fault(name: str) -> None:
     """As a script under the launcher: an uncaught error is written down."""
     if name == "skips a backward":  # takes seconds, on one rank more of them than on the other
         importlib.import_module("torch._dynamo")
@@ -239,22 +239,22 @@ def outputs_of(ended: Any) -> str:
     return "\n".join(ended.outputs).replace(__file__, "FILE")
 
 
-def suffer_everywhere(end: Run, folder: Path, name: str, **options: Any) -> tuple[Any, str]:
-    """Let all ranks suffer a fault; how they ended, and the launcher's digest of it."""
+def run_fault_on_all_ranks(end: Run, folder: Path, name: str, **options: Any) -> tuple[Any, str]:
+    """Let all ranks run_fault a fault; how they ended, and the launcher's digest of it."""
     env = {
         "ACCELERATE_HANG_TIMEOUT": "1",
         "ACCELERATE_HANG_ACTION": "abort",
         FOLDER_VARIABLE: str(folder),
         KEY_VARIABLE: "as a launcher hands it down",
     }
-    ended = end(suffer, name, processes=FAULTS[name].processes, env=env, **options)
+    ended = end(run_fault, name, processes=FAULTS[name].processes, env=env, **options)
     outcome = collect(folder, 1)
     return ended, render(outcome, folder).replace(__file__, "FILE")
 
 
 @pytest.mark.parametrize("name", names_of(HANGS))
 def test_a_hang_is_reported_once_and_ends_the_run(end: Run, tmp_path: Path, name: str) -> None:
-    ended, digest = suffer_everywhere(end, tmp_path, name)
+    ended, digest = run_fault_on_all_ranks(end, tmp_path, name)
     assert pattern(HANGS[name].said).search(digest), f"{digest}\n{outputs_of(ended)}"
     assert outputs_of(ended).count("accelerate: hang:") == 1, outputs_of(ended)
     assert any(ended.codes)
@@ -265,7 +265,7 @@ def test_a_hang_is_reported_once_and_ends_the_run(end: Run, tmp_path: Path, name
 
 @pytest.mark.parametrize("name", names_of(MISMATCHES))
 def test_a_mismatch_is_one_error_on_all_ranks(end: Run, tmp_path: Path, name: str) -> None:
-    ended, digest = suffer_everywhere(end, tmp_path, name)
+    ended, digest = run_fault_on_all_ranks(end, tmp_path, name)
     assert pattern(MISMATCHES[name].said).search(digest), digest
     assert ended.codes == [1, 1]
     assert "accelerate: hang" not in outputs_of(ended)
@@ -273,7 +273,7 @@ def test_a_mismatch_is_one_error_on_all_ranks(end: Run, tmp_path: Path, name: st
 
 @pytest.mark.slow
 def test_a_rank_stopped_by_a_signal_is_named(end: Run, tmp_path: Path) -> None:
-    ended, digest = suffer_everywhere(end, tmp_path, "stops", grace=3)
+    ended, digest = run_fault_on_all_ranks(end, tmp_path, "stops", grace=3)
     assert pattern(FAULTS["stops"].said).search(digest), digest
     assert ended.codes == [1, -signal.SIGKILL]  # killed by the test, as a launcher does
 

@@ -86,7 +86,7 @@ class Training:
         }
 
     def load(self) -> int:
-        """Go on with the newest checkpoint; the number that it holds, 0 where there is none."""
+        """Resume from the newest checkpoint; return the number that it holds, 0 where there is none."""
         try:
             self.accelerator.load_state()
         except CheckpointError as error:
@@ -103,7 +103,7 @@ class Training:
             self.report("begins", step)
             self.accelerator.save_state(blocking=blocking)
             if not blocking:
-                self.mark(step + 1000)  # training goes on
+                self.mark(step + 1000)  # training continues
                 self.accelerator.wait_for_checkpoint()
             self.report("saved", step)
 

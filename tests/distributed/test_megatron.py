@@ -266,7 +266,7 @@ def train_with(*args: Any) -> Any:
     return train(*positional, **fields)
 
 
-def save_and_go_on(folder: str) -> tuple[list[float], list[float], Any]:
+def save_and_resume(folder: str) -> tuple[list[float], list[float], Any]:
     """Train, save, train on; load, and train on again."""
     use_stand_ins()
     accelerator, model, optimizer, scheduler, loader = start(GPT, batch=2, tp_degree=2, **MICRO)
@@ -289,7 +289,7 @@ def save_and_go_on(folder: str) -> tuple[list[float], list[float], Any]:
 
 
 def test_a_resumed_run_matches_an_uninterrupted_one(run: Run, tmp_path: Path) -> None:
-    for first, second, samples_read in run(save_and_go_on, str(tmp_path / "state"), timeout=200):
+    for first, second, samples_read in run(save_and_resume, str(tmp_path / "state"), timeout=200):
         assert first == second
         assert samples_read == 6 * 4
     written = sorted(path.name for path in (tmp_path / "state" / "megatron" / "iter_0000003").iterdir())

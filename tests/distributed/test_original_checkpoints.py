@@ -60,17 +60,17 @@ def test_a_checkpoint_of_one_process_resumes(folder: Path, caplog: pytest.LogCap
     run = build()
     run.accelerator.load_state(folder)
     assert UNVERIFIED in caplog.text
-    assert_same(run.go_on(), facts("one_process"))
+    assert_same(run.resume(), facts("one_process"))
 
 
-def go_on(folder: str) -> Any:
+def resume(folder: str) -> Any:
     run = build()
     run.accelerator.load_state(folder)
-    return run.go_on()
+    return run.resume()
 
 
 def test_a_checkpoint_of_two_processes_resumes(run: Run) -> None:
-    found = run(go_on, str(SAMPLES / "two_processes"), processes=2)
+    found = run(resume, str(SAMPLES / "two_processes"), processes=2)
     assert_same(found, [facts("two_processes", rank) for rank in range(2)])
 
 
@@ -135,7 +135,7 @@ def test_loader_positions_of_unknown_format_give_a_warning(
     run = build()
     run.accelerator.load_state(folder)
     assert f"{name} stores the order and position of a loader in an unknown format" in caplog.text
-    assert_same(run.go_on(), facts("one_process"))
+    assert_same(run.resume(), facts("one_process"))
     assert len(list(run.loader)) == 6
 
 

@@ -41,7 +41,7 @@ class Shards(IterableDataset[Any]):
                 yield sample
 
 
-class GoesOn(Shards):
+class Resuming(Shards):
     """The same, and it can say where it is."""
 
     index = 0
@@ -177,12 +177,12 @@ def test_an_empty_share_is_the_same_error_everywhere(run: Run) -> None:
     assert "[1] of 2 are empty" in first
 
 
-def go_on(
+def resume_run(
     kind: str, stateful: bool, dispatch: bool | None, sizes: list[int]
 ) -> list[tuple[list[Any], list[Any]]]:
     """For each stop: what the interrupted run gives in all, and the one that is not."""
     warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata's own
-    dataset = {"skips": Shards, "goes on": GoesOn}[kind]
+    dataset = {"skips": Shards, "resumes": Resuming}[kind]
 
     def build() -> tuple[Accelerator, Any]:
         config = DataLoaderConfiguration(use_stateful_dataloader=stateful, dispatch_batches=dispatch)
@@ -212,7 +212,7 @@ def go_on(
 
 
 @pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("kind", ["skips", "goes on"])
+@pytest.mark.parametrize("kind", ["skips", "resumes"])
 @pytest.mark.parametrize(
     ("dispatch", "sizes"), [(None, [5, 4, 6]), (None, [5, 4, 6, 1]), (False, [5, 4, 6, 1]), (False, [9, 1])]
 )
@@ -226,7 +226,7 @@ def test_resumed_shards_match_an_uninterrupted_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for rank in run(go_on, kind, stateful, dispatch, sizes, timeout=120):
+    for rank in run(resume_run, kind, stateful, dispatch, sizes, timeout=120):
         for interrupted, whole in rank:
             assert interrupted == whole
 
@@ -240,7 +240,7 @@ def stop_in_the_middle(folder: str) -> None:
         break
 
 
-def go_on_with_another_number(folder: str) -> str:
+def resume_with_another_world_size(folder: str) -> str:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(Shards(cut([5, 4, 6])), batch_size=2))
     accelerator.load_state(folder)
@@ -253,7 +253,7 @@ def test_other_shares_than_those_of_the_checkpoint_are_refused(run: Run, tmp_pat
     folder = str(tmp_path / "stopped")
     run(stop_in_the_middle, folder, processes=2)
     for processes in (1, 3):
-        for message in run(go_on_with_another_number, folder, processes=processes):
+        for message in run(resume_with_another_world_size, folder, processes=processes):
             assert "2 data-parallel groups" in message
             assert f"{processes} groups" in message
 

@@ -29,7 +29,7 @@ class Numbers(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Goes on where it was."""
+    """Resumes at its position."""
 
     def __init__(self) -> None:
         self.index = 0
@@ -108,16 +108,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "seedable": {"use_seedable_sampler": True},
     "dispatched": {"dispatch_batches": True},
     "sharded": {"dispatch_batches": False},
-    "goes on by itself": {"use_stateful_dataloader": True},
+    "resumes by itself": {"use_stateful_dataloader": True},
     "dispatched, by itself": {"use_stateful_dataloader": True, "dispatch_batches": True},
     "sharded, by itself": {"use_stateful_dataloader": True, "dispatch_batches": False},
 }
 
 
-def train(kind: str, workers: int, config: dict[str, Any], stop: Any = None, go_on: Any = None) -> Any:
-    """The documented loop; it stops behind the step `stop`, or goes on behind the step `go_on`."""
+def train(kind: str, workers: int, config: dict[str, Any], stop: Any = None, resume_after: Any = None) -> Any:
+    """The documented loop; it stops behind the step `stop`, or resumes after the step `resume_after`."""
     warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # by torchdata
-    set_seed(99 if go_on else 0)
+    set_seed(99 if resume_after else 0)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     model, optimizer, loader = accelerator.prepare(
@@ -126,14 +126,14 @@ def train(kind: str, workers: int, config: dict[str, Any], stop: Any = None, go_
     torch.manual_seed(accelerator.process_index)
     steps = []
     first, seen = 0, 0
-    if go_on:
+    if resume_after:
         accelerator.load_state("checkpoint")
-        first, seen = go_on[0], go_on[1] + 1
+        first, seen = resume_after[0], resume_after[1] + 1
     for epoch in range(first, EPOCHS):
-        goes_on = epoch == first and seen > 0
-        skips = goes_on and not config.get("use_stateful_dataloader")
+        resumes = epoch == first and seen > 0
+        skips = resumes and not config.get("use_stateful_dataloader")
         batches = accelerator.skip_first_batches(loader, seen) if skips else loader
-        for number, (index, inputs) in enumerate(batches, start=seen if goes_on else 0):
+        for number, (index, inputs) in enumerate(batches, start=seen if resumes else 0):
             accelerator.backward(model(inputs).pow(2).mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -149,7 +149,7 @@ def interrupt(kind: str, workers: int, config: dict[str, Any], stops: list[Any])
     found = []
     for stop in stops:
         before, _ = train(kind, workers, config, stop=stop)
-        behind, again = train(kind, workers, config, go_on=stop)
+        behind, again = train(kind, workers, config, resume_after=stop)
         same = all(torch.equal(a, b) for a, b in zip(weights, again, strict=True))
         found.append((stop, before + behind == whole, same))
     return found
@@ -189,7 +189,7 @@ def test_a_dispatched_stateful_stream_resumes(run: Run) -> None:
 
 
 def test_a_stateful_loader_resumes(run: Run) -> None:
-    check(run, "batch sampler", 0, CONFIGS["goes on by itself"], 2, [(0, 2)])
+    check(run, "batch sampler", 0, CONFIGS["resumes by itself"], 2, [(0, 2)])
 
 
 @pytest.mark.slow
@@ -223,7 +223,7 @@ def begin(folder: str, kind: str, config: dict[str, Any], batches: int) -> list[
 
 
 def finish(folder: str, kind: str, config: dict[str, Any], batches: int) -> Any:
-    """Go on with the epoch, and read the next one; the real samples of all processes."""
+    """Resume the epoch, and read the next one; the real samples of all processes."""
     set_seed(5)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
     loader = accelerator.prepare(build(kind))

@@ -129,7 +129,7 @@ channel.count("events", peers._ASKED + peers._REPORTED)
 """
 
 
-def outlast_a_forged_report() -> int:
+def continue_after_a_forged_report() -> int:
     """Continue for some looks of the watcher while an unsigned report demands the end."""
     accelerator = Accelerator()
     accelerator.wait_for_everyone()
@@ -146,4 +146,4 @@ def outlast_a_forged_report() -> int:
 @pytest.mark.parametrize("key", ["secret", None])
 def test_a_planted_report_ends_no_rank(run: Callable[..., Any], key: str | None) -> None:
     env = {KEY_VARIABLE: key, "ACCELERATE_HANG_ACTION": "abort"}
-    assert run(outlast_a_forged_report, env=env) == [0, 1]
+    assert run(continue_after_a_forged_report, env=env) == [0, 1]

@@ -19,7 +19,7 @@ class Introspection:
 
     @property
     def distributed_type(self) -> DistributedType | str:
-        """Label of the way of training; assigning it to the state changes no behaviour."""
+        """Label of the strategy; assigning it to the state changes no behaviour."""
         return self._runtime.state.distributed_type
 
     @property

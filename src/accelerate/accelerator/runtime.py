@@ -59,7 +59,7 @@ class Runtime:
 
 
 def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSession) -> Runtime:
-    """Find out who this process is, open its process group and choose the way of training.
+    """Find out who this process is, open its process group and choose the strategy.
 
     No choice is made after this call.
     """
@@ -105,7 +105,7 @@ def _announce_shards(request: strategies.RunRequest) -> None:
 
 
 def _merge_with_state(request: strategies.RunRequest, state: AcceleratorState) -> strategies.RunRequest:
-    """Return a request with the way of training that this process has begun with: there is one in a run."""
+    """Return a request with the strategy that this process has begun with: there is one in a run."""
     begun = getattr(state, "fsdp_plugin", None)
     megatron = getattr(state, "megatron_lm_plugin", None)
     rows: list[tuple[str, Any, Any, str]] = [

@@ -21,7 +21,7 @@ from accelerate.settings.sections import EXCLUSIVE, LaunchSection, RendezvousSec
 HIDDEN = "(hidden)"
 STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")
 NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")
-"""Ways of training that need a process group, even with one process."""
+"""Strategies that need a process group, even with one process."""
 
 
 def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[LaunchPlan, Settings]:
@@ -205,7 +205,7 @@ FILE = "deepspeed_config_file"
 
 
 def check_engine(settings: Settings, machine: Machine) -> None:
-    """Refuse what DeepSpeed cannot train with, all of it in one error, where it is the way of training."""
+    """Refuse what DeepSpeed cannot train with, all of it in one error, where it is the strategy."""
     values = settings.values
     if not values["use_deepspeed"]:
         return

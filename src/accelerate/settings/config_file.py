@@ -183,7 +183,7 @@ def _unknown(group: str, key: str) -> str:
 
 
 def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:
-    """The way of training that `distributed_type` and the presence of `parallelism_config` stand for."""
+    """The strategy of `distributed_type` and the presence of `parallelism_config`."""
     switches = {"use_parallelism_config": True} if mapping.get("parallelism_config") else {}
     written = mapping.get("distributed_type")
     if written is None or is_sagemaker(mapping):
@@ -191,7 +191,7 @@ def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:
     word = "NO" if isinstance(written, bool) else str(written).upper()
     if word not in PARADIGM_OF_TYPE:
         fix = f"Use one of {', '.join(PARADIGM_OF_TYPE)}"
-        raise wrong_value(f"{path}: distributed_type", written, "there is no such way of training", fix)
+        raise wrong_value(f"{path}: distributed_type", written, "there is no such strategy", fix)
     return {**switches, **{name: name == PARADIGM_OF_TYPE[word] for name in EXCLUSIVE}}
 
 

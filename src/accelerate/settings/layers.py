@@ -91,7 +91,7 @@ class Settings:
 def merge_layers(*layers: Layer) -> Settings:
     """Return all settings: the built-in values, and the layers over them, of which a later one wins.
 
-    A layer that names a way of training (``multi_gpu``, ``use_fsdp``, ...) also drops those named by weaker
+    A layer that names a strategy (``multi_gpu``, ``use_fsdp``, ...) also drops those named by weaker
     layers, so that a flag can leave what a file chose.
     """
     values = {name: row.default for name, row in all_options().items()}

@@ -168,7 +168,7 @@ class OneSpellingFormatter(argparse.HelpFormatter):
 
 
 class CustomHelpFormatter(OneSpellingFormatter):
-    """Help that leaves out the groups of ways of training other than the one named on the command line."""
+    """Help that leaves out the groups of strategies other than the one named on the command line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""How objects are prepared and stepped: one class for each way of training."""
+"""How objects are prepared and stepped: one class for each strategy."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""The interface of a way of training; the base class is one plain process."""
+"""The interface of a strategy; the base class is one plain process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Fill = Callable[[nn.Module, Mapping[str, Any]], None]
 
 
 class Strategy:
-    """One plain process: the null case of every way of training.
+    """One plain process: the null case of every strategy.
 
     All ranks build the same strategy and call its methods in the same order: `check` and `prepare` for each
     `prepare` call, then `no_sync`, `backward` and `clip_grad_norm` in each step, `unwrap` to get a model

@@ -1,7 +1,7 @@
 """A trainer written by hand, as small research projects have it: one class that holds an Accelerator.
 
 It cycles over a loader, accumulates in its own loop, keeps an average of the weights, measures and saves on
-the main process, and goes on from what it saved.
+the main process, and resumes from its checkpoint.
 
 Usage: by_hand.py FOLDER [NAME=JSON ...] with arguments of the trainer.
 """

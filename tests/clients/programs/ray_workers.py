@@ -94,13 +94,13 @@ class Run:
                 AFTER_STEPS[self.way](self)
 
 
-def go_on(run: Run) -> None:
+def resume_run(run: Run) -> None:
     if run.step % SAVE_EVERY == 0:
         run.save()
 
 
 def fail_once(run: Run) -> None:
-    go_on(run)
+    resume_run(run)
     if run.step == RAISE_AT:
         train.get_all_reported_checkpoints()  # returns when Ray has the checkpoint
         if run.rank == 1 and run.is_first("failure"):
@@ -119,10 +119,10 @@ def wait_for_preemption(run: Run) -> None:
         run.save()
         run.note(saved=run.step, reads=reads, stops=run.accelerator.should_stop)
     elif run.step > PREEMPT_AT and not run.is_resumed:
-        time.sleep(2)  # goes on until Ray ends it
+        time.sleep(2)  # runs until Ray ends it
 
 
-AFTER_STEPS = {"plain": go_on, "raised": fail_once, "preempted": wait_for_preemption}
+AFTER_STEPS = {"plain": resume_run, "raised": fail_once, "preempted": wait_for_preemption}
 
 
 def wait_and_stop(run: Run) -> None:

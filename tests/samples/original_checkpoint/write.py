@@ -76,7 +76,7 @@ class Run:
         self.sgd.zero_grad()
         self.count.steps += 1
 
-    def go_on(self) -> dict[str, Any]:
+    def resume(self) -> dict[str, Any]:
         """Train two steps, and tell all that a checkpoint decides."""
         for _ in range(2):
             self.step(torch.tensor([1, 5]))
@@ -103,7 +103,7 @@ def main() -> None:
     folder = Path(__file__).parent / name
     accelerator.save_state(str(folder), safe_serialization=form == "safetensors")
     facts = folder.with_name(f"{name}_{accelerator.process_index}.json")
-    facts.write_text(json.dumps(run.go_on()))
+    facts.write_text(json.dumps(run.resume()))
 
 
 if __name__ == "__main__":

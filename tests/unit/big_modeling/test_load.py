@@ -30,16 +30,16 @@ def test_a_plain_model_is_not_sharded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "said"),
+    ("options", "said"),
     [
         (LoadOptions({"": "disk"}), "device_map=.*stay where they are"),
         (LoadOptions({"": "cpu", "weight": "meta"}), "device_map=.*stay where they are"),
         (LoadOptions(dtype=torch.float16), "dtype=torch.float16: parameters of this model are torch.float32"),
     ],
 )
-def test_contradicting_load_options_are_refused(wishes: Any, said: str) -> None:
+def test_contradicting_load_options_are_refused(options: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
-        check_options(nn.Linear(2, 2), wishes)
+        check_options(nn.Linear(2, 2), options)
 
 
 def test_options_without_effect_are_allowed() -> None:

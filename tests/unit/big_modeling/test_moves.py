@@ -16,8 +16,8 @@ def test_everything_is_decided_before_anything_changes(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     path = tmp_path / "x.safetensors"
     save_file({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(3), "more": torch.ones(1)}, path)
-    wishes = LoadOptions({"": "cpu", "0.weight": "disk"}, torch.float16)
-    plan = plan_moves(model, StoredWeights.open([path]), wishes, [])
+    load_options = LoadOptions({"": "cpu", "0.weight": "disk"}, torch.float16)
+    plan = plan_moves(model, StoredWeights.open([path]), load_options, [])
     assert [(move.name, move.on_disk, move.dtype) for move in plan.moves] == [
         ("0.weight", True, torch.float16),
         ("0.bias", False, torch.float16),

@@ -1,4 +1,4 @@
-"""A run that is interrupted and goes on is the same run: the same samples, the same weights."""
+"""An interrupted and resumed run has the same samples and weights as one without a break."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Stream(IterableDataset[Any]):
 
 
 class StreamWithState(IterableDataset[Any]):
-    """Goes on where it was, and counts what it reads."""
+    """Resumes at its position, and counts what it reads."""
 
     def __init__(self) -> None:
         self.index = self.read = 0
@@ -108,10 +108,10 @@ KINDS = (
 
 
 def train(
-    folder: Path, kind: str, workers: int, config: dict[str, Any], stop: Any = None, go_on: Any = None
+    folder: Path, kind: str, workers: int, config: dict[str, Any], stop: Any = None, resume_after: Any = None
 ) -> tuple[Steps, Any]:
-    """The documented loop; it stops behind the step `stop`, or goes on behind the step `go_on`."""
-    set_seed(99 if go_on else 0)
+    """The documented loop; it stops behind the step `stop`, or resumes after the step `resume_after`."""
+    set_seed(99 if resume_after else 0)
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
     model = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 1))
     model, optimizer, loader = accelerator.prepare(
@@ -119,9 +119,9 @@ def train(
     )
     steps: Steps = []
     first_epoch, seen = 0, 0
-    if go_on:
+    if resume_after:
         accelerator.load_state(folder)
-        first_epoch, seen = go_on[0], go_on[1] + 1
+        first_epoch, seen = resume_after[0], resume_after[1] + 1
     for epoch in range(first_epoch, EPOCHS):
         batches, before = loader, 0
         if epoch == first_epoch and seen:
@@ -189,7 +189,7 @@ def check(
     last = max(number for epoch, number, _ in whole if epoch == 1)
     for stop in ({"first": (0, 0), "middle": (1, 4), "last": (1, last)}[place] for place in places):
         before, _ = train(folder, kind, workers, config, stop=stop)
-        behind, again = train(folder, kind, workers, config, go_on=stop)
+        behind, again = train(folder, kind, workers, config, resume_after=stop)
         assert before + behind == whole, stop
         assert all(torch.equal(a, b) for a, b in zip(weights, again, strict=True)), stop
 
@@ -210,11 +210,11 @@ def test_a_stream_with_state_reads_nothing_twice() -> None:
 def test_between_two_epochs_the_next_order_is_the_same(
     tmp_path: Path, kind: str, config: dict[str, Any], epochs: int
 ) -> None:
-    def run(go_on: bool) -> list[Any]:
-        set_seed(7 if go_on else 0)
+    def run(resume_after: bool) -> list[Any]:
+        set_seed(7 if resume_after else 0)
         accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
         loader = accelerator.prepare(build(kind, 0))
-        if go_on:
+        if resume_after:
             accelerator.load_state(tmp_path)
         else:
             for _ in range(epochs):
@@ -223,7 +223,7 @@ def test_between_two_epochs_the_next_order_is_the_same(
         drawn = torch.rand(1).item()
         return [drawn, *(index.tolist() for _ in range(2) for index, _ in loader)]
 
-    assert run(go_on=False) == run(go_on=True)
+    assert run(resume_after=False) == run(resume_after=True)
 
 
 def test_a_pass_without_a_late_start_repeats_the_epoch_from_its_beginning(tmp_path: Path) -> None:

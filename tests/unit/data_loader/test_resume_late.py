@@ -164,12 +164,12 @@ def test_a_finished_epoch_has_no_more_batches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seen", "stateful", "goes_on"), [(3, True, True), (0, True, False), (3, False, False)]
+    ("seen", "stateful", "resumes"), [(3, True, True), (0, True, False), (3, False, False)]
 )
-def test_only_a_stateful_loader_resumes_by_itself(seen: int, stateful: bool, goes_on: bool) -> None:
+def test_only_a_stateful_loader_resumes_by_itself(seen: int, stateful: bool, resumes: bool) -> None:
     loader = resumed(make(Counted(20)), seen)
     loader.use_stateful_dataloader = stateful
-    assert (start_where_saved(loader) is not None) == goes_on
+    assert (start_where_saved(loader) is not None) == resumes
     assert start_where_saved(make(Counted(20))) is None
 
 

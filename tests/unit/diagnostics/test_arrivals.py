@@ -72,7 +72,7 @@ class Ranks:
         assert is_so(), [kept.texts for kept in self.kept]
 
     def go(self) -> list[str]:
-        """Let all go on; everything that was said."""
+        """Release all ranks; return all reports."""
         self.open.set()
         for thread in self.threads:
             thread.join()

@@ -57,7 +57,7 @@ class Pair:
         self.seen, self.kept = (Seen(0), Seen(1)), (Kept(), Kept())
         channel = StoreChannel(store, "", {} if key is None else {KEY_VARIABLE: key})
         self.peers = [Peers(channel, rank, 2, own, 2) for rank in range(2)]
-        self.dogs = [self.build(rank, ends) for rank in range(2)]
+        self.watchdogs = [self.build(rank, ends) for rank in range(2)]
 
     def build(self, rank: int, ends: bool) -> Watchdog:
         seen, kept = self.seen[rank], self.kept[rank]
@@ -69,12 +69,12 @@ class Pair:
 
         def look_on() -> None:
             while not done.wait(0.02):
-                self.dogs[1].look()
-            self.dogs[1].look()
+                self.watchdogs[1].look()
+            self.watchdogs[1].look()
 
         thread = threading.Thread(target=look_on)
         thread.start()
-        self.dogs[0].look()
+        self.watchdogs[0].look()
         time.sleep(0.1)
         done.set()
         thread.join()
@@ -110,12 +110,12 @@ def test_an_end_is_named_at_once() -> None:
     pair = Pair(ends=False)
     pair.peers[1].leave("exited with ValueError")
     pair.seen[0].wait = (1, 2.5)
-    pair.dogs[0].look()
+    pair.watchdogs[0].look()
     (text,) = pair.kept[0].texts
     assert text.startswith(
         "accelerate: hang: rank 0 waits in gather #0, a.py:0, since 2 s; rank 1 has exited with"
     )
-    pair.dogs[0].look()
+    pair.watchdogs[0].look()
     assert len(pair.kept[0].texts) == 1
 
 
@@ -123,7 +123,7 @@ def test_the_message_of_a_lost_rank_names_the_rank_that_ended_first() -> None:
     pair = Pair(ends=False)
     pair.peers[1].leave("exited with ValueError")
     lost = RankState(0, Doing.COLLECTIVE, "gather", 1, file="a.py", line=9)
-    pair.dogs[0].post_end("exited with RuntimeError", True, lost)
+    pair.watchdogs[0].post_end("exited with RuntimeError", True, lost)
     (text,) = pair.kept[0].texts
     assert "rank 1 has exited with ValueError" in text
     pair.peers[1].events()

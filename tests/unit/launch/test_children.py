@@ -112,7 +112,7 @@ def test_another_signal_can_be_sent_in_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_request_is_forwarded_and_does_not_end_the_program(tmp_path: Path, number: signal.Signals) -> None:
-    """The program goes on for longer than the grace after a signal that asks it to end."""
+    """The program runs for longer than the grace after a signal that asks it to end."""
     program = f"signal.signal({int(number)}, lambda *_: (time.sleep(1.5), sys.exit(3)))\n"
     code, said = end(tmp_path, program + SLEEP, number, 1, grace=1)
     assert code == 3
@@ -130,7 +130,7 @@ def test_a_launcher_in_the_background_of_a_shell_ends_its_program_as_well(
 
 
 def test_under_nohup_sighup_does_not_end_the_run(tmp_path: Path) -> None:
-    """The program reports what it has for SIGHUP, hangs its launcher up, and goes on to its end."""
+    """The program reports what it has for SIGHUP, sends SIGHUP to its launcher, and runs to its end."""
     hangs_up = (
         "print(signal.getsignal(signal.SIGHUP) == signal.SIG_IGN, flush=True, file=sys.stderr)\n"
         "os.kill(os.getppid(), signal.SIGHUP)\ntime.sleep(0.5)\nsys.exit(5)\n"

@@ -28,13 +28,15 @@ def kinds(model: nn.Module) -> dict[str, str]:
     }
 
 
-@pytest.mark.parametrize(("wishes", "kind"), [(EIGHT, "Linear8bitLt"), (FOUR, "Linear4bit")])
+@pytest.mark.parametrize(("settings", "kind"), [(EIGHT, "Linear8bitLt"), (FOUR, "Linear4bit")])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_linear_layers_are_swapped(wishes: Any, kind: str, device: str, bitsandbytes: Any, body: Any) -> None:
+def test_linear_layers_are_swapped(
+    settings: Any, kind: str, device: str, bitsandbytes: Any, body: Any
+) -> None:
     with torch.device(device):
         model = body().eval()
     before = model.layers[0]
-    assert replace_with_bnb_layers(model, BnbQuantizationConfig(**wishes), ["head"]) is model
+    assert replace_with_bnb_layers(model, BnbQuantizationConfig(**settings), ["head"]) is model
     assert kinds(model) == {"layers.0": kind, "layers.2": kind, "head": "Linear"}
     layer = model.layers[0]
     assert (layer.training, layer.weight.requires_grad, layer.bias.requires_grad) == (False, False, False)
@@ -103,11 +105,11 @@ def test_a_model_without_such_layers_gives_a_warning(
     assert "No linear layer of this Sequential is quantized" in caplog.text
 
 
-@pytest.mark.parametrize(("wishes", "name"), [(EIGHT, "load_in_8bit"), (FOUR, "load_in_4bit")])
-def test_without_bitsandbytes(wishes: Any, name: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("settings", "name"), [(EIGHT, "load_in_8bit"), (FOUR, "load_in_4bit")])
+def test_without_bitsandbytes(settings: Any, name: str, body: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Package, "version", lambda self: None)
     with pytest.raises(MissingPackageError, match=f"{name} needs bitsandbytes.*pip install"):
-        replace_with_bnb_layers(body(), BnbQuantizationConfig(**wishes))
+        replace_with_bnb_layers(body(), BnbQuantizationConfig(**settings))
 
 
 def test_the_output_layer_and_tied_ones_are_not_converted(body: Any) -> None:

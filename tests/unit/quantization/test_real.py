@@ -35,14 +35,14 @@ WAYS = {
         0.2,
     ),
 }
-"""Name -> wishes, and the largest deviation, relative to the largest output."""
+"""Name -> settings, and the largest deviation, relative to the largest output."""
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_a_model_computes_nearly_the_same(way: str, device: str, body: Any) -> None:
-    wishes, tolerance = WAYS[way]
-    config = BnbQuantizationConfig(torch_dtype="fp32", **wishes)
+    settings, tolerance = WAYS[way]
+    config = BnbQuantizationConfig(torch_dtype="fp32", **settings)
     plain = body().eval()
     tokens = torch.arange(6)
     with torch.no_grad():
@@ -73,12 +73,12 @@ def test_rows_are_quantized_as_the_layer_does() -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("device_map", [None, "auto"])
 def test_a_model_is_loaded_in_one_pass(way: str, device_map: Any, body: Any, tmp_path: Path) -> None:
-    wishes, tolerance = WAYS[way]
+    settings, tolerance = WAYS[way]
     plain, tokens = body().eval(), torch.arange(6)
     save_file(plain.state_dict(), tmp_path / "model.safetensors")
     with torch.no_grad():
         expected = plain(tokens)
-    config = BnbQuantizationConfig(torch_dtype="fp32", **wishes)
+    config = BnbQuantizationConfig(torch_dtype="fp32", **settings)
     with init_empty_weights():
         empty = body().eval()
     loaded = load_and_quantize_model(empty, config, tmp_path, device_map)
@@ -92,8 +92,8 @@ def test_a_model_is_loaded_in_one_pass(way: str, device_map: Any, body: Any, tmp
 def test_adapters_on_a_quantized_model_train(way: str, body: Any) -> None:
     from accelerate import Accelerator
 
-    wishes, _ = WAYS[way]
-    model = load_and_quantize_model(body(), BnbQuantizationConfig(torch_dtype="fp32", **wishes))
+    settings, _ = WAYS[way]
+    model = load_and_quantize_model(body(), BnbQuantizationConfig(torch_dtype="fp32", **settings))
     model.head.weight.requires_grad_(True)
     accelerator = Accelerator(cpu=True)
     optimizer = torch.optim.SGD([model.head.weight, model.embedding.weight], lr=0.1)

@@ -88,7 +88,7 @@ def test_nested_values_reach_their_options(tmp_path: Path) -> None:
         ("mixed_precision: fp32", "mixed_precision='fp32': this is not one of the accepted values"),
         ("use_cpu: perhaps", "use_cpu='perhaps': this must be yes or no"),
         ("fsdp_config: 3", "fsdp_config=3: this must be a group of settings"),
-        ("distributed_type: MANY", "distributed_type='MANY': there is no such way of training"),
+        ("distributed_type: MANY", "distributed_type='MANY': there is no such strategy"),
         ("- a\n- b", "holds no settings"),
         ("", "holds no settings"),
         ("a: [1", "is not valid"),

@@ -25,7 +25,7 @@ def _short_idleness(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Slow(GeneralTracker):
-    """Waits in `log` until it may go on."""
+    """Waits in `log` until it is released."""
 
     name = "slow"
     requires_logging_directory = False

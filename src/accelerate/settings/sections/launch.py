@@ -32,11 +32,11 @@ PARADIGM_OF_TYPE: dict[str, str | None] = {
 """`distributed_type` of a configuration file -> the option it selects."""
 
 EXCLUSIVE = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-"""Ways of training of which a run has at most one; a layer that names one drops what a lower layer named."""
+"""Strategies of which a run has at most one; a layer that names one drops what a lower layer named."""
 
 
 def several_processes(answers: Mapping[str, Any]) -> bool:
-    """Whether the way of training takes more than one process."""
+    """Whether the strategy takes more than one process."""
     return bool(answers["distributed_type"] != "NO")
 
 
@@ -67,9 +67,9 @@ class LaunchSection(Section):
         ask="Where does the script run?",
     )
     distributed_type: str | None = optional(
-        "The way of training in files: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, MEGATRON_LM or XLA.",
+        "The training strategy in files: NO, MULTI_GPU, MULTI_CPU, FSDP, DEEPSPEED, MEGATRON_LM or XLA.",
         flags=(),
-        ask="Which way of training (NO is one process, XLA is TPU)?",
+        ask="Which training strategy (NO is one process, XLA is TPU)?",
         offers=("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM", "XLA"),
     )
     cpu: bool = option(

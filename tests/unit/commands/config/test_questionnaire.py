@@ -99,7 +99,7 @@ def terminal(tmp_path: Path) -> Iterator[Terminal]:
 def test_in_a_terminal_with_arrow_keys(terminal: Terminal, tmp_path: Path) -> None:
     terminal.expect("Where does the script run?")
     terminal.type(ENTER)
-    terminal.expect("Which way of training")
+    terminal.expect("Which training strategy")
     terminal.type(DOWN + DOWN + ENTER)  # NO, MULTI_GPU, MULTI_CPU
     terminal.expect("How many processes in total")
     terminal.type("\b" * 3 + "zwei" + ENTER)
@@ -125,7 +125,7 @@ def test_in_a_terminal_with_arrow_keys(terminal: Terminal, tmp_path: Path) -> No
 
 
 def test_the_last_page_can_end_without_writing(terminal: Terminal, tmp_path: Path) -> None:
-    for question in ("Where does the script run?", "Which way of training"):
+    for question in ("Where does the script run?", "Which training strategy"):
         terminal.expect(question)
         terminal.type(ENTER)
     terminal.expect("Run on CPU only")
@@ -150,7 +150,7 @@ def test_ctrl_c_ends_it(terminal: Terminal) -> None:
 def test_ctrl_d_ends_it(terminal: Terminal) -> None:
     terminal.expect("Where does the script run?")
     terminal.type(ENTER)
-    terminal.expect("Which way of training")
+    terminal.expect("Which training strategy")
     terminal.type(DOWN + ENTER)
     terminal.expect("How many processes in total")
     terminal.type("\x7f" * 4 + "\x04")
@@ -277,7 +277,7 @@ def test_the_file_that_is_there_gives_defaults_and_keeps_its_other_settings(tmp_
     assert (config.distributed_type, config.num_processes) == ("FSDP", 6)
     assert config.fsdp_config is not None
     assert config.fsdp_config["fsdp_ignored_modules"] == "head"
-    other = get_cluster_input(Defaults(**{"Which way": "MULTI_CPU"}), suggest(str(path)))  # type: ignore[arg-type]
+    other = get_cluster_input(Defaults(**{"Which training strategy": "MULTI_CPU"}), suggest(str(path)))  # type: ignore[arg-type]
     assert other.fsdp_config == {}
 
 
@@ -295,7 +295,12 @@ def test_a_broken_file_does_not_stop_the_questionnaire(tmp_path: Path) -> None:
 def test_every_training_method_gives_a_file_that_loads_and_launches(
     way: str, precision: str, tmp_path: Path
 ) -> None:
-    answers = {"Which way": way, "number format": precision, "How many machines": "2", "address": "10.0.0.1"}
+    answers = {
+        "Which training strategy": way,
+        "number format": precision,
+        "How many machines": "2",
+        "address": "10.0.0.1",
+    }
     config = get_cluster_input(Defaults(**answers), suggest())  # type: ignore[arg-type]
     path = tmp_path / "c.yaml"
     config.to_yaml_file(str(path))

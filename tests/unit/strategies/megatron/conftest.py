@@ -60,7 +60,7 @@ KNOWN_ARGUMENTS = [
     "weight_decay",
     "weight_decay_incr_style",
 ]
-"""Arguments that Megatron-LM's parser knows, besides those of a plugin without any wishes."""
+"""Arguments that Megatron-LM's parser knows, besides those of a plugin with default values."""
 
 
 class Part(nn.Module):

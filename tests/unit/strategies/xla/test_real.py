@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.utils import set_seed
 
-wishes = json.loads(sys.argv[1])
+options = json.loads(sys.argv[1])
 
 
 class Block(nn.Module):
@@ -73,10 +73,10 @@ def train(accelerator, epochs=2):
     return model, optimizer, losses
 
 
-fields = wishes.pop("fsdp", None)
-folder = wishes.pop("folder", None)
+fields = options.pop("fsdp", None)
+folder = options.pop("folder", None)
 plugin = None if fields is None else FullyShardedDataParallelPlugin(**fields)
-accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2, **wishes)
+accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2, **options)
 model, optimizer, losses = train(accelerator)
 answer = {
     "losses": losses,
@@ -115,14 +115,14 @@ print("ANSWER " + json.dumps(answer))
 """
 
 
-def run(tmp_path: Path, devices: int = 1, cpu: bool = False, **wishes: Any) -> dict[str, Any]:
+def run(tmp_path: Path, devices: int = 1, cpu: bool = False, **options: Any) -> dict[str, Any]:
     import os
 
     script = tmp_path / "train.py"
     script.write_text(PROGRAM)
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices)}
     done = subprocess.run(
-        [sys.executable, str(script), json.dumps({"cpu": cpu, **wishes})],
+        [sys.executable, str(script), json.dumps({"cpu": cpu, **options})],
         env=environment,
         capture_output=True,
         text=True,
