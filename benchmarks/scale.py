@@ -142,7 +142,7 @@ class Part:
 
 
 def serve(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
-    """Run in a process of its own: do what the pipe says, and answer."""
+    """Run in a separate process: execute the commands of the pipe, and send the results."""
     part = Part(port, ranks, size)
     pipe.send(None)
     while (call := pipe.recv()) is not None:

@@ -52,7 +52,7 @@ def _size(value: Any) -> int:
 
 
 class Host:
-    """The processes of one simulated machine; which of them have died, `runs` says."""
+    """The processes of one simulated machine; `runs` returns which are running."""
 
     def __init__(self) -> None:
         self.dead: set[int] = set()

@@ -1,6 +1,6 @@
-"""Every test starts clean and leaves nothing behind: what it leaks fails it.
+"""Every test starts with clean states; a test that leaks fails.
 
-A test that builds a state, directly or through an `Accelerator`, asks for the fixture `states`.
+A test that builds a state, directly or through an `Accelerator`, uses the fixture `states`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if not hasattr(psutil.Process, "net_connections"):  # its name since psutil 6
 
 
 class Watch(NamedTuple):
-    """One kind of thing that a test may leak, and how long it may take to go away."""
+    """One kind of resource that a test may leak, and how long its removal may take."""
 
     kind: str
     list_all: Callable[[], set[Hashable]]

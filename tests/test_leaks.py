@@ -1,4 +1,4 @@
-"""The leak detector of conftest.py, seen from outside: a test that leaks fails, a tidy one passes."""
+"""The leak detector of conftest.py, seen from outside: a test that leaks fails, another one passes."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def constant_choices(tree: ast.Module) -> set[str]:
 
 
 def conditions(node: ast.AST) -> list[ast.expr]:
-    """The values of which a node asks whether they are true."""
+    """The values whose truth a node tests."""
     if isinstance(node, ast.BoolOp):
         return node.values
     if isinstance(node, (ast.If, ast.IfExp, ast.While)):
@@ -73,7 +73,7 @@ def conditions(node: ast.AST) -> list[ast.expr]:
 
 
 def questions(tree: ast.Module) -> Iterator[str]:
-    """The expressions of a file that ask for the hardware or the method."""
+    """The expressions of a file that compare the hardware or the method."""
     constants = constant_choices(tree)
     for node in ast.walk(tree):
         yield from (ast.unparse(test) for test in conditions(node) if last_name(test) in METHODS)

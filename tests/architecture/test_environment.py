@@ -1,4 +1,4 @@
-"""Environment variables are touched in `base/environ.py` only; everything else is given a mapping."""
+"""Environment variables are accessed in `base/environ.py` only; other code receives a mapping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Importing `Accelerator` leaves alone the parts of torch that take long and that most runs do not need."""
+"""Importing `Accelerator` does not load the slow parts of torch that most runs do not need."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `make mutate` runs is there: a module that is renamed would drop out without a word."""
+"""The modules of `make mutate` exist: a renamed module would be omitted without an error."""
 
 from __future__ import annotations
 

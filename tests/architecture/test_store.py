@@ -1,4 +1,4 @@
-"""Nothing that comes from the store of the process group is unpickled."""
+"""No value of the store of the process group is unpickled."""
 
 from __future__ import annotations
 

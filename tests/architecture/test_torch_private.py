@@ -120,7 +120,7 @@ def test_the_lists_of_names_hold_what_is_used(sources: list[Any]) -> None:
 
 
 def torch_names(source: Any) -> set[str]:
-    """The names under which a file knows torch, its modules, and the classes and functions in them."""
+    """The names that a file uses for torch, its modules, and the classes and functions in them."""
     names = set()
     for node in ast.walk(source.tree):
         if isinstance(node, ast.Import):

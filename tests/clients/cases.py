@@ -121,7 +121,7 @@ def run(python: str, case: Case, folder: Path, prefix: Sequence[str] = (), **var
 
 
 def allow_training(folder: Path) -> dict[str, str]:
-    """Give sentence-transformers the header that its training asks for, without changing this environment.
+    """Give sentence-transformers the header that its training needs, without changing this environment.
 
     Args:
         folder: gets a copy of the metadata of this package.

@@ -80,7 +80,7 @@ def _libraries(states: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def fill(libraries: dict[str, Any]) -> None:
-    """Give answers where a tracker asks for one."""
+    """Replace the calls from which trackers need a result."""
     libraries["mlflow"].get_experiment_by_name = lambda name: None
     libraries["mlflow"].create_experiment = record_and_return("mlflow.create_experiment", "7")
     libraries["mlflow"].start_run = record_and_return(

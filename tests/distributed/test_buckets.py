@@ -19,7 +19,7 @@ Run = Callable[..., list[Any]]
 
 
 class Crossed(nn.Module):
-    """Gradients come neither in the order of its layers nor in the reverse one."""
+    """Gradients are ready neither in the order of its layers nor in the reverse one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Processes that share sequences train as one process does that has them whole."""
+"""Processes that split sequences train as one process does with full sequences."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ATTENTIONS = {
 
 
 class Reader(nn.Module):
-    """Attends to the tokens before, and guesses the next token; positions come with the batch."""
+    """Attends to the tokens before, and predicts the next token; positions are part of the batch."""
 
     def __init__(self, attention: str) -> None:
         super().__init__()

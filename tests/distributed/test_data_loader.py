@@ -356,7 +356,7 @@ def reading_threads() -> list[str]:
 
 
 class Endless(IterableDataset[int]):
-    """Samples without end; each says which threads have read so far."""
+    """Samples without end; each contains the threads that have read so far."""
 
     def __init__(self) -> None:
         self.threads: set[str] = set()

@@ -29,7 +29,7 @@ NEVER = 10**9
 
 
 class Disk:
-    """Counts the calls by which a save reaches the disk, and lets the n-th go wrong.
+    """Counts the calls by which a save writes to the disk, and makes the n-th fail.
 
     Args:
         fail: is called in the place of that call, after a part of what it should write was written.

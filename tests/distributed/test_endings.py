@@ -93,7 +93,7 @@ def test_accelerators_of_one_run_take_turns(run: Run) -> None:
 
 
 def compete(jobs: int) -> list[int]:
-    """Let several runs that know nothing of each other save into one folder; how many saves worked."""
+    """Let several independent runs save into one folder; return how many saves succeeded."""
     warnings.simplefilter("ignore")
     build()[0].save_state()
     for cls in (AcceleratorState, PartialState, GradientState):

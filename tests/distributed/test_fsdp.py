@@ -215,7 +215,7 @@ def test_the_matrix_of_fsdp_1_with_flat_parameters(run: Run) -> None:
 
 
 def train_two(version: int) -> None:
-    """One optimizer, and a norm, over two models; the optimizer comes after them."""
+    """One optimizer, and a norm, over two models; the optimizer is prepared after them."""
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, use_orig_params=True))
     models = [plain(), frozen()]
     optimizer = make_optimizer(*models)

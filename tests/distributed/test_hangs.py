@@ -1,4 +1,4 @@
-"""Faults on purpose: whatever one rank does, one report names it and its line, and no rank is left behind."""
+"""Injected faults of one rank: one report names it and its line, and no rank is left running."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def pattern(said: str) -> re.Pattern[str]:
 
 
 def meet() -> Accelerator:
-    """Build an Accelerator; that ranks of a busy machine come at times far apart is no fault here."""
+    """Build an Accelerator; late ranks on a busy machine are no fault here."""
     with patch_environment(ACCELERATE_HANG_TIMEOUT="0"):
         PartialState()
     return Accelerator()
@@ -365,7 +365,7 @@ def test_no_limit_is_no_watcher(run: Run) -> None:
 
 
 class Squares(torch.utils.data.Dataset[int]):
-    """Says of each worker whether it has a watcher."""
+    """Returns for each worker whether it has a watcher."""
 
     def __len__(self) -> int:
         return 4

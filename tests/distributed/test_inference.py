@@ -1,4 +1,4 @@
-"""Pipelines: outputs equal those of the plain model, whatever the batch."""
+"""Pipelines: outputs equal those of the plain model for any batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are killed at any moment: what they reported as saved is there, and loads.
+"""Runs that are killed at any moment: each checkpoint that was reported as saved loads.
 
 A driver forks one run after another, kills it with SIGKILL at a random moment, mostly inside of a save, and
 lets the next run load what is there before it saves in its turn. All of them work in one folder.

@@ -1,4 +1,4 @@
-"""Filling a model whose parameters are spread over processes."""
+"""Loading weights into a model that is sharded over processes."""
 
 from __future__ import annotations
 

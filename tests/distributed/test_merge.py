@@ -1,4 +1,4 @@
-"""Shards that two processes wrote become the weights of one."""
+"""Shards of two processes are merged into full weights."""
 
 from __future__ import annotations
 

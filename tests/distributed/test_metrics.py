@@ -1,4 +1,4 @@
-"""gather_for_metrics over any prepared loader yields exactly the dataset."""
+"""gather_for_metrics over any prepared loader returns each sample exactly once."""
 
 from __future__ import annotations
 

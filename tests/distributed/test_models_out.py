@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("states")
 
 
 class Tied(nn.Module):
-    """A language model in small: what goes in and what comes out share a matrix."""
+    """A small language model: input and output embeddings share a matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def read(folder: Path) -> dict[str, torch.Tensor]:
-    """Read a folder as one who knows its index only."""
+    """Read a folder by its index only."""
     index = next(folder.glob("*.index.json"), None)
     names = (
         {"model.safetensors"} if index is None else set(json.loads(index.read_text())["weight_map"].values())

@@ -397,7 +397,7 @@ def test_packed_is_leaf_by_leaf(run: Run, processes: int, scale: int) -> None:
 
 
 class Counter(TorchDispatchMode):
-    """Counts the collectives made while it is entered, whoever makes them."""
+    """Counts the collectives within the context, of any caller."""
 
     def __init__(self) -> None:
         super().__init__()

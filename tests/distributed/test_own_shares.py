@@ -1,4 +1,4 @@
-"""Iterable datasets that share themselves out: each process reads its share, and all end together."""
+"""Iterable datasets that shard themselves: each process reads its shard, and all end together."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Shards(IterableDataset[Any]):
 
 
 class Resuming(Shards):
-    """The same, and it can say where it is."""
+    """The same, with a state dict of its position."""
 
     index = 0
 

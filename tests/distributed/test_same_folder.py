@@ -1,4 +1,4 @@
-"""Runs that save and load one folder at the same time: whatever is loaded belongs to one save."""
+"""Runs that save and load one folder at the same time: all loaded files are of one save."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Counter:
 
 
 class Training:
-    """A run whose parts all hold one number, so that one can tell whether they belong to one save."""
+    """A run whose parts all hold one number, which shows whether they are of one save."""
 
     def __init__(self, numbered: bool) -> None:
         project = ProjectConfiguration("project", automatic_checkpoint_naming=numbered, total_limit=2)

@@ -145,7 +145,7 @@ def test_shards_under_fsdp_1_are_written_without_a_collective(run: Run) -> None:
 
 
 def break_and_load(way: str) -> Any:
-    """Damage a checkpoint in several ways; what each load says, and whether anything was changed."""
+    """Damage a checkpoint in several ways; return each error, and whether anything was changed."""
     accelerator, model, optimizer = prepared(way)
     accelerator.save_state("other")
     step(accelerator, model, optimizer)

@@ -100,7 +100,7 @@ def test_one_process_opens_no_group(run: Run) -> None:
 
 
 def pose_as(starter: dict[str, str]) -> tuple[dict[str, Any], dict[str, str | None], Any]:
-    """Rank and size come under other names, as another starter than torchrun gives them."""
+    """Rank and size are set under other names, as by another launcher than torchrun."""
     rank, size = os.environ["MINE"], "2"
     values = {"rank": rank, "size": size}
     environ.unset(*NOT_TORCHRUN)

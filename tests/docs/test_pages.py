@@ -1,4 +1,4 @@
-"""Every page is in the navigation, every link leads to a file, and every picture is as it is drawn."""
+"""Every page is in the navigation, every link points to a file, and every picture matches its script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs that the guides show fail as the guides say: each line comes from a real run."""
+"""The programs of the guides fail as shown there: each line is of a real run."""
 
 from __future__ import annotations
 

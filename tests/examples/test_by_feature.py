@@ -1,6 +1,6 @@
 """Each script of `examples/by_feature`, unchanged, on two processes and on one.
 
-Most run in forked ranks; some go through the launcher.
+Most run in forked ranks; some are started by the launcher.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def check_output(printed: str, expected: str) -> None:
 
 
 def test_one_process(tmp_path: Path) -> None:
-    """The same script makes as many updates from twice as many batches when it is alone."""
+    """On one process the same script makes the same number of updates from twice as many batches."""
     printed = launch("gradient_accumulation", "--gradient_accumulation_steps 6", 1, tmp_path)
     assert "2160 batches on each process made 360 updates" in printed
     assert float(ACCURACY.findall(printed)[0]) >= WANTED_ACCURACY

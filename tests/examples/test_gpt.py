@@ -1,4 +1,4 @@
-"""`examples/gpt.py`, unchanged: one script, and the launch line alone says how it is spread out."""
+"""`examples/gpt.py`, unchanged: one script, and the launch command alone selects the parallel layout."""
 
 from __future__ import annotations
 

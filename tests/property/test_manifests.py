@@ -62,7 +62,7 @@ def mutated(draw: Any) -> Any:
 
 
 def sealed(content: Any, seal: bool) -> Any:
-    """Give it the checksum that fits, as somebody would who wants it to be read."""
+    """Give it the matching checksum, so that it is read."""
     if seal and isinstance(content, dict):
         content.pop(manifest._SEAL, None)
         return {**content, manifest._SEAL: manifest._seal_of(content)}

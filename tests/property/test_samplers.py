@@ -1,4 +1,4 @@
-"""For all sizes: which samples each process sees, whatever kind of loader they come from."""
+"""For all sizes: which samples each process sees, for every kind of loader."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def real_samples(ranks: list[list[Seen]]) -> list[int]:
 def deal(
     order: list[int], batch_size: int, world: int, split: bool, drop_last: bool, even: bool
 ) -> list[Any]:
-    """The rule, in plain words: lay out rounds of `whole` places, and cut each in one part for each rank."""
+    """The rule: lay out rounds of `whole` places, and cut each in one part for each rank."""
     whole = batch_size if split or world == 1 else batch_size * world
     part = whole // world
     rounds = chunks(order, whole)

@@ -1,4 +1,4 @@
-"""Train until should_stop, and say so."""
+"""Train until should_stop, and print it."""
 
 import time
 

@@ -1,7 +1,7 @@
 """Programs on a simulated Windows and macOS: import, train, launch, save, replace, load, resume and stop.
 
-`simulation/simulated.py` says what is simulated. It shows that nothing is used that the system does not have;
-it does not replace a run on that system.
+`simulation/simulated.py` lists what is simulated. The tests show that nothing is used that the
+system lacks; they do not replace a run on that system.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ COMMAND = (sys.executable, "-m", "accelerate.commands.accelerate_cli")
 
 
 class System:
-    """Starts programs, whose output goes to a file; nothing of them is left at the end."""
+    """Starts programs with their output in a file; all processes are ended afterwards."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.output = name, folder, folder / "output"

@@ -88,7 +88,7 @@ def prepared(accelerator: Accelerator, m: Net, o: SGD, s: LRScheduler, d: Loader
 def gathered(
     accelerator: Accelerator, x: Tensor, pair: tuple[Tensor, Tensor], named: dict[str, Tensor]
 ) -> None:
-    """What goes through a collective keeps its structure."""
+    """Collectives keep the structure of their input."""
     assert_type(accelerator.gather(x), Tensor)
     assert_type(accelerator.gather(pair), tuple[Tensor, Tensor])
     assert_type(accelerator.gather_for_metrics(named), dict[str, Tensor])

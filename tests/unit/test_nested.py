@@ -13,7 +13,7 @@ Point = namedtuple("Point", ["x", "y"])
 
 
 class Encoding(UserDict):
-    """Like a tokenizer's output: a mapping that moves itself and knows nothing of `non_blocking`."""
+    """Like a tokenizer's output: a mapping with its own `to`, without `non_blocking`."""
 
     moved_to = None
 

@@ -1,4 +1,4 @@
-"""A trainer written by hand, as small research projects have it: one class that holds an Accelerator.
+"""A custom trainer, as in small research projects: one class that holds an Accelerator.
 
 It cycles over a loader, accumulates in its own loop, keeps an average of the weights, measures and saves on
 the main process, and resumes from its checkpoint.
@@ -127,7 +127,7 @@ class Trainer:
             self.accelerator.scaler.load_state_dict(data["scaler"])
 
     def noise(self, images: Tensor) -> Tensor:
-        """The same for a picture, whoever has it."""
+        """The same for a picture, on every rank."""
         return torch.sin(images.flatten(1).cumsum(1) * 7).view_as(images) / 2
 
     def train(self, until: int) -> None:

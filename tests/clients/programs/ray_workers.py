@@ -65,7 +65,7 @@ class Run:
             file.write(json.dumps(facts) + "\n")
 
     def is_first(self, what: str) -> bool:
-        """Whether no attempt of this run was asked before."""
+        """Whether this is the first attempt of this run."""
         trace = self.folder / f"{self.way}-{what}"
         if is_first := not trace.exists():
             trace.touch()
@@ -160,7 +160,7 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def drain(address: str, request: Path) -> None:
-    """Announce that a node will be taken away, when its workers ask for it."""
+    """Announce the preemption of a node, when its workers request it."""
     while not request.exists():
         time.sleep(0.1)
     command = [sys.executable, "-m", "ray.scripts.scripts", "drain-node", "--address", address]

@@ -71,7 +71,7 @@ class Hosts:
         self._started: list[subprocess.Popen[str]] = []
 
     def rename(self, first: str, second: str, domain: str) -> None:
-        """Give both hosts the names of pods; the hosts know each other by them from `publish` on."""
+        """Give both hosts the names of pods; the names have addresses from `publish` on."""
         self.names = (first, second)
         self._write_tables("")
         self._domain = domain
@@ -95,7 +95,7 @@ class Hosts:
         return str(path)
 
     def inside(self, host: int, words: Sequence[str]) -> list[str]:
-        """The words that run a command on a host."""
+        """The command line that runs a command on a host."""
         named = f'hostname {self.names[host]}; exec "$@"'
         return ["ip", "netns", "exec", self.spaces[host], "unshare", "-u", "sh", "-c", named, "sh", *words]
 

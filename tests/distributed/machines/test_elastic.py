@@ -1,4 +1,4 @@
-"""Two hosts that train together by `accelerate launch`, and what they say when they cannot."""
+"""Two hosts that train together by `accelerate launch`, and the errors when they cannot."""
 
 from __future__ import annotations
 

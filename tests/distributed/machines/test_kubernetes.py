@@ -105,7 +105,7 @@ def write_manifest(hosts: Hosts, kind: str) -> str:
 
 
 def trained(*ended: Ended) -> list[list[str]]:
-    """The words of each rank, by rank, after "trained"."""
+    """The output of each rank, by rank, after "trained"."""
     assert [each.code for each in ended] == [0] * len(ended), ended
     lines = [line.split() for each in ended for line in each.out.splitlines()]
     return sorted(line[1:] for line in lines if line[0] == "trained")

@@ -1,4 +1,4 @@
-"""A load that fails leaves all objects as they were, bit for bit, and says so."""
+"""A failed load leaves all objects unchanged, bit for bit, and the error says so."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def optimizer(change: Callable[[Any], Any]) -> Callable[[Path], None]:
 
 
 def put(*path: Any) -> Callable[[Any], None]:
-    """Put the last value at the place that the others say."""
+    """Set the last value at the path of the others."""
 
     def change(state: Any) -> None:
         *places, last, value = path

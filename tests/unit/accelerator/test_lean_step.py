@@ -1,4 +1,4 @@
-"""No step asks the disk or the environment, imports, or copies a dictionary."""
+"""No step accesses the disk or the environment, imports, or copies a dictionary."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FORBIDDEN_MODULES = ("posix", "io", "_io", "builtins.__import__")
 
 
 class Watch:
-    """Notes what code of this package calls and must not."""
+    """Records forbidden calls of this package."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()

@@ -1,4 +1,4 @@
-"""Saving and loading where somebody does what one should not: what is damaged, hostile, odd or late."""
+"""Saving and loading with damaged, hostile and unusual files, and after mistakes of the user."""
 
 from __future__ import annotations
 

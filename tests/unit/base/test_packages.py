@@ -18,7 +18,7 @@ PROBES = [
 
 @pytest.fixture
 def forget():
-    """Ask anew before and after a test that changes what is installed."""
+    """Clear the cached probes before and after a test that changes what is installed."""
     packages._version.cache_clear()
     packages.is_bitsandbytes_multi_backend_available.cache_clear()
     yield

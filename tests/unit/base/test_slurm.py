@@ -1,4 +1,4 @@
-"""What SLURM's variables say."""
+"""Parsing the variables of SLURM."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Processes that write their stack when they are asked for it."""
+"""Processes that write their stack on request."""
 
 from __future__ import annotations
 

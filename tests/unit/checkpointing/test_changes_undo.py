@@ -1,4 +1,4 @@
-"""Objects get back the state that they had, also what was changed in its place."""
+"""Objects are restored to their previous state, also after changes in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of parts: what they write, and what they say of files that do not fit."""
+"""The kinds of parts: what they write, and their errors about files that do not fit."""
 
 from __future__ import annotations
 

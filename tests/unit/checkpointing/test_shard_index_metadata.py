@@ -202,7 +202,7 @@ PROGRAMS: dict[str, bytes] = {
 
 
 def attributes() -> dict[str, Any]:
-    """What the process knows of the classes that such a file names."""
+    """The attributes of the classes that such a file names."""
     kinds = (
         *(Metadata, MetadataIndex, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata),
         *(StorageMeta, TensorProperties, _StorageInfo, dcp._MEM_FORMAT_ENCODING, old.MEM_FORMAT_ENCODING),

@@ -194,7 +194,7 @@ def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
-    """Change what the metadata of a folder of shards says."""
+    """Change the metadata of a folder of shards."""
     content = pickle.loads((folder / shard_index.NAME).read_bytes())
     change(content)
     (folder / shard_index.NAME).write_bytes(pickle.dumps(content))

@@ -227,7 +227,7 @@ def test_a_damaged_file_is_named(project: Path) -> None:
 
 
 def rewrite(folder: Path, **changes: Any) -> None:
-    """Let a manifest say something else, with the checksum that fits."""
+    """Change fields of a manifest, with a matching checksum."""
     content = {**json.loads((folder / manifest.NAME).read_text()), **changes}
     del content[manifest._SEAL]
     content[manifest._SEAL] = manifest._seal_of(content)

@@ -1,4 +1,4 @@
-"""`accelerate clients`: what the libraries on top find, and the header that one of them asks for."""
+"""`accelerate clients`: what client libraries find, and the header that one of them needs."""
 
 from __future__ import annotations
 

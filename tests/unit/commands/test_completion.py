@@ -20,7 +20,7 @@ def bash(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def complete(script: Path, folder: Path, *words: str) -> list[str]:
-    """Ask bash what it would offer for the last word."""
+    """Return the completions of bash for the last word."""
     program = (
         f"source {script}; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}; "
         'eval "$(complete -p accelerate | sed -E "s/.*-F ([^ ]+) .*/\\1/")"; printf "%s\\n" "${COMPREPLY[@]}"'

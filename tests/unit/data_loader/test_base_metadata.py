@@ -1,4 +1,4 @@
-"""What a loader says of a batch, said again later."""
+"""The metadata of a batch, saved and restored."""
 
 from __future__ import annotations
 

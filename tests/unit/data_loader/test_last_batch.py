@@ -136,7 +136,7 @@ def gather(ranks: list[list[Step]], *, by_item: bool = False) -> list[int]:
 
     Args:
         ranks: What each process read.
-        by_item: Whether a process knows its own batch only, and asks the others.
+        by_item: Whether a process has its own batch only, and receives the metadata of the others.
     """
     gathered = []
     for step in zip_longest(*ranks):

@@ -1,4 +1,4 @@
-"""Workers of prepared loaders are started ready to tell where they stand."""
+"""Workers of prepared loaders can dump their stack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.state import services
 
 
 class Offers(Dataset[float]):
-    """Whether the worker that reads can be asked, and what the user's function left there."""
+    """Whether the worker can dump its stack, and the value that the function of the user has set."""
 
     noted = 0
 

@@ -28,7 +28,7 @@ MILLION, BATCH = 1_000_000, 2
 
 
 class Counted(Dataset[Any]):
-    """Huge, and knows what was read of it."""
+    """A huge dataset that records the indices read."""
 
     def __init__(self, samples: int = BATCH * MILLION + 50) -> None:
         self.samples = samples

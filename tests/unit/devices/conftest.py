@@ -1,4 +1,4 @@
-"""A torch module of no hardware that records what it is asked."""
+"""A fake torch module of a device that records its calls."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""What the rest of the project asks of each row of the table, over a torch that records its calls."""
+"""The interface of each row of the table, with a torch that records its calls."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ BY_NAME = {
 
 @pytest.fixture(autouse=True)
 def forget():
-    """Ask anew in every test."""
+    """Clear cached probes for every test."""
     kept = [probe for probe in vars(hardware_table).values() if hasattr(probe, "cache_clear")]
     for probe in kept:
         probe.cache_clear()

@@ -1,4 +1,4 @@
-"""When ranks ask each other, and what they answer."""
+"""When ranks run the collective for requests, and its results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Switch:
 
 
 class Collective:
-    """A clock that moves by the step, and ranks that never ask for anything themselves."""
+    """A clock that advances by the step, and other ranks without requests."""
 
     def __init__(self, step: float = 0.01, cost: float = 1e-4) -> None:
         self.now, self.step, self.cost = 0.0, step, cost
@@ -103,7 +103,7 @@ def test_requests_to_another_rank_apply_to_all_ranks(caplog: pytest.LogCaptureFi
 
 
 def test_save_and_stop_agree_within_a_step() -> None:
-    """Whichever is asked first, and also where one of them is asked seldom."""
+    """In either order, and also where one of them is read seldom."""
     for order in ("save stop", "stop save"):
         collective, switch = Collective(step=3.0), Switch(STOP_FILE)
         agreement = collective.agree(switch)

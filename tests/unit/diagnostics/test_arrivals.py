@@ -41,7 +41,7 @@ class Kept:
 
 
 class Ranks:
-    """Some of three ranks, each in a thread that waits until the test lets it go."""
+    """Some of three ranks, each in a thread that waits until the test releases it."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.store: HashStore | None = HashStore()

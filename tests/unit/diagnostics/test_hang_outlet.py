@@ -1,4 +1,4 @@
-"""Where reports go."""
+"""Where reports are printed and stored."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def line_of(tag: str) -> int:
 
 @contextmanager
 def waiting(work: Callable[[], object]) -> Iterator[threading.Thread]:
-    """A thread that does some work; it has to come to its end."""
+    """A thread that runs some work, which must end."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     yield thread

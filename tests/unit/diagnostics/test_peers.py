@@ -43,7 +43,7 @@ def test_another_process_with_the_same_number_is_not_the_one() -> None:
 
 
 def test_the_lowest_running_rank_reports_for_its_machine() -> None:
-    """What it says, a rank of another machine reads, which sees none of these processes."""
+    """Its messages are read by a rank of another machine, which sees none of these processes."""
     own, channel = own_identity(), StoreChannel(HashStore(), "", {})
     dead = replace(own, born=own.born - 100)
     ranks = [Peers(channel, rank, 5, dead if rank in (0, 3) else own, 4) for rank in range(4)]

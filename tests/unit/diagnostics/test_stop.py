@@ -1,4 +1,4 @@
-"""What asks a process to stop or to save."""
+"""Sources of requests to stop or to save."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from accelerate.state import StoreChannel
 
 
 class Seen:
-    """An observation that says what a test tells it to."""
+    """An observation with the values that a test sets."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -50,7 +50,7 @@ class Kept:
 
 
 class Pair:
-    """Two ranks whose watchers look when the test says so, rank 1 from a thread as long as rank 0 asks."""
+    """Two ranks whose watchers look when the test calls them; rank 1 looks in a thread while rank 0 does."""
 
     def __init__(self, ends: bool, key: str | None = "secret") -> None:
         store, own = HashStore(), own_identity()
@@ -131,7 +131,7 @@ def test_the_message_of_a_lost_rank_names_the_rank_that_ended_first() -> None:
 
 
 def plant(pair: Pair, key: str) -> None:
-    """Write a report as somebody does who reaches the port of the store and has this key."""
+    """Write a report as a process with access to the store and with this key."""
     channel = StoreChannel(pair.peers[0]._channel._store, "", {KEY_VARIABLE: key})
     channel.post("report/1", asdict(Report("end now", 0, True, 2, [])))
     channel.count("events", (1 << 41) + (1 << 20))

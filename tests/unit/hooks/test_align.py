@@ -1,4 +1,4 @@
-"""Inputs and weights come together: with the meta device as the accelerator that this machine lacks."""
+"""Inputs and weights are on one device; the meta device replaces the accelerator."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ X = torch.ones(1, 2)
 
 
 class Adder(ModelHook):
-    """Adds to what goes in and to what comes out, and notes what happens."""
+    """Adds to inputs and outputs, and records its calls."""
 
     def __init__(self, before: float = 0, after: float = 0) -> None:
         self.before, self.after = before, after

@@ -112,7 +112,7 @@ def test_another_signal_can_be_sent_in_its_place(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
 def test_a_request_is_forwarded_and_does_not_end_the_program(tmp_path: Path, number: signal.Signals) -> None:
-    """The program runs for longer than the grace after a signal that asks it to end."""
+    """The program runs for longer than the grace period after a signal."""
     program = f"signal.signal({int(number)}, lambda *_: (time.sleep(1.5), sys.exit(3)))\n"
     code, said = end(tmp_path, program + SLEEP, number, 1, grace=1)
     assert code == 3

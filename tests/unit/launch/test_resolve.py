@@ -1,4 +1,4 @@
-"""Settings and machine become a plan, or one clear error."""
+"""Settings and machine give a plan, or one error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what arguments and variables say of DeepSpeed."""
+"""Tests of DeepSpeed settings from arguments and variables."""
 
 from __future__ import annotations
 

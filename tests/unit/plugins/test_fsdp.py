@@ -1,4 +1,4 @@
-"""The plugin holds torch's objects, from arguments, text and the environment, and refuses what cannot be."""
+"""The plugin holds torch's objects, from arguments, text and the environment, and refuses invalid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which module of a quantized model goes where."""
+"""The device of each module of a quantized model."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from accelerate.settings import ADVANCED, SECTIONS, Check, LinePrompt, Questionn
 
 
 class Script:
-    """Answers by a part of the question, and keeps what was asked."""
+    """Answers by a part of the question, and records the questions."""
 
     def __init__(self, **answers: Any) -> None:
         self.answers = answers

@@ -27,7 +27,7 @@ def build(**arguments: Any) -> AcceleratorState:
 
 
 class DeepSpeed:
-    """What the state asks of a DeepSpeed plugin."""
+    """The interface of a DeepSpeed plugin for the state."""
 
     def __init__(self, config: dict[str, Any] | None = None, selected: bool = False) -> None:
         self.deepspeed_config = config or {}

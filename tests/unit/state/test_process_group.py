@@ -191,7 +191,7 @@ def test_a_group_is_deleted_after_its_threads_are_idle(
 def test_restarted_ranks_do_not_read_keys_of_earlier_generations(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], local: int, expected: str | None
 ) -> None:
-    """The agent keeps its store; the addresses of dead processes in it made the new ones wait."""
+    """The agent keeps its store; the addresses of ended processes in it made the new ones wait."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(

@@ -19,7 +19,7 @@ SECOND = timedelta(seconds=20)
 
 
 def open_agent() -> dist.TCPStore:
-    """The store that outlives restarts; a test that lets go of it closes its port."""
+    """The store that is kept between restarts; deleting it closes its port."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -37,7 +37,7 @@ def start(agent: dist.TCPStore, delays: dict[int, float], size: int) -> list[str
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_each_generation_has_a_name_of_its_own(first: int) -> None:
-    """Whoever is late: ranks that come before rank 0 see the generation that has ended."""
+    """In any order: ranks that join before rank 0 read the generation that has ended."""
     agent = open_agent()
     names = []
     for _ in range(3):

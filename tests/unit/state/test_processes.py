@@ -1,4 +1,4 @@
-"""ProcessControl on a class that only says which process it is."""
+"""ProcessControl on a class with a rank and a world size only."""
 
 from __future__ import annotations
 

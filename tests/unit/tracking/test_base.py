@@ -1,4 +1,4 @@
-"""Trackers of the user's own, which process they work on, and the values that they get."""
+"""Custom trackers, the processes that they run on, and the values that they receive."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ def test_clean_state_dict_needs_no_run() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_damaged_files_of_torch_are_named(tmp_path: Path, seed: int) -> None:
-    """Whatever its bytes make torch raise, the error says which file it is."""
+    """The error names the file, for any error that torch raises."""
     import random
 
     chance, path = random.Random(seed), tmp_path / "torn.bin"

@@ -1,4 +1,4 @@
-"""Files of weights: names and shapes at once, values when asked; what is broken is named."""
+"""Files of weights: names and shapes are read at once, values on request; damaged files are named."""
 
 from __future__ import annotations
 

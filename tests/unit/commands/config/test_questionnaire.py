@@ -1,4 +1,4 @@
-"""`accelerate config` as a user meets it: in a terminal, and from a pipe."""
+"""`accelerate config` in a terminal and from a pipe."""
 
 from __future__ import annotations
 
@@ -325,7 +325,7 @@ def test_asking_again_starts_from_the_answers(tmp_path: Path) -> None:
 
 
 class Iam:
-    """What is asked of AWS."""
+    """The calls of AWS."""
 
     exceptions = types.SimpleNamespace(EntityAlreadyExistsException=KeyError)
 

@@ -97,7 +97,7 @@ def deepspeed(monkeypatch):
 
 
 class Loader:
-    """Ends with its second batch, and knows it then."""
+    """Ends with its second batch, and sets `end_of_dataloader` for it."""
 
     end_of_dataloader = False
 

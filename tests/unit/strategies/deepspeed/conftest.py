@@ -1,4 +1,4 @@
-"""A recording stand-in for the deepspeed package: what it is asked for, and what a test looks at."""
+"""A fake deepspeed package that records its calls for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of what objects given to `prepare` say of the configuration: the table of "auto"."""
+"""Tests of the values for "auto" that follow from objects given to `prepare`."""
 
 from __future__ import annotations
 

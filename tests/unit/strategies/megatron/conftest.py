@@ -125,7 +125,7 @@ class Scheduler:
 
 
 class Fake:
-    """What Megatron-LM was asked for, in `calls`, and what it answers."""
+    """The recorded calls of Megatron-LM, in `calls`, and their results."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

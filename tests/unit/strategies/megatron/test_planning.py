@@ -1,4 +1,4 @@
-"""A run is planned from its objects; what is wrong comes as a list."""
+"""A run is planned from its objects; problems are returned as a list."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Tied(nn.Module):
 
 @pytest.fixture
 def strategy(context: Context) -> XlaReplicas:
-    """Its device is another one, so that a module that goes there gets new parameters."""
+    """Its device is another one, so that a module moved there gets new parameters."""
     return XlaReplicas(replace(context, device=torch.device("meta")))
 
 
