@@ -79,7 +79,7 @@ def test_a_leak_fails_the_test(tmp_path: Path, complaint: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TIDY)
-def test_a_tidy_test_passes(tmp_path: Path, kind: str) -> None:
+def test_a_test_without_leaks_passes(tmp_path: Path, kind: str) -> None:
     done = run_pytest(tmp_path, TIDY[kind])
     assert done.returncode == 0, done.stdout + done.stderr
 

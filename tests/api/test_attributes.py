@@ -245,7 +245,7 @@ def test_settings_assigned_after_construction_count_at_the_next_prepare(monkeypa
     assert (seen[0]["dispatch_batches"], seen[0]["data_seed"]) == (False, 7)
 
 
-def test_signatures_that_clients_look_at():
+def test_signatures_have_the_parameters_that_clients_inspect():
     assert "use_gather_object" in inspect.signature(Accelerator(cpu=True).gather_for_metrics).parameters
     assert "model" in inspect.signature(Accelerator.no_sync).parameters
 

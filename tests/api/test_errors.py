@@ -139,6 +139,6 @@ def names(states: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict
 
 @pytest.mark.filterwarnings("ignore:The following device_map keys")  # the error comes after it
 @pytest.mark.parametrize("call", CALLS)
-def test_a_wrong_call_raises_what_its_callers_catch(call: str, names: dict[str, Any]) -> None:
+def test_a_wrong_call_raises_the_built_in_class_of_the_interface(call: str, names: dict[str, Any]) -> None:
     with pytest.raises(getattr(builtins, CALLS[call])):
         exec(call, names)

@@ -85,7 +85,7 @@ def questions(tree: ast.Module) -> Iterator[str]:
                 yield ast.unparse(node)
 
 
-def test_only_the_file_that_decides_asks(sources: list[Any]) -> None:
+def test_only_the_deciding_file_compares(sources: list[Any]) -> None:
     found = {
         str(source): asked
         for source in sources

@@ -48,7 +48,7 @@ def test_help_runs_without_torch(arguments: list[str]) -> None:
 
 
 @pytest.mark.parametrize("action", ["list", "verify"])
-def test_checkpoints_are_looked_at_without_torch(action: str, tmp_path: Path) -> None:
+def test_checkpoint_commands_run_without_torch(action: str, tmp_path: Path) -> None:
     from accelerate.checkpointing import Manifest
 
     (tmp_path / "best").mkdir()

@@ -49,7 +49,7 @@ def reach(source: Any, modules: frozenset[str]) -> set[str]:
     return {resolve_module(target, modules) for target, _ in own_imports(source)} - {source.module}
 
 
-def test_every_file_has_its_place(sources: list[Any]) -> None:
+def test_every_file_is_in_the_order_of_packages(sources: list[Any]) -> None:
     homeless = [source for source in sources if source.parts[1] not in PLACE]
     assert not homeless, f"not on the layer line of this test: {homeless}"
 

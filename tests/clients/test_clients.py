@@ -151,7 +151,7 @@ def test_a_resumed_trainer_matches_an_uninterrupted_one(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_trainer_however_it_is_spread(
+def test_the_trainer_matches_one_process_under_every_strategy(
     joined: dict[str, Any], tmp_path: Path, name: str, arguments: tuple[Any, ...], launcher: bool
 ) -> None:
     texts = [each if isinstance(each, str) else f"fsdp_config={json.dumps(each)}" for each in arguments]

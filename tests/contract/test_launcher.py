@@ -52,7 +52,7 @@ def test_each_launcher_has_a_case() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_the_settings_lead_to_it(name: str) -> None:
+def test_the_settings_select_each_launcher(name: str) -> None:
     assert made(name)[0].launcher == name
 
 

@@ -23,7 +23,7 @@ def test_convert_returns_the_module_it_was_given(precision: Precision) -> None:
     assert model(torch.ones(1, 2)).dtype == torch.float32
 
 
-def test_gradients_are_true_after_unscale(precision: Precision) -> None:
+def test_unscale_divides_gradients_by_the_scale(precision: Precision) -> None:
     weight = torch.nn.Parameter(torch.ones(3))
     inner = torch.optim.SGD([weight], lr=1.0)
     optimizer = SimpleNamespace(optimizer=inner, scaler=precision.scaler, gradients_unscaled=False)

@@ -131,7 +131,7 @@ def test_an_inquiry(simulation: Any, host: Any, size: int, num_idle: int) -> Non
 
 
 @SIZES
-def test_a_death_is_known_to_all_ranks_with_few_requests(simulation: Any, host: Any, size: int) -> None:
+def test_an_ended_rank_is_known_to_all_ranks_with_few_requests(simulation: Any, host: Any, size: int) -> None:
     ranks = ranks_of(simulation, size, Limits(3.0, False))
     dead, others = ranks[3], [*ranks[:3], *ranks[4:]]
     for rank in others:

@@ -198,7 +198,7 @@ def test_further_arguments_reach_the_library(name: str, tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["wandb", "trackio", "swanlab"])
-def test_the_project_can_be_among_them(name: str, tmp_path: Any) -> None:
+def test_the_project_can_be_a_further_argument(name: str, tmp_path: Any) -> None:
     build(name, tmp_path, project="other").start()
     assert recorded(f"{name}.init") == [(f"{name}.init", (), {"project": "other"})]
 
@@ -281,7 +281,7 @@ LOGGED = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_values_are_numbers_when_they_arrive(name: str, tmp_path: Any) -> None:
+def test_logged_tensors_are_converted_to_numbers(name: str, tmp_path: Any) -> None:
     started(name, tmp_path).log(VALUES, step=7)
     assert recorded() == LOGGED[name]
 
@@ -329,7 +329,7 @@ def test_trackers_may_start_on_every_process(name: str) -> None:
     assert recorded(f"{name}.init")
 
 
-def test_an_accelerator_feeds_all_of_them(tmp_path: Any) -> None:
+def test_an_accelerator_logs_to_all_trackers(tmp_path: Any) -> None:
     accelerator = Accelerator(cpu=True, log_with="all", project_dir=tmp_path)
     assert [str(name) for name in accelerator.log_with] == NAMES
     accelerator.init_trackers("project", config={"lr": 1}, init_kwargs={"wandb": {"entity": "me"}})
@@ -527,14 +527,14 @@ def test_an_experiment_of_mlflow_that_exists_is_used(tmp_path: Any) -> None:
     assert recorded("create_experiment") == []
 
 
-def test_a_new_experiment_of_mlflow_knows_where_artifacts_go(tmp_path: Any) -> None:
+def test_a_new_experiment_of_mlflow_has_the_artifact_location(tmp_path: Any) -> None:
     build("mlflow", tmp_path, logging_dir="s3://x").start()
     assert recorded("create_experiment") == [
         ("mlflow.create_experiment", ("project",), {"artifact_location": "s3://x", "tags": None})
     ]
 
 
-def test_variables_of_mlflow_win(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_mlflow_take_precedence(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     variables = {"EXPERIMENT_NAME": "theirs", "RUN_ID": "r9", "TAGS": '{"e": "f"}', "NESTED_RUN": "1"}
     for variable, value in variables.items():
         monkeypatch.setenv(f"MLFLOW_{variable}", value)

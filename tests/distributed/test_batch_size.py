@@ -70,7 +70,9 @@ def search(failing_rank: int | None, when: str, patience: float) -> dict[str, An
         (1, "alone", True),
     ],
 )
-def test_all_try_again(run: Run, failing_rank: int | None, when: str, kept: bool) -> None:
+def test_all_ranks_retry_with_a_smaller_batch(
+    run: Run, failing_rank: int | None, when: str, kept: bool
+) -> None:
     patience = 1.0 if not kept else 20.0
     for result in run(search, failing_rank, when, patience, processes=3):
         assert result["found"] == (14, 24)
@@ -117,5 +119,5 @@ def find_nothing() -> str:
     return str(refused.value)
 
 
-def test_all_reach_zero(run: Run) -> None:
+def test_all_ranks_raise_the_error_at_batch_size_zero(run: Run) -> None:
     assert all(text.startswith("No executable batch size found, reached zero.") for text in run(find_nothing))

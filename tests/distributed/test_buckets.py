@@ -76,7 +76,7 @@ def test_gradients_as_bucket_views_are_reduced_in_the_same_order(run: Run) -> No
         assert again
 
 
-def test_the_first_pass_behind_a_checkpoint_is_like_that_of_the_run_before(run: Run) -> None:
+def test_the_first_backward_after_a_checkpoint_keeps_the_bucket_order(run: Run) -> None:
     for orders, held, same, again, plain in run(compare, processes=3):
         assert orders == [[], *[[5, 4, 1, 0, 3, 2]] * 5]
         assert held == (True, [False, True, True, True, True, True])

@@ -84,7 +84,7 @@ def read_shuffled() -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_shuffles_agree(run: Run, processes: int) -> None:
+def test_ranks_shuffle_in_the_same_order(run: Run, processes: int) -> None:
     passes = []
     for ranks in zip(*run(read_shuffled, processes=processes), strict=True):
         passes.append([sample for rank in ranks for batch in rank for sample in batch])
@@ -123,7 +123,7 @@ def read_custom_sampler() -> list[Any]:
     return batches(prepare(DataLoader(list(range(12)), sampler=sampler, batch_size=3)))
 
 
-def test_samplers_with_a_generator_agree(run: Run) -> None:
+def test_samplers_with_a_generator_have_the_same_order_on_all_ranks(run: Run) -> None:
     ranks = run(read_custom_sampler)
     assert sorted(sample for rank in ranks for batch in rank for sample in batch) == list(range(12))
 
@@ -415,7 +415,7 @@ def train_on_random_samples() -> tuple[list[float], list[str]]:
     return numbers, threads
 
 
-def test_reading_that_draws_does_not_take_turns_with_training_by_chance(run: Run) -> None:
+def test_prefetching_that_draws_random_numbers_is_reproducible(run: Run) -> None:
     (first, threads), _ = run(train_on_random_samples)
     assert threads == []
     assert run(train_on_random_samples)[0][0] == first
@@ -455,7 +455,7 @@ def read_an_uneven_stream() -> list[Any]:
     return [(batch.tolist(), loader.end_of_dataloader, loader.valid_counts) for batch in loader]
 
 
-def test_the_end_of_a_dispatched_stream_is_shared_out(run: Run) -> None:
+def test_the_last_batch_of_a_dispatched_stream_is_split_between_ranks(run: Run) -> None:
     first, second = run(read_an_uneven_stream)
     assert [batch for batch, *_ in first] == [[0, 1], [4, 5], [8]]
     assert [batch for batch, *_ in second] == [[2, 3], [6, 7], [9]]

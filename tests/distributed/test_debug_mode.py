@@ -83,7 +83,7 @@ def agree_from_different_lines() -> list[list[int]]:
     return [gather(rank).tolist()]
 
 
-def test_the_same_operation_from_other_lines_is_legal(run: Run) -> None:
+def test_the_same_operation_from_different_lines_is_accepted(run: Run) -> None:
     assert run(agree_from_different_lines, env={"ACCELERATE_DEBUG_MODE": "1"}) == [[[0, 1]]] * 2
 
 

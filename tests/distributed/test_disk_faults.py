@@ -219,7 +219,7 @@ def end_at_each_call(numbered: bool) -> int:
 
 
 @pytest.mark.parametrize("numbered", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_an_end_at_any_call_leaves_a_whole_checkpoint(run: Run, numbered: bool) -> None:
+def test_a_process_ended_at_any_call_leaves_a_complete_checkpoint(run: Run, numbered: bool) -> None:
     (calls,) = run(end_at_each_call, numbered, processes=1)
     assert calls > 20
 
@@ -248,7 +248,7 @@ def fail_on_one_rank(rank: int, every: int) -> int:
 
 
 @pytest.mark.parametrize(("rank", "every"), [(0, 5), (1, 1)])
-def test_a_fault_of_one_rank_is_one_of_all(run: Run, rank: int, every: int) -> None:
+def test_an_error_of_one_rank_is_raised_on_all(run: Run, rank: int, every: int) -> None:
     assert min(run(fail_on_one_rank, rank, every)) >= 4
 
 
@@ -269,7 +269,7 @@ def fill_the_disk(blocking: bool) -> tuple[str, int, list[str]]:
 
 
 @pytest.mark.parametrize("blocking", [True, False])
-def test_the_system_refuses_to_write(run: Run, blocking: bool) -> None:
+def test_a_write_that_the_system_refuses_leaves_the_old_checkpoint(run: Run, blocking: bool) -> None:
     ((failure, loaded, left),) = run(fill_the_disk, blocking, processes=1)
     assert "model.safetensors could not be written" in failure
     assert "the ones before it are unchanged" in failure

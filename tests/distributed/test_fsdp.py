@@ -355,7 +355,7 @@ def skip_together(version: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_step_is_left_out_by_all_ranks(run: Run, version: int) -> None:
+def test_all_ranks_skip_a_step_together(run: Run, version: int) -> None:
     assert run(skip_together, version) == [[True], [True]]
 
 
@@ -406,7 +406,7 @@ def model_in_training() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_the_edges(run: Run, version: int) -> None:
+def test_unsupported_uses_give_warnings_and_errors(run: Run, version: int) -> None:
     for rank, found in enumerate(run(look_at_the_edges, version)):
         text = "\n".join(found)
         orphans = "to no prepared optimizer and will not change: enter.weight, enter.bias, leave.weight"

@@ -97,7 +97,9 @@ def test_two_processes_resume_a_checkpoint_of_one(run: Run) -> None:
     assert first[2] != second[2], "each has random numbers of its own"
 
 
-def test_only_by_its_name(folder: Path, tmp_path: Path) -> None:
+def test_an_original_checkpoint_among_numbered_ones_is_loaded_only_by_its_path(
+    folder: Path, tmp_path: Path
+) -> None:
     """Among numbered checkpoints one that cannot be verified is not the newest."""
     (tmp_path / "checkpoints").mkdir()
     folder.rename(tmp_path / "checkpoints" / "checkpoint_3")

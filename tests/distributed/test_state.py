@@ -76,7 +76,7 @@ def test_one_process_for_each_pod_needs_no_local_rank(run: Run, opens_first: boo
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_every_process_knows_its_place(run: Run, processes: int) -> None:
+def test_every_process_has_its_ranks(run: Run, processes: int) -> None:
     for rank, facts in enumerate(run(describe, processes=processes)):
         assert facts == {
             "place": (rank, processes, rank),
@@ -220,7 +220,7 @@ def wait_for_the_last() -> float:
     return time.monotonic() - start
 
 
-def test_everyone_waits(run: Run) -> None:
+def test_wait_for_everyone_waits_for_all_ranks(run: Run) -> None:
     assert min(run(wait_for_the_last, processes=3)) > 0.4  # clocks and timers are not exact
 
 
@@ -275,7 +275,7 @@ def decorated() -> list[Any]:
     ]
 
 
-def test_each_process_does_its_part(run: Run) -> None:
+def test_split_between_processes_gives_each_rank_its_share(run: Run) -> None:
     assert run(decorated, processes=3) == [
         [[1, 2], [0, 1], "ran", None, None],
         [[3, 3], [2], None, None, "ran"],
@@ -312,7 +312,7 @@ def synchronise() -> list[list[float]]:
     return [before, [float(torch.rand(())), float(torch.rand((), generator=generator))]]
 
 
-def test_generators_agree(run: Run) -> None:
+def test_synchronized_generators_have_equal_states(run: Run) -> None:
     answers = run(synchronise, processes=3)
     befores, afters = zip(*answers, strict=True)
     assert len({tuple(before) for before in befores}) == 3

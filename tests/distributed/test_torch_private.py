@@ -57,7 +57,7 @@ def layout() -> list[Any]:
     return [path, unit.is_sharded, unit.shard.numel(), unit.replicas, [unit.local_range(at) for at in (0, 1)]]
 
 
-def test_each_rank_knows_its_elements(run):
+def test_flat_parameters_have_the_elements_of_each_rank(run):
     first, second = run(layout, processes=2)
     assert first == ["", True, 6, (1, 0), [(0, 0, 6), (0, 0, 0)]]
     assert second == ["", True, 6, (1, 0), [(0, 0, 0), (0, 2, 3)]]

@@ -107,7 +107,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert float(ACCURACY.findall(printed)[0]) >= WANTED_ACCURACY
 
 
-def test_going_on_ends_as_one_run_does(run_ranks: RunRanks, tmp_path: Path) -> None:
+def test_a_resumed_script_ends_with_the_weights_of_one_run(run_ranks: RunRanks, tmp_path: Path) -> None:
     script, whole, parts = FOLDER / "checkpointing.py", str(tmp_path / "whole"), str(tmp_path / "parts")
     undisturbed = run_ranks(script, "--project_dir", whole, "--num_epochs", "4")
     run_ranks(script, "--project_dir", parts, "--num_epochs", "2")

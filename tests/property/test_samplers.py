@@ -73,7 +73,7 @@ def chunks(items: list[Any], size: int) -> list[list[Any]]:
     return [items[start : start + size] for start in range(0, len(items), size)]
 
 
-def test_ranks_know_each_others_sizes() -> None:
+def test_ranks_have_the_sizes_of_all_shards() -> None:
     """Without filling, every rank that has a batch knows how many samples each of the others has."""
     ranks = read_on_all(lambda: DataLoader(list(range(7)), batch_size=2), 2, even_batches=False)
     assert [one.counts for one in ranks[0]] == [None, (2, 1)]

@@ -261,7 +261,7 @@ def test_a_worker_reads_its_variables_or_names_one(found: dict[str, str], way: s
     numbers=st.dictionaries(st.sampled_from(OF_PLACES), st.integers(-1, 4).map(str), max_size=8),
     texts=st.dictionaries(st.sampled_from(OF_PLACES), TEXTS, max_size=2),
 )
-def test_a_worker_finds_its_place_or_names_a_variable(numbers: dict[str, str], texts: dict[str, str]) -> None:
+def test_a_worker_reads_its_rank_or_names_a_variable(numbers: dict[str, str], texts: dict[str, str]) -> None:
     found: list[Any] = []
     problem = refused(lambda: found.append(environments.detect({**numbers, **texts})))
     if problem:

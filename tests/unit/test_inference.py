@@ -39,7 +39,7 @@ def test_shares_are_even_and_none_is_empty() -> None:
         generate_device_map(model, 5)
 
 
-def test_classes_stay_whole_and_tied_weights_may_part() -> None:
+def test_stages_keep_no_split_classes_whole_and_may_separate_tied_weights() -> None:
     model = nn.Sequential(nn.Embedding(5, 8), Block(), Block(), nn.Linear(8, 5, bias=False))
     model[3].weight = model[0].weight
     found = generate_device_map(model, 2, ["Block"])

@@ -40,7 +40,7 @@ def elastic(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return calls
 
 
-def test_one_process_is_this_one(on: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_process_runs_in_the_calling_process(on: Any, capsys: pytest.CaptureFixture[str]) -> None:
     on(hardware_table.CPU, 1)
     seen = []
     notebook_launcher(
@@ -71,7 +71,7 @@ def test_the_state_that_one_process_made_ends_with_it(on: Any) -> None:
 
 
 @pytest.mark.usefixtures("states")
-def test_a_state_that_was_there_before_stays(on: Any) -> None:
+def test_an_earlier_state_is_kept(on: Any) -> None:
     on(hardware_table.CPU, 1)
     state = PartialState(cpu=True)
     notebook_launcher(lambda: Accelerator(cpu=True))

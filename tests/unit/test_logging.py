@@ -78,7 +78,7 @@ def test_every_method_takes_the_keywords(
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
 @pytest.mark.parametrize("level", ["INFO", "ERROR"])
-def test_in_order_every_rank_takes_every_turn(
+def test_in_order_ranks_log_one_after_the_other(
     logger: MultiProcessAdapter,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -94,7 +94,7 @@ def test_in_order_every_rank_takes_every_turn(
     assert turns == [logged if turn >= rank else 0 for turn in range(3)]
 
 
-def test_the_line_that_is_named_is_the_callers(
+def test_log_records_have_the_line_of_the_caller(
     logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture
 ) -> None:
     def wrapper() -> None:
@@ -110,7 +110,7 @@ def test_the_line_that_is_named_is_the_callers(
     logger.info("in turn", main_process_only=False, in_order=True)
     names = {(record.filename, record.funcName) for record in caplog.records}
     assert len(caplog.records) == 5
-    assert names == {("test_logging.py", "test_the_line_that_is_named_is_the_callers")}
+    assert names == {("test_logging.py", "test_log_records_have_the_line_of_the_caller")}
 
 
 def test_warning_once(logger: MultiProcessAdapter, caplog: pytest.LogCaptureFixture) -> None:

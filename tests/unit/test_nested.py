@@ -199,7 +199,7 @@ def test_slices():
 
 
 @given(st.integers(1, 4), st.integers(1, 5))
-def test_slices_join_to_the_whole(parts, length):
+def test_slices_join_to_the_original_data(parts, length):
     data = {
         "a": torch.arange(length),
         "b": [torch.ones(length, 2)],

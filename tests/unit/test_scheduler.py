@@ -48,7 +48,7 @@ def test_waits_while_gradients_accumulate() -> None:
     assert scheduler.get_last_lr() == [1.0]
 
 
-def test_waits_when_the_optimizer_left_out_its_step() -> None:
+def test_waits_when_the_optimizer_skipped_its_step() -> None:
     optimizer, scheduler = make()
     optimizer._is_overflow = True
     scheduler.step()

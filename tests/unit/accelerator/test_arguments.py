@@ -138,7 +138,7 @@ def test_each_handler_finds_its_field() -> None:
     assert request.scaler is None
 
 
-def test_the_users_objects_stay_live() -> None:
+def test_changes_to_given_objects_are_seen() -> None:
     config = DataLoaderConfiguration()
     request = build_request(Arguments(dataloader_config=config), {})
     config.dispatch_batches = True

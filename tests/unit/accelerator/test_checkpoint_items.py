@@ -50,7 +50,7 @@ def test_shards_need_a_folder_that_all_see(monkeypatch: pytest.MonkeyPatch) -> N
         names(accelerator, common=False)
 
 
-def test_hooks_see_the_weights_and_may_take_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_hooks_receive_the_weights_and_may_remove_them(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, _, _ = prepared()
     monkeypatch.setattr(type(accelerator._runtime.strategy), "saves_shards", True)
     seen: list[Any] = []

@@ -68,7 +68,7 @@ def test_even_batches_are_restored_after_the_block(caplog: pytest.LogCaptureFixt
         assert shard.even_batches
 
 
-def test_a_model_of_one_process_is_whole() -> None:
+def test_get_state_dict_of_one_process_is_complete() -> None:
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 2))
     with accelerator.unsharded(model):

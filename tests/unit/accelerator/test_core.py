@@ -56,7 +56,7 @@ def test_prepare_returns_objects_in_the_order_given() -> None:
     assert kinds[5] is torch.nn.Linear
 
 
-def test_the_lists_know_everything_prepared() -> None:
+def test_prepared_objects_are_in_the_lists() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, scheduler, loader = accelerator.prepare(*training_objects())
     assert accelerator._models == [model]
@@ -133,7 +133,7 @@ def test_clients_may_replace_parts_on_class_and_module(monkeypatch: pytest.Monke
     assert {"num_processes", "process_index", "torch_device_mesh"} <= set(names)  # type: ignore[call-overload]
 
 
-def test_free_memory_forgets_and_a_new_prepare_works() -> None:
+def test_prepare_works_after_free_memory() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer, scheduler, loader = accelerator.prepare(*training_objects())
     models = accelerator._models
@@ -250,7 +250,7 @@ def test_a_second_accelerator_must_agree_on_the_number_format() -> None:
         Accelerator(cpu=True, mixed_precision="no")
 
 
-def test_a_refused_run_does_not_decide_for_the_next_one() -> None:
+def test_a_refused_configuration_does_not_affect_the_next_run() -> None:
     with pytest.raises(ConfigurationError, match="fp8"):
         Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[TERecipeKwargs()])
     assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
@@ -311,7 +311,7 @@ def test_facets_are_stateless_and_do_not_overlap() -> None:
             members[name] = facet
 
 
-def test_clients_find_what_they_look_for_in_signatures() -> None:
+def test_signatures_contain_the_parameters_that_clients_check() -> None:
     assert "use_gather_object" in inspect.signature(Accelerator.gather_for_metrics).parameters
 
 

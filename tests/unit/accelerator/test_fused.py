@@ -37,7 +37,7 @@ def build(accelerator: Accelerator, lr: float = 0.5) -> tuple[torch.nn.Module, A
 
 
 @pytest.mark.parametrize(("given", "expected"), [({}, 0.5), ({"learning_rate": 0.25}, 0.75)])
-def test_backward_updates_and_the_step_only_counts(given: dict[str, float], expected: float) -> None:
+def test_fused_backward_updates_parameters_and_step_counts(given: dict[str, float], expected: float) -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = build(accelerator)
     assert accelerator.has_lomo_optimizer
@@ -79,7 +79,7 @@ def test_unsupported_settings_are_refused() -> None:
         accelerator.backward(loss)
 
 
-def test_other_optimizers_have_no_such_pass() -> None:
+def test_other_optimizers_have_no_fused_backward() -> None:
     accelerator = Accelerator(cpu=True)
     assert not accelerator.has_lomo_optimizer
     with pytest.raises(ConfigurationError, match="fused_backward"):

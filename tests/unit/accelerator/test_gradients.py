@@ -129,7 +129,7 @@ def gradients_by_items(accelerator: Accelerator, counts: list[int]) -> list[floa
     return gradients
 
 
-def test_losses_that_sum_over_items_weigh_by_their_number() -> None:
+def test_summed_losses_are_weighted_by_the_number_of_items() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     assert gradients_by_items(accelerator, [1, 3, 2, 2, 5]) == pytest.approx([10 / 4, 8 / 4, 25 / 5])
     weight = torch.nn.Parameter(torch.ones(1))

@@ -47,7 +47,7 @@ def test_weighted_mean_of_one_process_returns_its_value(dtype: torch.dtype, weig
     assert mean["a"].dtype == dtype
 
 
-def test_integers_have_means_that_are_not() -> None:
+def test_means_of_integers_are_floating_point() -> None:
     mean = Accelerator(cpu=True).weighted_mean(torch.tensor(3), 2)
     assert (mean.item(), mean.dtype) == (3.0, torch.float32)
 

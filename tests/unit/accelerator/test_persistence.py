@@ -207,7 +207,7 @@ def save_number(
 
 
 @pytest.mark.parametrize("times", [1, 99])
-def test_a_load_never_mixes_what_a_save_replaces_meanwhile(tmp_path: Path, times: int) -> None:
+def test_a_load_never_mixes_files_of_two_saves(tmp_path: Path, times: int) -> None:
     accelerator, model, counter = build_counting()
     folder, spare = tmp_path / "one", [tmp_path / f"spare{number}" for number in range(10)]
     for number, path in enumerate(spare, start=2):

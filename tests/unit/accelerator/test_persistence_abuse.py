@@ -77,7 +77,7 @@ UNVERIFIED = [(name, False) for name in FILES if name != "sampler.bin"]  # that 
 
 
 @pytest.mark.parametrize(("name", "verified"), [*((name, True) for name in FILES), *UNVERIFIED])
-def test_a_hostile_file_runs_nothing_and_changes_nothing(tmp_path: Path, name: str, verified: bool) -> None:
+def test_a_hostile_file_runs_no_code_and_changes_nothing(tmp_path: Path, name: str, verified: bool) -> None:
     accelerator, model = build()
     folder = accelerator.save_state(tmp_path / "one")
     swap(folder, name, {"a": Hostile(tmp_path / "trap")}, verified=verified)
@@ -180,7 +180,9 @@ def test_a_save_within_an_accumulation_window_is_warned_of(
     accelerator.load_state(folder)
 
 
-def test_the_home_folder_is_found_for_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_home_folder_is_expanded_for_saves_and_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     accelerator, _ = build()
     accelerator.save_state("~/one")
@@ -191,7 +193,7 @@ def test_the_home_folder_is_found_for_both(tmp_path: Path, monkeypatch: pytest.M
     numbered.load_state()
 
 
-def test_an_empty_name_is_no_folder() -> None:
+def test_an_empty_path_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="no folder to save to"):
         Accelerator(cpu=True).save_state("")
 

@@ -52,14 +52,14 @@ def test_a_file_and_a_time_budget(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     accelerator.end_training()
 
 
-def test_a_run_without_questions_watches_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_reads_no_requests_sets_no_handlers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MAX_TIME", "10")
     before = signal.getsignal(signal.SIGTERM)
     Accelerator(cpu=True)
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_time_budget_that_cannot_be_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_time_budget_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MAX_TIME", "tomorrow")
     with pytest.raises(ConfigurationError, match="tomorrow"):
         Accelerator(cpu=True)

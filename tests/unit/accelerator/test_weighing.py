@@ -31,7 +31,7 @@ def test_even_weights_divide_by_the_rounds() -> None:
     assert accelerator._weigh(loss) == 2.0
 
 
-def test_counted_weights_bring_earlier_gradients_to_the_right_size() -> None:
+def test_counted_weights_rescale_earlier_gradients() -> None:
     PartialState(cpu=True)
     model = torch.nn.Linear(1, 1, bias=False)
     weights = CountedWeights(replicas=1)

@@ -24,7 +24,7 @@ def accelerator_with(steps: int, samples: int, **choices: Any) -> tuple[Accelera
     return accelerator, accelerator.prepare(DataLoader(torch.arange(float(samples)).reshape(-1, 1)))
 
 
-def test_windows_know_their_length_and_items() -> None:
+def test_windows_have_their_length_and_number_of_items() -> None:
     accelerator, loader = accelerator_with(2, 5)
     windows = accelerator.windows(loader, num_items=lambda batch: batch.sum() / 2)
     assert len(windows) == 3
@@ -69,7 +69,7 @@ def test_gradients_are_those_of_the_mean_over_all_items() -> None:
     assert gradients == pytest.approx([1.0, 1.0])
 
 
-def test_outside_of_a_window_losses_weigh_as_before() -> None:
+def test_outside_of_a_window_losses_are_not_rescaled() -> None:
     accelerator, loader = accelerator_with(2, 4)
     weight = torch.nn.Parameter(torch.ones(1))
     for window in accelerator.windows(loader):
@@ -111,7 +111,7 @@ def test_the_state_of_a_stateful_loader_is_that_of_the_batch_in_use() -> None:
     assert [batch.item() for batch in loader] == [2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_window_left_early_is_given_up() -> None:
+def test_gradients_of_a_window_left_early_are_cleared() -> None:
     accelerator, loader = accelerator_with(2, 6)
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
@@ -130,7 +130,7 @@ def test_a_window_left_early_is_given_up() -> None:
     assert read == [0.0, 1.0, 2.0, 4.0, 5.0]
 
 
-def test_a_window_may_be_passed_over_and_the_loop_left() -> None:
+def test_a_window_may_be_skipped_and_the_loop_ended() -> None:
     accelerator, loader = accelerator_with(2, 6)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     accelerator.backward(model(torch.ones(1, 1)).sum())
@@ -232,7 +232,7 @@ def test_items_are_summed_over_processes_once_for_each_window(monkeypatch: pytes
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 @pytest.mark.parametrize("after", [0, 1, 2])
-def test_a_checkpoint_between_windows_knows_what_was_used(tmp_path: Path, after: int) -> None:
+def test_a_checkpoint_between_windows_resumes_at_the_next_batch(tmp_path: Path, after: int) -> None:
     config = DataLoaderConfiguration(use_stateful_dataloader=True)
 
     def windows_of(accelerator: Accelerator, loader: Any) -> Iterator[list[float]]:

@@ -10,7 +10,7 @@ from accelerate.base import DistributedType, constants
 from accelerate.utils import constants as old_path
 
 
-def test_wrapping_policies_keep_their_places():
+def test_wrapping_policies_keep_their_order():
     assert constants.FSDP_AUTO_WRAP_POLICY[:2] == ["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP"]
 
 

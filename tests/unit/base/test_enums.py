@@ -9,7 +9,7 @@ from accelerate.plugins import TorchDynamoPlugin
 
 
 @pytest.mark.parametrize("kind", [enums.PrecisionType, enums.DynamoBackend, enums.LoggerType, enums.RNGType])
-def test_base_enums_know_their_values(kind):
+def test_base_enums_list_their_values(kind):
     values = kind.list()
     assert values == [member.value for member in kind]
     assert all(value in kind for value in values)
@@ -43,11 +43,11 @@ def test_string_enums_equal_their_plain_string(kind):
         (enums.CommunicationHookName, enums.DDPCommunicationHookType),
     ],
 )
-def test_type_checkers_know_the_values_of_an_enumeration(names, kind):
+def test_type_checkers_infer_the_values_of_an_enumeration(names, kind):
     assert set(get_args(names)) == {member.value for member in kind}
 
 
-def test_type_checkers_know_the_names_of_compilers_in_small_and_large_letters():
+def test_type_checkers_accept_names_of_compilers_in_any_case():
     names = [member.value for member in enums.DynamoBackend]
     assert set(get_args(enums.DynamoName)) == {*names, *(name.lower() for name in names)}
     for name in get_args(enums.DynamoName):

@@ -110,7 +110,7 @@ def test_features_of_bitsandbytes_decide_on_multi_backend(install):
     assert packages.is_bitsandbytes_multi_backend_available()
 
 
-def test_rich_and_megatron_have_to_be_asked_for(monkeypatch):
+def test_rich_and_megatron_are_enabled_by_variables(monkeypatch):
     assert not packages.is_rich_available()
     monkeypatch.setenv("ACCELERATE_ENABLE_RICH", "true")
     assert packages.is_rich_available()

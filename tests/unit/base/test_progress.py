@@ -144,7 +144,7 @@ def test_a_file_that_grows_moves_the_bar(tmp_path: Path, terminal: Terminal) -> 
         terminal.wait_for("100%")
 
 
-def test_a_file_of_full_size_counts_as_far_as_it_is_written(tmp_path: Path) -> None:
+def test_a_sparse_file_counts_its_written_bytes(tmp_path: Path) -> None:
     path = tmp_path / "file"
     with path.open("wb") as file:
         file.truncate(1 << 20)

@@ -23,7 +23,7 @@ def test_first_host(node_list: str, host: str) -> None:
 @pytest.mark.parametrize(
     "node_list", ["", "gpu[01", ",gpu1", "[" * 10**5, "[" + "a" * 10**5], ids=lambda text: text[:9]
 )
-def test_first_host_of_an_empty_list_is_an_error(node_list: str) -> None:
+def test_first_host_of_an_invalid_list_is_an_error(node_list: str) -> None:
     with pytest.raises(ConfigurationError, match="names no host"):
         slurm.first_host(node_list)
 

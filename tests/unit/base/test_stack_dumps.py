@@ -59,7 +59,7 @@ def names(frames: list[stack_dumps.Frame]) -> list[str]:
     return [name for _, _, name in frames]
 
 
-def test_a_process_that_offers_it_writes_its_stack_again_and_again() -> None:
+def test_a_process_with_the_handler_dumps_its_stack_on_each_request() -> None:
     with running(f"{OFFERING}\nstand_here()\n") as process:
         assert read_line(process) == "ready"
         assert stack_dumps.offers(process.pid)
@@ -70,21 +70,21 @@ def test_a_process_that_offers_it_writes_its_stack_again_and_again() -> None:
     assert process.returncode == 0
 
 
-def test_all_threads_can_be_asked_for() -> None:
+def test_the_stacks_of_all_threads_can_be_requested() -> None:
     with running(f"{OFFERING}\nthreading.Thread(target=stand_here).start()\n") as process:
         assert read_line(process) == "ready"
         stacks = stack_dumps.ask_all(process.pid, patience=20)
     assert sorted(names(frames)[-1] == "stand_here" for frames in stacks) == [False, True]
 
 
-def test_a_fork_has_the_offer_of_its_parent() -> None:
+def test_a_fork_inherits_the_handler_of_its_parent() -> None:
     with running(FORKING) as process:
         child = int(read_line(process))
         assert read_line(process) == "ready"
         assert names(stack_dumps.ask(child, patience=20))[-1] == "stand_here"
 
 
-def test_a_worker_that_is_not_forked_offers_first_and_then_does_what_it_was_to_do() -> None:
+def test_a_spawned_worker_installs_the_handler_and_calls_the_worker_init_fn() -> None:
     with running(SPAWNED) as process:
         assert (read_line(process), read_line(process)) == ("7", "ready")
         assert names(stack_dumps.ask(process.pid, patience=20))[-1] == "stand_here"

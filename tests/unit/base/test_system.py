@@ -65,7 +65,7 @@ def test_populate_pages_returns_false_without_the_call(monkeypatch):
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="only Linux tells")
-def test_processes_of_one_machine_have_one_home():
+def test_processes_of_one_machine_have_the_same_process_home():
     script = "from accelerate.base.system import process_home; print(process_home())"
     other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert process_home() == other.stdout.strip() != ""

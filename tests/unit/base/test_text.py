@@ -53,7 +53,7 @@ def test_sizes_that_are_none_are_refused(written):
         text.convert_file_size_to_int(written)
 
 
-def test_a_size_that_is_no_text_is_also_the_error_of_an_attribute():
+def test_a_size_that_is_no_text_also_raises_an_attribute_error():
     with pytest.raises(AttributeError):
         text.convert_file_size_to_int(None)
     with pytest.raises(ConfigurationError) as refused:
@@ -98,7 +98,7 @@ def test_listed_names_the_first_and_counts_the_rest():
     assert text.listed(list("abcdefg"), shown=3) == "a, b, c and 4 more"
 
 
-def test_ranks_are_spelled_with_their_runs() -> None:
+def test_ranks_are_written_as_ranges() -> None:
     assert text.spell_ranks([3]) == "rank 3"
     assert text.spell_ranks([0, 2, 3, 4, 7]) == "ranks 0, 2-4, 7"
     assert text.spell_ranks([4, 5, 6, 8, 9]) == "ranks 4-6, 8-9"

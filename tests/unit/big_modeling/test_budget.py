@@ -85,7 +85,7 @@ def test_a_module_in_two_places_is_one_unit() -> None:
     assert [unit.names for unit in split_into_units(nn.Sequential(layer, nn.ReLU(), layer))] == [("0", "2")]
 
 
-def test_buffers_that_are_shared_do_not_tie() -> None:
+def test_shared_buffers_do_not_tie_modules() -> None:
     model = nn.ModuleList([Block(), Block()])
     model[1].steps = model[0].steps
     units = split_into_units(model, ["Block"])
@@ -164,7 +164,7 @@ def test_shares_are_as_even_as_layers_allow() -> None:
     assert whole[0] == 2 * LAYER
 
 
-def test_a_small_device_leaves_more_to_the_others() -> None:
+def test_a_small_device_gives_the_others_larger_shares() -> None:
     found = get_balanced_memory(chain(7), {0: LAYER, 1: 10**6, 2: 10**6})
     assert found == {0: LAYER, 1: 3 * LAYER, 2: 10**6}
     found = get_balanced_memory(chain(9), dict.fromkeys(range(4), 10**6))
@@ -202,7 +202,7 @@ def test_even_shares_minimize_the_largest_share(sizes: list[int], limits: list[i
         assert total(units[: least_for_first(units, limits)]) == least
 
 
-def test_little_for_the_first() -> None:
+def test_low_zero_gives_the_first_device_a_small_share() -> None:
     assert get_balanced_memory(chain(6), {0: 10**6, 1: 10**6, 2: 10**6}, low_zero=True) == {
         0: 0,
         1: 3 * LAYER,

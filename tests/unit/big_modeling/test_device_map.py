@@ -153,7 +153,9 @@ UNITS = st.builds(
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(UNITS, max_size=7), st.lists(st.integers(0, 40), min_size=1, max_size=3), st.integers(0, 30))
-def test_no_plan_brings_more_onto_accelerators(units: list[Unit], limits: list[int], cpu: int) -> None:
+def test_the_plan_places_the_most_units_on_accelerators(
+    units: list[Unit], limits: list[int], cpu: int
+) -> None:
     places = assign_units(units, {**dict(enumerate(limits)), "cpu": cpu})
     on_accelerators = [place for place in places if isinstance(place, int)]
     assert len(on_accelerators) == best_by_trial(units, limits)
@@ -214,7 +216,7 @@ class Buffered(nn.Module):
             layer.register_buffer("table", torch.zeros(25))
 
 
-def test_buffers_stay_where_the_work_is_done() -> None:
+def test_buffers_stay_on_the_execution_device() -> None:
     memory = {0: 164 + 2 * 164 + 100, "cpu": "1MB"}
     assert infer_auto_device_map(Buffered(), memory, offload_buffers=True)["layers.0"] == 0
     assert infer_auto_device_map(Buffered(), {0: 2 * 164 + 64, "cpu": "1MB"}) == {"": "cpu"}
@@ -278,6 +280,6 @@ def test_an_empty_model() -> None:
         ({}, {}),
     ],
 )
-def test_modules_of_one_device_take_the_name_around_them(before: Any, after: Any) -> None:
+def test_modules_of_one_device_are_merged_into_their_parent(before: Any, after: Any) -> None:
     assert clean_device_map(before) is before
     assert list(before.items()) == list(after.items())

@@ -62,10 +62,10 @@ def test_one_device_in_two_spellings() -> None:
         ({"0": "cpu", "1": "xpu:3"}, "device='xpu:3': this machine has 0 of that kind"),
     ],
 )
-def test_places_that_are_not_here(device_map: Any, said: str) -> None:
+def test_unavailable_devices_are_refused(device_map: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         check_devices(device_map)
 
 
-def test_places_that_are_here() -> None:
+def test_available_devices_are_accepted() -> None:
     check_devices({"a": "cpu", "b": "disk", "c": torch.device("cpu"), "d": "meta", "e": None})

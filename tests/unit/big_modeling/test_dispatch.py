@@ -37,7 +37,7 @@ from accelerate.hooks import (
 )
 
 
-def test_a_model_that_is_there_stays() -> None:
+def test_a_model_on_its_device_is_not_moved() -> None:
     model = nn.Linear(2, 2)
     model.to = None  # type: ignore[assignment]
     move_whole(model, "cpu")
@@ -72,7 +72,7 @@ def test_moves_are_guarded_while_there_are_hooks(caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("name", [backend.name for backend in BACKENDS])
-def test_methods_that_vendors_add_to_modules_are_guarded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_added_move_methods_of_modules_are_guarded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nn.Module, name, lambda self: self, raising=False)
     model = nn.Linear(2, 2)
     add_hook_to_module(model, AlignDevicesHook("cpu", offload=True))
@@ -274,7 +274,7 @@ def test_an_index_of_safetensors(plain: Net, tmp_path: Path) -> None:
     remove_hook_from_submodules(net)
 
 
-def test_a_second_map_takes_the_place_of_the_first(net: Net, plain: Net, tmp_path: Path) -> None:
+def test_a_second_device_map_replaces_the_first(net: Net, plain: Net, tmp_path: Path) -> None:
     dispatch_model(net, MIXED, offload_dir=tmp_path)
     check(net, plain)
     dispatch_model(net, {"": "cpu", "head": "disk", "embed": "disk"}, offload_dir=tmp_path)
@@ -419,7 +419,7 @@ def empty() -> Net:
 @pytest.mark.parametrize(
     "device_map", ["auto", "sequential", {"": "cpu", "layers": "disk"}, {"": "disk"}, None]
 )
-def test_loading_where_it_belongs(
+def test_loading_places_weights_on_the_devices_of_the_map(
     files: Path, plain: Net, kind: str, device_map: Any, tmp_path: Path
 ) -> None:
     needs_folder = kind == "torch" and isinstance(device_map, dict)

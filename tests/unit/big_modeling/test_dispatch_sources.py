@@ -51,7 +51,7 @@ def test_memory_is_pinned_for_copies_to_accelerators(monkeypatch: pytest.MonkeyP
     assert not locked
 
 
-def test_the_disk_gets_what_has_values(tmp_path: Path) -> None:
+def test_only_tensors_with_values_are_offloaded_to_the_disk(tmp_path: Path) -> None:
     model = build()
     index = keep_on_disk(model, ["0.weight", "0.bias"], tmp_path, None, [], {"": "disk"})
     assert set(index) == {"0.weight", "0.bias"}

@@ -159,7 +159,7 @@ def test_weights_on_the_disk(files: Path, net: Net, tmp_path: Path, kind: str, b
     assert torch.equal(model.embed.weight, net.embed.weight)
 
 
-def test_tied_weights_do_not_part(files: Path, tmp_path: Path) -> None:
+def test_tied_weights_are_placed_together(files: Path, tmp_path: Path) -> None:
     model = empty()
     with pytest.raises(ConfigurationError, match=r"embed.weight \(cpu\) and head.weight \(disk\)"):
         load_checkpoint_in_model(model, files / "safe", {"": "cpu", "head": "disk"}, tmp_path)

@@ -27,7 +27,7 @@ class Net(nn.Module):
         self.special = special
 
 
-def test_parameters_have_no_memory_and_stay_what_they_are() -> None:
+def test_empty_parameters_keep_their_class_without_memory() -> None:
     with init_empty_weights():
         net = Net()
         other = torch.zeros(2)

@@ -12,7 +12,7 @@ from accelerate.big_modeling import LoadOptions, plan_moves
 from accelerate.weights import StoredWeights
 
 
-def test_everything_is_decided_before_anything_changes(tmp_path: Path) -> None:
+def test_all_moves_are_planned_before_a_change(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     path = tmp_path / "x.safetensors"
     save_file({"0.weight": torch.ones(2, 2), "0.bias": torch.ones(3), "more": torch.ones(1)}, path)
@@ -48,7 +48,7 @@ def packed(shape: list[int]) -> dict[str, torch.Tensor]:
         ([2, 2], nn.Parameter, ["0.weight is stored in 4 bits, and its layer is not"]),
     ],
 )
-def test_weights_in_4_bits_bring_their_scales(
+def test_weights_in_4_bits_are_loaded_with_their_scales(
     tmp_path: Path, shape: list[int], kind: type[nn.Parameter], misshapen: list[str]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False))

@@ -495,7 +495,7 @@ def test_a_second_writer_to_a_mount_point_raises_an_error_that_names_the_first(
     assert sorted(os.listdir(target)) == ["manifest.json", "optimizer.bin"]
 
 
-def test_a_writer_on_another_machine_counts_while_it_writes(tmp_path: Path) -> None:
+def test_a_writer_on_another_machine_blocks_a_save_while_it_writes(tmp_path: Path) -> None:
     left = tmp_path / ".checkpoint.saving-other-host-7-1x0"
     left.mkdir()
     with pytest.raises(CheckpointError, match="process 7 on other-host. Runs"):
@@ -651,7 +651,7 @@ def test_a_file_is_not_replaced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["checkpoint"]
 
 
-def test_a_saved_checkpoint_is_not_called_lost_when_the_old_one_cannot_be_deleted(
+def test_a_save_succeeds_when_the_old_checkpoint_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = tmp_path / "checkpoint"

@@ -84,7 +84,7 @@ def test_a_damaged_manifest_is_a_fault(tmp_path: Path, damage: str) -> None:
     assert "manifest.json" in agree(source)
 
 
-def test_a_manifest_of_somebody_else_is_a_fault(tmp_path: Path) -> None:
+def test_a_manifest_with_unknown_fields_is_a_fault(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1")
     content = json.loads((folder / manifest.NAME).read_text())
     del content["seal"]

@@ -70,7 +70,7 @@ def test_damage_is_named(folder: Path, damage: object, deep: bool, problem: str)
     assert problem in "".join(found)
 
 
-def test_only_the_named_files_are_looked_at(folder: Path) -> None:
+def test_only_the_named_files_are_checked(folder: Path) -> None:
     (folder / "empty.bin").unlink()
     assert manifest.problems(folder, manifest.read(folder), ["sub/deep.bin"], deep=True) == []
 
@@ -118,7 +118,7 @@ def content(**changes: Any) -> dict[str, Any]:
     return {"files": {"a.bin": RECORD}, "world_size": 2, "step": 3, "format": 1, **changes}
 
 
-def test_a_valid_one_passes() -> None:
+def test_valid_fields_are_accepted() -> None:
     check_fields(content(iteration=None, run={"updates": [1], "gradient_order": [[0]], "mine": {"x": None}}))
 
 

@@ -160,14 +160,14 @@ def test_a_position_that_is_none_is_named_with_its_file(tmp_path: Path, content:
         LoaderPart(0, loader).read(Load(tmp_path, names={"sampler.bin"}))()
 
 
-def test_loaders_that_know_no_position_have_no_file(tmp_path: Path) -> None:
+def test_loaders_without_a_position_have_no_file(tmp_path: Path) -> None:
     plain = DataLoader(range(4))
     assert LoaderPart(0, plain).collect() == []
     assert LoaderPart(0, plain).read(Load(tmp_path)) is nothing
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_one_process_writes_what_all_have(leads: bool) -> None:
+def test_one_process_writes_shared_states(leads: bool) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     parts = [*state_parts([optimizer], [], None), ModelPart(0, {"a": torch.ones(1)}), GeneratorsPart(1)]
     names = [payload.name for part in parts for payload in part.collect(leads)]

@@ -45,7 +45,7 @@ def test_incomplete_checkpoints_have_a_fault(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("keep", "left"), [(1, [5]), (3, [5, 4, 3]), (9, [5, 4, 3, 2, 1])])
-def test_the_oldest_go(tmp_path: Path, keep: int, left: list[int]) -> None:
+def test_the_oldest_checkpoints_are_removed(tmp_path: Path, keep: int, left: list[int]) -> None:
     make(tmp_path, 1, 2, 3, 4, 5)
     gone = retention.prune(tmp_path, keep)
     assert numbers(tmp_path) == left

@@ -31,7 +31,7 @@ def test_taken_numbers_are_skipped(tmp_path: object) -> None:
     assert accelerator.save_iteration == 2
 
 
-def test_a_failure_in_the_background_surfaces_once(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_background_failure_is_raised_once(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.checkpointing import saving
 
     def full(*args: object) -> None:
@@ -90,7 +90,7 @@ def test_an_error_is_raised_once(caplog: pytest.LogCaptureFixture) -> None:
     assert "A checkpoint was not saved" in caplog.text
 
 
-def test_copies_hold_while_the_originals_change() -> None:
+def test_staged_copies_do_not_change_with_the_originals() -> None:
     weight = torch.ones(3)
     state = {"weight": weight, "same": weight, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "step": 3}
     (staged,) = StagingArea().stage([Payload("x", state)])

@@ -269,7 +269,7 @@ def stepped_once(lr: float) -> torch.optim.Optimizer:
     return optimizer
 
 
-def test_groups_have_places() -> None:
+def test_parameter_groups_have_indices() -> None:
     found = group_paths([{"lr": 0.1, "params": [0, 1]}], [["a", "b"]])
     assert found == {
         ("optimizer", "param_groups", 0, "lr"): 0.1,

@@ -67,7 +67,7 @@ def test_emptied_boxes_have_memory_of_their_own() -> None:
     assert tensor.sum() == 6
 
 
-def test_a_whole_tensor_needs_no_joining() -> None:
+def test_an_unsharded_tensor_is_not_joined() -> None:
     tensor = torch.ones(2)
     assert rejoin(whole(tensor), torch.zeros(2)) is tensor
     assert rejoin(whole(tensor), None) is tensor

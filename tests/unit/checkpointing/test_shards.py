@@ -28,7 +28,7 @@ def test_one_file_without_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("safe", "stem"), [(True, "model"), (False, "pytorch_model")])
-def test_several_files_hold_everything_once(tmp_path: Path, safe: bool, stem: str) -> None:
+def test_several_files_contain_each_tensor_once(tmp_path: Path, safe: bool, stem: str) -> None:
     save_sharded(STATE, tmp_path, 2100, safe)
     suffix = "safetensors" if safe else "bin"
     files = [f"{stem}-0000{n}-of-00002.{suffix}" for n in (1, 2)]

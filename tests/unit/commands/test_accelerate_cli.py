@@ -19,7 +19,7 @@ def test_only_the_command_that_was_asked_for_is_loaded(name: str) -> None:
     assert list(subparsers.choices or ()) == [name]
 
 
-def test_without_a_command_all_are_there() -> None:
+def test_without_a_command_all_commands_are_loaded() -> None:
     parser = make_cli_parser([])
     subparsers = next(a for a in parser._actions if a.dest != "help")
     assert list(subparsers.choices or ()) == list(COMMANDS)
@@ -56,7 +56,7 @@ def test_no_command_shows_the_help(
     assert "usage: accelerate" in capsys.readouterr().out
 
 
-def test_a_command_runs_through_the_whole_line(
+def test_a_command_runs_from_its_command_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["accelerate", "launch", "--cpu", "--num_proceses", "2", "a.py"])

@@ -206,7 +206,7 @@ def assert_one_message(err: str, problem: str) -> None:
     assert err.endswith("\n")
 
 
-def test_there_are_enough_of_each() -> None:
+def test_at_least_the_required_number_of_bad_inputs_is_tested() -> None:
     assert len(FLAGS) + len(FILES) + len(VARIABLES) >= 80
 
 

@@ -63,7 +63,9 @@ def test_ranges_and_gates(site: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ]
 
 
-def test_no_library_on_top(site: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_client_libraries_no_library_is_listed(
+    site: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     call()
     assert "No installed library asks for it." in capsys.readouterr().out
 

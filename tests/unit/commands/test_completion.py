@@ -43,7 +43,7 @@ def test_bash_completes_commands_flags_values_and_files(bash: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_scripts_of_other_shells_name_everything(shell: str, tmp_path: Path) -> None:
+def test_scripts_of_other_shells_contain_all_commands_and_flags(shell: str, tmp_path: Path) -> None:
     text = make_script(shell)
     for word in (*COMMANDS, "mixed_precision", "bf16", "num_processes"):
         assert word in text

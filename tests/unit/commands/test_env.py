@@ -27,7 +27,7 @@ def test_the_report_names_versions_devices_and_configuration(
     assert f"- configuration file: {path}" in out
 
 
-def test_json_is_for_machines(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_is_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     env_command(env_command_parser().parse_args(["--json"]))
     facts = json.loads(capsys.readouterr().out)
     assert facts["configuration"] is None

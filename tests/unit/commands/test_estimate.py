@@ -73,9 +73,7 @@ def test_a_sharded_folder_and_a_single_file(tmp_path: Path) -> None:
     assert [weight.name for weight in alone.weights] == ["a.weight"]
 
 
-def test_the_table_is_for_people_and_json_for_machines(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_estimates_are_printed_as_table_and_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     estimate.estimate_command(parse(str(folder), "--optimizer", "sgd", "--num_processes", "2"))
     out = capsys.readouterr().out
     assert "training with sgd" in out

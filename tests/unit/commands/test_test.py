@@ -30,7 +30,7 @@ def test_the_self_check_is_launched_as_a_script_would_be(monkeypatch: pytest.Mon
     ("words", "expected"),
     [(["--resume"], []), (["--resume", "--config_file", "mine.yaml"], ["--config_file", "mine.yaml"])],
 )
-def test_resume_checks_something_else(
+def test_resume_calls_check_resume(
     monkeypatch: pytest.MonkeyPatch, words: list[str], expected: list[str]
 ) -> None:
     checked: list[Sequence[str]] = []
@@ -59,7 +59,7 @@ def records() -> tuple[list[Any], list[Any], list[Any]]:
     )
 
 
-def test_the_same_run_is_the_same() -> None:
+def test_equal_records_have_no_differences() -> None:
     (verdict,) = compare(*records())
     assert verdict.is_same
     assert (verdict.name, verdict.workers, verdict.batches) == ("shuffled", 2, 6)

@@ -98,7 +98,7 @@ def test_settings_that_cannot_be_converted_are_refused(config: dict[str, Any], p
         convert_config_to_fsdp2(config)
 
 
-def test_unknown_keys_stay_with_a_notice(
+def test_unknown_keys_are_kept_with_a_note(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, target = tmp_path / "old.json", tmp_path / "new.json"

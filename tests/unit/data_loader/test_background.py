@@ -78,7 +78,7 @@ def test_small_items_are_taken_together() -> None:
     reader.close()
 
 
-def test_an_item_is_not_held_back_for_one_that_is_slow() -> None:
+def test_an_item_is_given_without_waiting_for_a_slow_one() -> None:
     release = threading.Event()
 
     def slow() -> Iterator[Item]:
@@ -153,7 +153,7 @@ def draw_own() -> object:
 @pytest.mark.parametrize(
     ("draw", "expected"), [(draw_torch, True), (draw_python, True), (draw_numpy, True), (draw_own, False)]
 )
-def test_draws_are_seen(draw: Callable[[], object], expected: bool) -> None:
+def test_random_draws_of_the_reader_are_detected(draw: Callable[[], object], expected: bool) -> None:
     draws = Draws()
     batches = draws.watch(iter([lambda: None, draw, draw]))
     draw_torch()  # what a sampler draws before the first batch

@@ -139,7 +139,7 @@ def test_an_offer_of_shared_memory_is_accepted_on_its_machine_only() -> None:
     assert share_memory(FakeTransport(None)) is None
 
 
-def test_memory_that_one_process_lacks_is_used_by_none() -> None:
+def test_shared_memory_is_used_only_if_all_ranks_have_it() -> None:
     offer = dispatch_transport._offer()
     assert offer is not None
     assert share_memory(FakeTransport(offer, others_have_it=False)) is None

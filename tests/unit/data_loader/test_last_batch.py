@@ -165,7 +165,7 @@ def gather(ranks: list[list[Step]], *, by_item: bool = False) -> list[int]:
     even=st.booleans(),
     dispatch=st.booleans(),
 )
-def test_the_dataset_once(
+def test_each_sample_is_read_once(
     kind: str, samples: int, batch: int, world: int, split: bool, even: bool, dispatch: bool
 ) -> None:
     split = split and kind not in ("growing", "ready batches")
@@ -190,7 +190,7 @@ def test_the_dataset_once(
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "stream"])
-def test_the_dataset_once_with_workers(kind: str, dispatch: bool, world: int) -> None:
+def test_each_sample_is_read_once_with_workers(kind: str, dispatch: bool, world: int) -> None:
     # Each worker of an iterable dataset reads all of it, unless it looks who it is: one is enough here.
     workers = 1 if kind == "stream" else 2
     assert gather(read_everywhere(kind, 17, 3, world, workers, dispatch_batches=dispatch)) == list(range(17))

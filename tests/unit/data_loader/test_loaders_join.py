@@ -52,12 +52,12 @@ def test_a_rank_that_has_run_out_is_filled_from_its_first_batch() -> None:
     assert fillers == {1: (1, 3), 2: (0, 2)}
 
 
-def test_a_share_smaller_than_what_is_missing_is_given_over_and_over() -> None:
+def test_a_share_smaller_than_the_filler_is_repeated() -> None:
     taken, _ = take(batches(1), [4, 4])
     assert taken == [([0] * 4, False), ([0] * 4, True)]
 
 
-def test_the_others_may_run_out_first() -> None:
+def test_the_other_rank_may_end_first() -> None:
     taken, fillers = take(batches(2, 2, 1), [2])
     assert taken == [([0, 1], False), ([2, 3], False), ([4], True)]
     assert fillers == {1: (2, 0), 2: (1, 0)}
@@ -100,7 +100,7 @@ def test_ranks_of_one_group_count_once() -> None:
     assert fillers == {1: (2,)}
 
 
-def test_the_states_of_a_batch_are_those_behind_it() -> None:
+def test_the_state_of_a_batch_is_that_after_it() -> None:
     read: list[int] = []
 
     def source() -> Iterator[torch.Tensor]:

@@ -103,7 +103,9 @@ def test_neighbouring_seeds_and_far_seeds_give_other_orders() -> None:
 
 @pytest.mark.parametrize(("world", "rank"), [(1, 0), (2, 1)])
 @pytest.mark.parametrize("settings", [{}, {"batch_size": None}, {"batch_size": 10_000}])
-def test_a_billion_samples_take_no_memory(world: int, rank: int, settings: dict[str, Any]) -> None:
+def test_the_order_of_a_billion_samples_is_not_stored(
+    world: int, rank: int, settings: dict[str, Any]
+) -> None:
     """Its list of indices would take 8 GB; neither the beginning nor the middle of an epoch stores it."""
     loader = prepare(Huge(), world, rank, **settings)
     batches = 100_000_000 // (settings.get("batch_size", 8) or 1)

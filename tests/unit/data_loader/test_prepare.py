@@ -130,7 +130,7 @@ def test_a_pass_that_is_left_early_is_an_epoch_too() -> None:
     assert len(set(heads)) > 3
 
 
-def test_an_epoch_that_the_user_set_on_the_sampler_wins() -> None:
+def test_an_epoch_set_on_the_sampler_takes_precedence() -> None:
     sampler = torch.utils.data.DistributedSampler(range(10), num_replicas=1, rank=0, seed=3)
     plain = DataLoader(list(range(10)), batch_size=5, sampler=sampler)
     sampler.set_epoch(5)
@@ -217,7 +217,7 @@ class Encoding(UserDict):  # type: ignore[type-arg]
 
 
 @pytest.mark.parametrize("kind", [dict, Encoding, "pair", "list"])
-def test_batches_are_placed_whatever_they_are(kind: Any) -> None:
+def test_batches_of_any_type_are_moved_to_the_device(kind: Any) -> None:
     def collate(samples: list[int]) -> Any:
         x = torch.tensor(samples)
         if kind == "pair":
@@ -238,7 +238,7 @@ def test_batches_are_placed_whatever_they_are(kind: Any) -> None:
             assert batch["x"].device.type == "meta"
 
 
-def test_batches_that_are_there_already_are_the_same_objects() -> None:
+def test_batches_on_the_device_are_the_same_objects() -> None:
     data = [torch.tensor([1.0])]
     loader = prepare(DataLoader(data, batch_size=None), device=torch.device("cpu"))
     assert next(iter(loader)) is data[0]

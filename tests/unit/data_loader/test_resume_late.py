@@ -74,7 +74,9 @@ def python_calls(work: Any) -> int:
     [{}, {"use_seedable_sampler": True}, {"use_constant_memory_sampler": True}],
     ids=["default", "seedable", "constant memory"],
 )
-def test_a_million_batches_are_passed_over_at_once(processes: int, rank: int, config: dict[str, Any]) -> None:
+def test_a_million_batches_are_skipped_without_reading(
+    processes: int, rank: int, config: dict[str, Any]
+) -> None:
     data = Counted(processes * (BATCH * MILLION // processes) + 50)
     late = skip_first_batches(make(data, processes, rank, **config), MILLION // processes)
     found: list[Any] = []
@@ -84,7 +86,7 @@ def test_a_million_batches_are_passed_over_at_once(processes: int, rank: int, co
     assert calls < 20_000
 
 
-def test_a_resumed_loader_reads_no_sample_of_the_past() -> None:
+def test_a_resumed_loader_reads_no_earlier_sample() -> None:
     data = Counted()
     loader = make(data)
     state = {**(resume.capture(loader) or {}), "seen": MILLION, "consumed": MILLION}

@@ -46,7 +46,7 @@ def read(loader: Any) -> list[Any]:
     return [batch.tolist() for batch in loader]
 
 
-def test_indices_are_passed_over_without_reading() -> None:
+def test_indices_are_skipped_without_reading() -> None:
     dataset = Recorder()
     plain = skip_first_batches(DataLoader(dataset, batch_size=4), 1)
     assert type(plain) is DataLoader

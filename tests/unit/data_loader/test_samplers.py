@@ -52,7 +52,7 @@ def test_an_epoch_chosen_during_a_pass_is_the_next_one() -> None:
     assert sampler.epoch == 7
 
 
-def test_two_passes_at_once_do_not_disturb_each_other() -> None:
+def test_two_iterators_of_one_sampler_are_independent() -> None:
     sampler = SeedableRandomSampler(range(40), replacement=True, num_samples=90, data_seed=5)
     whole = list(sampler)
     sampler.set_epoch(0)
@@ -131,7 +131,7 @@ class Grouped(BatchSampler):
         return 4
 
 
-def test_a_declared_size_is_not_trusted_against_what_is_seen() -> None:
+def test_the_real_batch_size_overrides_a_declared_one() -> None:
     shards = [BatchSamplerShard(Grouped(), 2, rank) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[[0, 1], [6]], [[2, 3, 4, 5], [7, 8, 9]]]
     assert shards[0].fillers == {0: (2, 4), 1: (1, 3)}

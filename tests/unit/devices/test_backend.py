@@ -82,7 +82,7 @@ def test_scalers(accelerator, fake_torch):
     assert fake_torch.calls == [own if accelerator.own_scaler else common]
 
 
-def test_bf16_is_asked_of_the_module(accelerator, fake_torch):
+def test_bf16_support_is_that_of_the_module(accelerator, fake_torch):
     bf16 = sys.modules["torch"].bfloat16
     fake_torch.answers["is_bf16_supported"] = False
     sys.modules["torch"].__dict__["bfloat16"] = bf16  # one object, so that it equals itself
@@ -98,7 +98,7 @@ def test_modules_without_a_cache_are_left_alone(accelerator, fake_torch, monkeyp
     accelerator.empty_cache()
 
 
-def test_memory_where_the_driver_does_not_tell(accelerator, fake_torch):
+def test_memory_without_support_of_the_driver(accelerator, fake_torch):
     def refuse(*args):
         raise RuntimeError("The device doesn't support querying the available free memory.")
 
@@ -116,7 +116,7 @@ def test_other_errors_of_the_driver_are_raised(accelerator, fake_torch):
         accelerator.free_memory(1)
 
 
-def test_memory_of_modules_that_cannot_tell(accelerator, monkeypatch):
+def test_memory_of_modules_without_statistics(accelerator, monkeypatch):
     module = SimpleNamespace(
         get_device_properties=lambda index: SimpleNamespace(total_memory=40),
         memory_reserved=lambda index: 15,

@@ -26,7 +26,7 @@ def machine(monkeypatch):
     return pretend
 
 
-def test_names_lead_to_rows():
+def test_names_select_rows_of_the_hardware_table():
     for backend in BACKENDS:
         assert hardware_table.named(backend.name) is backend
     with pytest.raises(ConfigurationError, match=r"device='tpu'.*cuda, xpu"):

@@ -35,7 +35,7 @@ def test_probes_have_their_own_names():
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_probes_ask_their_row(name, fake_torch):
+def test_probes_call_their_backend(name, fake_torch):
     assert BY_NAME[name]() is True
 
 

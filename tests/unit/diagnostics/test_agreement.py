@@ -78,7 +78,7 @@ def test_long_steps_run_the_collective_at_each_step() -> None:
     assert len(collective.asked_at) == 10
 
 
-def test_a_request_to_stop_is_for_good_and_saves_once() -> None:
+def test_a_request_to_stop_is_permanent_and_saves_once() -> None:
     collective, switch = Collective(step=3.0), Switch(STOP_FILE)
     agreement = collective.agree(switch)
     switch.on = True

@@ -116,7 +116,7 @@ def test_a_rank_reports_missing_ranks_of_its_machine_with_their_stack(
     assert "rank 1 has ended before it came (process 77 on " in text
 
 
-def test_all_end_where_a_hang_ends_the_run(ranks: Ranks) -> None:
+def test_all_ranks_end_when_a_hang_ends_the_run(ranks: Ranks) -> None:
     ranks.come(0, 2, limits=ENDS)
     ranks.until(lambda: ranks.kept[0].ended and ranks.kept[2].ended)
     ranks.go()

@@ -33,7 +33,7 @@ def test_processes_are_running_ended_or_on_another_machine() -> None:
     assert "has built no Accelerator yet" in states[5].ending
 
 
-def test_another_process_with_the_same_number_is_not_the_one() -> None:
+def test_a_reused_pid_is_another_process() -> None:
     own = own_identity()
     channel = StoreChannel(HashStore(), "", {})
     Peers(channel, 1, 2, replace(own, born=own.born - 100), 2)

@@ -24,7 +24,7 @@ def pair() -> Pair:
     return first, second
 
 
-def test_one_of_two_that_ask_at_the_same_time_is_the_first(pair: Pair) -> None:
+def test_of_two_simultaneous_requests_one_is_the_first(pair: Pair) -> None:
     first, second = pair
     assert first.events().asked == 0
     assert [first.ask(0), second.ask(0)] == [True, False]
@@ -64,7 +64,7 @@ def test_identities_and_endings_are_known_to_the_others(monkeypatch: pytest.Monk
     assert second.ended() == {0: "exited"}
 
 
-def test_one_reports_and_all_confirm(pair: Pair) -> None:
+def test_one_rank_reports_and_all_ranks_confirm(pair: Pair) -> None:
     first, second = pair
     assert [first.is_first_to_report(), second.is_first_to_report()] == [True, False]
     order = []

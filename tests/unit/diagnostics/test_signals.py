@@ -71,7 +71,7 @@ def test_the_handler_of_an_agent_is_not_for_its_forks() -> None:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_a_later_run_takes_over() -> None:
+def test_a_later_run_replaces_the_handlers() -> None:
     first, second = SignalNotes(), SignalNotes()
     first.install()
     second.install()
@@ -112,7 +112,7 @@ def test_a_second_sigterm_does_what_it_did_before() -> None:
     assert received == [0.0, SECONDS_ALIKE / 2, SECONDS_ALIKE + 1]
 
 
-def test_a_second_sigterm_ends_a_process_that_does_not_look() -> None:
+def test_a_second_sigterm_ends_a_process_that_does_not_read_requests() -> None:
     script = (
         "import signal; from accelerate.diagnostics import SignalNotes\n"
         "now = [0.0]; SignalNotes(clock=lambda: now[0]).install()\n"

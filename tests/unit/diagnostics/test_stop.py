@@ -55,7 +55,7 @@ def test_the_table() -> None:
     assert TRIGGERS[:3] == SIGNALS
 
 
-def test_a_deadline_asks_from_its_time_on() -> None:
+def test_a_deadline_requests_a_stop_after_its_time() -> None:
     clock = Clock()
     source = deadline(TIME_IS_UP, 5.0, clock)
     assert not source.asks()
@@ -63,7 +63,7 @@ def test_a_deadline_asks_from_its_time_on() -> None:
     assert source.asks()
 
 
-def test_a_stop_file_asks_while_it_exists(tmp_path: Path) -> None:
+def test_a_stop_file_requests_a_stop_while_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "stop"
     source = stop_file(str(path))
     assert not source.asks()
@@ -72,7 +72,7 @@ def test_a_stop_file_asks_while_it_exists(tmp_path: Path) -> None:
     assert source.asks()
 
 
-def test_a_save_file_asks_once_for_each_touch(tmp_path: Path) -> None:
+def test_a_save_file_requests_one_save_for_each_touch(tmp_path: Path) -> None:
     path = tmp_path / "save"
     path.touch()
     source = save_file(str(path))
@@ -85,7 +85,7 @@ def test_a_save_file_asks_once_for_each_touch(tmp_path: Path) -> None:
     assert [source.asks(), source.asks()] == [True, False]
 
 
-def test_costly_sources_are_looked_at_seldom(tmp_path: Path) -> None:
+def test_slow_sources_are_read_less_often(tmp_path: Path) -> None:
     clock = Clock()
     source = seldom(stop_file(str(tmp_path)), clock)
     looks = []
@@ -132,7 +132,7 @@ def test_one_process_of_a_machine_looks_at_files(tmp_path: Path) -> None:
     assert asked(sources) == {STOP_FILE}
 
 
-def test_a_worker_of_ray_asks_once_for_each_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_worker_requests_one_stop_for_each_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
     running = []
 
     def read() -> str | None:

@@ -148,7 +148,7 @@ def test_a_report_with_another_signature_ends_nothing(caplog: pytest.LogCaptureF
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(1.0, [0, 0]), (6.0, [2, 0])])
-def test_without_a_key_a_rank_ends_by_what_it_sees_itself(seconds: float, ends: list[int]) -> None:
+def test_without_a_key_a_rank_ends_by_its_own_observation(seconds: float, ends: list[int]) -> None:
     pair = Pair(ends=True, key="")
     plant(pair, "")
     pair.seen[0].wait = (1, seconds)

@@ -147,7 +147,7 @@ def test_weights_on_the_disk_stay_offloaded_when_the_hook_is_removed() -> None:
     assert layer.weight.is_meta
 
 
-def test_clients_make_hooks_out_of_hooks() -> None:
+def test_hooks_can_be_built_from_other_hooks() -> None:
     def again(old: Any) -> Any:
         kind = getattr(accelerate.hooks, type(old).__name__)
         names = inspect.signature(kind.__init__).parameters
@@ -169,7 +169,7 @@ def test_gradients_reach_inputs_through_offloaded_weights() -> None:
     assert torch.allclose(x.grad, weight.sum(0).expand(3, 4))
 
 
-def test_copies_bring_their_own() -> None:
+def test_copied_models_have_their_own_weights_map() -> None:
     model = Net().eval()
     add_hook_to_module(model, AlignDevicesHook("cpu", offload=True, place_submodules=True))
     copied = copy.deepcopy(model)

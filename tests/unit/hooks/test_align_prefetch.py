@@ -66,7 +66,7 @@ def test_blocks_are_prefetched_in_the_order_of_the_first_forward() -> None:
     assert [main for _, main in log].count(True) == 0
 
 
-def test_another_order_is_slower_and_right() -> None:
+def test_another_order_of_blocks_is_correct_without_prefetching() -> None:
     blocks, log = build("abc")
     prefetcher = Prefetcher(CPU)
     take(prefetcher, blocks, "abcabc")

@@ -160,7 +160,7 @@ def test_traced_modules() -> None:
     assert torch.equal(module(X), 2 * X)
 
 
-def test_weights_are_small_in_between() -> None:
+def test_weights_are_in_the_small_dtype_between_forwards() -> None:
     layer = nn.Linear(4, 4)
     expected = nn.Linear(4, 4)
     expected.load_state_dict({name: each.bfloat16() for name, each in layer.state_dict().items()})

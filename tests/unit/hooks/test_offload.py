@@ -55,7 +55,7 @@ def test_a_model_is_moved_to_the_device_and_the_previous_one_is_offloaded() -> N
     assert not hasattr(second, "_hf_hook")
 
 
-def test_a_model_that_is_there_disturbs_no_one() -> None:
+def test_a_model_on_the_device_does_not_offload_others() -> None:
     first, second = Recorded(), Recorded()
     _, one = cpu_offload_with_hook(first, "cpu")
     _, two = cpu_offload_with_hook(second, "cpu", one)

@@ -134,7 +134,7 @@ def test_a_module_inside_a_block_is_called_without_it() -> None:
     assert torch.equal(model(X), plain(X))
 
 
-def test_a_hook_inside_a_running_block_does_not_take_weights_away() -> None:
+def test_a_hook_inside_a_running_block_does_not_offload_its_weights() -> None:
     class Caller(Block):
         def forward(self, x: Tensor) -> Tensor:
             hook = getattr(self.a, "_hf_hook", None)

@@ -84,7 +84,7 @@ def test_a_signal_ends_the_program_and_is_reported(tmp_path: Path, number: signa
     assert f"{number.name} ended all processes." in err
 
 
-def test_a_program_that_will_not_end_is_killed_with_all_below_it(tmp_path: Path) -> None:
+def test_a_program_that_ignores_signals_is_killed_with_its_children(tmp_path: Path) -> None:
     code, err = end(tmp_path, STUBBORN + WITH_CHILD + SLEEP, signal.SIGTERM, 2)
     assert code == 137
     assert "2 processes did not end in time and were killed." in err

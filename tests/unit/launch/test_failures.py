@@ -79,7 +79,7 @@ def test_a_long_line_is_cut() -> None:
     assert shortened("x" * 1000, 10) == "xxxxxxxxxx ... (990 more characters)"
 
 
-def test_a_wrong_count_does_not_take_the_place_of_the_failure() -> None:
+def test_invalid_rank_variables_do_not_hide_the_failure() -> None:
     assert count_of({"RANK": "3"}, "RANK", 0) == 3
     assert [count_of({"RANK": text}, "RANK", 7) for text in ("", "x", "-1", "9" * 5000, "\u00b2")] == [7] * 5
     assert Failure.of(RuntimeError("gone"), {"RANK": "x"}).headline == "RuntimeError: gone"

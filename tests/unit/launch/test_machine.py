@@ -20,7 +20,7 @@ from accelerate.launch import (
 )
 
 
-def test_a_look_with_cpu_asks_for_no_devices() -> None:
+def test_with_cpu_no_devices_are_probed() -> None:
     here = look({}, cpu=True)
     assert here.hardware is CPU
     assert here.devices == 1

@@ -141,7 +141,7 @@ def seen_by_worker(index: int, kind: str, **variables: str) -> dict[str, str]:
     return {name: seen[name] for name in NAMES if name in seen}
 
 
-def test_a_worker_knows_its_rank() -> None:
+def test_a_worker_has_the_variables_of_its_rank() -> None:
     seen = seen_by_worker(1, "MULTI_CPU", NODE_RANK="2", NPROC="4")
     assert seen == {"LOCAL_RANK": "1", "RANK": "9", "FORK_LAUNCHED": "1"}
 

@@ -29,7 +29,7 @@ def test_width(size: int) -> None:
     assert width_of(2) == 8192
 
 
-def test_equal_marks_agree_and_payloads_arrive() -> None:
+def test_equal_signatures_match_and_payloads_are_received() -> None:
     header = Header(3, echo())
     header.put(b"hello")
     assert header.exchange(-5, 5)

@@ -28,7 +28,7 @@ DATA = {"a": torch.arange(3), "b": [torch.tensor(1.0), (torch.ones(2, 2),)]}
 @pytest.mark.parametrize(
     "function", [gather, gather_object, broadcast, reduce, gather_uneven, copy_tensor_to_devices]
 )
-def test_one_process_gives_back_the_very_object(function: Any) -> None:
+def test_collectives_of_one_process_return_the_object_itself(function: Any) -> None:
     result = function(DATA)
     assert result["a"] is DATA["a"]
     assert result["b"][0] is DATA["b"][0]

@@ -62,13 +62,13 @@ def test_only_the_outermost_operation_counts() -> None:
     assert flight_recorder().running() is None
 
 
-def test_one_end_too_many_does_no_harm() -> None:
+def test_an_additional_end_has_no_effect() -> None:
     flight_recorder().end()
     flight_recorder().begin("reduce", None)
     assert flight_recorder().running() is not None
 
 
-def test_the_oldest_are_forgotten() -> None:
+def test_the_oldest_operations_are_dropped() -> None:
     for _ in range(LENGTH + 3):
         flight_recorder().begin("barrier", None)
         flight_recorder().end()
@@ -100,7 +100,7 @@ def test_the_thread_that_resets_is_the_one_noted() -> None:
     assert [entry.operation for entry in ring.entries()] == ["reduce"]
 
 
-def test_facts_are_spelled_when_read() -> None:
+def test_recorded_operations_are_formatted_when_read() -> None:
     for facts in (("sum", 3), None, int, (torch.ones(2, 5).shape, torch.bfloat16)):
         flight_recorder().begin("gather", facts)
         flight_recorder().end()

@@ -10,7 +10,7 @@ from accelerate.ops.collectives import _pad, _size_to_pad
 
 
 @pytest.mark.usefixtures("states")
-def test_one_process_gives_back_the_very_tensor() -> None:
+def test_padding_of_one_process_returns_the_tensor_itself() -> None:
     tensor = torch.ones(2)
     assert pad_across_processes(tensor) is tensor
 

@@ -12,7 +12,7 @@ from accelerate.ops import Transport, current_transport
 from accelerate.state import PartialState
 
 
-def test_one_process_hands_everything_back() -> None:
+def test_the_transport_of_one_process_returns_its_input() -> None:
     tensor = torch.tensor(3)
     transport = Transport()
     assert transport.gather(tensor) is tensor

@@ -50,13 +50,13 @@ def ranks() -> list[StoreConsensus]:
     return [StoreConsensus(channel, rank, 3) for rank in range(3)]
 
 
-def test_one_process_agrees_with_itself() -> None:
+def test_consensus_of_one_process_returns_its_decision() -> None:
     assert Consensus().decide("call", 3, lambda said: said * 2, 1.0) == [3, 3]
     with pytest.raises(KeyError):
         Consensus().decide("call", 3, lambda said: {}[said[0]], 1.0)
 
 
-def test_rank_0_decides_from_what_all_say(ranks: list[StoreConsensus]) -> None:
+def test_rank_0_decides_from_the_values_of_all_ranks(ranks: list[StoreConsensus]) -> None:
     for turn in range(4):
         said = [each.rank + turn for each in ranks]
         calls = [partial(each.decide, "call", mine, sum, 5.0) for each, mine in zip(ranks, said, strict=True)]

@@ -116,7 +116,7 @@ def test_a_missing_torchao_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         AORecipeKwargs()
 
 
-def test_the_older_recipe_holds_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_older_recipe_has_settings_of_both_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = FP8RecipeKwargs(backend="msamp", opt_level="O1", fp8_format="e4m3")  # type: ignore[arg-type]
     assert (recipe.backend, recipe.opt_level, recipe.fp8_format) == ("MSAMP", "O1", "E4M3")
     set_variables(monkeypatch, BACKEND="te")
@@ -129,7 +129,7 @@ def test_the_older_recipe_holds_both(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("engine", "msamp", "chosen"), [(False, True, "MSAMP"), (True, True, "TE"), (False, False, "TE")]
 )
-def test_the_older_recipe_takes_what_is_installed(
+def test_the_older_recipe_uses_the_installed_backend(
     monkeypatch: pytest.MonkeyPatch, engine: bool, msamp: bool, chosen: str
 ) -> None:
     monkeypatch.setattr(low_precision, "is_transformer_engine_available", lambda: engine)

@@ -44,7 +44,7 @@ def test_numbers_of_strategies_end(number: Any) -> None:
         choices.read_strategy("sharding_strategy", number)
 
 
-def test_fp8_layers_leave_bfloat16_over() -> None:
+def test_dtype_names_are_read_and_fp8_is_bfloat16() -> None:
     assert choices.read_dtype("fp8") is torch.bfloat16
     assert choices.read_dtype("FP32") is torch.float32
     with pytest.raises(ConfigurationError, match="mixed_precision='int4'"):
@@ -75,5 +75,5 @@ def test_local_states_have_no_details() -> None:
         (choices.StateDictName, constants.FSDP_STATE_DICT_TYPE),
     ],
 )
-def test_type_checkers_know_the_names_in_capital_and_in_small_letters(names: Any, known: list[str]) -> None:
+def test_type_checkers_accept_names_in_any_case(names: Any, known: list[str]) -> None:
     assert set(get_args(names)) == {*known, *map(str.lower, known)}

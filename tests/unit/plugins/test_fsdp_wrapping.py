@@ -40,7 +40,7 @@ def test_classes_by_name() -> None:
 
 
 @pytest.mark.parametrize("layers", [["Inner"], None])
-def test_layers_that_are_named_or_that_the_model_knows(layers: list[str] | None) -> None:
+def test_layers_to_wrap_are_those_of_the_user_or_the_model(layers: list[str] | None) -> None:
     model = Outer()
     policy = bind_policy(read_policy("TRANSFORMER_BASED_WRAP"), model, layers, None)
     assert names(model, find_units(model, policy)) == ["inner.0", "inner.1"]

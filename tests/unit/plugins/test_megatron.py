@@ -96,7 +96,7 @@ def test_an_optimizer_on_the_cpu_is_precision_aware() -> None:
         MegatronLMPlugin(optimizer_cpu_offload=True)
 
 
-def test_arguments_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_LM_TP_DEGREE", "8")
     monkeypatch.setenv("MEGATRON_LM_USE_DISTRIBUTED_OPTIMIZER", "true")
     plugin = MegatronLMPlugin(tp_degree=2, use_distributed_optimizer=False)

@@ -274,7 +274,7 @@ def test_glm4_moe() -> None:
     assert subset(arguments, expected) == expected
 
 
-def test_further_arguments_win() -> None:
+def test_further_arguments_take_precedence() -> None:
     config = Config("gpt2")
     _, arguments = parse(config, "GPT2LMHeadModel", other_megatron_args={"ffn_hidden_size": 100})
     assert arguments["ffn_hidden_size"] == 100

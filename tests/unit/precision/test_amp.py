@@ -53,7 +53,7 @@ def test_copies_and_pickles_run_their_own_weights() -> None:
         assert not torch.equal(copied.layer.weight, model.layer.weight)
 
 
-def test_unwrapping_gives_the_plain_forward_back() -> None:
+def test_unwrapping_restores_the_plain_forward() -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     model = accelerator.prepare(Net())
     assert accelerator.unwrap_model(model) is model
@@ -132,7 +132,7 @@ def test_two_optimizers_see_one_scale_until_both_have_stepped() -> None:
     assert accelerator.scaler.get_scale() == 8.0
 
 
-def test_clipping_sees_true_gradients_and_unscales_only_once() -> None:
+def test_clipping_unscales_gradients_only_once() -> None:
     accelerator = Accelerator(
         cpu=True, mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=64.0)]
     )
@@ -147,7 +147,7 @@ def test_clipping_sees_true_gradients_and_unscales_only_once() -> None:
     assert model.weight.item() == pytest.approx(0.5)
 
 
-def test_clipping_measures_true_norms_while_gradients_accumulate() -> None:
+def test_clipping_returns_unscaled_norms_while_gradients_accumulate() -> None:
     accelerator = Accelerator(
         cpu=True,
         mixed_precision="fp16",

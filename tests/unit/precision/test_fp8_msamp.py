@@ -21,7 +21,7 @@ def make() -> MsAmpPrecision:
         return MsAmpPrecision("cuda", MSAMPRecipeKwargs(opt_level="O1"))
 
 
-def test_only_cuda_computes_so() -> None:
+def test_ms_amp_needs_cuda() -> None:
     with pytest.raises(ConfigurationError, match="this run is on cpu"):
         MsAmpPrecision("cpu", MSAMPRecipeKwargs())
 

@@ -133,7 +133,7 @@ def test_the_format_converts_once_and_returns_float32(contexts: list[Any]) -> No
     assert model[0].weight is weight
 
 
-def test_only_some_devices_compute_so() -> None:
+def test_transformer_engine_needs_a_supported_device() -> None:
     with pytest.raises(ConfigurationError, match="this run is on cpu"):
         TransformerEnginePrecision("cpu", TERecipeKwargs())
 

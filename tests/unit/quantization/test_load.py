@@ -128,7 +128,7 @@ def test_invalid_arguments_are_refused_before_anything_is_changed(
     assert type(plain.layers[0]) is torch.nn.Linear
 
 
-def test_weights_wait_on_the_disk_in_eight_bits(
+def test_weights_are_offloaded_to_the_disk_in_eight_bits(
     body: Any, file: Path, tmp_path: Path, expected: Any, bitsandbytes: Any
 ) -> None:
     with init_empty_weights():
@@ -145,7 +145,7 @@ def test_weights_wait_on_the_disk_in_eight_bits(
         assert layer.state.CB is None, "nothing of it stays in memory"
 
 
-def test_weights_wait_in_memory_in_eight_bits(plain: Any, expected: Any, bitsandbytes: Any) -> None:
+def test_weights_are_offloaded_to_memory_in_eight_bits(plain: Any, expected: Any, bitsandbytes: Any) -> None:
     model = load_and_quantize_model(plain, BnbQuantizationConfig(**WAYS["8 bits"]))
     kept = keep_in_memory(model, ["layers.0.weight", "layers.0.bias", "head.weight"], None, "cpu")
     assert kept.keys() == {"layers.0.weight", "layers.0.bias", "head.weight", "layers.0.SCB"}

@@ -25,16 +25,16 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(hardware_table.CUDA), "current", lambda self: 1)
 
 
-def test_the_usual_place_is_that_of_the_process(body: Any) -> None:
+def test_the_default_device_of_a_quantized_model_is_that_of_the_process(body: Any) -> None:
     assert get_quantized_model_device_map(body(), FOUR) == {"": "cpu"}
 
 
-def test_on_an_accelerator_it_is_the_current_one(body: Any, gpu: None) -> None:
+def test_the_default_device_is_the_current_accelerator(body: Any, gpu: None) -> None:
     assert get_quantized_model_device_map(body(), FOUR) == {"": 1}
 
 
 @pytest.mark.parametrize("how", ["auto", "balanced", "balanced_low_0", "sequential"])
-def test_places_are_found_for_the_size_in_bits(how: str, body: Any, gpu: None) -> None:
+def test_device_maps_are_planned_for_the_size_in_bits(how: str, body: Any, gpu: None) -> None:
     model = body()
     # Bytes in 8 bits: 768 of the embedding, 8192 + 256 and 8192 of the layers, 768 of the head.
     limits = {0: 18_000, "cpu": "1GB"}

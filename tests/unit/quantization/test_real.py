@@ -110,7 +110,7 @@ def test_adapters_on_a_quantized_model_train(way: str, body: Any) -> None:
     assert not torch.equal(model.embedding.weight, before), "gradients go through quantized layers"
 
 
-def test_weights_wait_on_the_disk(body: Any, tmp_path: Path) -> None:
+def test_quantized_weights_are_offloaded_to_the_disk(body: Any, tmp_path: Path) -> None:
     plain, tokens = body().eval(), torch.arange(6)
     save_file(plain.state_dict(), tmp_path / "model.safetensors")
     with init_empty_weights():

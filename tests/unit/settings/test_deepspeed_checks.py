@@ -54,7 +54,7 @@ def test_other_things_are_no_configuration():
         checks.read_config([1])
 
 
-def test_numbers_in_text_become_numbers_and_null_is_as_good_as_nothing():
+def test_numbers_in_text_are_converted_and_null_is_removed():
     config = {
         "zero_optimization": {"stage": "3", "offload_param": None},
         "train_micro_batch_size_per_gpu": "8",

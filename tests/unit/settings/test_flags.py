@@ -131,7 +131,7 @@ def test_argparse_itself_parses(parser: CustomArgumentParser, monkeypatch: pytes
     assert seen == [parser]
 
 
-def test_clean_option_takes_the_dashes_off() -> None:
+def test_clean_option_removes_the_dashes() -> None:
     assert clean_option("--multi-gpu") == "multi_gpu"
 
 

@@ -43,9 +43,7 @@ STRENGTH: list[tuple[str, Callable[[Path], Layer]]] = [
 
 
 @pytest.mark.parametrize("present", list(itertools.product([True, False], repeat=3)))
-def test_flag_wins_over_environment_over_file_over_built_in(
-    tmp_path: Path, present: tuple[bool, ...]
-) -> None:
+def test_precedence_is_flag_environment_file_built_in(tmp_path: Path, present: tuple[bool, ...]) -> None:
     rows = list(zip(STRENGTH, present, strict=True))
     layers = [make(tmp_path) if there else nothing(tmp_path) for (_, make), there in rows]
     wanted = next((value for (value, _), there in rows if there), "no")

@@ -101,7 +101,7 @@ FLAGS = ("--config_file", "--cpu", "--resume")
         ("--zz", FLAGS, None),
     ],
 )
-def test_the_nearest_word(word: str, known: tuple[str, ...], meant: str | None) -> None:
+def test_the_nearest_option_is_suggested(word: str, known: tuple[str, ...], meant: str | None) -> None:
     assert nearest(word, known) == meant
 
 

@@ -196,7 +196,7 @@ def lines(text: str) -> LinePrompt:
     return LinePrompt(io.StringIO(text), io.StringIO())
 
 
-def test_lines_answer_questions() -> None:
+def test_questions_are_answered_by_lines() -> None:
     target = io.StringIO()
     prompt = LinePrompt(io.StringIO("B\n\ny\n no \n7\n\n"), target)
     assert prompt.choose("Which?", ("a", "b"), "a") == "b"

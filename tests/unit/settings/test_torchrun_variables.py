@@ -48,12 +48,12 @@ def test_variables_of_an_operator_set_the_launch() -> None:
         (["--processes_per_machine", "4,1"], (5, 2, 1)),
     ],
 )
-def test_flags_win(words: list[str], expected: tuple[int, int, int]) -> None:
+def test_flags_override_torchrun_variables(words: list[str], expected: tuple[int, int, int]) -> None:
     made = plan(KUBEFLOW, "--cpu", *words)
     assert (made.processes, made.machines, made.machine) == expected
 
 
-def test_variables_win_over_a_file(tmp_path: Path) -> None:
+def test_torchrun_variables_override_a_file(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("distributed_type: 'NO'\nnum_processes: 1\nnum_machines: 1\nuse_cpu: true\n")
     assert plan(KUBEFLOW, "--config_file", str(path)).processes == 6

@@ -133,7 +133,7 @@ def test_a_format_the_device_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert build(mixed_precision="fp16").mixed_precision == "fp16"
 
 
-def test_a_second_run_cannot_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_run_with_other_settings_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     state = build(mixed_precision="bf16")
     build(mixed_precision="bf16")
     build(mixed_precision="BF16")

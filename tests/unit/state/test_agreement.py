@@ -48,7 +48,7 @@ def test_decide_keeps_the_first_value(store: HashStore) -> None:
     assert [first.count("number", 2), second.count("number")] == [2, 2]
 
 
-def test_waiting_ends_with_what_is_there(store: HashStore) -> None:
+def test_waiting_returns_available_values_at_the_timeout(store: HashStore) -> None:
     channel = StoreChannel(store, "part", KEY)
     channel.post("here", 1)
     assert channel.wait(["here", "missing"], 0.02) == {"here": 1, "missing": None}

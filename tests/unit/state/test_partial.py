@@ -76,7 +76,7 @@ def test_one_process_on_the_cpu() -> None:
     state.destroy_process_group()
 
 
-def test_later_instances_join() -> None:
+def test_later_instances_share_the_state() -> None:
     PartialState(cpu=True).distributed_type = "MULTI_GPU"
     assert PartialState().distributed_type == "MULTI_GPU"
     assert PartialState().distributed_type in ["MULTI_GPU", "DEEPSPEED"]
@@ -188,7 +188,7 @@ def test_hardware_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         PartialState()
 
 
-def test_the_argument_wins_over_the_variable(
+def test_the_argument_overrides_the_variable(
     four_gpus: list[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:1")

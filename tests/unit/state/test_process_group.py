@@ -213,7 +213,7 @@ def test_restarted_ranks_do_not_read_keys_of_earlier_generations(
         assert agent.get(expected) == b"of this life"
 
 
-def test_a_store_is_reached_before_the_group_is_open_once_somebody_answers() -> None:
+def test_a_store_is_connected_before_the_group_is_open_once_rank_0_listens() -> None:
     patience = timedelta(seconds=5)
     with socket.socket() as holder:
         holder.bind(("127.0.0.1", 0))  # bound, without listening
@@ -230,7 +230,7 @@ def test_a_store_is_reached_before_the_group_is_open_once_somebody_answers() -> 
     assert second.wait(["word"], 20.0) == {"word": [1]}
 
 
-def test_several_ranks_open_their_group_inside_of_what_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_ranks_open_their_group_within_the_watcher(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     class Watch:

@@ -54,7 +54,7 @@ def test_a_missing_attribute_raises_an_error_with_the_reason() -> None:
 @pytest.mark.parametrize(
     "duplicate", [copy.copy, copy.deepcopy, lambda state: pickle.loads(pickle.dumps(state))]
 )
-def test_a_copy_joins_the_state(duplicate: Any) -> None:
+def test_a_copy_shares_the_state(duplicate: Any) -> None:
     state = Here()
     state.lock = threading.Lock()  # neither copied nor pickled: only the handle is
     copied = duplicate(state)

@@ -15,7 +15,7 @@ from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 pytestmark = pytest.mark.usefixtures("states")
 
 
-def test_one_process_returns_the_very_model() -> None:
+def test_the_strategy_of_one_process_returns_the_model_itself() -> None:
     model = torch.nn.Linear(2, 2)
     assert Accelerator(cpu=True).prepare(model) is model
 
@@ -30,7 +30,7 @@ def test_mistakes_are_logged_when_objects_are_prepared(caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("together", [True, False])
-def test_a_right_preparation_is_silent(caplog: pytest.LogCaptureFixture, together: bool) -> None:
+def test_a_correct_preparation_logs_nothing(caplog: pytest.LogCaptureFixture, together: bool) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     accelerator = Accelerator(cpu=True)

@@ -58,7 +58,7 @@ def test_every_mark_can_be_used(name: str) -> None:
 
 
 @pytest.mark.parametrize("installed", [True, False])
-def test_marks_of_packages_ask_for_them(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_of_packages_skip_without_them(installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Package, "available", lambda self: installed)
     assert (reason_of(testing.require_wandb) is None) is installed
     assert (reason_of(testing.require_transformers) is None) is installed
@@ -89,7 +89,7 @@ def test_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (name, count, memory()) == ("cpu", 1, 0)
 
 
-def test_slow_tests_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_tests_run_only_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = testing.slow
     monkeypatch.delenv("RUN_SLOW", raising=False)
     assert reason_of(fresh) == "it is slow; RUN_SLOW=1 runs it"

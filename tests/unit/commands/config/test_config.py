@@ -68,7 +68,7 @@ def test_a_wrong_number_format_is_named(tmp_path: Path) -> None:
         write_basic_config("fp32", str(tmp_path / "c.yaml"))
 
 
-def test_update_brings_an_old_file_to_todays_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_update_migrates_an_old_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("fp16: true\ndistributed_type: MULTI_GPU\nnum_processes: 2\n")
     assert run(monkeypatch, "update", "--config_file", str(path)) == 0

@@ -221,7 +221,7 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("four_gpus")
-def test_the_machine_gives_the_defaults() -> None:
+def test_the_machine_sets_the_defaults() -> None:
     prompt = Defaults()
     config = get_user_input(prompt, suggest())  # type: ignore[arg-type]
     assert isinstance(config, ClusterConfig)
@@ -313,7 +313,7 @@ def test_every_training_method_gives_a_file_that_loads_and_launches(
     assert chosen == [name for name in [PARADIGM_OF_TYPE[way]] if name]
 
 
-def test_asking_again_starts_from_the_answers(tmp_path: Path) -> None:
+def test_a_second_questionnaire_starts_from_the_answers(tmp_path: Path) -> None:
     rounds = ["", "multi_cpu", "3", "", "bf16", "", "ask again", "", "", "", "", "", "", "write"]
     path = tmp_path / "c.yaml"
     done = answer(rounds, path)
@@ -359,7 +359,7 @@ def test_the_role_of_the_job_is_made_when_asked_for(monkeypatch: pytest.MonkeyPa
     assert ("trainer" in client.policies) == (not there)
 
 
-def test_sagemaker_asks_about_the_job() -> None:
+def test_the_questionnaire_of_sagemaker_sets_the_job() -> None:
     config = get_sagemaker_input(Defaults(**{"instance type": "ml.g5.xlarge", "IAM role": "trainer"}))  # type: ignore[arg-type]
     assert isinstance(config, SageMakerConfig)
     assert (config.ec2_instance_type, config.iam_role_name) == ("ml.g5.xlarge", "trainer")

@@ -15,7 +15,7 @@ DOWN, ENTER = "\x1b[B", "\r"
 @pytest.mark.parametrize(
     ("keys", "default", "answer"), [(ENTER, 0, 0), (ENTER, 2, 2), (DOWN + ENTER, 0, 1), (DOWN + ENTER, 1, 2)]
 )
-def test_the_place_of_the_answer_is_returned(keys: str, default: int, answer: int) -> None:
+def test_the_menu_returns_the_index_of_the_answer(keys: str, default: int, answer: int) -> None:
     menu = BulletMenu("Which?", ["same", "same", "other"])
     with create_pipe_input() as terminal, create_app_session(input=terminal, output=DummyOutput()):
         terminal.send_text(keys)

@@ -267,7 +267,7 @@ def test_ranks_that_do_not_end_are_known(
     assert seen.asked_at == pytest.approx(time.time(), abs=60)
 
 
-def test_a_rank_that_still_writes_down_why_it_failed_gets_time_for_it(started: Start, tmp_path: Path) -> None:
+def test_a_failing_rank_gets_time_to_write_its_error(started: Start, tmp_path: Path) -> None:
     """Rank 4 has lost rank 5, which is about to end by itself."""
     replace(LOST, rank=4).write(tmp_path)
     ranks = Ranks(tmp_path)
@@ -288,7 +288,7 @@ def test_where_the_cause_is_known_the_others_are_ended_at_once(started: Start, t
     assert ranks.exits().asked == (5,)
 
 
-def test_nohup_holds_though_the_agent_sets_a_handler(started: Start) -> None:
+def test_sighup_is_ignored_under_nohup_though_the_agent_sets_a_handler(started: Start) -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         ranks = Ranks(None)

@@ -86,7 +86,7 @@ def test_other_norms_are_refused():
         DeepSpeedEngineWrapper(Engine()).clip(1.0, norm_type=1)
 
 
-def test_the_optimizer_leaves_clearing_to_the_engine_and_steps_at_the_end_of_a_window(states):
+def test_the_engine_clears_gradients_and_steps_at_the_end_of_a_window(states):
     accelerator = Accelerator(cpu=True)
     inner = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     inner.overflow = True

@@ -142,7 +142,7 @@ def test_a_full_disk_leaves_what_was_there(
 
 
 @pytest.mark.parametrize("swaps", [True, False])
-def test_a_crash_while_shards_are_replaced_leaves_a_whole_folder(
+def test_a_crash_while_shards_are_replaced_leaves_a_complete_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
     form = plugin("SHARDED_STATE_DICT")

@@ -30,7 +30,7 @@ def test_the_norm_is_torch_s(norm_type: float) -> None:
     torch.testing.assert_close(local_parts(ours)[:2], local_parts(theirs))
 
 
-def test_measuring_changes_nothing() -> None:
+def test_measuring_the_norm_does_not_change_gradients() -> None:
     ours = parameters()
     scale_down(ours, gradient_norm(ours, 2.0, CPU), float("inf"))
     assert torch.equal(ours[0].grad, parameters()[0].grad)  # type: ignore[arg-type]

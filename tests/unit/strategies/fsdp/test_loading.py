@@ -81,7 +81,7 @@ def test_weights_that_do_not_fill_the_model_are_refused(change, message: str) ->
         fsdp2_load_full_state_dict(RUN, tied(), state)
 
 
-def test_sending_fills_what_is_empty() -> None:
+def test_broadcast_fills_empty_parameters() -> None:
     model = tied()
     optimized = model[0].weight
     send_from_main(model, CPU)

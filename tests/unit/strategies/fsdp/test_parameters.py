@@ -53,7 +53,7 @@ def test_an_optimizer_releases_its_parameters_and_is_remapped_by_name() -> None:
     assert optimizer.param_groups[1]["lr"] == 2.0
 
 
-def test_old_parameters_in_use_have_their_new_ones() -> None:
+def test_old_parameters_are_mapped_to_new_ones() -> None:
     model = nn.Linear(2, 2)
     weight = model.weight
     remapper = ParameterRemapper(model, [])

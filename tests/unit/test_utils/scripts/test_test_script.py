@@ -38,7 +38,7 @@ def test_a_failed_check_is_named_and_makes_the_exit_code_1(
     assert "2 of 3 checks failed." in out
 
 
-def test_all_is_well_when_every_check_passes(
+def test_the_exit_code_is_0_when_every_check_passes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, fine=fine) == 0

@@ -161,7 +161,7 @@ def test_a_rank_that_the_launcher_killed_did_not_run_out_of_memory(fail: Fail) -
     assert screen.code == 1
 
 
-def test_a_long_message_is_cut_and_whole_in_the_report(fail: Fail) -> None:
+def test_a_long_message_is_cut_on_the_screen_and_complete_in_the_report(fail: Fail) -> None:
     both = (
         "open(f'{rank}.here', 'w').close()\nwhile not os.path.exists(f'{1 - rank}.here'): time.sleep(0.01)\n"
     )
