@@ -240,7 +240,7 @@ def outputs_of(ended: Any) -> str:
 
 
 def run_fault_on_all_ranks(end: Run, folder: Path, name: str, **options: Any) -> tuple[Any, str]:
-    """Let all ranks run_fault a fault; how they ended, and the launcher's digest of it."""
+    """Let all ranks run a fault; return how they ended, and the launcher's digest of it."""
     env = {
         "ACCELERATE_HANG_TIMEOUT": "1",
         "ACCELERATE_HANG_ACTION": "abort",
