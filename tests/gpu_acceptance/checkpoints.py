@@ -1,0 +1,91 @@
+"""Checkpoints of a run on the device: how long a save blocks, how it slows steps down, and what is restored."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .models import TINY, Gpt2, Shape, tokens_for
+from .setting import Setting
+
+MOST_STEPS = 400  # while a save goes on
+TOLERANCE = 1e-3  # of losses: some kernels add up in another order each time
+
+
+class Training:
+    """GPT-2 with AdamW on fixed batches."""
+
+    def __init__(self, setting: Setting) -> None:
+        torch.manual_seed(0)
+        shape = setting.size(Shape(), TINY)
+        precision = "bf16" if setting.backend.supports(torch.bfloat16) else "no"
+        self.setting = setting
+        self.accelerator = setting.make_accelerator(mixed_precision=precision)
+        model = Gpt2(shape)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.batches = tokens_for(shape, 4, setting.size(8, 2), setting.device)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        loss: Tensor = self.model(tokens)
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def time_step(self, number: int) -> float:
+        return self.setting.time(partial(self.step, self.batches[number % len(self.batches)]))
+
+    def state(self) -> list[Tensor]:
+        """Return copies of all weights, moments and the state of the device's generator, on the CPU."""
+        moments = [value for state in self.optimizer.state.values() for value in state.values()]
+        generator = self.accelerator.state.device_backend.rng_state()
+        return [each.detach().to("cpu", copy=True) for each in [*self.model.parameters(), *moments, generator]]
+
+
+def save_and_restore(setting: Setting) -> None:
+    """Save both ways between steps, train on, and load."""
+    training = Training(setting)
+    usual = median([training.time_step(number) for number in range(setting.size(20, 6))][2:])
+    setting.report("step", usual, "s")
+    blocking, background = setting.folder / "blocking", setting.folder / "background"
+    states = {blocking: training.state()}
+    setting.report("blocked, blocking", setting.time(lambda: training.accelerator.save_state(blocking)), "s")
+    size = sum(path.stat().st_size for path in blocking.rglob("*"))
+    setting.report("checkpoint", size, "B")
+    training.time_step(0)
+    states[background] = training.state()
+    save_in_background(setting, training, background, usual)
+    for folder, state in states.items():
+        check_restored(training, folder, state)
+
+
+def save_in_background(setting: Setting, training: Training, folder: Path, usual: float) -> None:
+    """Save while steps change everything that is saved."""
+    save = partial(training.accelerator.save_state, folder, blocking=False)
+    setting.report("blocked, in the background", setting.time(save), "s")
+    meanwhile: list[float] = []
+    while not folder.exists() and len(meanwhile) < MOST_STEPS:
+        meanwhile.append(training.time_step(len(meanwhile)))
+    setting.report("waited for the rest", setting.time(training.accelerator.wait_for_checkpoint), "s")
+    setting.report("steps while it is written", len(meanwhile), "")
+    if meanwhile:
+        setting.report("such a step over the usual one", median(meanwhile) / usual, "x")
+    training.time_step(0)
+
+
+def check_restored(training: Training, folder: Path, state: list[Tensor]) -> None:
+    """Load a checkpoint twice: all values are those that were saved, and the steps after it are the same."""
+    losses: list[list[Any]] = []
+    for _ in range(2):
+        training.accelerator.load_state(folder)
+        for restored, saved in zip(training.state(), state, strict=True):
+            assert torch.equal(restored, saved), f"{folder.name} has other values than were saved"
+        losses.append([float(training.step(tokens)) for tokens in training.batches])
+    for first, second in zip(*losses, strict=True):
+        assert abs(first - second) <= TOLERANCE * abs(first), losses

@@ -1,0 +1,99 @@
+"""Runs of `accelerate launch`: collectives, DistributedDataParallel and FSDP 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+from .setting import NotAvailableError, Setting
+
+SECONDS = 80
+
+
+def launch(setting: Setting, case: str, processes: int = 1, backend: str = "") -> list[dict[str, Any]]:
+    """Start the worker in one or several processes; return what each rank wrote."""
+    folder = setting.folder / case
+    folder.mkdir()
+    flags = ["--num_processes", str(processes), "--num_machines", "1", "--main_process_port", "0"]
+    if setting.is_host:
+        flags.append("--cpu")
+    request = {
+        "case": case,
+        "device": setting.device,
+        "tiny": setting.tiny,
+        "folder": str(folder),
+        "imports": setting.imports,
+        "backend": backend,
+    }
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command = [*launcher, *flags, "-m", "gpu_acceptance.worker", json.dumps(request)]
+    subprocess.run(command, check=True, timeout=SECONDS)
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
+
+
+def communication_of(setting: Setting) -> str:
+    """Return the library that connects processes of this device."""
+    import torch.distributed as dist
+
+    name = setting.backend.comm
+    if name is None or not dist.is_backend_available(name):
+        raise NotAvailableError(f"this build of torch has no {name or 'communication'} for {setting.device}")
+    return str(name)
+
+
+def run_collectives_on_one_rank(setting: Setting) -> None:
+    """Open a group of one rank over the device's own library, and run every operation of the transport."""
+    backend = communication_of(setting)
+    (row,) = launch(setting, "transport")
+    assert row["backend"] == backend, row
+    setting.report("operations over a group of one rank", row["operations"], "")
+
+
+def run_on_all_devices(setting: Setting) -> None:
+    """Train with DistributedDataParallel and FSDP 2 on all devices, beside one process."""
+    backend = communication_of(setting)
+    count = 2 if setting.is_host else setting.backend.count()
+    if count < 2:
+        raise NotAvailableError(f"this machine has one device of type {setting.device}")
+    for case in ("operations", "ddp", "fsdp2"):
+        check_ranks(setting, case, count, backend)
+    setting.report("ranks", count, "")
+
+
+def run_ranks_on_one_device(setting: Setting) -> None:
+    """Let two ranks share the first device over gloo: what can be seen of several ranks without a second one."""
+    if setting.is_host:
+        raise NotAvailableError("on the CPU this is the same as all devices")
+    for case in ("operations", "ddp"):
+        check_ranks(setting, case, 2, "gloo")
+    setting.report("ranks", 2, "")
+
+
+def check_ranks(setting: Setting, case: str, count: int, backend: str) -> None:
+    rows = launch(setting, case, count, backend)
+    assert [row["processes"] for row in rows] == [count] * count, rows
+    assert all(row["backend"] == backend for row in rows), rows
+    if "losses" in rows[0]:
+        compare(setting, case, rows)
+
+
+def train_ddp(setting: Setting) -> None:
+    """Train one rank under DistributedDataParallel; its losses are those of the plain model."""
+    communication_of(setting)
+    compare(setting, "ddp", launch(setting, "ddp_one"))
+
+
+def train_fsdp2(setting: Setting) -> None:
+    """Train one rank under FSDP 2; its losses are those of the plain model."""
+    communication_of(setting)
+    compare(setting, "fsdp2", launch(setting, "fsdp2_one"))
+
+
+def compare(setting: Setting, case: str, rows: list[dict[str, Any]]) -> None:
+    """Compare the losses that all ranks report with those of a plain loop over the same rows."""
+    for row in rows:
+        differences = [abs(a - b) / abs(b) for a, b in zip(row["losses"], row["plain"], strict=True)]
+        assert max(differences) < 1e-4, f"{case}: {row['losses']} instead of {row['plain']}"
+    setting.report(f"{case}: largest relative difference of a loss", max(differences), "")
