@@ -20,7 +20,9 @@ CHECKPOINT := $(VENV)/.checkpoint-installed
 ONE_THREAD := OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-versions mutate check bench scale reference pictures docs clean
+# Arguments of `make gpu`.
+ARGS ?=
+.PHONY: help demo test test-slow test-versions gpu mutate check bench scale reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -39,6 +41,9 @@ test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## r
 
 test-versions: $(VENV)/.versions-installed ## run the tests on the oldest, a middle and the newest torch, and with the lowest versions (ONLY=oldest: one)
 	$(BIN)/python tests/versions/run.py --only "$(ONLY)" --workers $(WORKERS)
+
+gpu: ## run the acceptance run on this machine's accelerator, with the torch of PYTHON; installs nothing (ARGS="--only state")
+	PYTHONPATH=src:tests $(PYTHON) -m gpu_acceptance $(ARGS)
 
 mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which small faults in pure modules their tests notice (SAMPLE=0: all of them)
 	rm -rf mutants

@@ -16,11 +16,17 @@ LIMIT, TINY_LIMIT = 480, 1800
 def read_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.gpu_acceptance", description=__doc__)
     parser.add_argument("--device", help="type of the device, as torch names it; default: the accelerator")
-    parser.add_argument("--tiny", action="store_true", help="sizes at which figures mean nothing: seconds on a CPU")
+    parser.add_argument(
+        "--tiny", action="store_true", help="sizes at which figures mean nothing: seconds on a CPU"
+    )
     parser.add_argument("--only", nargs="+", default=[], metavar="PART", help="run these parts only")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "acceptance", metavar="DIR")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmarks" / "results" / "acceptance", metavar="DIR"
+    )
     parser.add_argument("--import", dest="imports", action="append", default=[], metavar="MODULE")
-    parser.add_argument("--limit", type=float, help=f"seconds for all parts: {LIMIT}, or {TINY_LIMIT} with --tiny")
+    parser.add_argument(
+        "--limit", type=float, help=f"seconds for all parts: {LIMIT}, or {TINY_LIMIT} with --tiny"
+    )
     parser.add_argument("--jobs", type=int, default=max(1, min(4, (os.cpu_count() or 1) // 4)), metavar="N")
     parser.add_argument("--table", default=".table", metavar="MODULE", help="module with the parts")
     return parser.parse_args()

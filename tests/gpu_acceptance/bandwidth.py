@@ -11,7 +11,7 @@ ROUNDS, COPIES = 5, 8
 
 
 def measure_bandwidth(setting: Setting) -> float:
-    """Return bytes per second from pinned memory to the device, the best of some rounds; on the CPU, of copies."""
+    """Return bytes per second from pinned memory to the device, or of copies on the CPU: the best round."""
     size = setting.size(256 * MIB, MIB)
     source = torch.ones(size, dtype=torch.uint8, pin_memory=not setting.is_host)
     target = torch.empty(size, dtype=torch.uint8, device=setting.device)

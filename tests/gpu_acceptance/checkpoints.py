@@ -1,4 +1,4 @@
-"""Checkpoints of a run on the device: how long a save blocks, how it slows steps down, and what is restored."""
+"""Checkpoints of a run on the device: how long a save blocks, how steps slow down, and what is restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ class Training:
         """Return copies of all weights, moments and the state of the device's generator, on the CPU."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         generator = self.accelerator.state.device_backend.rng_state()
-        return [each.detach().to("cpu", copy=True) for each in [*self.model.parameters(), *moments, generator]]
+        return [
+            each.detach().to("cpu", copy=True) for each in [*self.model.parameters(), *moments, generator]
+        ]
 
 
 def save_and_restore(setting: Setting) -> None:

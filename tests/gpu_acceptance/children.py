@@ -26,7 +26,7 @@ STATUSES = ("passed", "failed", "not available")
 
 @dataclass
 class Ended:
-    """How the process of a part ended: its code, None when it was stopped; and what it left: processes, temporary files."""
+    """How a part ended: its exit code, None when it was stopped; the processes and temporary files it left."""
 
     code: int | None
     seconds: float
@@ -113,7 +113,9 @@ class Children:
                 time.sleep(SECONDS_FOR_STACKS)
             finally:
                 seconds = time.monotonic() - start
-                left = stop(mark, process.pid, 0 if code is None else SECONDS_TO_END)
+                if code is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                left = stop(mark, 0 if code is None else SECONDS_TO_END)
                 process.wait()
                 self.marks.discard(mark)
         return Ended(code, seconds, left)
@@ -122,10 +124,10 @@ class Children:
         """Kill what runs, and start nothing from here on."""
         self.is_stopped = True
         for mark in list(self.marks):
-            stop(mark, 0, 0)
+            stop(mark, 0)
 
 
-def stop(mark: str, leader: int, patience: float) -> list[str]:
+def stop(mark: str, patience: float) -> list[str]:
     """Kill all processes of a part after some patience; return the command lines of those killed."""
     deadline = time.monotonic() + patience
     while (found := marked(mark)) and time.monotonic() < deadline:

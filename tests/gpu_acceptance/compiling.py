@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from importlib.util import find_spec
 from statistics import median
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from accelerate.utils import TorchDynamoPlugin
 
 from .models import SMALL, TINY, Gpt2, tokens_for
-from .setting import Setting
+from .setting import NotAvailableError, Setting
 
 STEPS = 8
 INDUCTOR = ("cuda", "xpu")
@@ -29,6 +30,8 @@ def compile_regional(setting: Setting) -> None:
 
 
 def measure(setting: Setting, regional: bool) -> None:
+    if setting.device in INDUCTOR and find_spec("triton") is None:
+        raise NotAvailableError("triton is not installed")
     plain = train(setting, None)
     backend = "inductor" if setting.device in INDUCTOR else "aot_eager"
     compiled = train(setting, TorchDynamoPlugin(backend=backend, use_regional_compilation=regional))
@@ -50,7 +53,9 @@ def train(setting: Setting, plugin: TorchDynamoPlugin | None) -> dict[str, Any]:
     model, optimizer = accelerator.prepare(model, optimizer)
     regional = plugin is not None and plugin.use_regional_compilation
     assert is_compiled(model) == (plugin is not None and not regional)
-    blocks = [is_compiled(block) for block in accelerator.unwrap_model(model, keep_torch_compile=False).blocks]
+    blocks = [
+        is_compiled(block) for block in accelerator.unwrap_model(model, keep_torch_compile=False).blocks
+    ]
     assert regional == all(blocks) == any(blocks), f"compiled blocks: {blocks}"
     losses: list[Any] = []
     seconds = []
@@ -60,7 +65,9 @@ def train(setting: Setting, plugin: TorchDynamoPlugin | None) -> dict[str, Any]:
 
 
 def is_compiled(module: Any) -> bool:
-    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+    return (
+        isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None
+    )
 
 
 def step(accelerator: Any, model: Any, optimizer: Any, tokens: torch.Tensor, losses: list[Any]) -> None:

@@ -26,7 +26,9 @@ def collect(setting: Setting) -> None:
     if setting.device is None:
         found = torch.accelerator.current_accelerator(check_available=True)
         if found is None:
-            raise NotAvailableError("torch finds no accelerator: pass --device cpu --tiny to see the parts run")
+            raise NotAvailableError(
+                "torch finds no accelerator: pass --device cpu --tiny to see the parts run"
+            )
         setting.device = found.type
     backend = of_device(torch.device(setting.device))
     module = backend.torch_module()
@@ -34,11 +36,17 @@ def collect(setting: Setting) -> None:
     count = backend.count()
     setting.facts["device"] = {
         "type": setting.device,
-        "name": str(named(0)) if named and not setting.is_host else platform.processor() or platform.machine(),
+        "name": str(named(0))
+        if named and not setting.is_host
+        else platform.processor() or platform.machine(),
         "count": count,
         "total_memory": backend.total_memory(0),
     }
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "accelerate": accelerate.__version__}
+    versions = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "accelerate": accelerate.__version__,
+    }
     if setting.device == "cuda":
         versions |= {"cuda": str(torch.version.cuda), "nccl": ".".join(map(str, torch.cuda.nccl.version()))}
         versions["driver"] = get_driver_version() if shutil.which("nvidia-smi") else "unknown"

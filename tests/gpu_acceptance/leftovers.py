@@ -8,7 +8,16 @@ from pathlib import Path
 from typing import Any
 
 SHARED_MEMORY = Path("/dev/shm")
-NOT_LISTED = {".git", ".venv", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
+NOT_LISTED = {
+    ".git",
+    ".venv",
+    ".cache",
+    "__pycache__",
+    ".pytest_cache",
+    ".mypy_cache",
+    ".ruff_cache",
+    ".hypothesis",
+}
 PATIENCE = 5.0  # seconds in which memory shared by processes that have ended goes away
 
 

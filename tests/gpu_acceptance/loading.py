@@ -31,7 +31,8 @@ class Rows(Dataset[torch.Tensor]):
 def read_batches(setting: Setting) -> None:
     """Read an epoch with blocking copies and one with others; each row arrives once and whole."""
     measure_bandwidth(setting)
-    rows = Rows(setting.size(2048, 48), setting.size(256 * 1024, 64))
+    # Batches of 8 MB, so that those on their way fit the shared memory of a container.
+    rows = Rows(setting.size(2048, 48), setting.size(32 * 1024, 64))
     for non_blocking in (False, True):
         read_epoch(setting, rows, non_blocking)
 

@@ -75,13 +75,16 @@ def write_snapshot(setting: Setting) -> None:
 
 
 def compare_peak_with_estimate(setting: Setting) -> None:
-    """Train GPT-2 on few tokens, in float32 and bfloat16; compare the peak with `accelerate estimate-memory`."""
+    """Train GPT-2 on few tokens in two number formats; compare peaks with `accelerate estimate-memory`."""
     shape = setting.size(Shape(), TINY)
     folder = setting.folder / "model"
     setting.make_accelerator().save_model(Gpt2(shape), folder)
     estimates = estimate(folder)
     for precision, dtype, least in (("no", "float32", 0.95), ("bf16", "bfloat16", 0.85)):
         peak = peak_of_training(setting, shape, precision)
+        if (left := setting.allocated()) is not None:
+            setting.report(f"{dtype}: taken after free_memory", left, "B")
+            assert left < estimates[dtype] / 8, f"{left} bytes of {peak} are still taken"
         setting.report(f"{dtype}: estimate", estimates[dtype], "B")
         setting.report(f"{dtype}: peak", peak, "B")
         # On top come workspaces, and a second gradient of the embedding, whose weight is also the head's. The
@@ -108,11 +111,13 @@ def peak_of_training(setting: Setting, shape: Shape, precision: str) -> int:
     # Without temporary copies of all parameters, which belong to this implementation of AdamW alone.
     fused = setting.device in ("cuda", "cpu", "xpu")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=fused, foreach=None if fused else False)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    prepared: list[Any] = list(accelerator.prepare(model, optimizer))
+    model, optimizer = prepared
     with accelerator.peak_memory() as used:
         for tokens in tokens_for(shape, 3, 1, setting.device):
             accelerator.backward(model(tokens[:, :8]))
             optimizer.step()
             optimizer.zero_grad()
-    accelerator.free_memory()
+    del model, optimizer
+    prepared[:] = accelerator.free_memory(*prepared)
     return int(used.peak)

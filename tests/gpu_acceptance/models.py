@@ -48,7 +48,7 @@ class Block(nn.Module):
 class Gpt2(nn.Module):
     """GPT-2 without dropout; returns the loss of predicting each next token. 124M parameters by default."""
 
-    def __init__(self, shape: Shape = Shape()) -> None:  # noqa: B008
+    def __init__(self, shape: Shape = Shape()) -> None:
         super().__init__()
         self.tokens = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
@@ -98,3 +98,16 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def make_stack(width: int, count: int, blocks: int, dtype: torch.dtype) -> Stack:
+    """Return a stack on the CPU whose layers all differ; drawing billions of numbers would take a minute."""
+    with torch.device("meta"):
+        model = Stack(width, count, blocks, dtype)
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(width, width, generator=generator).div_(width**0.5).to(dtype)
+    with torch.no_grad():
+        for index, weight in enumerate(model.parameters()):
+            weight.copy_(drawn.roll(index))
+    return model.eval()

@@ -1,4 +1,4 @@
-"""Inference with a model larger than a limit of memory: how fast weights come, over what the device can take."""
+"""Inference with a model larger than a limit of memory: how fast weights come to the device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from .bandwidth import MIB, measure_bandwidth
-from .models import Layers, Stack
+from .models import Layers, Stack, make_stack
 from .setting import NotAvailableError, Setting
 
 BUDGET = 0.85
@@ -26,7 +26,7 @@ ORIGINAL_SECONDS = 60
 def sizes_of(setting: Setting) -> dict[str, int]:
     """Return width and number of blocks, and how many blocks fit the limit for weights that stay."""
     return setting.size(
-        {"width": 4096, "blocks": 48, "resident": 8, "repetitions": 7},
+        {"width": 4096, "blocks": 24, "resident": 4, "repetitions": 7},
         {"width": 64, "blocks": 6, "resident": 2, "repetitions": 3},
     )
 
@@ -49,8 +49,7 @@ def measure(setting: Setting, kind: str) -> None:
     block = LAYERS * sizes["width"] ** 2 * dtype.itemsize
     bandwidth = measure_bandwidth(setting)
     original = run_original(setting, kind, sizes, dtype)
-    torch.manual_seed(0)
-    model = Stack(sizes["width"], LAYERS, sizes["blocks"], dtype).eval()
+    model = make_stack(sizes["width"], LAYERS, sizes["blocks"], dtype)
     inputs = torch.randn(ROWS, sizes["width"], dtype=dtype).to(setting.device)
     wanted = compute_by_hand(setting, model, inputs)
     if not setting.is_host:
@@ -148,7 +147,13 @@ def run_original(
     variables = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (tests, tests.parent)))}
     try:
         answer = subprocess.run(
-            words, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=ORIGINAL_SECONDS
+            words,
+            cwd=folder,
+            env=variables,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=ORIGINAL_SECONDS,
         )
     except subprocess.TimeoutExpired:
         print(f"The original took more than {ORIGINAL_SECONDS} s.")

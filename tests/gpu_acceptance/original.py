@@ -1,4 +1,4 @@
-"""The forward of `offload.py` with the original package, where it is installed; prints its seconds as JSON."""
+"""The forward of `offload.py` with the original package, where it is installed; prints seconds as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> int:
 
     import accelerate
 
-    from .models import Stack
+    from .models import make_stack
     from .offload import LAYERS, ROWS, infer
 
     if "indep" in accelerate.__version__:
@@ -24,8 +24,7 @@ def main() -> int:
         return 1
     sizes, device = request["sizes"], request["device"]
     dtype = getattr(torch, request["dtype"])
-    torch.manual_seed(0)
-    model = Stack(sizes["width"], LAYERS, sizes["blocks"], dtype).eval()
+    model = make_stack(sizes["width"], LAYERS, sizes["blocks"], dtype)
     inputs = torch.randn(ROWS, sizes["width"], dtype=dtype).to(device)
     block = LAYERS * sizes["width"] ** 2 * dtype.itemsize
     _, _, seconds = infer(model, device, request["kind"], sizes, block, inputs, Path.cwd())

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 from typing import Any
 
 from .setting import NotAvailableError, Setting
 
-SECONDS = 80
 
-
-def launch(setting: Setting, case: str, processes: int = 1, backend: str = "") -> list[dict[str, Any]]:
-    """Start the worker in one or several processes; return what each rank wrote."""
-    folder = setting.folder / case
-    folder.mkdir()
+def launch(setting: Setting, case: str, processes: int = 1) -> list[dict[str, Any]]:
+    """Start the worker by `accelerate launch`; return what each rank wrote."""
     flags = ["--num_processes", str(processes), "--num_machines", "1", "--main_process_port", "0"]
     if setting.is_host:
         flags.append("--cpu")
+    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *flags]
+    return start(setting, launcher, case, processes)
+
+
+def torchrun(setting: Setting, case: str, processes: int) -> list[dict[str, Any]]:
+    """Start the worker by torchrun, which takes more processes than there are devices, over gloo."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+    meeting = ["--nnodes", "1", "--node_rank", "0", "--master_addr", "127.0.0.1", "--master_port", str(port)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc_per_node", str(processes)]
+    return start(setting, launcher, case, processes, "gloo")
+
+
+def start(
+    setting: Setting, launcher: list[str], case: str, processes: int, backend: str = ""
+) -> list[dict[str, Any]]:
+    folder = setting.folder / case
+    folder.mkdir()
     request = {
         "case": case,
         "device": setting.device,
-        "tiny": setting.tiny,
         "folder": str(folder),
         "imports": setting.imports,
         "backend": backend,
     }
-    launcher = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    command = [*launcher, *flags, "-m", "gpu_acceptance.worker", json.dumps(request)]
-    subprocess.run(command, check=True, timeout=SECONDS)
+    subprocess.run([*launcher, "-m", "gpu_acceptance.worker", json.dumps(request)], check=True)
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
 
 
@@ -58,22 +71,19 @@ def run_on_all_devices(setting: Setting) -> None:
     if count < 2:
         raise NotAvailableError(f"this machine has one device of type {setting.device}")
     for case in ("operations", "ddp", "fsdp2"):
-        check_ranks(setting, case, count, backend)
+        check_ranks(setting, case, launch(setting, case, count), backend)
     setting.report("ranks", count, "")
 
 
 def run_ranks_on_one_device(setting: Setting) -> None:
-    """Let two ranks share the first device over gloo: what can be seen of several ranks without a second one."""
-    if setting.is_host:
-        raise NotAvailableError("on the CPU this is the same as all devices")
+    """Let two ranks share the first device over gloo: several ranks without a second device."""
     for case in ("operations", "ddp"):
-        check_ranks(setting, case, 2, "gloo")
+        check_ranks(setting, case, torchrun(setting, case, 2), "gloo")
     setting.report("ranks", 2, "")
 
 
-def check_ranks(setting: Setting, case: str, count: int, backend: str) -> None:
-    rows = launch(setting, case, count, backend)
-    assert [row["processes"] for row in rows] == [count] * count, rows
+def check_ranks(setting: Setting, case: str, rows: list[dict[str, Any]], backend: str) -> None:
+    assert [row["processes"] for row in rows] == [len(rows)] * len(rows), rows
     assert all(row["backend"] == backend for row in rows), rows
     if "losses" in rows[0]:
         compare(setting, case, rows)

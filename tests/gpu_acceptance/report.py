@@ -15,9 +15,12 @@ GOOD = ("passed", "not available")
 
 def commit_of(root: Path) -> str:
     """Return the commit of the source, with a mark where files were changed; "unknown" without git."""
+
     def ask(*words: str) -> str | None:
         try:
-            answer = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+            answer = subprocess.run(
+                ["git", "-C", str(root), *words], capture_output=True, text=True, check=False
+            )
         except OSError:  # there is no git
             return None
         return answer.stdout.strip() if answer.returncode == 0 else None
@@ -79,7 +82,11 @@ def table(results: Mapping[str, Any]) -> str:
     head = [
         f"{device.get('name', 'no device')}  {results['date']}  commit {results['commit']}",
         "  ".join(f"{name} {version}" for name, version in versions.items()),
-        *(["Tiny sizes: the figures say nothing about speed, and no budget counts."] if results["tiny"] else []),
+        *(
+            ["Tiny sizes: the figures say nothing about speed, and no budget counts."]
+            if results["tiny"]
+            else []
+        ),
     ]
     bad = [row["name"] for row in rows if not is_good(row)]
     counts = {status: sum(row["status"] == status for row in rows) for status in {r["status"] for r in rows}}

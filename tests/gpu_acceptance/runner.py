@@ -123,9 +123,7 @@ def run(asked: Run, parts: Sequence[Part], first: Part, last: Part) -> int:
     return 0 if recorder.is_good else 1
 
 
-def run_together(
-    jobs: int, parts: Sequence[Part], work: Callable[[Part], None], children: Children
-) -> None:
+def run_together(jobs: int, parts: Sequence[Part], work: Callable[[Part], None], children: Children) -> None:
     """Run parts in a few threads; where this is interrupted, stop those that run and start no other."""
     pool = ThreadPoolExecutor(jobs)
     try:

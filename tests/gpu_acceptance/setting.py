@@ -119,7 +119,7 @@ class Setting:
         limit = getattr(self.backend.torch_module(), "set_per_process_memory_fraction", None)
         if self.is_host or limit is None:
             return False
-        limit(size / self.backend.total_memory(0))
+        limit(min(1.0, size / self.backend.total_memory(0)))
         return True
 
     def allocated(self) -> int | None:

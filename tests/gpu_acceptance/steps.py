@@ -39,7 +39,8 @@ def time_clipped(setting: Setting) -> None:
 def measure(setting: Setting, window: int, clips: bool) -> None:
     setting.require("bfloat16")
     shape = setting.size(Shape(), TINY)
-    rounds, repetitions = setting.size((40, 4), (4, 1))
+    rounds = setting.size(40, 4)
+    repetitions = setting.size(max(1, WINDOW // window), 1)
     batches = tokens_for(shape, repetitions * window, setting.size(8, 2), setting.device)
     ours = make_ours(setting, shape, window, clips)
     raw = make_raw(setting, shape, window, clips)

@@ -33,7 +33,10 @@ def run_device_tests(setting: Setting) -> None:
     command = [sys.executable, "-m", "pytest", *options, *where, *plugins, *files]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     print(answer.stdout, answer.stderr)
-    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", answer.stdout)}
+    counts = {
+        kind: int(number)
+        for number, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", answer.stdout)
+    }
     assert answer.returncode in (0, NO_TESTS_RAN), f"pytest ended with exit code {answer.returncode}"
     if not counts.get("passed"):
         raise NotAvailableError(f"none of the tests is for {setting.device}")

@@ -20,10 +20,6 @@ def check_state(setting: Setting) -> None:
     check_prepare(accelerator)
     check_generators(accelerator)
     check_operations(device)
-    if (allocated := setting.allocated()) is not None:
-        accelerator.free_memory()
-        setting.report("memory before release", allocated, "B")
-        assert setting.allocated() <= allocated
 
 
 def check_prepare(accelerator: object) -> None:

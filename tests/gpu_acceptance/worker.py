@@ -18,7 +18,9 @@ STEPS, WIDTH, ROWS = 6, 32, 8  # rows of one rank
 
 def make_model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1))
+    return nn.Sequential(
+        nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.Linear(WIDTH, 1)
+    )
 
 
 def make_data(processes: int) -> Tensor:
@@ -58,7 +60,9 @@ def train(accelerator: Any, wrapper: str) -> dict[str, Any]:
         losses.append(accelerator.reduce(loss.detach(), "mean").item())
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
-        assert sum(value.numel() for value in state.values()) == sum(p.numel() for p in make_model().parameters())
+        assert sum(value.numel() for value in state.values()) == sum(
+            p.numel() for p in make_model().parameters()
+        )
     return {"losses": losses, "plain": train_plain(accelerator.device, data)}
 
 
@@ -73,7 +77,10 @@ def fsdp_plugin() -> Any:
     from accelerate import FullyShardedDataParallelPlugin
 
     return FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=WIDTH, state_dict_type="FULL_STATE_DICT"
+        fsdp_version=2,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=WIDTH,
+        state_dict_type="FULL_STATE_DICT",
     )
 
 
@@ -91,7 +98,7 @@ def run_one_rank(request: dict[str, Any], strategy: Any, wrapper: str, plugin: A
     from accelerate.state import AcceleratorState
 
     open_group(PartialState())
-    with mock.patch.object(strategies, "resolve_strategy", lambda *arguments: strategy):
+    with mock.patch.object(strategies, "resolve_strategy", return_value=strategy):
         accelerator = make_accelerator(request)
     AcceleratorState().fsdp_plugin = plugin
     return train(accelerator, wrapper)
@@ -132,7 +139,9 @@ def run_transport(request: dict[str, Any]) -> dict[str, Any]:
             value = torch.tensor([[1, 0], [0, 1]], device=device).to(dtype)
             results = [transport.gather(value), transport.broadcast(value.clone())]
             results.append(transport.scatter([value], torch.empty_like(value)))
-            results += [] if dtype == torch.bool else [transport.reduce(value, how) for how in ("sum", "mean")]
+            results += (
+                [] if dtype == torch.bool else [transport.reduce(value, how) for how in ("sum", "mean")]
+            )
             for result in results:
                 assert result.device.type == device.type
                 assert torch.equal(result.to(dtype), value), (dtype, result, value)
