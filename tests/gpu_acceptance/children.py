@@ -26,7 +26,7 @@ STATUSES = ("passed", "failed", "not available")
 
 @dataclass
 class Ended:
-    """How a part ended: its exit code, None when it was stopped; the processes and temporary files it left."""
+    """How a part ended: exit code, None when it was stopped; and the processes and files it left."""
 
     code: int | None
     seconds: float
