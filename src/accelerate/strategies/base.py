@@ -28,6 +28,7 @@ from accelerate.strategies.session import (
     find_unstepped_models,
     placeholder_kind,
 )
+from accelerate.weights import find_tied_parameters, retie_parameters
 from accelerate.wrappers import compiler_for, extract_model_from_parallel
 
 logger = get_logger(__name__)
@@ -159,9 +160,21 @@ class Strategy:
     def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Return `model` placed, converted, wrapped and compiled; for evaluation not wrapped."""
         if to_device:
-            model = model.to(self.context.device)
+            self.place(model)
         model = self.convert(model)
         return self.compile(model) if evaluation else self.wrap(model)
+
+    def place(self, model: nn.Module) -> None:
+        """Move `model` to the device of this process.
+
+        torch replaces its parameters on some devices (XLA, those of other packages): tied parameters are tied
+        again, and optimizers step the new ones.
+        """
+        tied, before = find_tied_parameters(model), dict(model.named_parameters())
+        model.to(self.context.device)
+        retie_parameters(model, tied)
+        self.session.replace((old, model.get_parameter(name)) for name, old in before.items())
+        self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
     def convert(self, model: nn.Module) -> nn.Module:
         """Return `model` in the number format; optimizers step the parameters that new layers have."""
@@ -183,6 +196,7 @@ class Strategy:
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         """Return `optimizer` in our wrapper, with the scaler of the number format."""
+        self.session.remap([optimizer])
         return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=self.precision.scaler)
 
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:

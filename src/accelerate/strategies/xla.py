@@ -22,7 +22,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
 from accelerate.strategies.session import Context, as_list
-from accelerate.weights import addressable, find_tied_parameters, retie_parameters
+from accelerate.weights import addressable
 
 
 class GradientAverage:
@@ -86,9 +86,7 @@ class XlaOptimizer(AcceleratedOptimizer):
 
 
 class XlaReplicas(Strategy):
-    """Each process trains a replica on its share of the data; gradients are averaged before a step.
-
-    Modules get new parameters on an XLA device: optimizers step those, and tied ones are tied again."""
+    """Each process trains a replica on its share of the data; gradients are averaged before a step."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.XLA
 
@@ -103,14 +101,6 @@ class XlaReplicas(Strategy):
     def check_model(self, model: nn.Module) -> None:
         super().check_model(model)
         refuse_split_model(model, "and XLA devices take whole models")
-
-    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
-        if to_device:
-            tied, before = find_tied_parameters(model), dict(model.named_parameters())
-            model.to(self.context.device)
-            retie_parameters(model, tied)
-            self.follow((old, model.get_parameter(name)) for name, old in before.items())
-        return super().prepare_model(model, to_device=False, evaluation=evaluation)
 
     def follow(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Let optimizers step the parameters that have taken the places of others."""

@@ -90,8 +90,8 @@ def _save_with_usual_mode(state: dict[str, Tensor], path: Path, metadata: dict[s
 def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
     """Read all tensors of a file; names that share a tensor get the same one."""
     try:
-        with safe_open(path, "pt", device=str(device)) as opened:
-            state = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        with safe_open(path, "pt") as opened:  # safetensors knows only some kinds of device
+            state = {name: opened.get_tensor(name).to(device) for name in opened.keys()}  # noqa: SIM118
             metadata = opened.metadata()
     except (SafetensorError, OSError) as error:
         raise like(CheckpointError(f"{path} cannot be read as safetensors: {error}"), error) from error
@@ -362,8 +362,8 @@ class SafetensorsFile(WeightFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._opened: dict[str, Any] = {}
-        opened = self._open(torch.device("cpu"))
+        self._opened: Any = None
+        opened = self._open()
         shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
         self._first = read_aliases(opened.metadata(), shapes.keys(), path)
         shapes.update({name: shapes[first] for name, first in self._first.items()})
@@ -372,26 +372,25 @@ class SafetensorsFile(WeightFile):
 
     def read(self, name: str, device: torch.device) -> Tensor:
         try:
-            tensor: Tensor = self._open(device).get_tensor(self._first.get(name, name))
+            tensor: Tensor = self._open().get_tensor(self._first.get(name, name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{name} cannot be read from {self.path}: {error}") from error
-        return tensor
+        return tensor.to(device)  # safetensors itself knows only some kinds of device
 
     def locate(self, name: str) -> tuple[Path, str]:
         return self.path, self._first.get(name, name)
 
     def release(self) -> None:
-        self._opened.clear()
+        self._opened = None
 
-    def _open(self, device: torch.device) -> Any:
-        key = str(device)
-        if key not in self._opened:
+    def _open(self) -> Any:
+        if self._opened is None:
             try:
-                self._opened[key] = safe_open(self.path, "pt", device=key)
+                self._opened = safe_open(self.path, "pt")
             except (SafetensorError, OSError) as error:
                 text = f"{self.path} cannot be read as safetensors: {error}"
                 raise like(CheckpointError(text), error) from error
-        return self._opened[key]
+        return self._opened
 
 
 class TorchFile(WeightFile):

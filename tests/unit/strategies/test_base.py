@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -41,6 +42,50 @@ def test_a_correct_preparation_logs_nothing(caplog: pytest.LogCaptureFixture, to
             accelerator.prepare(model)
             accelerator.prepare(optimizer)
     assert caplog.text == ""
+
+
+class Tied(torch.nn.Module):
+    """Two layers that share one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+@pytest.fixture
+def replaces_parameters() -> Iterator[None]:
+    """Let torch replace parameters when it moves a module, as it does on devices of other packages."""
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    yield
+    torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+@pytest.mark.usefixtures("replaces_parameters")
+@pytest.mark.parametrize("order", ["together", "model first", "optimizer first"])
+def test_optimizers_step_parameters_that_a_move_has_replaced(order: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Tied()
+    old = model.first.weight
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    if order == "together":
+        model, optimizer = accelerator.prepare(model, optimizer)
+    elif order == "model first":
+        model = accelerator.prepare(model)
+        optimizer = accelerator.prepare(optimizer)
+    else:
+        optimizer = accelerator.prepare(optimizer)
+        model = accelerator.prepare(model)
+    new = model.first.weight
+    assert new is not old
+    assert new is model.second.weight
+    before = new.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    assert not torch.equal(new, before)
 
 
 def test_compilation_keeps_the_model_behind_the_wrapper() -> None:

@@ -36,6 +36,18 @@ def test_every_dtype_is_read_unchanged(tmp_path: Path) -> None:
         assert read.reshape(-1).view(torch.uint8).tolist() == tensor.reshape(-1).view(torch.uint8).tolist()
 
 
+@pytest.mark.parametrize("name", ["x.safetensors", "x.bin"])
+def test_values_are_read_for_devices_that_the_format_does_not_know(tmp_path: Path, name: str) -> None:
+    state = {"w": torch.ones(2, 3)}
+    if name.endswith("safetensors"):
+        save_file(state, tmp_path / name)
+    else:
+        torch.save(state, tmp_path / name)
+    weights = open_weights(tmp_path / name)
+    assert weights.read("w", torch.device("meta")).device.type == "meta"
+    assert weights.read("w", torch.device("cpu")).tolist() == state["w"].tolist()
+
+
 def in_use(path: Path) -> int:
     with open("/proc/self/maps") as maps:
         return sum(str(path) in line for line in maps)

@@ -201,7 +201,7 @@ class TensorParallel(DistributedTensors):
     distributed_type = None  # the label is that of the hardware
 
     def split(self, model: nn.Module) -> nn.Module:
-        model = model.to(self.context.device)
+        self.place(model)
         return self.follow(model, lambda: self._share(model), named_parameters)
 
     def _share(self, model: nn.Module) -> nn.Module:
