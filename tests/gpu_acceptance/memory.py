@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import pickle
 import subprocess
@@ -120,4 +121,5 @@ def peak_of_training(setting: Setting, shape: Shape, precision: str) -> int:
             optimizer.zero_grad()
     del model, optimizer
     prepared[:] = accelerator.free_memory(*prepared)
+    gc.collect()  # a model under autocast refers to itself
     return int(used.peak)
