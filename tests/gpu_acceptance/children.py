@@ -20,7 +20,7 @@ MARK = "GPU_ACCEPTANCE_PART"
 """Variable that all processes of a part inherit, also those that open a session of their own."""
 SECONDS_TO_END = 5.0  # for processes that a part has started, after its own end
 SECONDS_FOR_STACKS = 1.0
-TAIL = 4000  # characters of the output that are kept of a part that failed
+TAIL = 8000  # characters of the output that are kept of a part that failed
 STATUSES = ("passed", "failed", "not available")
 
 

@@ -46,7 +46,7 @@ def retry_smaller_batches(setting: Setting) -> None:
     assert train() == 1.0
     assert sizes[-1] == sizes[-2], "the next call does not begin with the size that fitted"
     if not is_limited:
-        print("This device cannot limit memory: the part raised the error itself.")
+        setting.note("This device cannot limit memory: the part raised the errors itself.")
     elif (allocated := setting.allocated()) is not None:
         setting.report("memory that tensors still take", allocated, "B")
         assert allocated < MIB, "tensors of a failed attempt are still there"

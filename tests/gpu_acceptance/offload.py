@@ -156,10 +156,10 @@ def run_original(
             timeout=ORIGINAL_SECONDS,
         )
     except subprocess.TimeoutExpired:
-        print(f"The original took more than {ORIGINAL_SECONDS} s.")
+        setting.note(f"No figure of the original: it took more than {ORIGINAL_SECONDS} s.")
         return None
-    lines = answer.stdout.splitlines()
-    if answer.returncode == 0 and lines:
-        return dict(json.loads(lines[-1]))
-    print(f"No figure of the original:\n{answer.stdout}\n{answer.stderr}")
-    return None
+    lines = [*answer.stderr.splitlines(), *answer.stdout.splitlines()]
+    if answer.returncode:
+        setting.note(f"No figure of the original: {(lines or ['it wrote nothing'])[-1]}")
+        return None
+    return dict(json.loads(lines[-1]))

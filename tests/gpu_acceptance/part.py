@@ -39,6 +39,7 @@ def call(function: str, setting: Setting) -> dict[str, Any]:
         "seconds": time.perf_counter() - start,
         "figures": [{**vars(figure), "is_met": figure.is_met} for figure in setting.figures],
         "facts": setting.facts,
+        "notes": setting.notes,
     }
 
 

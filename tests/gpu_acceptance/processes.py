@@ -42,7 +42,11 @@ def start(
         "imports": setting.imports,
         "backend": backend,
     }
-    subprocess.run([*launcher, "-m", "gpu_acceptance.worker", json.dumps(request)], check=True)
+    code = subprocess.run(
+        [*launcher, "-m", "gpu_acceptance.worker", json.dumps(request)], check=False
+    ).returncode
+    if code:
+        raise RuntimeError(f"the run of {case} on {processes} ranks ended with exit code {code}")
     return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(processes)]
 
 
@@ -77,6 +81,10 @@ def run_on_all_devices(setting: Setting) -> None:
 
 def run_ranks_on_one_device(setting: Setting) -> None:
     """Let two ranks share the first device over gloo: several ranks without a second device."""
+    import torch.distributed as dist
+
+    if setting.device not in dist.Backend.backend_capability["gloo"]:
+        raise NotAvailableError(f"gloo does not take tensors of {setting.device}")
     for case in ("operations", "ddp"):
         check_ranks(setting, case, torchrun(setting, case, 2), "gloo")
     setting.report("ranks", 2, "")

@@ -71,6 +71,8 @@ def budget_of(figure: Mapping[str, Any]) -> str:
 def lines_of(row: Mapping[str, Any], width: int) -> Iterable[str]:
     """Write a part: its status and, below, its figures with their budgets, and why it failed."""
     yield f"{row['name']:{width}}  {row['status']:13}  {row['seconds']:7.1f} s  {row['reason']}".rstrip()
+    for note in row.get("notes", ()):
+        yield f"{'':{width}}  {note}"
     for figure in row["figures"]:
         yield f"{'':{width}}  {figure['name']}: {value_of(figure)}  {budget_of(figure)}".rstrip()
 

@@ -115,6 +115,9 @@ def run(asked: Run, parts: Sequence[Part], first: Part, last: Part) -> int:
                 if part.alone:
                     recorder.add(do(part))
             recorder.add(leftovers.judge(do(last), before, ROOT, asked.out))
+        else:
+            for part in (*parts, last):
+                recorder.add(not_run(part, "there is no device"))
         recorder.write(complete=True)
     finally:
         children.stop_all()

@@ -54,6 +54,7 @@ class Setting:
     results: dict[str, Any] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def size(self, full: Size, tiny: Size) -> Size:
         return tiny if self.tiny else full
@@ -71,6 +72,10 @@ class Setting:
         assert math.isfinite(value), f"{name} is {value}"
         budget = (None, None) if self.tiny else (at_most, at_least)
         self.figures.append(Figure(name, float(value), unit, *budget))
+
+    def note(self, text: str) -> None:
+        """Add a line to the results: what a figure leaves out, and why."""
+        self.notes.append(text)
 
     @property
     def is_host(self) -> bool:

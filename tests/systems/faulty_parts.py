@@ -35,6 +35,7 @@ def miss_budget(setting):
 def lack(setting):
     from gpu_acceptance.setting import NotAvailableError
 
+    setting.note("a remark")
     raise NotAvailableError("the machine has none")
 
 

@@ -76,6 +76,7 @@ def test_results_are_complete_whatever_the_parts_do(tmp_path: Path) -> None:
     assert rows["pass_it"]["figures"][0]["is_met"] is True
     assert rows["miss_budget"]["figures"][0]["is_met"] is False
     assert rows["fail"]["figures"][0]["name"] == "before the failure"
+    assert rows["lack"]["notes"] == ["a remark"]
     assert "time.sleep(600)" not in rows["hang"]["reason"]
     assert "in hang" in rows["hang"]["output_tail"]  # where it stood
     wanted = {
@@ -139,4 +140,7 @@ def test_all_parts_run_on_the_cpu(tmp_path: Path) -> None:
     }
     assert all(row["status"] == "passed" for row in results["parts"] if row["name"] not in missing), output
     assert all(row["figures"] for row in results["parts"] if row["name"] in ("step_plain", "offload_disk"))
+    (offloaded,) = (row for row in results["parts"] if row["name"] == "offload_disk")
+    if not any(figure["name"] == "forward of the original" for figure in offloaded["figures"]):
+        assert "is not the original" in offloaded["notes"][0]
     assert all(figure["is_met"] is None for row in results["parts"] for figure in row["figures"])
