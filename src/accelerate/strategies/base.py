@@ -172,6 +172,9 @@ class Strategy:
         """
         tied, before = find_tied_parameters(model), dict(model.named_parameters())
         model.to(self.context.device)
+        after = dict(model.named_parameters())
+        if all(after.get(name) is old for name, old in before.items()):
+            return
         retie_parameters(model, tied)
         self.session.replace((old, model.get_parameter(name)) for name, old in before.items())
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
