@@ -109,7 +109,7 @@ class Children:
             try:
                 code = process.wait(limit)
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGUSR1)  # it writes where it stands
+                process.send_signal(signal.SIGUSR1)  # it writes its stack
                 time.sleep(SECONDS_FOR_STACKS)
             finally:
                 seconds = time.monotonic() - start

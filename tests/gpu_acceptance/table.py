@@ -10,7 +10,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: of the part.
-        function: `module:function`, called with a `Setting`; a leading dot stands for this package.
+        function: `module:function`, called with a `Setting`; a leading dot means this package.
         seconds: after which it is stopped.
         alone: whether nothing else runs meanwhile, because it is timed or limits memory.
     """

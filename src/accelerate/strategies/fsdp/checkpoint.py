@@ -332,7 +332,7 @@ def _prepare_sd_options(fsdp_plugin: Any) -> Any:
 
 def chosen_names(model: nn.Module, names: Sequence[str], adapter_only: bool) -> dict[str, str]:
     """Return name in a file -> name in the model, of what is saved or loaded."""
-    inner = extract_model_from_parallel(model)
+    inner: Any = extract_model_from_parallel(model)
     if not adapter_only or not is_peft_model(inner):
         return {name: name for name in names}
     from peft import get_peft_model_state_dict
