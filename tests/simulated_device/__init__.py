@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import os
 import sys
+import tempfile
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -30,23 +31,23 @@ def _build() -> Path:
     digest = hashlib.sha256()
     for part in (torch.__version__, sys.version, *(p.read_text() for p in sorted(SOURCES.iterdir()))):
         digest.update(part.encode())
-    folder = CACHE / digest.hexdigest()[:16]
-    library = folder / f"{NAME}.so"
-    if "SIMLIB" in os.environ: return Path(os.environ["SIMLIB"])
-    folder.mkdir(parents=True, exist_ok=True)
-    with (CACHE / f"{folder.name}.lock").open("w") as lock:  # torch waits for a file "lock" in the folder
+    library = CACHE / f"{NAME}-{digest.hexdigest()[:16]}.so"
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with library.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # processes that start together build it once
         if not library.exists():
             from torch.utils import cpp_extension
 
-            os.environ.setdefault("MAX_JOBS", "2")
-            cpp_extension.load(
-                NAME,
-                [str(source) for source in sources],
-                extra_cflags=["-O1", "-g0"],
-                build_directory=str(folder),
-                is_python_module=False,
-            )
+            # In a new folder: torch waits without end for a build that was ended in the same one.
+            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+                cpp_extension.load(
+                    NAME,
+                    [str(source) for source in sources],
+                    extra_cflags=["-O1", "-g0"],
+                    build_directory=folder,
+                    is_python_module=False,
+                )
+                os.replace(Path(folder) / f"{NAME}.so", library)
     return library
 
 
@@ -57,6 +58,10 @@ def _load() -> Any:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def register() -> None:
+    """Called by torch at its import, where this package is installed as one that registers a device."""
 
 
 def _register() -> ModuleType:

@@ -154,6 +154,34 @@ class DeviceBackend:
 
 
 @dataclass(frozen=True)
+class GenericBackend(DeviceBackend):
+    """A device that another package registers with torch (`PrivateUse1`), driven through `torch.accelerator`.
+
+    What that does not offer, such as generators, is asked of the device's torch module.
+    """
+
+    def count(self) -> int:
+        import torch
+
+        return torch.accelerator.device_count()
+
+    def set_current(self, index: int) -> None:
+        import torch
+
+        torch.accelerator.set_device_index(index)
+
+    def current(self) -> int:
+        import torch
+
+        return torch.accelerator.current_device_index()
+
+    def synchronize(self) -> None:
+        import torch
+
+        torch.accelerator.synchronize()
+
+
+@dataclass(frozen=True)
 class GaudiBackend(DeviceBackend):
     """Intel's Gaudi, whose first generation does not compute in float16."""
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.base import (
@@ -20,7 +21,7 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import nvidia
-from accelerate.devices.backend import CpuBackend, DeviceBackend, GaudiBackend, MpsBackend
+from accelerate.devices.backend import CpuBackend, DeviceBackend, GaudiBackend, GenericBackend, MpsBackend
 from accelerate.devices.xla import XlaBackend, count_chips, xla_wanted
 
 if TYPE_CHECKING:
@@ -135,28 +136,57 @@ BACKENDS: tuple[DeviceBackend, ...] = (CUDA, XPU, NPU, MLU, SDAA, MUSA, HPU, NEU
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 _OTHER = DeviceBackend("", "other device", DistributedType.NO, module="torch")
-"""Kinds that are not in the table: "meta", and those that other packages bring to torch."""
+"""Kinds that compute nothing, such as "meta"."""
 
 
 @cache
 def detect() -> DeviceBackend:
     """Return the backend of the hardware this process uses: the first of the table that is available.
 
+    A device that the table does not name, and another package registers with torch, comes before the CPU.
     The answer is kept; `detect.cache_clear()` asks again.
     """
-    return next(backend for backend in BACKENDS if backend.available())
+    found = next(backend for backend in BACKENDS if backend.available())
+    return found if not found.is_host else _registered() or found
+
+
+def _registered() -> DeviceBackend | None:
+    """The device that another package has registered with torch, where this process can use one."""
+    import torch
+
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return None if accelerator is None or accelerator.type in _BY_NAME else _generic(accelerator.type)
+
+
+@cache
+def _generic(name: str) -> GenericBackend:
+    import torch.distributed as dist
+
+    groups = dist.Backend.default_device_backend_map if dist.is_available() else {}
+    return GenericBackend(
+        name, f"{name} device", DistributedType.MULTI_GPU, f"torch.{name}", comm=groups.get(name), has_streams=True
+    )
 
 
 def named(name: str, asked_by: str = "device") -> DeviceBackend:
     """Return the backend of a torch device type, without an index; `asked_by` is what the user set."""
-    if name not in _BY_NAME:
+    if name in _BY_NAME:
+        return _BY_NAME[name]
+    registered = _registered()
+    if registered is None or registered.name != name:
         raise wrong_value(asked_by, name, "no such kind of device", f"use one of {', '.join(_BY_NAME)}")
-    return _BY_NAME[name]
+    return registered
 
 
 def of_device(device: "torch.device") -> DeviceBackend:
-    """Return the backend of a device; a plain row for a kind that is not in the table."""
-    return _BY_NAME.get(device.type, _OTHER)
+    """Return the backend of a device; a plain row for a kind that computes nothing."""
+    backend = _BY_NAME.get(device.type)
+    return _of_other(device.type) if backend is None else backend
+
+
+def _of_other(name: str) -> DeviceBackend:
+    registered = None if name == "meta" else _registered()
+    return registered if registered is not None and registered.name == name else _OTHER
 
 
 def get_current_device_type() -> tuple[str, str]:
@@ -176,7 +206,7 @@ def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBacke
     """
     environ = current() if environ is None else environ
     build = (installed_version("torch").local or "").partition(".")[0]
-    if any(backend.extension and backend.installed() for backend in BACKENDS):
+    if any(backend.extension and backend.installed() for backend in BACKENDS) or registers_device():
         return _ask_torch()
     if platform.system() == "Darwin":
         return (MPS, 1) if platform.machine() == "arm64" else (CPU, 1)
@@ -186,6 +216,11 @@ def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBacke
         return CPU, 1
     count = len(nvidia.visible_indices(environ))
     return (CUDA, count) if count else (CPU, 1)
+
+
+def registers_device() -> bool:
+    """Return whether a package is installed that torch imports with itself, to register a device."""
+    return bool(entry_points(group="torch.backends"))
 
 
 def _ask_torch() -> tuple[DeviceBackend, int]:
