@@ -22,7 +22,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 .DEFAULT_GOAL := help
 # Arguments of `make gpu`.
 ARGS ?=
-.PHONY: help demo test test-slow test-versions gpu mutate check bench scale reference pictures docs clean
+.PHONY: help demo test test-device test-slow test-versions gpu mutate check bench scale reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -33,6 +33,11 @@ demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU
 
 test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the slow part
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
+
+test-device: $(VENV)/.test-installed $(CHECKPOINT) ## run the tests on a simulated accelerator, which is built on first use (about a minute)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/simulated_device/installed $(BIN)/python -c "import tests.simulated_device"
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/simulated_device/installed $(ONE_THREAD) \
+		$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests/device
 
 test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun and SLURM for it
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \
@@ -74,7 +79,7 @@ docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an erro
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 clean: ## remove .venv and what the other targets wrote
-	rm -rf $(VENV) .versions site dist mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions .cache site dist mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
 
 # One stamp for each extra of pyproject.toml: `.test-installed` holds as long as the declared versions do.
 $(VENV)/.%-installed: pyproject.toml constraints.txt $(TORCH)

@@ -106,8 +106,9 @@ def list_variables() -> set[Hashable]:
 
 
 def list_threads() -> set[Hashable]:
-    """All but tqdm's monitor, which runs as long as the interpreter."""
-    return {thread for thread in threading.enumerate() if type(thread).__name__ != "TMonitor"}
+    """All that Python started, but tqdm's monitor, which runs as long as the interpreter."""
+    lasting = ("TMonitor", "_DummyThread")  # the other one is a thread of C++, such as that of a device
+    return {thread for thread in threading.enumerate() if type(thread).__name__ not in lasting}
 
 
 def list_processes() -> set[Hashable]:

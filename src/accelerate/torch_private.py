@@ -51,6 +51,10 @@ NAMES: dict[str, PrivateName] = {
         "Closes a process group without waiting for its collectives, as destroy_process_group may do.",
         lambda: dist.destroy_process_group,
     ),
+    "may_exchange_data": PrivateName(
+        "torch:_has_compatible_shallow_copy_type",
+        "Whether the data of a tensor may be replaced by that of another; not between devices of some kinds.",
+    ),
     "dump_nccl_trace": PrivateName(
         "torch._C._distributed_c10d:_dump_nccl_trace",
         "The flight recorder of NCCL, for reports about hangs; builds without NCCL have none.",

@@ -12,6 +12,8 @@ import hashlib
 import os
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -39,7 +41,7 @@ def _build() -> Path:
             from torch.utils import cpp_extension
 
             # In a new folder: torch waits without end for a build that was ended in the same one.
-            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            with tempfile.TemporaryDirectory(dir=CACHE) as folder, _ninja_on_path():
                 cpp_extension.load(
                     NAME,
                     [str(source) for source in sources],
@@ -51,10 +53,22 @@ def _build() -> Path:
     return library
 
 
+@contextmanager
+def _ninja_on_path() -> Iterator[None]:
+    """Let torch find the ninja of this environment, also where the environment is not activated."""
+    before = os.environ.get("PATH", "")
+    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{before}"
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = before
+
+
 def _load() -> Any:
     library = str(_build())
     spec = spec_from_file_location(NAME, loader=ExtensionFileLoader(NAME, library))
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-
 from tests import simulated_device
+from torch import Tensor
 
 native = simulated_device.native
 Stream = torch.Stream
@@ -55,7 +54,7 @@ def set_device(device: Any) -> None:
     native.exchange_device(_index(device))
 
 
-class device:
+class device:  # noqa: N801 - as in torch.cuda
     """Make a device the current one in a block."""
 
     def __init__(self, device: Any) -> None:
@@ -187,15 +186,22 @@ def is_bf16_supported() -> bool:
     return True
 
 
+def set_late(late: str = "none") -> None:
+    """Choose the streams whose kernels and copies run only when something waits for them.
+
+    "none", "all", or "default_streams", so that the others run ahead of them.
+    """
+    native.set_late(getattr(native.Late, late))
+
+
 @contextmanager
 def late() -> Iterator[None]:
-    """In this block, kernels and copies run only when something waits for them."""
-    before = native.is_late()
-    native.set_late(True)
+    """In this block, kernels and copies of all streams run only when something waits for them."""
+    set_late("all")
     try:
         yield
     finally:
-        native.set_late(before)
+        set_late("none")
 
 
 @contextmanager

@@ -164,7 +164,12 @@ def _generic(name: str) -> GenericBackend:
 
     groups = dist.Backend.default_device_backend_map if dist.is_available() else {}
     return GenericBackend(
-        name, f"{name} device", DistributedType.MULTI_GPU, f"torch.{name}", comm=groups.get(name), has_streams=True
+        name,
+        f"{name} device",
+        DistributedType.MULTI_GPU,
+        f"torch.{name}",
+        comm=groups.get(name),
+        has_streams=True,
     )
 
 

@@ -16,13 +16,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("shut_down", &sim::shut_down, release());
   m.def("set_memory_limit", &sim::set_memory_limit);
   m.def("set_delay", [](double seconds) { sim::settings().delay = static_cast<int64_t>(seconds * 1e6); });
-  m.def("set_late", [](bool late) {
+  pybind11::enum_<sim::Late>(m, "Late")
+      .value("none", sim::Late::none)
+      .value("all", sim::Late::all)
+      .value("default_streams", sim::Late::default_streams);
+  m.def("set_late", [](sim::Late late) {
     sim::settings().late = late;
-    if (!late)
-      sim::want_everything();
+    sim::want_everything();
   });
-  m.def("is_late", [] { return sim::settings().late.load(); });
-  m.def("set_poison", [](bool poison) { sim::settings().poison = poison; });
   m.def("count_launches", [] { return sim::settings().launches.load(); });
   m.def("default_generator", &sim::default_generator);
   m.def("stage", &sim::stage);

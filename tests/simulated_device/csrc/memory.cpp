@@ -169,7 +169,9 @@ class Memory final : public c10::DeviceAllocator {
     collect(of);
     Block* block = nullptr;
     auto& cached = of.cached[&owner];
-    if (auto found = cached.lower_bound(size); found != cached.end() && found->first <= 2 * size) {
+    auto found = cached.lower_bound(size);
+    if (found != cached.end() && found->first <= 2 * size) {
+      found = std::prev(cached.upper_bound(found->first)); // the one that was freed last: its users may still run
       block = found->second;
       cached.erase(found);
     } else if (reserved(of) + size <= of.limit) {
@@ -225,11 +227,6 @@ class Memory final : public c10::DeviceAllocator {
         if (!mark.is_done())
           return false;
       block->awaited.clear();
-      if (settings().poison) {
-        char* start = of.arena->pages + block->start;
-        const size_t size = block->size;
-        block->owner->launch([start, size] { std::memset(start, 0xff, size); }, false);
-      }
       add(of.stats.active, -1);
       add(of.stats.active_bytes, -static_cast<int64_t>(block->size));
       of.cached[block->owner].emplace(block->size, block);
@@ -242,13 +239,9 @@ class Memory final : public c10::DeviceAllocator {
     if (!devices_[device].arena)
       return;
     synchronize_device(device);
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      collect(devices_[device]);
-    }
-    synchronize_device(device);
     std::lock_guard<std::mutex> lock(mutex_);
     Device& of = devices_[device];
+    collect(of);
     for (auto& [owner, blocks] : of.cached) {
       for (auto& [size, block] : blocks) {
         madvise(of.arena->pages + block->start, size, MADV_REMOVE);

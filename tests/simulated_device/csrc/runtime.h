@@ -19,11 +19,13 @@ namespace sim {
 constexpr auto kDevice = c10::DeviceType::PrivateUse1;
 constexpr int kStreams = 9; // of a device: the default one, and a pool that is handed out in turn
 
+enum class Late { none, all, default_streams };
+
 // Settings of the tests, read by all threads.
 struct Settings {
-  std::atomic<bool> late{false}; // work runs when something waits for it, and not before
+  // Of which streams work runs when something waits for it, and not before.
+  std::atomic<Late> late{Late::none};
   std::atomic<int64_t> delay{0}; // microseconds before each kernel and each copy
-  std::atomic<bool> poison{true}; // freed memory is overwritten, in the order of its stream
   std::atomic<int64_t> launches{0}; // kernels and copies so far
 };
 Settings& settings();

@@ -131,7 +131,9 @@ void Stream::run() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     changed_.wait(lock, [this] {
-      const bool may_run = is_prompt_ || !settings().late || done_ < wanted_;
+      const Late late = settings().late;
+      const bool may_be_late = late == Late::all || (late == Late::default_streams && id_ == 0);
+      const bool may_run = is_prompt_ || !may_be_late || done_ < wanted_;
       return is_stopped_ || (!tasks_.empty() && may_run);
     });
     if (is_stopped_)

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, wrong_value
 from accelerate.state import AcceleratorState
 from accelerate.strategies.axes import share_layers
@@ -77,6 +78,13 @@ class Sharded(Strategy, ABC):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the sharded model; repeated blocks are compiled before, a whole model afterwards."""
+        here = torch.empty(0, device=self.context.device)
+        if not all(
+            torch_private.may_exchange_data(tensor, here)
+            for tensor in model.parameters()
+            if not tensor.is_meta
+        ):
+            self.place(model)  # torch would move each unit by exchanging the data of its parameters
         if self.context.request.dynamo.use_regional_compilation:
             return self.split(self.compile(model))
         return self.compile(self.split(model))

@@ -1,0 +1,114 @@
+"""Offloading, loading and memory on the simulated device, whose copies are late and whose memory is small."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.simulated_device import sim
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import find_executable_batch_size
+
+HERE = torch.device("sim", 0)
+WIDTH, BLOCKS = 64, 8
+LATE = ["none", "all", "default_streams"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.nn.functional.gelu(self.layer(x))) + x
+
+
+def make_blocks() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS)))
+
+
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("pinned", [False, True])
+def test_prefetched_weights_arrive_before_they_are_used(late: str, pinned: bool) -> None:
+    model, x = make_blocks(), torch.randn(4, WIDTH)
+    expected = model(x)
+    state = {name: value.pin_memory() if pinned else value for name, value in model.state_dict().items()}
+    offloaded = cpu_offload(copy.deepcopy(model), HERE, state_dict=state)
+    sim.set_late(late)
+    with torch.no_grad():  # else a forward keeps all weights for its backward
+        for _ in range(4):  # the order of the blocks is known from the second forward on
+            torch.testing.assert_close(offloaded(x).cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_weights_on_the_disk(tmp_path: Path, late: str) -> None:
+    model, x = make_blocks(), torch.randn(4, WIDTH)
+    expected = model(x)
+    offloaded = disk_offload(model, str(tmp_path), HERE)
+    sim.set_late(late)
+    for _ in range(4):
+        torch.testing.assert_close(offloaded(x).cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_a_model_over_two_devices_the_cpu_and_the_disk_under_a_limit(tmp_path: Path) -> None:
+    model, x = make_blocks(), torch.randn(4, WIDTH)
+    expected = model(x)
+    places: list[Any] = [0, 0, 1, 1, "cpu", "cpu", "disk", "disk"]
+    device_map = {str(index): place for index, place in enumerate(places)}
+    of_block = sum(value.nbytes for value in model[0].state_dict().values())
+    sim.empty_cache()
+    for index in range(2):
+        free, total = sim.mem_get_info(index)
+        sim.set_memory_limit(index, total - free + 5 * of_block)  # all blocks would not fit
+    spread = dispatch_model(model, device_map, main_device=0, offload_dir=str(tmp_path))
+    with torch.no_grad():  # a backward would need all weights
+        for _ in range(3):
+            torch.testing.assert_close(spread(x).cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("states")
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_that_move_without_blocking_are_whole(late: str, workers: int) -> None:
+    rows = torch.arange(64 * 1000, dtype=torch.float32).view(64, 1000)
+    loader = DataLoader(TensorDataset(rows), batch_size=4, pin_memory=True, num_workers=workers)
+    prepared = prepare_data_loader(loader, HERE, put_on_device=True, non_blocking=True)
+    sim.set_late(late)
+    kept = [batch for (batch,) in prepared]
+    assert torch.equal(torch.cat([batch.cpu() for batch in kept]), rows)
+
+
+def test_the_batch_size_is_reduced_until_it_fits() -> None:
+    sizes: list[int] = []
+    sim.empty_cache()
+    free, total = sim.mem_get_info()
+    sim.set_memory_limit(0, total - free + (3 << 20))
+
+    @find_executable_batch_size(starting_batch_size=16)
+    def train(batch_size: int) -> int:
+        sizes.append(batch_size)
+        torch.ones(batch_size, 1 << 18, device=HERE).sum().item()
+        return batch_size
+
+    assert train() < 4
+    assert sizes[0] == 16
+
+
+@pytest.mark.usefixtures("states")
+def test_free_memory_gives_memory_of_the_device_back() -> None:
+    accelerator = Accelerator()
+    before = sim.memory_allocated()
+    model = accelerator.prepare(make_blocks())
+    assert sim.memory_allocated() > before
+    (model,) = accelerator.free_memory(model)
+    assert sim.memory_allocated() == before
+    assert sim.memory_reserved() <= before + (1 << 20)
