@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.device import test_memory, test_training
+from tests.device import test_generic_row, test_memory, test_training
 from tests.simulated_device import module, sim
+from torch import Tensor
 
 from accelerate.data_loader import loaders
 from accelerate.devices import hardware_table
-from accelerate.hooks import StreamTransfer
+from accelerate.hooks import StreamTransfer, align
+from accelerate.nested import send_to_device
 from accelerate.strategies import Strategy
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -48,7 +50,7 @@ def optimizers_keep_old_parameters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Strategy, "place", lambda self, model: model.to(self.context.device))
 
 
-def generators_not_seeded(patch: pytest.MonkeyPatch) -> None:
+def generator_not_restored(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(type(hardware_table.detect()), "set_rng_state", lambda self, state: None)
 
 
@@ -56,8 +58,68 @@ def cached_memory_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(module, "empty_cache", lambda: None)
 
 
-def weights_on_the_cpu_after_loading(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(type(hardware_table.detect()), "device", lambda self, index=None: torch.device("cpu"))
+def model_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Strategy, "place", lambda self, model: None)
+
+
+def one_pinned_buffer_for_all_weights(patch: pytest.MonkeyPatch) -> None:
+    buffer = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
+
+    def read(self: Any, device: torch.device, non_blocking: bool = False) -> Tensor:
+        values = self.source.weights_map[self.name]
+        staged = buffer[: values.nbytes].view(values.dtype).view(values.shape)
+        return staged.copy_(values).to(device, non_blocking=True)
+
+    patch.setattr(align.Slot, "read", read)
+
+
+def weights_kept_after_the_forward(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(align.Slot, "clear", lambda self: None)
+
+
+def inputs_left_where_they_are(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(align, "send_to_device", lambda data, *args, **kwargs: data)
+
+
+def batches_moved_on_a_stream_that_nobody_waits_for(patch: pytest.MonkeyPatch) -> None:
+    side = torch.Stream("sim")
+
+    def choose_move(device: Any, non_blocking: bool) -> Any:
+        def move(batch: Any) -> Any:
+            with side:
+                return send_to_device(batch, device, non_blocking=True)
+
+        return move
+
+    patch.setattr(loaders, "choose_move", choose_move)
+
+
+def copies_to_the_host_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tensor, "cpu", lambda tensor: tensor.to("cpu", non_blocking=True))
+
+
+def autocast_of_the_cpu(patch: pytest.MonkeyPatch) -> None:
+    autocast = torch.autocast
+    patch.setattr(torch, "autocast", lambda device, *args, **kwargs: autocast("cpu", torch.bfloat16))
+
+
+def infinite_gradients_stepped(patch: pytest.MonkeyPatch) -> None:
+    def step(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        return optimizer.step()
+
+    patch.setattr(torch.amp.GradScaler, "step", step)
+
+
+def generator_of_the_device_not_saved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(hardware_table.detect()), "rng_state", lambda self: torch.get_rng_state())
+
+
+def device_not_selected(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(hardware_table.detect()), "set_current", lambda self, index: None)
+
+
+def logged_tensors_not_copied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Tensor, "clone", lambda tensor: tensor)
 
 
 def prefetch(tmp_path: Path) -> None:
@@ -84,14 +146,49 @@ def free(tmp_path: Path) -> None:
     test_memory.test_free_memory_gives_memory_of_the_device_back()
 
 
+def device_map(tmp_path: Path) -> None:
+    test_memory.test_a_model_over_two_devices_the_cpu_and_the_disk_under_a_limit(tmp_path)
+
+
+def load(tmp_path: Path) -> None:
+    test_memory.test_batches_that_move_without_blocking_are_whole(late="all", workers=0)
+
+
+def train_in_bf16(tmp_path: Path) -> None:
+    test_training.test_low_precision_is_near("bf16")
+
+
+def skip_a_step(tmp_path: Path) -> None:
+    test_training.test_a_step_with_infinite_gradients_is_skipped()
+
+
+def choose_a_device(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        test_generic_row.test_one_of_its_devices_can_be_chosen(patch)
+
+
+def log_in_the_background(tmp_path: Path) -> None:
+    test_memory.test_a_logged_tensor_keeps_its_value()
+
+
 FAULTS: list[tuple[Plant, Callable[[Path], None]]] = [
     (no_wait_for_prefetched_weights, prefetch),
     (prefetched_weights_not_recorded, prefetch_ahead),
     (staging_not_waited_for, save_in_the_background),
     (batches_left_on_the_cpu, train),
     (optimizers_keep_old_parameters, train),
-    (weights_on_the_cpu_after_loading, train),
-    (generators_not_seeded, resume_with_dropout),
+    (model_left_on_the_cpu, train),
+    (copies_to_the_host_not_waited_for, load),
+    (autocast_of_the_cpu, train_in_bf16),
+    (infinite_gradients_stepped, skip_a_step),
+    (one_pinned_buffer_for_all_weights, prefetch),
+    (weights_kept_after_the_forward, device_map),
+    (inputs_left_where_they_are, device_map),
+    (batches_moved_on_a_stream_that_nobody_waits_for, load),
+    (generator_of_the_device_not_saved, resume_with_dropout),
+    (device_not_selected, choose_a_device),
+    (logged_tensors_not_copied, log_in_the_background),
+    (generator_not_restored, resume_with_dropout),
     (cached_memory_kept, free),
 ]
 

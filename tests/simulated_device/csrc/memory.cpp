@@ -238,8 +238,9 @@ class Memory final : public c10::DeviceAllocator {
   void give_back(int device) {
     if (!devices_[device].arena)
       return;
-    synchronize_device(device);
+    // Nobody frees memory until it is given back: its stream might still use it. Tasks of streams free none.
     std::lock_guard<std::mutex> lock(mutex_);
+    synchronize_device(device);
     Device& of = devices_[device];
     collect(of);
     for (auto& [owner, blocks] : of.cached) {
