@@ -35,7 +35,7 @@ test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the s
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-device: $(VENV)/.test-installed $(CHECKPOINT) ## run the tests on a simulated accelerator, which is built on first use (about a minute)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/simulated_device/installed $(BIN)/python -c "import tests.simulated_device"
+	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/simulated_device/installed $(BIN)/python -c "import torch"
 	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/simulated_device/installed $(ONE_THREAD) \
 		$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests/device
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,7 @@ def test_a_model_over_two_devices_the_cpu_and_the_disk_under_a_limit(tmp_path: P
     places: list[Any] = [0, 0, 1, 1, "cpu", "cpu", "disk", "disk"]
     device_map = {str(index): place for index, place in enumerate(places)}
     of_block = sum(value.nbytes for value in model[0].state_dict().values())
+    gc.collect()
     sim.empty_cache()
     for index in range(2):
         free, total = sim.mem_get_info(index)
@@ -107,6 +109,7 @@ def test_the_batch_size_is_reduced_until_it_fits() -> None:
 @pytest.mark.usefixtures("states")
 def test_free_memory_gives_memory_of_the_device_back() -> None:
     accelerator = Accelerator()
+    gc.collect()  # what other tests have left
     sim.empty_cache()
     before, reserved = sim.memory_allocated(), sim.memory_reserved()
     model = accelerator.prepare(make_blocks())

@@ -18,6 +18,7 @@ namespace {
 
 constexpr size_t kArena = size_t(1) << 36; // addresses of a device; pages that are not written take no memory
 constexpr size_t kRound = 512;
+constexpr size_t kPage = 4096;
 
 using Kind = c10::CachingAllocator::StatType;
 
@@ -245,7 +246,9 @@ class Memory final : public c10::DeviceAllocator {
     collect(of);
     for (auto& [owner, blocks] : of.cached) {
       for (auto& [size, block] : blocks) {
-        madvise(of.arena->pages + block->start, size, MADV_REMOVE);
+        const size_t first = (block->start + kPage - 1) / kPage * kPage, last = (block->start + size) / kPage * kPage;
+        if (last > first) // whole pages: others have neighbours in them
+          madvise(of.arena->pages + first, last - first, MADV_REMOVE);
         of.gaps.emplace(size, block->start);
         add(of.stats.reserved_bytes, -static_cast<int64_t>(size));
         add(of.stats.segment, -1);
