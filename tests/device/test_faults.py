@@ -81,7 +81,7 @@ def inputs_left_where_they_are(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(align, "send_to_device", lambda data, *args, **kwargs: data)
 
 
-def batches_moved_on_a_stream_that_nobody_waits_for(patch: pytest.MonkeyPatch) -> None:
+def batches_moved_on_a_stream_without_a_wait(patch: pytest.MonkeyPatch) -> None:
     side = torch.Stream("sim")
 
     def choose_move(device: Any, non_blocking: bool) -> Any:
@@ -184,7 +184,7 @@ FAULTS: list[tuple[Plant, Callable[[Path], None]]] = [
     (one_pinned_buffer_for_all_weights, prefetch),
     (weights_kept_after_the_forward, device_map),
     (inputs_left_where_they_are, device_map),
-    (batches_moved_on_a_stream_that_nobody_waits_for, load),
+    (batches_moved_on_a_stream_without_a_wait, load),
     (generator_of_the_device_not_saved, resume_with_dropout),
     (device_not_selected, choose_a_device),
     (logged_tensors_not_copied, log_in_the_background),
