@@ -251,7 +251,7 @@ class Route:
         memory = self._memory if size >= LARGE else None
         shared = [_in_memory(memory, blocks[group], size) for group in self.receivers] if memory else []
         starts = [memory.find(block) or 0 for block in shared] if memory else [0] * len(self.receivers)
-        self._send_header(torch.tensor([*header, size, *starts]))
+        self._send_header(torch.tensor([*header, size, *starts]), may_wait=memory is None)
         if memory is not None:
             self._sent += shared
             self._unread += size
@@ -275,8 +275,8 @@ class Route:
         index = self.receivers.index(self._group_of[self.transport.rank])
         return tuple(header), self._own.take(size).copy_(self._memory.view(sent[HEADER + index], size))
 
-    def _send_header(self, header: Tensor) -> None:
-        if self._memory is None:
+    def _send_header(self, header: Tensor, may_wait: bool) -> None:
+        if self._memory is None or (may_wait and self._unread < AHEAD):
             self.transport.broadcast(header, 0)
         elif self._unread < AHEAD:
             self._sending.append(self.transport.start_broadcast(header, 0))

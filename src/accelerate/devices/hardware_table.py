@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accelerate.base import (
@@ -163,14 +162,9 @@ def _generic(name: str) -> GenericBackend:
     import torch.distributed as dist
 
     groups = dist.Backend.default_device_backend_map if dist.is_available() else {}
-    return GenericBackend(
-        name,
-        f"{name} device",
-        DistributedType.MULTI_GPU,
-        f"torch.{name}",
-        comm=groups.get(name),
-        has_streams=True,
-    )
+    kind = DistributedType.MULTI_GPU  # the label that scripts know for data-parallel training on accelerators
+    comm = groups.get(name)
+    return GenericBackend(name, f"{name} device", kind, f"torch.{name}", comm=comm, has_streams=True)
 
 
 def named(name: str, asked_by: str = "device") -> DeviceBackend:
@@ -189,6 +183,7 @@ def of_device(device: "torch.device") -> DeviceBackend:
     return _of_other(device.type) if backend is None else backend
 
 
+@cache
 def _of_other(name: str) -> DeviceBackend:
     registered = None if name == "meta" else _registered()
     return registered if registered is not None and registered.name == name else _OTHER
@@ -211,20 +206,22 @@ def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBacke
     """
     environ = current() if environ is None else environ
     build = (installed_version("torch").local or "").partition(".")[0]
-    if any(backend.extension and backend.installed() for backend in BACKENDS) or registers_device():
+    if any(backend.extension and backend.installed() for backend in BACKENDS):
         return _ask_torch()
     if platform.system() == "Darwin":
         return (MPS, 1) if platform.machine() == "arm64" else (CPU, 1)
     if build.startswith(("rocm", "xpu")):
         return _ask_torch()
-    if build == "cpu" or not nvidia.driver_present():
-        return CPU, 1
-    count = len(nvidia.visible_indices(environ))
-    return (CUDA, count) if count else (CPU, 1)
+    count = 0 if build == "cpu" or not nvidia.driver_present() else len(nvidia.visible_indices(environ))
+    if count:
+        return CUDA, count
+    return _ask_torch() if _registers_device() else (CPU, 1)
 
 
-def registers_device() -> bool:
+def _registers_device() -> bool:
     """Return whether a package is installed that torch imports with itself, to register a device."""
+    from importlib.metadata import entry_points  # slow, and only machines without other devices ask
+
     return bool(entry_points(group="torch.backends"))
 
 

@@ -78,12 +78,9 @@ class Sharded(Strategy, ABC):
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the sharded model; repeated blocks are compiled before, a whole model afterwards."""
-        here = torch.empty(0, device=self.context.device)
-        if not all(
-            torch_private.may_exchange_data(tensor, here)
-            for tensor in model.parameters()
-            if not tensor.is_meta
-        ):
+        host, here = torch.empty(0, device="cpu"), torch.empty(0, device=self.context.device)
+        on_meta = any(parameter.is_meta for parameter in model.parameters())
+        if not on_meta and not torch_private.may_exchange_data(host, here):
             self.place(model)  # torch would move each unit by exchanging the data of its parameters
         if self.context.request.dynamo.use_regional_compilation:
             return self.split(self.compile(model))
