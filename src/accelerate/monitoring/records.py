@@ -1,0 +1,250 @@
+"""What each rank writes about its run: records of one line of JSON, in one file per rank, read for a report.
+
+A file is appended to, also by later starts of the run in the same folder. A process that is killed leaves at
+most its last line incomplete; a reader counts lines that it cannot read, and goes on. Names of fields that a
+reader does not know are ignored, and so are kinds of records, so a newer version may add some.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, ClassVar, get_type_hints
+
+FOLDER = "run_records"
+"""Name of the folder of records in the folder of a project."""
+
+PHASES = ("data", "moving", "forward", "backward", "collectives", "optimizer", "saving", "rest")
+"""Parts of a step: waiting for data, moving batches to the device, ... Their seconds add up to the whole."""
+
+_FILE = re.compile(r"rank-(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """What all records have in common."""
+
+    kind: ClassVar[str]
+    time: float  # seconds since the epoch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One value of the configuration of a run, and where it comes from."""
+
+    name: str
+    value: str
+    source: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start(Record):
+    """A process has started, or started again."""
+
+    kind: ClassVar[str] = "start"
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    attempt: int = 0  # how often the launcher had restarted the processes
+    device: str = "cpu"
+    device_name: str = ""
+    argv: list[str] = field(default_factory=list)
+    versions: dict[str, str] = field(default_factory=dict)  # of Python and of packages, by name
+    settings: list[Setting] = field(default_factory=list)  # of rank 0 only
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window(Record):
+    """Consecutive steps of the optimizer, which ended at `time`."""
+
+    kind: ClassVar[str] = "steps"
+    first: int  # numbers of the first and the last step, from 1, over all starts of a run
+    last: int
+    seconds: float
+    seconds_by: dict[str, float]  # by name of the phase
+    memory: int = 0  # bytes allocated on the device, or resident in memory for the CPU
+    peak_memory: int = 0  # bytes, since the process started
+    samples: int = 0  # that this rank has read; 0 where unknown
+    values: dict[str, float] = field(
+        default_factory=dict
+    )  # at the last step: loss, learning_rate, gradient_norm
+
+
+@dataclass(frozen=True, kw_only=True)
+class Values(Record):
+    """One call of `Accelerator.log`."""
+
+    kind: ClassVar[str] = "values"
+    step: int | None
+    values: dict[str, Any]  # numbers and text by name
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Record):
+    """A checkpoint was committed, verified or loaded, or its save failed."""
+
+    kind: ClassVar[str] = "checkpoint"
+    event: str  # "committed", "failed", "verified" or "loaded"
+    path: str
+    step: int
+    seconds: float = 0.0  # from the call to the commit
+    blocked: float = 0.0  # seconds for which training waited
+    size: int = 0  # bytes
+    text: str = ""  # the error of one that failed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event(Record):
+    """Something that happened once: "hang", "stop", "warning", "out_of_memory", "recompilation", "config"."""
+
+    kind: ClassVar[str] = "event"
+    name: str
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankTimes(Record):
+    """The ranks of a run compared, over consecutive steps; written by rank 0."""
+
+    kind: ClassVar[str] = "ranks"
+    first: int
+    last: int
+    compute: dict[str, float]  # seconds of own work per step: "least", "mean" and "most" of all ranks
+    slowest: int  # the rank with the most
+    slow: dict[str, float] = field(
+        default_factory=dict
+    )  # rank -> how much slower than the mean, 0.25 for 25 %
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conclusion(Record):
+    """A named finding about the speed of a run, with the figures that it rests on."""
+
+    kind: ClassVar[str] = "conclusion"
+    name: str
+    step: int
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class End(Record):
+    """The process has ended by itself; one that was killed leaves none."""
+
+    kind: ClassVar[str] = "end"
+    how: str  # "finished", "failed" or "stopped"
+    error: str = ""  # the traceback of one that failed
+    digest: str = ""  # what the launcher printed about the failure
+
+
+KINDS: dict[str, type[Record]] = {
+    kind.kind: kind for kind in (Start, Window, Values, Checkpoint, Event, RankTimes, Conclusion, End)
+}
+
+
+class RecordWriter:
+    """Appends the records of one rank to its file; each is in the file when `write` returns.
+
+    Args:
+        folder: of the records; made where it is missing.
+        rank: of this process.
+
+    Raises:
+        OSError: The file cannot be opened.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / f"rank-{rank:05}.jsonl"
+        self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (open until `close`)
+        if self._file.seek(0, os.SEEK_END):
+            self._file.seek(-1, os.SEEK_END)
+            if self._file.read(1) != b"\n":  # a process was killed while it wrote its last line
+                self._file.write(b"\n")
+
+    def write(self, *records: Record) -> None:
+        """Append records."""
+        self._file.write(b"".join(encode(record) for record in records))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def encode(record: Record) -> bytes:
+    """Return a record as one line."""
+    return json.dumps({"kind": record.kind, **asdict(record)}, default=str).encode() + b"\n"
+
+
+def decode(line: bytes) -> Record | None:
+    """Return the record of a line; None for a kind that this version does not know.
+
+    Raises:
+        ValueError: The line is damaged.
+    """
+    try:
+        values = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"a record is one line of JSON: {error}") from error
+    if not isinstance(values, dict) or not isinstance(values.get("kind"), str):
+        raise ValueError("a record is a JSON dictionary with a kind")
+    kind = KINDS.get(values["kind"])
+    if kind is None:
+        return None
+    hints = _hints(kind)  # type: ignore[arg-type]
+    for entry in fields(kind):
+        if entry.name in values:
+            _check(entry.name, values[entry.name], hints[entry.name])
+        elif entry.default is MISSING and entry.default_factory is MISSING:
+            raise ValueError(f"a record of the kind {kind.kind!r} has {entry.name!r}, which is missing")
+    if kind is Start:
+        values["settings"] = [Setting(**setting) for setting in values.get("settings", ())]
+    return kind(**{entry.name: values[entry.name] for entry in fields(kind) if entry.name in values})
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return get_type_hints(kind)
+
+
+def _check(name: str, value: object, hint: Any) -> None:
+    """Check the outer type of a value: whole numbers are valid where floats are."""
+    kinds = (int, float) if hint is float else hint.__args__ if hasattr(hint, "__args__") else (hint,)
+    origin = getattr(hint, "__origin__", None)
+    if not isinstance(value, (origin,) if origin else kinds):
+        raise ValueError(f"{name} of a record is {value!r}, and should be {hint}")
+
+
+@dataclass
+class RankRecords:
+    """The file of one rank: iterate over it to read its records, in the order in which they were written."""
+
+    rank: int
+    path: Path
+    damaged: int = 0  # lines that could not be read, after the iteration
+
+    def __iter__(self) -> Iterator[Record]:
+        self.damaged = 0
+        with open(self.path, "rb") as file:
+            for line in file:
+                try:
+                    record = decode(line)
+                except (ValueError, TypeError):
+                    self.damaged += 1
+                else:
+                    if record is not None:
+                        yield record
+
+
+def find_records(folder: Path) -> list[RankRecords]:
+    """Return the files of records below a folder of a project, or in a folder of records, by rank."""
+    places = [folder / FOLDER, folder]
+    entries = [path for place in places if place.is_dir() for path in place.iterdir()]
+    found = [(match, path) for path in entries if (match := _FILE.fullmatch(path.name)) and path.is_file()]
+    return sorted((RankRecords(int(match[1]), path) for match, path in found), key=lambda item: item.rank)

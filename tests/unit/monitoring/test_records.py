@@ -1,0 +1,111 @@
+"""Records: what is written is read, a damaged line is counted, and later starts append to the file."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from accelerate.monitoring import (
+    PHASES,
+    Checkpoint,
+    Conclusion,
+    End,
+    Event,
+    RankTimes,
+    Record,
+    RecordWriter,
+    Setting,
+    Start,
+    Values,
+    Window,
+    decode,
+    find_records,
+)
+
+START = Start(
+    time=1.0,
+    rank=0,
+    world_size=2,
+    host="host",
+    pid=7,
+    argv=["train.py"],
+    versions={"torch": "2.13.0"},
+    settings=[Setting(name="mixed_precision", value="bf16", source="variable")],
+)
+WINDOW = Window(time=2.0, first=1, last=4, seconds=1.0, seconds_by=dict.fromkeys(PHASES, 0.125), memory=10)
+RECORDS: list[Record] = [
+    START,
+    WINDOW,
+    Values(time=3.0, step=None, values={"loss": 1.5, "note": "text"}),
+    Checkpoint(time=4.0, event="committed", path="checkpoint_0", step=4, seconds=0.5, size=100),
+    Event(time=5.0, name="warning", step=4, text="disk is slow"),
+    RankTimes(time=6.0, first=1, last=4, compute={"mean": 0.1}, slowest=1, slow={"1": 0.5}),
+    Conclusion(time=7.0, name="straggler", step=4, text="rank 1"),
+    End(time=8.0, how="failed", error="Traceback"),
+]
+
+
+def write(folder: Path, rank: int, *records: Record) -> None:
+    writer = RecordWriter(folder, rank)
+    writer.write(*records)
+    writer.close()
+
+
+def test_each_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+    write(tmp_path / "run_records", 0, *RECORDS)
+    (found,) = find_records(tmp_path)
+    assert list(found) == RECORDS
+    assert found.damaged == 0
+
+
+def test_files_are_found_by_rank_below_a_project_and_in_the_folder_itself(tmp_path: Path) -> None:
+    folder = tmp_path / "run_records"
+    for rank in (10, 2, 0):
+        write(folder, rank, WINDOW)
+    (folder / "notes.txt").write_text("x")
+    for place in (tmp_path, folder):
+        assert [records.rank for records in find_records(place)] == [0, 2, 10]
+    assert find_records(tmp_path / "absent") == []
+
+
+def test_a_line_cut_by_a_kill_is_counted_and_later_starts_append(tmp_path: Path) -> None:
+    write(tmp_path, 0, START, WINDOW)
+    path = tmp_path / "rank-00000.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    write(tmp_path, 0, START)
+    (found,) = find_records(tmp_path)
+    assert list(found) == [START, START]
+    assert found.damaged == 1
+
+
+def test_values_that_are_not_finite_are_kept(tmp_path: Path) -> None:
+    write(tmp_path, 0, Values(time=1.0, step=1, values={"loss": math.nan, "norm": math.inf}))
+    (record,) = next(iter([list(found) for found in find_records(tmp_path)]))
+    assert isinstance(record, Values)
+    assert math.isnan(record.values["loss"])
+    assert record.values["norm"] == math.inf
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"kind": 1}',
+        b'{"kind": "steps", "time": 1}',
+        b'{"kind": "end", "time": "now", "how": "finished"}',
+        b'{"kind": "values", "time": 1, "step": "x", "values": {}}',
+        b'{"kind": "values", "time": 1, "step": 1, "values": []}',
+    ],
+)
+def test_a_damaged_line_is_refused(line: bytes) -> None:
+    with pytest.raises(ValueError, match="record"):
+        decode(line)
+
+
+def test_newer_kinds_and_fields_are_ignored() -> None:
+    assert decode(b'{"kind": "newer", "time": 1}') is None
+    assert decode(b'{"kind": "end", "time": 1, "how": "finished", "more": 2}') == End(time=1, how="finished")
