@@ -135,6 +135,7 @@ def train(
     mesh: dict[str, int] | None,
     folder: str | None = None,
     leave_after: int = STEPS,
+    cpu: bool = False,
 ) -> dict[str, Any]:
     """Ten updates on batches of which this process sees its share.
 
@@ -142,7 +143,7 @@ def train(
     """
     warnings.filterwarnings("ignore", "The `NO_SHARD` sharding strategy is deprecated", FutureWarning)
     accelerator = Accelerator(
-        cpu=True,
+        cpu=cpu,
         gradient_accumulation_steps=ACCUMULATION,
         dataloader_config=DataLoaderConfiguration(split_batches=True),
         fsdp_plugin=None if plugin is None else FullyShardedDataParallelPlugin(**plugin),
@@ -175,7 +176,7 @@ def train(
         "type": kind,
         "losses": losses,
         "norms": norms,
-        "state": {name: t.clone() for name, t in state.items()},
+        "state": {name: t.to("cpu", copy=True) for name, t in state.items()},
     }
 
 
@@ -183,7 +184,7 @@ def train(
 def reference() -> dict[str, Any]:
     from accelerate.state import AcceleratorState, GradientState
 
-    result = train(None, None)
+    result = train(None, None, cpu=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return result
@@ -296,7 +297,6 @@ def test_a_checkpoint_resumes_under_another_strategy(
 def evaluate(plugin: dict[str, Any] | None, mesh: dict[str, int] | None) -> list[int]:
     """Gather a whole dataset of 11 texts; ranks that share layers share batches."""
     accelerator = Accelerator(
-        cpu=True,
         fsdp_plugin=None if plugin is None else FullyShardedDataParallelPlugin(**plugin),
         parallelism_config=None if mesh is None else ParallelismConfig(**mesh),
     )

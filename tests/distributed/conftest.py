@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 RANK_SERVER = Path(__file__).with_name("rank_server.py")
 START_SECONDS = 120  # the first reply also waits for `import torch`
 OUTPUT_LINES = 40
+ON_SIMULATED_DEVICE = hasattr(torch, "sim")  # see tests/simulated_device
 
 
 class RankServer:
@@ -182,7 +184,7 @@ def rank_environment(rank: int, processes: int, port: int, extra: Mapping[str, s
         "GROUP_RANK": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
+        **({} if ON_SIMULATED_DEVICE else {"ACCELERATE_USE_CPU": "true"}),
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         **extra,

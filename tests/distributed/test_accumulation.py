@@ -43,7 +43,8 @@ class Net(torch.nn.Module):
 
 
 def loss_sum(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    mask = torch.arange(9) < batch["length"][:, None]
+    length = batch["length"][:, None]
+    mask = torch.arange(9, device=length.device) < length
     return ((model(batch["tokens"]) - 1).square() * mask).sum()
 
 
@@ -95,7 +96,7 @@ def difference(accelerator: Accelerator, way: str, samples: int, steps: int, mod
                 for net, model in zip(nets, trained, strict=True):
                     expected = big_batch(data, everywhere, net)
                     pairs = zip(expected, model.parameters(), strict=True)
-                    differences.append(max((e - p.grad).abs().max().item() for e, p in pairs))
+                    differences.append(max((e - p.grad.cpu()).abs().max().item() for e, p in pairs))
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in stepping:
                 optimizer.step()
@@ -116,7 +117,7 @@ CASES = [
 
 
 def all_differences(**choices: Any) -> list[tuple[Any, list[float]]]:
-    accelerator = Accelerator(cpu=True, **choices)
+    accelerator = Accelerator(**choices)
     return [(case, difference(accelerator, *case)) for case in CASES]
 
 
@@ -152,7 +153,7 @@ def test_mixed_precision_is_as_close_as_its_numbers(run: Run, precision: str, to
 
 def flags_in_windows(dispatch: bool) -> list[list[Any]]:
     config = DataLoaderConfiguration(dispatch_batches=dispatch)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=config)
+    accelerator = Accelerator(gradient_accumulation_steps=2, dataloader_config=config)
     loader = accelerator.prepare(DataLoader(list(range(9)), batch_size=1))
     state, found = accelerator.gradient_state, []
     for window in accelerator.windows(loader):
@@ -178,7 +179,7 @@ def test_loader_flags_are_those_of_the_batch_in_use(run: Run, dispatch: bool) ->
 
 def windows_of_different_lengths(batches: list[int], each: bool = False) -> list[tuple[int, int]]:
     plugin = GradientAccumulationPlugin(num_steps=2, sync_each_batch=each)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin)
     net = torch.nn.Linear(1, 1)
     model = accelerator.prepare(net)
     mine = [torch.ones(1, 1)] * batches[accelerator.process_index]
@@ -211,7 +212,7 @@ def test_different_numbers_cannot_be_exchanged_each_round(run: Run) -> None:
 
 
 def left_early() -> tuple[list[float], bool]:
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerator = Accelerator(gradient_accumulation_steps=2)
     net = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(net.weight)
     model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=1.0))
@@ -237,7 +238,7 @@ def test_gradients_of_a_window_left_early_are_dropped(run: Run) -> None:
 
 
 def without_items() -> list[str]:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(1, 1))
     found = []
     with pytest.raises(StateError) as error, accelerator.accumulate(model, num_items=0):

@@ -47,7 +47,7 @@ class Stubborn:
 
 def build(way: str) -> tuple[Accelerator, dict[str, Any]]:
     plugin = FullyShardedDataParallelPlugin(**WAYS[way]) if WAYS[way] else None
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(fsdp_plugin=plugin)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     inner = torch.optim.Adam(model.parameters(), lr=0.1)

@@ -167,7 +167,7 @@ def plugin_of(version: int, **fields: Any) -> FullyShardedDataParallelPlugin:
 
 def train_each(version: int, fields: dict[str, Any]) -> dict[str, str]:
     """Return for each model what became of it: "trained", or why it was refused."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, **fields))
+    accelerator = Accelerator(fsdp_plugin=plugin_of(version, **fields))
     assert accelerator.distributed_type == DistributedType.FSDP
     assert accelerator.is_fsdp2 is (version == 2)
     outcome = {}
@@ -216,7 +216,7 @@ def test_the_matrix_of_fsdp_1_with_flat_parameters(run: Run) -> None:
 
 def train_two(version: int) -> None:
     """One optimizer, and a norm, over two models; the optimizer is prepared after them."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, use_orig_params=True))
+    accelerator = Accelerator(fsdp_plugin=plugin_of(version, use_orig_params=True))
     models = [plain(), frozen()]
     optimizer = make_optimizer(*models)
     prepared = [accelerator.prepare(model) for model in models]
@@ -235,7 +235,6 @@ def test_two_models_train_with_an_optimizer_prepared_later(run: Run, version: in
 
 def load_on_main(version: int, fields: dict[str, Any]) -> None:
     accelerator = Accelerator(
-        cpu=True,
         fsdp_plugin=plugin_of(version, cpu_ram_efficient_loading=True, use_orig_params=True, **fields),
     )
     model = tied()
@@ -264,7 +263,7 @@ def test_weights_that_only_rank_0_has(run: Run, version: int, fields: dict[str, 
 def train_low(version: int, number_format: str) -> None:
     """Low precision: float32 outputs and master weights, and a loss that falls."""
     accelerator = Accelerator(
-        cpu=True, mixed_precision=number_format, fsdp_plugin=plugin_of(version, use_orig_params=True)
+        mixed_precision=number_format, fsdp_plugin=plugin_of(version, use_orig_params=True)
     )
     model = mixed()
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.02))
@@ -302,7 +301,7 @@ def train_in_float8(folder: str) -> dict[str, Any]:
         fsdp_version=2, auto_wrap_policy="size_based_wrap", min_num_params=1
     )
     recipe = AORecipeKwargs(enable_fsdp_float8_all_gather=True, pad_inner_dim=True)
-    accelerator = Accelerator(cpu=True, mixed_precision="fp8", fsdp_plugin=plugin, kwargs_handlers=[recipe])
+    accelerator = Accelerator(mixed_precision="fp8", fsdp_plugin=plugin, kwargs_handlers=[recipe])
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.02))
@@ -339,9 +338,7 @@ def test_weights_are_gathered_in_float8(run: Run, tmp_path: Path) -> None:
 
 def skip_together(version: int) -> list[bool]:
     """A gradient that is not finite on one rank: all ranks leave the step out."""
-    accelerator = Accelerator(
-        cpu=True, mixed_precision="fp16", fsdp_plugin=plugin_of(version, use_orig_params=True)
-    )
+    accelerator = Accelerator(mixed_precision="fp16", fsdp_plugin=plugin_of(version, use_orig_params=True))
     model = plain()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
     x, y = next(batches())
@@ -361,9 +358,7 @@ def test_all_ranks_skip_a_step_together(run: Run, version: int) -> None:
 
 def look_at_the_edges(version: int) -> list[str]:
     """What is refused or warned about, and what a sharded model is for those who look at it."""
-    accelerator = Accelerator(
-        cpu=True, fsdp_plugin=plugin_of(version, use_orig_params=True, ignored_modules="enter")
-    )
+    accelerator = Accelerator(fsdp_plugin=plugin_of(version, use_orig_params=True, ignored_modules="enter"))
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -419,7 +414,7 @@ def test_unsupported_uses_give_warnings_and_errors(run: Run, version: int) -> No
 def evaluate_apart(version: int, number_format: str, trained: bool) -> int:
     """Forwards in different numbers on different ranks, then training as if nothing had been."""
     accelerator = Accelerator(
-        cpu=True, mixed_precision=number_format, fsdp_plugin=plugin_of(version, use_orig_params=True)
+        mixed_precision=number_format, fsdp_plugin=plugin_of(version, use_orig_params=True)
     )
     model = plain()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
@@ -462,7 +457,6 @@ def test_evaluation_of_whole_models(run: Run, version: int, number_format: str, 
 def train_compiled(version: int, by_region: bool) -> None:
     warnings.simplefilter("default")  # the compiler stops at warnings of its own
     accelerator = Accelerator(
-        cpu=True,
         fsdp_plugin=plugin_of(version, use_orig_params=True),
         dynamo_plugin=TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=by_region),
     )
@@ -485,7 +479,7 @@ def test_compiled_models(run: Run, version: int, by_region: bool) -> None:
 def replace_the_public_function() -> list[str]:
     import accelerate.accelerator as public
 
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(2))
+    accelerator = Accelerator(fsdp_plugin=plugin_of(2))
     original, seen = public.fsdp2_prepare_model, []
 
     def replacement(given: Accelerator, model: nn.Module) -> nn.Module:
@@ -508,7 +502,7 @@ def test_clients_may_replace_what_shards(run: Run) -> None:
 
 def trigger_in_backward(version: int) -> list[float]:
     """Backward without exchange, and then with it: gradients of both, averaged over ranks."""
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, use_orig_params=True))
+    accelerator = Accelerator(fsdp_plugin=plugin_of(version, use_orig_params=True))
     model = accelerator.prepare(plain())
     expected = plain()
     inputs = [x + rank for rank in range(2) for x, _ in batches()][:4]
@@ -540,7 +534,7 @@ def prepare_in_odd_orders(version: int) -> dict[str, list[bool]]:
     found = {}
     for order in ("optimizer first", "evaluated before"):
         AcceleratorState._reset_state()
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, use_orig_params=True))
+        accelerator = Accelerator(fsdp_plugin=plugin_of(version, use_orig_params=True))
         model = plain()
         x, y = next(batches())
         if order == "optimizer first":
@@ -576,7 +570,7 @@ def test_optimizers_prepared_before_the_model_or_after_an_evaluation_update_it(
 
 def keep_norms_exact(version: int) -> dict[str, Any]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=version, use_orig_params=version == 1 or None)
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=plugin)
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 8))
     model._keep_in_fp32_modules = ["1"]  # type: ignore[assignment]
@@ -608,7 +602,7 @@ def ignore_what_is_not_there(version: int) -> list[str]:
     said = []
     for wrong in ("nothing", "*(", 3, [nn.Linear(2, 2)]):
         AcceleratorState._reset_state()
-        accelerator = Accelerator(cpu=True, fsdp_plugin=plugin_of(version, ignored_modules=wrong))
+        accelerator = Accelerator(fsdp_plugin=plugin_of(version, ignored_modules=wrong))
         with pytest.raises(AccelerateError) as caught:
             accelerator.prepare(plain())
         said.append(str(caught.value))

@@ -53,7 +53,7 @@ def build() -> Net:
 
 
 def go_through(points: Any, gather: bool, sizes: list[int]) -> dict[str, Any]:
-    state = PartialState(cpu=True)
+    state = PartialState()
     model, plain = build(), build()
     tokens = torch.arange(4 * 3).view(4, 3) % 11
     mask = torch.ones(4, 3)
@@ -110,7 +110,7 @@ class Expanding(nn.Module):
 
 
 def send_views() -> bool:
-    PartialState(cpu=True)
+    PartialState()
     torch.manual_seed(3)
     model, plain = Expanding().eval(), Expanding().eval()
     plain.load_state_dict(model.state_dict())
@@ -125,7 +125,7 @@ def test_views_cross_the_border_of_a_stage(run: Run) -> None:
 
 
 def go_wrong() -> list[str]:
-    PartialState(cpu=True)
+    PartialState()
     texts = []
     for points, example in (
         (["layer"], (torch.ones(4, 3).long(),)),

@@ -177,7 +177,7 @@ class Slow(Dataset):
 
 if __name__ == "__main__":
     loader = DataLoader(Slow(), num_workers=1, multiprocessing_context="{method}")
-    for batch in Accelerator(cpu=True).prepare(loader):
+    for batch in Accelerator().prepare(loader):
         pass
     time.sleep(3)
 """

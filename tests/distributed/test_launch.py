@@ -277,7 +277,7 @@ if "ACCELERATE_FAILURE_DIR" in os.environ:  # a process of the launcher, before 
 ASKS = """
 import time
 from accelerate import Accelerator
-accelerator, saves = Accelerator(cpu=True), 0
+accelerator, saves = Accelerator(), 0
 for step in range(10_000):
     saves += accelerator.should_save
     if accelerator.should_stop:

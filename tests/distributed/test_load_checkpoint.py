@@ -26,7 +26,7 @@ def build() -> nn.Module:
 def fill(path: str, broadcast: bool) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    state = PartialState(cpu=True)
+    state = PartialState()
     model = build()
     for parameter in model.parameters():
         nn.init.constant_(parameter, state.process_index)
@@ -48,7 +48,7 @@ def test_a_sharded_model_gets_its_parts(run: Run, tmp_path: Path, broadcast: boo
 def refuse(path: str, broadcast: bool) -> tuple[str, bool]:
     from torch.distributed.fsdp import fully_shard
 
-    state = PartialState(cpu=True)
+    state = PartialState()
     model = build()
     fully_shard(model)
     if state.process_index and broadcast:
@@ -84,7 +84,7 @@ class Tied(nn.Module):
 
 def receive(folder: str) -> list[Any]:
     """Fill models of this process from files that only rank 0 finds."""
-    state = PartialState(cpu=True)
+    state = PartialState()
     path = folder if state.is_main_process else "only rank 0 reads"
     with torch.device("meta"):
         half, spread = Tied(), Tied()
@@ -126,7 +126,7 @@ def fill_parts(folder: str) -> list[Any]:
     """Fill the shards of this rank from a file of its own."""
     from torch.distributed.fsdp import fully_shard
 
-    state = PartialState(cpu=True)
+    state = PartialState()
     model = build()
     fully_shard(model)
     parts: Any = {name: tensor.to_local() for name, tensor in model.state_dict().items()}

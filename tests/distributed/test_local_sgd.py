@@ -15,7 +15,7 @@ Run = Callable[..., list[Any]]
 
 def train() -> list[float]:
     """Move one weight by 1 a step on rank 0 and by 3 on rank 1; average after each second step."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     model = torch.nn.Linear(1, 1, bias=False)
     torch.nn.init.zeros_(model.weight)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))

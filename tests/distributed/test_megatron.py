@@ -126,7 +126,7 @@ def start(
     fields.setdefault("other_megatron_args", {"make_vocab_size_divisible_by": VOCABULARY // 2})
     precision = fields.pop("precision", "no")
     plugin = MegatronLMPlugin(**fields)
-    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin, mixed_precision=precision)
+    accelerator = Accelerator(megatron_lm_plugin=plugin, mixed_precision=precision)
     model = type(name, (Model,), {})(**config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
     copies = accelerator.num_processes // (plugin.tp_degree * plugin.pp_degree * plugin.context_parallel_size)
@@ -401,7 +401,7 @@ def read_made_up_texts(degrees: dict[str, int]) -> tuple[list[int], list[float],
         "vocab_size": VOCABULARY - 1,
     }
     plugin = MegatronLMPlugin(num_micro_batches=2, other_megatron_args=made_up, **degrees)
-    accelerator = Accelerator(cpu=True, megatron_lm_plugin=plugin)
+    accelerator = Accelerator(megatron_lm_plugin=plugin)
     model = Model(**GPT)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = MegatronLMDummyScheduler(optimizer, total_num_steps=8)

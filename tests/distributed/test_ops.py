@@ -501,7 +501,7 @@ def test_bad_arguments_are_named(run: Run) -> None:
 def combine_distributed_tensors(shape: tuple[int, ...]) -> dict[str, Any]:
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    PartialState(cpu=True)
+    PartialState()
     mesh = torch.distributed.init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner"))["inner"]
     group = mesh.mesh.min().item()
     whole = torch.arange(6.0).view(3, 2) + 10 * group

@@ -38,7 +38,7 @@ def build(**options: Any) -> Any:
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     config = DataLoaderConfiguration(use_seedable_sampler=True)
-    return module.Run(Accelerator(cpu=True, dataloader_config=config, **options), seed=99)
+    return module.Run(Accelerator(dataloader_config=config, **options), seed=99)
 
 
 def facts(name: str, rank: int = 0) -> Any:
@@ -188,7 +188,7 @@ def original() -> tuple[dict[str, Any], dict[Any, Any]]:
 def load_shards(kind: str, version: int | None, copy: str) -> Any:
     """What the first process holds after it has loaded one object at a time, and a folder of a whole run."""
     plugin = None if version is None else FullyShardedDataParallelPlugin(fsdp_version=version)
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(fsdp_plugin=plugin)
     model: Any = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1.0))
     accelerator.backward(model(torch.ones(2, 6)).square().sum())

@@ -59,7 +59,7 @@ def read(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def leave(folder: str, options: str, size: Any) -> dict[str, Any]:
-    accelerator = Accelerator(cpu=True, **OPTIONS[options])
+    accelerator = Accelerator(**OPTIONS[options])
     model = build()
     prepared = accelerator.prepare(model)
     loss = prepared(torch.arange(7)).float().sum()
@@ -142,7 +142,7 @@ def outputs(model: Any, family: str) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_our_checkpoints(tmp_path: Path, family: str, size: str, safe: bool) -> None:
     model = make(family)
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     accelerator.save_model(accelerator.prepare(model), tmp_path, size, safe)
     model.config.save_pretrained(tmp_path)
     assert len(list(tmp_path.glob("*.index.json"))) == (size == "5KB")
@@ -153,7 +153,7 @@ def test_transformers_reads_our_checkpoints(tmp_path: Path, family: str, size: s
 
 
 def leave_transformer(folder: str, family: str) -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+    accelerator = Accelerator(mixed_precision="bf16")
     model = accelerator.prepare(make(family))
     accelerator.save_model(model, folder, "5KB")
     accelerator.unwrap_model(model).config.save_pretrained(folder)

@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 def prepared(way: str) -> tuple[Any, Any, Any]:
     plugin = FullyShardedDataParallelPlugin(**WAYS[way])
-    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    accelerator = Accelerator(fsdp_plugin=plugin)
     model = Net(fixed=way != "fsdp1")
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
     for _ in range(2):

@@ -179,7 +179,7 @@ def reset_and_build_again() -> list[Any]:
     group = dist.group.WORLD
     AcceleratorState._reset_state(reset_partial_state=True)
     empty = PartialState._shared_state == {} and AcceleratorState._shared_state == {}
-    state = AcceleratorState(mixed_precision="bf16", cpu=True, _from_accelerator=True)
+    state = AcceleratorState(mixed_precision="bf16", _from_accelerator=True)
     wait_for_everyone()
     state.wait_for_everyone()
     return [

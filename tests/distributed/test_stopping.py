@@ -30,7 +30,7 @@ print("saved " + " ".join(map(str, saved)) + "\\n", end="", flush=True)  # one w
 
 def train(target: str, killed: tuple[int, int, int] | None, pause: float = 0.0) -> tuple[int, int, int]:
     """Train until asked to stop; at (step, rank) a process gets a signal. Return rank, step, saves."""
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     net = torch.nn.Linear(2, 1)
     model, optimizer, loader = accelerator.prepare(
         net, torch.optim.SGD(net.parameters(), lr=0.1), DataLoader(torch.ones(100_000, 2))
@@ -74,7 +74,7 @@ def test_one_rank_gets_sigterm_and_all_stop_at_one_step(
 
 
 def saves_only(target: str) -> list[int]:
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     saved = []
     for step in range(3000):
         if step == 100 and accelerator.process_index == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +34,6 @@ def train(name: str, mesh: dict[str, int], ties: bool, sharded: bool = False) ->
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
     accelerator = Accelerator(
-        cpu=True,
         parallelism_config=ParallelismConfig(**mesh) if mesh else None,
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if sharded else None,
     )
@@ -77,3 +77,49 @@ def test_losses_are_those_of_one_process(
     for found, found_norm in run(train, name, mesh, ties, sharded, processes=processes, timeout=180):
         assert found == pytest.approx(losses, abs=1e-5)
         assert found_norm == pytest.approx(norm, abs=1e-4)
+
+
+class Layers(torch.nn.Module):
+    """Two layers that ranks share, between two that each rank has whole."""
+
+    tp_plan = {"up": "colwise", "down": "rowwise"}
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.up = torch.nn.Linear(4, 6), torch.nn.Linear(6, 8)
+        self.down, self.last = torch.nn.Linear(8, 6), torch.nn.Linear(6, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.down(self.up(self.first(x)).tanh()))
+
+
+def train_layers(mesh: dict[str, int], options: dict[str, bool], folder: str) -> list[float]:
+    """Four updates with two rounds each, whose losses are sums; the state is saved and loaded half-way."""
+    config = ParallelismConfig(**mesh) if mesh else None
+    accelerator = Accelerator(parallelism_config=config, gradient_accumulation_steps=2)
+    model = Layers()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), 0.1, **options))  # type: ignore[arg-type]
+    x = torch.arange(12.0, device=accelerator.device).view(3, 4) / 12
+    losses = []
+    for round_ in range(8):
+        with accelerator.accumulate(model, num_items=3):
+            loss = model(x).square().sum()
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0) if accelerator.sync_gradients else None
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        if round_ == 3:
+            accelerator.save_state(folder)
+            accelerator.load_state(folder)
+    return losses
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+def test_one_optimizer_steps_layers_that_are_shared_and_whole_ones(
+    run: Run, options: dict[str, bool], tmp_path: Path
+) -> None:
+    (expected,) = run(train_layers, {}, options, str(tmp_path / "one"), processes=1)
+    for found in run(train_layers, {"tp_size": 2}, options, str(tmp_path / "two")):
+        assert found == pytest.approx(expected, abs=1e-4)

@@ -15,7 +15,7 @@ MIB = 2**20
 def log_on_all(folder: str) -> tuple[str, str, list[str]]:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=folder)
+    accelerator = Accelerator(log_with="tensorboard", project_dir=folder)
     accelerator.init_trackers("run", config={"lr": 0.1})
     accelerator.log({"loss": 1.0}, step=1)
     tracker = accelerator.get_tracker("tensorboard")
@@ -28,7 +28,7 @@ def log_on_all(folder: str) -> tuple[str, str, list[str]]:
 def measure_a_block() -> tuple[int, list[int]]:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=True)
+    accelerator = Accelerator()
     with accelerator.peak_memory() as used:
         if accelerator.process_index == 1:
             np.ones(300 * MIB // 8)

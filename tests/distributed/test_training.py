@@ -29,7 +29,7 @@ def network(seed: int = 1) -> torch.nn.Module:
 
 
 def weights(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in extract_model_from_parallel(model).parameters()]
+    return [p.detach().cpu().clone() for p in extract_model_from_parallel(model).parameters()]
 
 
 def train(
@@ -137,7 +137,7 @@ def accumulated_gradients(batch_size: int, steps: int) -> list[torch.Tensor]:
     for _, (inputs, targets) in zip(range(steps), loader, strict=False):
         with accelerator.accumulate(model):
             accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
-    return [p.grad.clone() for p in extract_model_from_parallel(model).parameters()]
+    return [p.grad.cpu() for p in extract_model_from_parallel(model).parameters()]
 
 
 def test_accumulated_gradients_equal_those_of_one_big_batch(run: Run, one_process: Any) -> None:
@@ -288,7 +288,7 @@ def wrap_once() -> dict[str, bool]:
         "unwrapped": accelerator.unwrap_model(prepared) is model,
         "frozen": still is frozen,
         "evaluation": type(evaluated).__name__ == "Sequential",
-        "label": accelerator.distributed_type == "MULTI_CPU" and not accelerator.multi_device,
+        "label": accelerator.multi_device or accelerator.distributed_type == "MULTI_CPU",
         "clean names": set(accelerator.get_state_dict(prepared)) == set(model.state_dict()),
     }
 

@@ -343,8 +343,9 @@ def rescale_gradients(models: Iterable[nn.Module], factor: float) -> None:
         return
     parameters = {id(p): p for model in models for p in model.parameters()}
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
-    dense = [gradient for gradient in gradients if not gradient.is_sparse]
     with torch.no_grad():
+        # torch multiplies no list of distributed and plain tensors
+        dense = [ops.local_tensor(gradient) for gradient in gradients if not gradient.is_sparse]
         if dense:
             torch._foreach_mul_(dense, factor)
         for gradient in gradients:

@@ -47,8 +47,10 @@ from accelerate.ops.packed import (
     gather_objects as gather_objects,
     gather_packed as gather_packed,
     is_dtensor as is_dtensor,
+    local_tensor as local_tensor,
     reduce_packed as reduce_packed,
     share_numbers as share_numbers,
+    whole_tensor as whole_tensor,
     whole_tensors as whole_tensors,
 )
 from accelerate.ops.packing import (

@@ -145,9 +145,23 @@ def is_dtensor(value: object) -> bool:
     return type(value) is not Tensor and isinstance(value, Tensor) and hasattr(value, "full_tensor")
 
 
+def local_tensor(value: Any) -> Any:
+    """Return the part of a distributed tensor that this rank holds; another tensor as it is."""
+    return value.to_local() if is_dtensor(value) else value
+
+
+def whole_tensor(value: Any) -> Tensor:
+    """Return the whole of a distributed tensor, on the device of its mesh; called on all ranks.
+
+    Parts that are offloaded to the CPU are moved first: the process group may have no backend for the CPU.
+    """
+    whole: Tensor = value.to(value.device_mesh.device_type).full_tensor()
+    return whole
+
+
 def whole_tensors(data: Any) -> Any:
     """Return nested data with whole tensors instead of distributed ones; called on all ranks."""
-    return recursively_apply(lambda leaf: leaf.full_tensor(), data, test_type=is_dtensor)
+    return recursively_apply(whole_tensor, data, test_type=is_dtensor)
 
 
 def _gather_leaf(leaf: Tensor, transport: Transport, call: Call) -> Tensor:
@@ -178,7 +192,7 @@ def _reduce_leaf(leaf: Tensor, how: str, scale: float, transport: Transport, cal
 def _whole_and_first_ranks(leaf: Any, transport: Transport) -> tuple[Tensor, list[int]]:
     """The whole tensor, and the first rank of each group that shares one."""
     ranks = leaf.device_mesh.mesh
-    whole = leaf.full_tensor()
+    whole = whole_tensor(leaf)
     if ranks.numel() == transport.size:
         return whole, [0]
     return whole, sorted(set(transport.gather_object(int(ranks.min()))))

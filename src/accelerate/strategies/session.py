@@ -219,6 +219,22 @@ class ReplacedParameters(WeakIdKeyDictionary):
         return ReplacedParameters, (), None, None, iter(pairs)
 
 
+def update_singly(optimizer: torch.optim.Optimizer) -> bool:
+    """Let groups of parameters on different meshes, or on one and on none, be updated one by one.
+
+    torch's implementations for lists of tensors, its default on accelerators, refuse such a list. Returns
+    whether the optimizer had one of these.
+    """
+    has_changed = False
+    for group in getattr(optimizer, "param_groups", ()):
+        meshes = {getattr(p, "device_mesh", None) for p in group["params"] if p.requires_grad}
+        for name in ("foreach", "fused"):
+            if len(meshes) > 1 and group.get(name, False) is not False:
+                group[name] = False
+                has_changed = True
+    return has_changed
+
+
 class PrepareSession:
     """What the `prepare` calls of one run share, and what is known only while one of them runs.
 
@@ -250,12 +266,13 @@ class PrepareSession:
 
     def remap(self, optimizers: Iterable[Any]) -> None:
         """Let optimizers step the parameters that have taken the places of those they were built on."""
-        if not len(self.replaced):
-            return
         mapping: Mapping[Tensor, Tensor] = self.replaced
         for optimizer in optimizers:
             inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-            fsdp2_switch_optimizer_parameters(inner, mapping)
+            if len(self.replaced):
+                fsdp2_switch_optimizer_parameters(inner, mapping)
+            if update_singly(inner):
+                inner.register_load_state_dict_post_hook(update_singly)  # type: ignore[arg-type]
 
     def clear(self) -> None:
         """Remove all objects and parameters."""

@@ -155,8 +155,15 @@ class Call {
 
   void run_later() {
     Stack inputs, views;
-    for (const IValue& argument : arguments_)
-      inputs.push_back(on_host(argument));
+    std::vector<std::pair<Tensor, Tensor>> outputs;
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      inputs.push_back(on_host(arguments_[i]));
+      if (schema_.arguments()[i].is_out() && inputs.back().isTensor()) { // kernels may resize it more than once
+        const Tensor view = inputs.back().toTensor();
+        outputs.emplace_back(view, at::empty({0}, view.options()));
+        inputs.back() = outputs.back().second;
+      }
+    }
     for (size_t i = 0; i < shapes_.size(); ++i) {
       if (push_alias(i)) {
         views.emplace_back();
@@ -171,8 +178,10 @@ class Call {
       views.push_back(map_tensors(result, host_tensor));
     }
     const auto op = op_;
-    current_stream(device_).launch([op, inputs, views]() mutable {
+    current_stream(device_).launch([op, inputs, views, outputs]() mutable {
       op.callBoxed(&inputs);
+      for (const auto& [view, output] : outputs)
+        view.copy_(output);
       for (size_t i = 0; i < views.size(); ++i)
         fill(views[i], inputs[i]);
     });

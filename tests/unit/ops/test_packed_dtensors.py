@@ -11,6 +11,8 @@ from accelerate.ops import Call, Transport, gather_packed, is_dtensor, reduce_pa
 
 
 class Mesh:
+    device_type = "cpu"
+
     def __init__(self, *ranks: int) -> None:
         self.mesh = torch.tensor(ranks)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, wrong_value
+from accelerate.ops import whole_tensor
 from accelerate.state import AcceleratorState
 from accelerate.strategies.axes import share_layers
 from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
@@ -149,7 +150,7 @@ class DistributedTensors(Sharded):
         gathered: dict[int, Tensor] = {}  # tied tensors stay one
         for name, value in source.state_dict(keep_vars=True).items():
             if id(value) not in gathered:
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                whole = whole_tensor(value) if isinstance(value, DTensor) else value
                 gathered[id(value)] = whole.detach().cpu() if self.keeps_whole_states else whole.new_empty(0)
             state[name] = gathered[id(value)]
         return state if self.keeps_whole_states else {}
@@ -266,7 +267,7 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
     def gather(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        whole = value.full_tensor()
+        whole = whole_tensor(value)
         return whole.cpu() if keep else None
 
     whole = {
