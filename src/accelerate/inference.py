@@ -208,8 +208,9 @@ class Schedule:
         self._steps = ScheduleGPipe(stage, num_chunks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Send a batch through; arguments on the first process, outputs on the last."""
-        return self._steps.step(*iterate_tensors((args, kwargs)))
+        """Send a batch through; arguments on the first process, outputs on the last, each on its device."""
+        tensors = send_to_device(list(iterate_tensors((args, kwargs))), PartialState().device)
+        return self._steps.step(*tensors)
 
     def find_mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         """Return why a batch does not fit the stages, which are made for one kind; "" where it does."""

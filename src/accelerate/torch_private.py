@@ -192,6 +192,19 @@ def uncompiled(module: Any) -> Any:
     return getattr(module, "_orig_mod", module)
 
 
+def num_collectives(group: Any) -> int | None:
+    """Return how many collectives this process has issued on a process group; no public counter has it.
+
+    None where torch does not know it: for backends that are not its own.
+    """
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError as error:
+        if "sequence number" in str(error):
+            return None
+        raise
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether `module.compile()` was called, which leaves only a private mark."""
     return getattr(module, "_compiled_call_impl", None) is not None
@@ -205,8 +218,6 @@ uses_original_parameters: Callable[[Any], bool] = attrgetter("_use_orig_params")
 """Whether a unit of FSDP 1 was built with use_orig_params, which is no public attribute."""
 requested_samples: Callable[[Any], int | None] = attrgetter("_num_samples")
 """The num_samples that a RandomSampler was built with; its public attribute hides a None."""
-num_collectives: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
-"""How many collectives this process has issued on a process group; no public counter has it."""
 memory_dump: Callable[[Any], Callable[[str], None]] = attrgetter("_dump_snapshot")
 """What writes the allocations that a device's memory module has recorded to a file."""
 comm_hooks: Callable[[Any], Sequence[Any]] = attrgetter("_comm_hooks")

@@ -9,17 +9,22 @@ from typing import Any
 
 import pytest
 import torch
+from tests.contract import test_strategy
 from tests.device import test_generic_row, test_memory, test_training
 from tests.simulated_device import module, sim
 from torch import Tensor
 
+from accelerate import Accelerator
 from accelerate.data_loader import loaders
 from accelerate.devices import hardware_table
 from accelerate.hooks import StreamTransfer, align
 from accelerate.nested import send_to_device
-from accelerate.strategies import Strategy
+from accelerate.state import process_group
+from accelerate.strategies import Strategy, session
+from accelerate.strategies.fsdp import strategies as fsdp_strategies
 
 pytestmark = pytest.mark.usefixtures("states")
+Run = Callable[..., list[Any]]
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -171,6 +176,29 @@ def log_in_the_background(tmp_path: Path) -> None:
     test_memory.test_a_logged_tensor_keeps_its_value()
 
 
+def offloaded_shards_gathered_where_they_are(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(fsdp_strategies, "whole_tensor", lambda value: value.full_tensor())
+
+
+def shared_and_whole_layers_updated_together(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(session, "update_singly", lambda optimizer: False)
+
+
+def collectives_not_waited_for(patch: pytest.MonkeyPatch) -> None:
+    reduce = torch.distributed.all_reduce
+    patch.setattr(
+        torch.distributed, "all_reduce", lambda *args, **kwargs: reduce(*args, **{**kwargs, "async_op": True})
+    )
+
+
+def barrier_of_no_device(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(process_group, "wait", lambda device: torch.distributed.barrier())
+
+
+def every_rank_on_the_first_device(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(type(hardware_table.detect()), "device", lambda self, index: torch.device("sim", 0))
+
+
 FAULTS: list[tuple[Plant, Callable[[Path], None]]] = [
     (no_wait_for_prefetched_weights, prefetch),
     (prefetched_weights_not_recorded, prefetch_ahead),
@@ -210,3 +238,55 @@ def test_a_planted_fault_is_found(
 @pytest.mark.parametrize("check", sorted({check for _, check in FAULTS}, key=lambda check: check.__name__))
 def test_nothing_is_found_without_a_fault(check: Callable[[Path], None], tmp_path: Path) -> None:
     check(tmp_path)
+
+
+def train_offloaded() -> None:
+    plugin, mesh, _ = test_strategy.WAYS["fsdp2 offload"]
+    test_strategy.train(plugin, mesh)
+
+
+def train_shared_layers() -> None:
+    plugin, mesh, _ = test_strategy.WAYS["tp"]
+    test_strategy.train(plugin, mesh)
+
+
+def reduce() -> None:
+    accelerator = Accelerator()
+    sim.set_late("all")
+    for number in range(1, 4):
+        own = torch.full((1000,), float(number * accelerator.num_processes**accelerator.process_index))
+        assert accelerator.reduce(own.to(accelerator.device)).cpu().eq(3 * number).all()
+
+
+def wait() -> None:
+    Accelerator().wait_for_everyone()
+
+
+def train_ddp() -> None:
+    test_training.train_as("ddp", late="none")
+
+
+FAULTS_OF_TWO_RANKS: list[tuple[Plant, Callable[[], None]]] = [
+    (offloaded_shards_gathered_where_they_are, train_offloaded),
+    (shared_and_whole_layers_updated_together, train_shared_layers),
+    (collectives_not_waited_for, reduce),
+    (barrier_of_no_device, wait),
+    (every_rank_on_the_first_device, train_ddp),
+]
+
+
+def is_found(plant: Plant | None, check: Callable[[], None]) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        if plant is not None:
+            plant(patch)
+        try:
+            check()
+        except (AssertionError, RuntimeError, UserWarning):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("plant", "check"), FAULTS_OF_TWO_RANKS, ids=lambda value: value.__name__)
+def test_a_fault_planted_on_two_ranks_is_found(run: Run, plant: Plant, check: Callable[[], None]) -> None:
+    assert any(run(is_found, plant, check))
+    assert not any(run(is_found, None, check))

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from tests.simulated_device import sim
 
 from accelerate import Accelerator, PartialState
 from accelerate.base import ConfigurationError
@@ -17,7 +18,7 @@ from accelerate.utils import DistributedType
 def test_it_is_found() -> None:
     hardware_table.detect.cache_clear()
     backend = hardware_table.detect()
-    assert (backend.name, backend.comm, backend.count()) == ("sim", "simccl", 2)
+    assert (backend.name, backend.comm, backend.count()) == ("sim", "simccl", sim.device_count())
     assert hardware_table.named("sim") is of_device(torch.device("sim:1")) is backend
     assert hardware_table.get_current_device_type() == ("sim", "MULTI_GPU")
     assert of_device(torch.device("meta")).name == ""
@@ -27,7 +28,7 @@ def test_it_is_found() -> None:
 
 def test_the_launcher_counts_its_devices() -> None:
     backend, count = hardware_table.count_visible({})
-    assert (backend.name, count) == ("sim", 2)
+    assert (backend.name, count) == ("sim", sim.device_count())
 
 
 @pytest.mark.usefixtures("states")

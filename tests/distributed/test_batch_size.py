@@ -37,9 +37,9 @@ def search(failing_rank: int | None, when: str, patience: float) -> dict[str, An
         if full and when == "before":
             run_out()
         if when != "alone":
-            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+            model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1).to(state.device))
             kept_alive.append(model)
-            loss = model(torch.ones(batch_size, 2)).sum()
+            loss = model(torch.ones(batch_size, 2, device=state.device)).sum()
             if full:
                 run_out()
             loss.backward()
@@ -61,6 +61,7 @@ def search(failing_rank: int | None, when: str, patience: float) -> dict[str, An
     }
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("failing_rank", "when", "kept"),
     [

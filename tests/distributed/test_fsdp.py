@@ -108,10 +108,10 @@ def adapted_in_bfloat16() -> nn.Module:
 MODELS = (plain, frozen, tied, mixed, adapted, adapted_in_bfloat16)
 
 
-def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(device: torch.device | str = "cpu") -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(2)
     for _ in range(3):
-        x = torch.randn(4, 3, generator=generator)
+        x = torch.randn(4, 3, generator=generator).to(device)
         yield x, x.sum(1, keepdim=True)
 
 
@@ -136,8 +136,10 @@ def train_plain(*models: nn.Module) -> list[dict[str, torch.Tensor]]:
 
 def train(accelerator: Accelerator, optimizer: Any, *models: nn.Module) -> list[dict[str, torch.Tensor]]:
     """Train on the same batches on all ranks, so that their mean is that of one."""
-    for x, y in batches():
-        accelerator.backward(sum((loss_of(model, x, y) for model in models), torch.zeros(())))
+    for x, y in batches(accelerator.device):
+        accelerator.backward(
+            sum((loss_of(model, x, y) for model in models), torch.zeros((), device=accelerator.device))
+        )
         accelerator.clip_grad_norm_((p for model in models for p in model.parameters()), 0.3)
         optimizer.step()
         optimizer.zero_grad()
@@ -268,7 +270,7 @@ def train_low(version: int, number_format: str) -> None:
     model = mixed()
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.02))
     before = accelerator.get_state_dict(model)
-    x, y = next(batches())
+    x, y = next(batches(accelerator.device))
     losses = []
     for _ in range(12):
         output = model(x)
@@ -305,7 +307,7 @@ def train_in_float8(folder: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(4)))
     model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.02))
-    x = torch.randn(16, 32)
+    x = torch.randn(16, 32).to(accelerator.device)
     losses = []
     for _ in range(12):
         loss = (model(x) - x).square().mean()
@@ -341,7 +343,7 @@ def skip_together(version: int) -> list[bool]:
     accelerator = Accelerator(mixed_precision="fp16", fsdp_plugin=plugin_of(version, use_orig_params=True))
     model = plain()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
-    x, y = next(batches())
+    x, y = next(batches(accelerator.device))
     accelerator.backward(loss_of(model, x, y))
     own = [p.grad for p in model.parameters() if p.grad is not None and p.grad.numel()][0]
     part = own.to_local() if version == 2 else own
@@ -381,7 +383,7 @@ def look_at_the_edges(version: int) -> list[str]:
     whole = accelerator.prepare_model(plain(), evaluation_mode=True)
     assert type(whole) is Net
     assert [p.shape for p in whole.parameters()] == [p.shape for p in plain().parameters()]
-    evaluated = prepared(next(batches())[0])
+    evaluated = prepared(next(batches(accelerator.device))[0])
     accelerator.backward(evaluated.sum())
     accelerator.clip_grad_value_(prepared.parameters(), 0.01)
     for parameter in prepared.parameters():
@@ -418,7 +420,7 @@ def evaluate_apart(version: int, number_format: str, trained: bool) -> int:
     )
     model = plain()
     model, optimizer = accelerator.prepare(model, make_optimizer(model))
-    x, _ = next(batches())
+    x, _ = next(batches(accelerator.device))
     if trained:
         accelerator.backward(model(x).sum())
         optimizer.zero_grad()
@@ -437,6 +439,7 @@ def evaluate_apart(version: int, number_format: str, trained: bool) -> int:
     return sum(p.numel() if version == 1 else p.to_local().numel() for p in model.parameters())
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("version", "number_format", "trained"),
     [
@@ -536,7 +539,7 @@ def prepare_in_odd_orders(version: int) -> dict[str, list[bool]]:
         AcceleratorState._reset_state()
         accelerator = Accelerator(fsdp_plugin=plugin_of(version, use_orig_params=True))
         model = plain()
-        x, y = next(batches())
+        x, y = next(batches(accelerator.device))
         if order == "optimizer first":
             optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
             model = accelerator.prepare(model)

@@ -72,7 +72,9 @@ def go_through(points: Any, gather: bool, sizes: list[int]) -> dict[str, Any]:
             x = (torch.arange(size * 3).view(size, 3) * 7) % 11
             weight = torch.rand(size, 3, generator=torch.Generator().manual_seed(size))
             output = model(x, mask=weight)
-            found.append(None if output is None else torch.allclose(output, plain(x, weight), atol=1e-6))
+            found.append(
+                None if output is None else torch.allclose(output.cpu(), plain(x, weight), atol=1e-6)
+            )
         with pytest.raises(ValueError, match=r"the example was.*int64\[3\]"):
             model(x[:, :2], mask=weight[:, :2])
     return {"rank": state.process_index, "equal": found, "points": model.hf_split_points}
@@ -117,7 +119,7 @@ def send_views() -> bool:
     x = torch.randn(4, 4, 4)
     prepare_pippy(model, ["second"], example_args=(x,), gather_output=True)
     with torch.no_grad():
-        return torch.allclose(model(x), plain(x))
+        return torch.allclose(model(x).cpu(), plain(x))
 
 
 def test_views_cross_the_border_of_a_stage(run: Run) -> None:

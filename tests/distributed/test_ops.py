@@ -309,6 +309,7 @@ def refuse_mismatches() -> list[str]:
     return texts
 
 
+@pytest.mark.cpu_only
 def test_mismatches_are_refused_on_every_process(run: Run) -> None:
     first, second = run(refuse_mismatches)
     assert first == second
@@ -429,6 +430,7 @@ def count_collectives() -> dict[str, int]:
     }
 
 
+@pytest.mark.cpu_only
 def test_one_collective_for_a_small_structure(run: Run) -> None:
     for counts in run(count_collectives):
         assert counts == {
@@ -457,6 +459,7 @@ def call_different_operations() -> list[str]:
     return texts
 
 
+@pytest.mark.cpu_only
 def test_different_operations_are_refused_on_every_process(run: Run) -> None:
     first, second = run(call_different_operations)
     path = "accelerate.utils.operations"
@@ -518,6 +521,7 @@ def combine_distributed_tensors(shape: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.cpu_only
 def test_a_distributed_tensor_is_one_value(run: Run) -> None:
     for found in run(combine_distributed_tensors, (1, 2)):
         torch.testing.assert_close(found["gather"]["shared"], found["whole"])

@@ -75,6 +75,7 @@ def test_one_process_for_each_pod_needs_no_local_rank(run: Run, opens_first: boo
         assert facts["knows"]
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("processes", [2, 3])
 def test_every_process_has_its_ranks(run: Run, processes: int) -> None:
     for rank, facts in enumerate(run(describe, processes=processes)):
@@ -326,6 +327,7 @@ def share_threads() -> int:
     return torch.get_num_threads()
 
 
+@pytest.mark.cpu_only
 def test_processes_share_the_cores(run: Run) -> None:
     threads = set(run(share_threads))
     assert len(threads) == 1

@@ -40,6 +40,7 @@ def train(name: str, mesh: dict[str, int], ties: bool, sharded: bool = False) ->
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = torch.randint(1, 30, (2, 8), generator=torch.Generator().manual_seed(1))
+    tokens = tokens.to(accelerator.device)
     losses, norm = [], 0.0
     for _ in range(4):
         loss = model(input_ids=tokens, labels=tokens).loss

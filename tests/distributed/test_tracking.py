@@ -46,6 +46,7 @@ def test_the_first_process_alone_writes(run: Callable[..., Any], tmp_path: Path)
     assert len(writers) == 1
 
 
+@pytest.mark.cpu_only
 def test_each_rank_has_its_own_peak(run: Callable[..., Any]) -> None:
     (first, peaks), (second, same) = run(measure_a_block)
     assert peaks == same == [first, second]

@@ -153,6 +153,21 @@ def check_workers() -> None:
     assert callable(getattr(torch.utils.data._utils.worker, torch_private.WORKER_LOOP))
 
 
+def test_collectives_of_backends_that_do_not_count_them_are_unknown() -> None:
+    class Group:
+        def __init__(self, error: str) -> None:
+            self.error = error
+
+        def _get_sequence_number_for_group(self) -> int:
+            raise RuntimeError(self.error)
+
+    assert (
+        torch_private.num_collectives(Group("ProcessGroup x does not yet support sequence numbers.")) is None
+    )
+    with pytest.raises(RuntimeError, match="closed"):
+        torch_private.num_collectives(Group("the connection was closed"))
+
+
 def check_groups() -> None:
     before = torch_private.num_collectives(dist.group.WORLD)
     dist.all_reduce(torch.ones(1))

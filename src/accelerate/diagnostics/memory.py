@@ -274,7 +274,8 @@ class StoreAttempts(Attempts):
         if summary["fits"]:
             return False
         # Where all ranks have issued the same number of collectives, the next ones meet.
-        in_step = summary["issued"] == [_collectives_issued()]
+        issued = _collectives_issued()
+        in_step = issued is not None and summary["issued"] == [issued]
         if self._channel.decide("fate", "keep" if in_step else "close") == "close":
             self._reopen_group()
         return True
@@ -373,7 +374,7 @@ def _is_closing(channel: StoreChannel) -> bool:
 
 
 def _collectives_issued() -> int | None:
-    """How many collectives this process has issued on the default group; None when it was closed."""
+    """How many collectives this process has issued; None for a closed group, or where it is unknown."""
     return torch_private.num_collectives(dist.group.WORLD) if dist.is_initialized() else None
 
 

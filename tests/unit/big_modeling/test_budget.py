@@ -143,6 +143,7 @@ class FakeBackend:
         return 1000 * (index + 1)
 
 
+@pytest.mark.cpu_only
 def test_the_default_budget_is_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hardware_table.CPU.__class__, "free_memory", lambda self, index=0: 10000)
     assert get_max_memory() == {"cpu": 10000}

@@ -51,6 +51,7 @@ def test_one_device_in_two_spellings() -> None:
     assert [device_key(place) for place in places] == ["0", "0", "0", "1", "cpu", "mps", "meta", "cpu"]
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize(
     ("device_map", "said"),
     [

@@ -415,6 +415,7 @@ def empty() -> Net:
         return Net().eval()
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("kind", ["safe", "torch"])
 @pytest.mark.parametrize(
     "device_map", ["auto", "sequential", {"": "cpu", "layers": "disk"}, {"": "disk"}, None]

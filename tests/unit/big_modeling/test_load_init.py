@@ -63,6 +63,7 @@ def test_one_inside_the_other() -> None:
     assert inner.weight.device.type == outer.weight.device.type == "meta"
 
 
+@pytest.mark.cpu_only
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ConfigurationError, match="accelerators"), init_on_device(0):
         pass

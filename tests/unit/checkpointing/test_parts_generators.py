@@ -29,6 +29,7 @@ def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(1).item()
 
 
+@pytest.mark.cpu_only
 def test_restored_generators_repeat_their_numbers() -> None:
     states = capture_generators()
     assert set(states) == {"random_state", "numpy_random_seed", "torch_manual_seed"}

@@ -65,6 +65,7 @@ def test_a_model_on_the_device_does_not_offload_others() -> None:
     assert vars(two) == {"model": second, "hook": second._hf_hook}
 
 
+@pytest.mark.cpu_only
 def test_the_default_device_is_that_of_the_process() -> None:
     hook = CpuOffload()
     assert hook.execution_device == torch.device("cpu")

@@ -60,6 +60,7 @@ def test_a_filter_of_the_user_decides() -> None:
     assert float8_layers(model) == ["0", "4"]
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("gathers", [True, False])
 def test_training_in_float8_learns(states: None, gathers: bool) -> None:
     handlers = [AORecipeKwargs(enable_fsdp_float8_all_gather=gathers)]
