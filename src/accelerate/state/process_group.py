@@ -360,7 +360,7 @@ def wait(device: torch.device) -> None:
     """Wait until all ranks of the default group have come here; refused where the group is closed."""
     if is_open():
         # Without the index, torch warns where it has not been given with the group.
-        on_device = device.type != "cpu" and device.index is not None and dist.get_backend() != "gloo"
+        on_device = device.index is not None and dist.get_backend() != "gloo"
         dist.barrier(device_ids=[device.index] if on_device else None)
     elif of_device(device).own_runtime:
         import_module("torch_xla.core.xla_model").rendezvous("accelerate.wait_for_everyone")
