@@ -28,6 +28,7 @@ COMMANDS = {
     ),
     "launch": ("launch:launch_command_parser", "Run a script on one or several processes."),
     "merge-weights": ("merge:merge_command_parser", "Merge a sharded checkpoint into whole weights."),
+    "report": ("report:report_command_parser", "Write one page about a run, or about several side by side."),
     "test": ("test:test_command_parser", "Check that training works on this machine."),
     "to-fsdp2": ("to_fsdp2:to_fsdp2_command_parser", "Write a configuration file of FSDP 1 for FSDP 2."),
     "tpu-config": ("tpu:tpu_command_parser", "Run set-up commands on all hosts of a TPU pod."),

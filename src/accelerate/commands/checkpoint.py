@@ -185,22 +185,28 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _survey(folder: Path, *, deep: bool) -> list[Row]:
     """Describe all checkpoints below a folder; `deep` compares the checksums of their files."""
-    from accelerate.checkpointing import retention
-
     _check_folder(folder, "name one with checkpoints")
-    rows = []
     with progress_bar("Verifying"):
-        for path in retention.checkpoints_below(Path(os.path.abspath(folder))):
-            manifest, fault = retention.look_at(path, deep=deep)
-            facts: dict[str, Any] = {}
-            if manifest is not None:
-                step = max(manifest.run.get("updates", []), default=0) or manifest.step
-                facts = {"step": step, "epoch": manifest.epoch, "created": manifest.created}
-                facts |= {"bytes": manifest.size, "processes": manifest.world_size}
-            complete = manifest is not None and not fault
-            rows.append(Row(path.name, complete, fault, path=str(path), **facts))
+        rows = find_rows(folder, deep=deep)
     if not rows:
         raise CheckpointError(f"{folder} holds no checkpoint.")
+    return rows
+
+
+def find_rows(folder: Path, *, deep: bool) -> list[Row]:
+    """Describe all checkpoints below a folder, none where there are none."""
+    from accelerate.checkpointing import retention
+
+    rows = []
+    for path in retention.checkpoints_below(Path(os.path.abspath(folder))):
+        manifest, fault = retention.look_at(path, deep=deep)
+        facts: dict[str, Any] = {}
+        if manifest is not None:
+            step = max(manifest.run.get("updates", []), default=0) or manifest.step
+            facts = {"step": step, "epoch": manifest.epoch, "created": manifest.created}
+            facts |= {"bytes": manifest.size, "processes": manifest.world_size}
+        complete = manifest is not None and not fault
+        rows.append(Row(path.name, complete, fault, path=str(path), **facts))
     return rows
 
 

@@ -1,0 +1,62 @@
+"""A report as one page of HTML, which loads nothing and shows one run, or several side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from base64 import b64encode
+from collections.abc import Sequence
+from datetime import datetime, timezone
+from importlib.resources import files
+from xml.etree.ElementTree import Element
+
+from accelerate.report import sections
+from accelerate.report.markup import render, tag
+from accelerate.report.reading import Run
+
+
+def write_page(runs: Sequence[Run], now: float | None = None) -> str:
+    """Return the page.
+
+    Args:
+        runs: One, or several that are compared.
+        now: When the page is made, in seconds since the epoch; None: now.
+    """
+    now = time.time() if now is None else now
+    title = " and ".join(run.name for run in runs)
+    style, script = _own_file("page.css"), _own_file("page.js")
+    digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # The browser loads nothing for the page, and runs no other script.
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=policy),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("link", rel="icon", href="data:,"),
+        tag("title", title),
+        tag("style", style),
+    )
+    parts: list[Element | None] = [
+        *sections.headings(runs, now),
+        *sections.failures(runs),
+        sections.conclusions(runs),
+        sections.values(runs),
+        sections.speed(runs),
+        sections.time_split(runs),
+        sections.ranks(runs),
+        sections.checkpoints(runs),
+        sections.starts(runs),
+        sections.events(runs),
+        sections.configuration(runs),
+        sections.machines(runs),
+    ]
+    made = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    footer = tag("p", f"Made by accelerate report on {made}.", class_="note")
+    return render(
+        tag("html", head, tag("body", tag("main", parts), footer, tag("script", script)), lang="en")
+    )
+
+
+def _own_file(name: str) -> str:
+    return (files("accelerate.report") / name).read_text(encoding="utf-8")

@@ -1,0 +1,304 @@
+"""Read the records of a run into what a report shows, in memory that does not grow with the steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from accelerate.base import wrong_value
+from accelerate.monitoring import (
+    PHASES,
+    Checkpoint,
+    Conclusion,
+    End,
+    Event,
+    RankTimes,
+    Record,
+    Start,
+    Values,
+    Window,
+    find_records,
+)
+from accelerate.report.series import Series, Split
+
+NAMES = 200
+"""Most names of values that a report tells apart; further ones are counted."""
+ENTRIES = 300
+"""Most entries of each list of a report: events, checkpoints, starts, conclusions."""
+DRAWN_RANKS = 8
+"""Ranks with lines of their own: the first ones. All ranks have a row in the table of ranks."""
+THROUGHPUT, MEMORY = "samples per second", "memory"
+STEPS_PER_SECOND = "steps per second"
+CONFIG = "config"
+"""Name of the event with what `init_trackers` got, as JSON."""
+LATEST, MOST_STEPS = 1e11, 1e15
+
+
+@dataclass
+class RankSummary:
+    """What the records of one rank say, over all its starts."""
+
+    rank: int
+    starts: int = 0
+    start: Start | None = None  # the last one
+    ends: list[End] = field(default_factory=list)  # after the last start: of the rank, and of the launcher
+    steps: int = 0
+    seconds: float = 0.0
+    seconds_by: dict[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
+    samples: int = 0
+    last_step: int = 0
+    last_time: float = 0.0
+    damaged: int = 0
+
+
+@dataclass
+class Entry:
+    """One event, conclusion or checkpoint, which several ranks or steps may have recorded."""
+
+    record: Event | Conclusion | Checkpoint
+    count: int = 1
+    ranks: set[int] = field(default_factory=set)
+    last_step: int = 0
+
+
+@dataclass
+class Entries:
+    """Entries by what they say, at most `ENTRIES`."""
+
+    by_key: dict[tuple[Any, ...], Entry] = field(default_factory=dict)
+    left_out: int = 0
+
+    def add(self, key: tuple[Any, ...], rank: int, record: Event | Conclusion | Checkpoint) -> Entry | None:
+        """Add a record; return the entry it belongs to, None where there are too many."""
+        entry = self.by_key.get(key)
+        if entry is None:
+            if len(self.by_key) >= ENTRIES:
+                self.left_out += 1
+                return None
+            entry = self.by_key[key] = Entry(record, 0)
+        entry.count += 1
+        entry.ranks.add(rank)
+        entry.last_step = max(entry.last_step, record.step)
+        return entry
+
+    def in_order(self) -> list[Entry]:
+        return sorted(self.by_key.values(), key=lambda entry: entry.record.time)
+
+
+@dataclass
+class Run:
+    """A run as its records describe it."""
+
+    folder: Path
+    name: str
+    ranks: dict[int, RankSummary] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)  # of the first rank
+    num_starts: int = 0
+    logged: dict[str, dict[int, Series]] = field(default_factory=dict)  # name -> rank -> what `log` got
+    observed: dict[str, dict[int, Series]] = field(default_factory=dict)  # of windows: loss, learning rate
+    measured: dict[str, dict[int, Series]] = field(default_factory=dict)  # of windows: throughput, memory
+    texts: dict[str, str] = field(default_factory=dict)  # the last text that was logged by a name
+    left_out: int = 0  # values of further names
+    split: Split = field(default_factory=Split)  # of the first rank
+    compute: dict[str, Series] = field(
+        default_factory=dict
+    )  # seconds of own work per step: least, mean, most
+    slow: dict[int, float] = field(default_factory=dict)  # rank -> greatest lag behind the mean
+    events: Entries = field(default_factory=Entries)
+    conclusions: Entries = field(default_factory=Entries)
+    checkpoints: Entries = field(default_factory=Entries)
+    config: dict[str, str] = field(default_factory=dict)  # what `init_trackers` got
+    stored: list[tuple[str, ...]] = field(default_factory=list)  # rows of checkpoints found in the folder
+
+    @property
+    def values(self) -> dict[str, dict[int, Series]]:
+        """The values by name and rank; where the program logs a name itself, only what it logs."""
+        return {**self.observed, **self.logged}
+
+    @property
+    def first_rank(self) -> int:
+        return min(self.ranks)
+
+    @property
+    def last_time(self) -> float:
+        return max(summary.last_time for summary in self.ranks.values())
+
+    def current(self) -> list[RankSummary]:
+        """Return the ranks that the last start has; all of them where no start was recorded."""
+        size = self.starts[-1].world_size if self.starts else 0
+        return [summary for rank, summary in sorted(self.ranks.items()) if not size or rank < size]
+
+    def ends(self) -> list[End]:
+        """Return how the ranks ended after the last start, failures first."""
+        ends = [end for summary in self.current() for end in summary.ends]
+        return sorted(ends, key=lambda end: (end.how != "failed", end.time))
+
+    def outcome(self) -> tuple[str, str]:
+        """Return how the run ended in one word, and a sentence about it."""
+        ends, current = self.ends(), self.current()
+        if ends and ends[0].how == "failed":
+            return "failed", "A rank failed."
+        missing = [summary.rank for summary in current if not summary.ends]
+        if missing:
+            ranks = f"rank {missing[0]}" if len(missing) == 1 else f"{len(missing)} of {len(current)} ranks"
+            return "no end", f"No end is recorded for {ranks}: still running, or killed."
+        if any(end.how == "stopped" for end in ends):
+            return "stopped", "The run was stopped by request."
+        return "finished", "All ranks finished."
+
+
+def read_run(folder: Path, name: str = "") -> Run:
+    """Read all records of a run; without a name it has that of its folder.
+
+    Raises:
+        ConfigurationError: There is no such folder, or there are no records in it.
+    """
+    if not folder.is_dir():
+        raise wrong_value("DIR", str(folder), "there is no such folder", "name the project_dir of a run")
+    run = Run(folder, name or folder.absolute().name or str(folder))
+    for records in find_records(folder):
+        summary = run.ranks.setdefault(records.rank, RankSummary(records.rank))
+        for record in records:
+            if _is_possible(record):
+                summary.last_time = max(summary.last_time, record.time)
+                _READERS[type(record)](run, summary, record)
+            else:
+                summary.damaged += 1
+        summary.damaged += records.damaged
+    if not run.ranks:
+        fix = "Pass project_dir to Accelerator, and name the same folder here"
+        raise wrong_value("DIR", str(folder), "no rank wrote records there", fix)
+    return run
+
+
+def _is_possible(record: Record) -> bool:
+    """Whether steps and time are numbers that a chart can show; a damaged file may have others."""
+    steps = (getattr(record, name, None) for name in ("step", "first", "last"))
+    return 0 <= record.time < LATEST and all(step is None or abs(step) < MOST_STEPS for step in steps)
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are numbers; an integer of more digits than a float has is infinite."""
+    return {name: _as_float(value) for name, value in values.items() if isinstance(value, (int, float))}
+
+
+def _as_float(value: float) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def _read_start(run: Run, summary: RankSummary, record: Start) -> None:
+    summary.starts += 1
+    summary.start = record
+    summary.ends = []
+    if summary.rank != run.first_rank:
+        return
+    run.num_starts += 1
+    if len(run.starts) == ENTRIES:
+        del run.starts[1]
+    run.starts.append(record)
+
+
+def _read_end(run: Run, summary: RankSummary, record: End) -> None:
+    summary.ends = [*summary.ends[-3:], record]
+
+
+def _read_window(run: Run, summary: RankSummary, record: Window) -> None:
+    steps = max(record.last - record.first + 1, 1)
+    summary.steps += steps
+    summary.seconds += record.seconds
+    summary.samples += record.samples
+    summary.last_step = record.last
+    summary.peak_memory = max(summary.peak_memory, record.peak_memory, record.memory)
+    seconds_by = _numbers(record.seconds_by)
+    for name in PHASES:
+        summary.seconds_by[name] = summary.seconds_by.get(name, 0.0) + seconds_by.get(name, 0.0)
+    if summary.rank == run.first_rank:
+        run.split.add(record.last, {name: seconds_by.get(name, 0.0) for name in PHASES})
+    _read_numbers(run, run.observed, summary.rank, record.last, _numbers(record.values))
+    measured: dict[str, float] = {}
+    if record.memory:
+        measured[MEMORY] = record.memory
+    if record.seconds > 0:
+        measured[STEPS_PER_SECOND] = steps / record.seconds
+        if record.samples:
+            measured[THROUGHPUT] = record.samples / record.seconds
+    _read_numbers(run, run.measured, summary.rank, record.last, measured)
+
+
+def _read_values(run: Run, summary: RankSummary, record: Values) -> None:
+    for name, value in record.values.items():
+        is_text = not isinstance(value, (int, float))
+        if is_text and (name in run.texts or len(run.texts) < NAMES):
+            run.texts[name] = str(value)
+    _read_numbers(run, run.logged, summary.rank, record.step, _numbers(record.values))
+
+
+def _read_numbers(
+    run: Run,
+    series: dict[str, dict[int, Series]],
+    rank: int,
+    step: int | None,
+    numbers: Mapping[str, float],
+) -> None:
+    if rank >= run.first_rank + DRAWN_RANKS:
+        return
+    for name, value in numbers.items():
+        by_rank = series.get(name)
+        if by_rank is None:
+            if len(series) >= NAMES:
+                run.left_out += 1
+                continue
+            by_rank = series[name] = {}
+        if rank not in by_rank:
+            by_rank[rank] = Series()
+        by_rank[rank].add(step, value)
+
+
+def _read_checkpoint(run: Run, summary: RankSummary, record: Checkpoint) -> None:
+    key = (record.event, record.path, record.step, record.text)
+    entry = run.checkpoints.add(key, summary.rank, record)
+    if entry is not None and isinstance(entry.record, Checkpoint) and record.seconds > entry.record.seconds:
+        entry.record = record
+
+
+def _read_event(run: Run, summary: RankSummary, record: Event) -> None:
+    if record.name == CONFIG:
+        values = json.loads(record.text)
+        run.config.update({str(name): str(value) for name, value in values.items()})
+        return
+    run.events.add((record.name, record.text), summary.rank, record)
+
+
+def _read_conclusion(run: Run, summary: RankSummary, record: Conclusion) -> None:
+    """Keep the last text of each name: it rests on the most steps."""
+    entry = run.conclusions.add((record.name,), summary.rank, record)
+    if entry is not None:
+        entry.record = record
+
+
+def _read_rank_times(run: Run, summary: RankSummary, record: RankTimes) -> None:
+    compute = _numbers(record.compute)
+    for name in compute.keys() & {"least", "mean", "most"}:
+        run.compute.setdefault(name, Series()).add(record.last, compute[name])
+    for rank, lag in _numbers(record.slow).items():
+        if rank.isdecimal() and len(rank) < 10 and (int(rank) in run.slow or len(run.slow) < ENTRIES):
+            run.slow[int(rank)] = max(run.slow.get(int(rank), 0.0), lag)
+
+
+_READERS: Mapping[type[Record], Any] = {
+    Start: _read_start,
+    End: _read_end,
+    Window: _read_window,
+    Values: _read_values,
+    Checkpoint: _read_checkpoint,
+    Event: _read_event,
+    Conclusion: _read_conclusion,
+    RankTimes: _read_rank_times,
+}

@@ -1,0 +1,383 @@
+"""The sections of a report: each shows one run, or several side by side; an empty one is left out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import datetime, timezone
+from xml.etree.ElementTree import Element
+
+from accelerate.base import convert_bytes, shortened, spell_ranks
+from accelerate.monitoring import PHASES, Checkpoint, Event
+from accelerate.report.charts import Line, draw_lines, draw_split, plain_number
+from accelerate.report.markup import tag
+from accelerate.report.reading import (
+    DRAWN_RANKS,
+    MEMORY,
+    STEPS_PER_SECOND,
+    THROUGHPUT,
+    Entries,
+    RankSummary,
+    Run,
+)
+from accelerate.report.series import Series
+
+MOST_CHARTS = 48
+"""Most charts of values; further names are in the table alone."""
+MOST_LINES = 160
+"""Most lines of all charts of values together: each has up to 10 KB."""
+MOST_RANKS = 64
+"""Most rows of the table of ranks; with more ranks those that took longest for a step."""
+LONGEST_VALUE, LONGEST_TRACE = 400, 20_000
+FIRST = ("loss", "learning_rate", "gradient_norm")
+"""Values that are shown before the others."""
+Cell = str | int | float | None
+_NUMBER = re.compile(r"-?(inf|nan|\d[\d.,]*(e[+-]?\d+)?)( bytes| [KMGTP]B|%)?")
+
+
+def headings(runs: Sequence[Run], now: float) -> Iterator[Element]:
+    """Say of each run how it ended, and what it did."""
+    for run in runs:
+        state, text = run.outcome()
+        first, last = run.ranks[run.first_rank], run.last_time
+        size = run.starts[-1].world_size if run.starts else len(run.ranks)
+        facts = [f"{size} {'rank' if size == 1 else 'ranks'}", f"step {first.last_step:,}"]
+        if run.starts:
+            facts += [f"started {moment(run.starts[0].time)}", duration(last - run.starts[0].time)]
+        if run.num_starts > 1:
+            facts.append(f"restarted {run.num_starts - 1} times")
+        damaged = sum(summary.damaged for summary in run.ranks.values())
+        badge = tag("span", state, class_=f"state {state.replace(' ', '-')}")
+        yield tag("h1", run.name, " ", badge)
+        age = f" The last record is of {moment(last)}, {duration(now - last)} before this page."
+        yield tag("p", text, age if state == "no end" else None)
+        yield tag("p", "; ".join(facts), class_="note")
+        if damaged:
+            yield tag("p", f"{damaged} lines of the records could not be read.", class_="note")
+
+
+def failures(runs: Sequence[Run]) -> Iterator[Element]:
+    """Show what the launcher printed of a failure, and the tracebacks of ranks."""
+    for run in runs:
+        ends = [end for end in run.ends() if end.how == "failed"]
+        texts = dict.fromkeys([end.digest for end in ends if end.digest])
+        texts |= dict.fromkeys([end.error for end in ends if end.error][:4])
+        if texts:
+            shown = [tag("pre", shortened(text, LONGEST_TRACE)) for text in texts]
+            yield tag("section", tag("h2", _titled("Failure", run, runs)), shown)
+
+
+def conclusions(runs: Sequence[Run]) -> Element | None:
+    entries = [(run, entry) for run in runs for entry in run.conclusions.in_order()]
+    items = [
+        tag(
+            "li",
+            f"{run.name}: " if len(runs) > 1 else None,
+            tag("strong", entry.record.name),
+            f" (step {entry.last_step:,}): {shortened(entry.record.text, LONGEST_VALUE)}",
+        )
+        for run, entry in entries
+        if not isinstance(entry.record, Checkpoint)
+    ]
+    return _section("Conclusions", tag("ul", items, class_="conclusions") if items else None)
+
+
+def values(runs: Sequence[Run]) -> Element | None:
+    """Draw what was logged, and write it as a table."""
+    present = {name for run in runs for name in run.values}
+    names = [name for name in FIRST if name in present]
+    names += sorted(present - set(FIRST))
+    charts: list[Element | None] = []
+    rows: list[list[Cell]] = []
+    drawn = 0
+    for name in names:
+        lines = _lines([(run, run.values.get(name, {})) for run in runs])
+        if len(charts) < MOST_CHARTS and drawn + len(lines) <= MOST_LINES:
+            drawn += len(lines)
+            charts.append(draw_lines(name, lines, plain_number))
+        rows += [[name, line.label, *_figures(line.series)] for line in lines]
+    header = ["name", "of", "values", "last", "least", "at step", "greatest", "at step", "not finite"]
+    texts = [[name, text] for run in runs for name, text in run.texts.items()]
+    left_out = sum(run.left_out for run in runs)
+    return _section(
+        "Values",
+        tag("div", charts, class_="charts") if charts else None,
+        _folded(f"All {len(rows)} as a table", table(header, rows)) if rows else None,
+        _folded("Text that was logged last", table(["name", "text"], texts)) if texts else None,
+        tag("p", f"{left_out:,} values of further names are left out.", class_="note") if left_out else None,
+    )
+
+
+def _figures(series: Series) -> list[Cell]:
+    least, greatest, last = series.least, series.greatest, series.last
+    return [
+        series.count,
+        None if last is None else plain_number(last.value),
+        *(("", "") if least is None else (plain_number(least.value), least.step)),
+        *(("", "") if greatest is None else (plain_number(greatest.value), greatest.step)),
+        series.invalid,
+    ]
+
+
+def _lines(series: Iterable[tuple[Run, dict[int, Series]]]) -> list[Line]:
+    """Return the lines of a chart: one per rank of one run, or one per run."""
+    series = list(series)
+    if len(series) > 1:
+        return [Line(run.name, by_rank[min(by_rank)]) for run, by_rank in series if by_rank]
+    return [Line(f"rank {rank}", one) for rank, one in sorted(series[0][1].items())]
+
+
+def speed(runs: Sequence[Run]) -> Element | None:
+    """Draw throughput and memory over steps."""
+    throughput = THROUGHPUT if any(THROUGHPUT in run.measured for run in runs) else STEPS_PER_SECOND
+    charts = []
+    for name, number in ((throughput, plain_number), (MEMORY, convert_bytes)):
+        lines = _lines([(run, run.measured.get(name, {})) for run in runs])
+        charts.append(draw_lines(name, lines, number))
+    note = None
+    if len(runs) == 1 and len(runs[0].ranks) > DRAWN_RANKS:
+        note = tag("p", f"Of {len(runs[0].ranks)} ranks the first {DRAWN_RANKS} are drawn.", class_="note")
+    drawn = [chart for chart in charts if chart is not None]
+    return _section("Throughput and memory", tag("div", drawn, class_="charts") if drawn else None, note)
+
+
+def time_split(runs: Sequence[Run]) -> Element | None:
+    """Draw the share of each phase of a step of the first rank, and write the seconds as a table."""
+    charts = [
+        draw_split(_titled(f"Share of each phase, rank {run.first_rank}", run, runs), run.split, PHASES)
+        for run in runs
+    ]
+    drawn = [chart for chart in charts if chart is not None]
+    rows: list[list[Cell]] = []
+    for phase in PHASES:
+        row: list[Cell] = [phase]
+        for run in runs:
+            total = run.split.total()
+            whole = sum(total.values())
+            row += [f"{total.get(phase, 0.0):.2f}", f"{total.get(phase, 0.0) / whole:.1%}" if whole else ""]
+        rows.append(row)
+    header = ["phase"]
+    for run in runs:
+        header += [_titled("seconds", run, runs), "share"]
+    return _section(
+        "Time",
+        tag("div", drawn, class_="charts") if drawn else None,
+        table(header, rows) if drawn else None,
+    )
+
+
+def ranks(runs: Sequence[Run]) -> Element | None:
+    """Compare the ranks of each run."""
+    parts: list[Element | None] = []
+    for run in runs:
+        timed = [summary for summary in run.ranks.values() if summary.steps]
+        timed.sort(key=_seconds_per_step, reverse=True)
+        shown = sorted(timed[:MOST_RANKS], key=lambda summary: summary.rank)
+        if not shown:
+            continue
+        header = ["rank", "host", "device", "steps", "ms per step", "own work", "data", "collectives"]
+        rows = [_rank_row(summary, run) for summary in shown]
+        lines = [Line(name, run.compute[name]) for name in ("least", "mean", "most") if name in run.compute]
+        chart = draw_lines("seconds of own work per step, of all ranks", lines, plain_number)
+        if len(runs) > 1:
+            parts.append(tag("h3", run.name))
+        parts.append(tag("div", chart, class_="charts") if chart is not None else None)
+        parts.append(table([*header, "greatest memory", "slower than the mean"], rows))
+        if len(timed) > len(shown):
+            text = f"Of {len(timed)} ranks, those {len(shown)} that took longest for a step."
+            parts.append(tag("p", text, class_="note"))
+    return _section("Ranks", *parts)
+
+
+def _seconds_per_step(summary: RankSummary) -> float:
+    return summary.seconds / summary.steps
+
+
+def _rank_row(summary: RankSummary, run: Run) -> list[Cell]:
+    by, steps, start = summary.seconds_by, summary.steps, summary.start
+    own = summary.seconds - by.get("collectives", 0.0) - by.get("saving", 0.0)
+    slow = run.slow.get(summary.rank)
+    return [
+        summary.rank,
+        start.host if start else "",
+        (start.device_name or start.device) if start else "",
+        steps,
+        *(f"{1000 * seconds / steps:.3g}" for seconds in (summary.seconds, own)),
+        *(f"{by.get(name, 0.0) / summary.seconds:.1%}" if summary.seconds else "" for name in _SHARES),
+        convert_bytes(summary.peak_memory),
+        "" if slow is None else f"{slow:.0%}",
+    ]
+
+
+_SHARES = ("data", "collectives")
+
+
+def checkpoints(runs: Sequence[Run]) -> Element | None:
+    """List what the records say of checkpoints, and those that are in the folder of the run."""
+    rows: list[list[Cell]] = []
+    for run in runs:
+        for entry in run.checkpoints.in_order():
+            record = entry.record
+            assert isinstance(record, Checkpoint)
+            seconds = [f"{value:.2f}" if value else "" for value in (record.seconds, record.blocked)]
+            size = convert_bytes(record.size) if record.size else ""
+            text = shortened(record.text, LONGEST_VALUE)
+            state = f"{record.event}: {text}" if text else record.event
+            where = [*_named(run, runs), moment(record.time), record.step, record.path]
+            rows.append([*where, state, *seconds, size])
+    header = [*_of(runs), "time", "step", "checkpoint", "state", "seconds", "of which blocked", "size"]
+    stored = [[*_named(run, runs), *row] for run in runs for row in run.stored]
+    return _section(
+        "Checkpoints",
+        table(header, rows) if rows else None,
+        _note_left_out([run.checkpoints for run in runs]),
+        tag("h3", "In the folder") if stored else None,
+        table([*_of(runs), "checkpoint", "step", "saved (UTC)", "size", "state"], stored) if stored else None,
+    )
+
+
+def starts(runs: Sequence[Run]) -> Element | None:
+    """List the starts of the first rank: the first one, and restarts."""
+    rows: list[list[Cell]] = []
+    for run in runs:
+        for start in run.starts:
+            command = shortened(" ".join(map(str, start.argv)), LONGEST_VALUE)
+            where = [*_named(run, runs), moment(start.time), start.attempt]
+            rows.append([*where, start.world_size, start.host, command])
+    header = [*_of(runs), "time", "restarts before", "ranks", "host", "command"]
+    return _section("Starts", table(header, rows) if rows else None)
+
+
+def events(runs: Sequence[Run]) -> Element | None:
+    """List hangs, stops, warnings and other events."""
+    rows: list[list[Cell]] = []
+    for run in runs:
+        for entry in run.events.in_order():
+            record = entry.record
+            assert isinstance(record, Event)
+            where = spell_ranks(sorted(entry.ranks)[:MOST_RANKS])
+            text = shortened(record.text, LONGEST_TRACE if record.name == "hang" else 5 * LONGEST_VALUE)
+            rows.append(
+                [*_named(run, runs), moment(record.time), record.step, record.name, where, entry.count, text]
+            )
+    header = [*_of(runs), "time", "step", "event", "on", "times", "text"]
+    left_out = _note_left_out([run.events for run in runs])
+    return _section("Events", table(header, rows) if rows else None, left_out)
+
+
+def configuration(runs: Sequence[Run]) -> Element | None:
+    """List the settings with the source of each value; with several runs those that differ come first."""
+    found: list[dict[str, tuple[str, str]]] = []
+    for run in runs:
+        settings = run.starts[-1].settings if run.starts else []
+        values = {str(row.name): (str(row.value), str(row.source)) for row in settings}
+        values |= {name: (value, "init_trackers") for name, value in run.config.items()}
+        found.append(values)
+    names = dict.fromkeys(name for values in found for name in values)
+    rows = []
+    for name in names:
+        cells = [values.get(name, ("", "")) for values in found]
+        differs = len({value for value, _ in cells}) > 1
+        rows.append((differs, [name, *(shortened(text, LONGEST_VALUE) for cell in cells for text in cell)]))
+    rows.sort(key=lambda row: not row[0])
+    header = ["name"]
+    for run in runs:
+        header += [_titled("value", run, runs), "source"]
+    shown = table(header, [row for _, row in rows], [differs for differs, _ in rows]) if rows else None
+    return _section("Configuration", _folded(f"{len(rows)} settings", shown) if shown is not None else None)
+
+
+def machines(runs: Sequence[Run]) -> Element | None:
+    """List the hosts with their devices, and the versions of packages."""
+    hosts: dict[tuple[Cell, ...], list[int]] = {}
+    versions: dict[str, list[str]] = {}
+    for position, run in enumerate(runs):
+        for summary in run.current():
+            if summary.start is None:
+                continue
+            device = summary.start.device_name or summary.start.device
+            hosts.setdefault((*_named(run, runs), summary.start.host, device), []).append(summary.rank)
+            for name, version in summary.start.versions.items():
+                cells = versions.setdefault(str(name), [""] * len(runs))
+                cells[position] = cells[position] or str(version)
+    rows = [[*where, spell_ranks(found)] for where, found in list(hosts.items())[: 2 * MOST_RANKS]]
+    header = ["package", *(_titled("version", run, runs) for run in runs)]
+    return _section(
+        "Machines and versions",
+        table([*_of(runs), "host", "device", "ranks"], rows) if rows else None,
+        table(header, [[name, *cells] for name, cells in versions.items()]) if versions else None,
+    )
+
+
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[Cell]], marked: Sequence[bool] | None = None
+) -> Element:
+    """Return a table that scrolls by itself where the page is narrow; numbers are aligned on the right."""
+    numeric = [
+        all(_is_number(row[position]) for row in rows)
+        and any(row[position] not in ("", None) for row in rows)
+        for position in range(len(header))
+    ]
+    kinds = ["number" if is_number else None for is_number in numeric]
+    top = [tag("th", name, scope="col", class_=kind) for name, kind in zip(header, kinds, strict=True)]
+    body = [
+        tag(
+            "tr",
+            [tag("td", _cell(value), class_=kind) for value, kind in zip(row, kinds, strict=True)],
+            class_="differs" if marked and marked[index] and len(header) > 3 else None,
+        )
+        for index, row in enumerate(rows)
+    ]
+    written = tag("table", tag("thead", tag("tr", top)), tag("tbody", body))
+    return tag("div", written, class_="scroll", tabindex="0")
+
+
+def _is_number(value: Cell) -> bool:
+    return not isinstance(value, str) or not value or _NUMBER.fullmatch(value) is not None
+
+
+def _cell(value: Cell) -> str:
+    if value is None:
+        return ""
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _section(title: str, *parts: Element | None) -> Element | None:
+    if all(part is None for part in parts):
+        return None
+    return tag("section", tag("h2", title), parts)
+
+
+def _folded(title: str, content: Element) -> Element:
+    return tag("details", tag("summary", title), content)
+
+
+def _note_left_out(entries: Sequence[Entries]) -> Element | None:
+    left_out = sum(each.left_out for each in entries)
+    return tag("p", f"{left_out:,} further ones are left out.", class_="note") if left_out else None
+
+
+def _titled(title: str, run: Run, runs: Sequence[Run]) -> str:
+    return f"{title} ({run.name})" if len(runs) > 1 else title
+
+
+def _of(runs: Sequence[Run]) -> list[str]:
+    return ["run"] if len(runs) > 1 else []
+
+
+def _named(run: Run, runs: Sequence[Run]) -> list[Cell]:
+    return [run.name] if len(runs) > 1 else []
+
+
+def moment(seconds: float) -> str:
+    """Write a time since the epoch."""
+    return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def duration(seconds: float) -> str:
+    """Write a time that passed."""
+    whole = max(round(seconds), 0)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    units = ((days, "d"), (hours, "h"), (minutes, "min"), (whole % 60, "s"))
+    first = next((index for index, (amount, _) in enumerate(units) if amount), 3)
+    return " ".join(f"{amount} {unit}" for amount, unit in units[first : first + 2])

@@ -1,0 +1,86 @@
+"""A run as values of JSON: what the page shows, without the points of its charts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from accelerate.report.reading import Entries, Run
+from accelerate.report.series import Point, Series
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """Return a summary; values that are infinite or not a number are text, which JSON has no numbers for."""
+    state, text = run.outcome()
+    summary = {
+        "name": run.name,
+        "folder": str(run.folder),
+        "state": state,
+        "text": text,
+        "last_time": run.last_time,
+        "starts": [asdict(start) for start in run.starts],
+        "failures": [asdict(end) for end in run.ends() if end.how == "failed"],
+        "conclusions": _entries(run.conclusions),
+        "values": {name: _by_rank(by_rank) for name, by_rank in run.values.items()},
+        "texts": run.texts,
+        "measured": {name: _by_rank(by_rank) for name, by_rank in run.measured.items()},
+        "seconds_by": run.split.total(),
+        "ranks": [
+            {
+                "rank": rank,
+                "steps": entry.steps,
+                "last_step": entry.last_step,
+                "seconds": entry.seconds,
+                "seconds_by": entry.seconds_by,
+                "samples": entry.samples,
+                "peak_memory": entry.peak_memory,
+                "starts": entry.starts,
+                "ends": [end.how for end in entry.ends],
+                "slower_than_mean": run.slow.get(rank),
+                "damaged": entry.damaged,
+            }
+            for rank, entry in sorted(run.ranks.items())
+        ],
+        "checkpoints": _entries(run.checkpoints),
+        "events": _entries(run.events),
+        "config": run.config,
+    }
+    return {name: _finite(value) for name, value in summary.items()}
+
+
+def _entries(entries: Entries) -> list[dict[str, Any]]:
+    return [
+        {
+            **asdict(entry.record),
+            "count": entry.count,
+            "ranks": sorted(entry.ranks),
+            "last_step": entry.last_step,
+        }
+        for entry in entries.in_order()
+    ]
+
+
+def _by_rank(by_rank: dict[int, Series]) -> dict[str, Any]:
+    return {
+        str(rank): {
+            "count": series.count,
+            "not_finite": series.invalid,
+            "last": _point(series.last),
+            "least": _point(series.least),
+            "greatest": _point(series.greatest),
+        }
+        for rank, series in sorted(by_rank.items())
+    }
+
+
+def _point(point: Point | None) -> dict[str, Any] | None:
+    return None if point is None else point._asdict()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(name): _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_finite(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
