@@ -4,6 +4,7 @@ from accelerate.report.charts import (
     draw_lines as draw_lines,
     draw_split as draw_split,
     plain_number as plain_number,
+    split_lines as split_lines,
     ticks as ticks,
 )
 from accelerate.report.markup import render as render, tag as tag

@@ -11,7 +11,7 @@ from accelerate.report.markup import tag
 from accelerate.report.series import Column, Series, Split
 
 WIDTH, HEIGHT = 400, 190
-LEFT, RIGHT, TOP, BOTTOM = 52, 392, 10, 166
+LEFT, RIGHT, TOP, BOTTOM = 52, 384, 10, 166
 Format = Callable[[float], str]
 
 
@@ -33,8 +33,8 @@ class Scale:
     end: float
 
     def at(self, value: float) -> float:
-        span = self.most - self.least
-        share = 0.5 if not span else (value / 2 - self.least / 2) / (self.most / 2 - self.least / 2)
+        half = self.most / 2 - self.least / 2  # the whole may be infinite
+        share = (value / 2 - self.least / 2) / half if half else 0.5
         return self.start + share * (self.end - self.start)
 
 
@@ -60,17 +60,32 @@ def draw_lines(name: str, lines: Sequence[Line], number: Format) -> Element | No
 
 
 def _draw_line(series: Series, index: int, across: Scale, up: Scale, label: str) -> Iterable[Element]:
-    """Draw each line of a series; those before the last were done again after a restart."""
-    lines = list(series.columns())
-    for position, columns in enumerate(lines):
-        is_last = position == len(lines) - 1
-        kind = f"line c{index % 8}" + ("" if is_last else " repeated")
+    """Draw the line that a run kept; dashed, what it did before a restart and did again."""
+    kept, repeated = split_lines(list(series.columns()))
+    for columns, kind in [(columns, "line repeated") for columns in repeated] + [(kept, "line")]:
         if path := _path(columns, across, up):
-            yield tag("path", d=path, class_=kind, data_label=label if is_last else None)
-    invalid = [column.invalid for columns in lines for column in columns if column.invalid is not None]
-    marks = "".join(f"M{across.at(point.step):.1f} {TOP - 8}l3 6h-6z" for point in invalid)
+            yield tag(
+                "path", d=path, class_=f"{kind} c{index % 8}", data_label=label if columns is kept else None
+            )
+    invalid = [column.invalid for columns in [*repeated, kept] for column in columns]
+    points = [point for point in invalid if point is not None]
+    marks = "".join(f"M{across.at(point.step):.1f} {TOP - 8}l3 6h-6z" for point in points)
     if marks:
-        yield tag("path", d=marks, class_=f"invalid c{index % 8}")
+        yield tag("path", d=marks, class_="invalid")
+
+
+def split_lines(lines: Sequence[Sequence[Column]]) -> tuple[list[Column], list[list[Column]]]:
+    """Return the columns that no later line repeats, by step, and of each line those that one does."""
+    kept: list[Column] = []
+    repeated: list[list[Column]] = []
+    first = math.inf  # step of the later lines
+    for columns in reversed([columns for columns in lines if columns]):
+        number = sum(column.first < first for column in columns)
+        kept[:0] = columns[:number]
+        if number < len(columns):
+            repeated.append(list(columns[number:]))
+        first = min(first, columns[0].first)
+    return kept, repeated[::-1]
 
 
 def _path(columns: Sequence[Column], across: Scale, up: Scale) -> str:
@@ -155,12 +170,11 @@ def _axes(across: Scale, up: Scale, number: Format) -> Iterable[Element]:
 
 def ticks(least: float, most: float, most_ticks: int) -> list[float]:
     """Return round values between two values, which are finite; the only one where they are equal."""
-    span = most - least
-    if not span > 0 or not math.isfinite(span):
+    rough = (most - least) / most_ticks
+    if rough <= 0 or not math.isfinite(rough):
         return [least]
-    rough = span / most_ticks
     power = 10.0 ** math.floor(math.log10(rough))
-    if not power:
+    if not power:  # smaller than any power of ten that a float holds
         return [least]
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= rough)
     first = math.ceil(least / step)

@@ -270,10 +270,22 @@ def _read_checkpoint(run: Run, summary: RankSummary, record: Checkpoint) -> None
 
 def _read_event(run: Run, summary: RankSummary, record: Event) -> None:
     if record.name == CONFIG:
-        values = json.loads(record.text)
-        run.config.update({str(name): str(value) for name, value in values.items()})
+        _read_config(run, summary, record.text)
         return
     run.events.add((record.name, record.text), summary.rank, record)
+
+
+def _read_config(run: Run, summary: RankSummary, text: str) -> None:
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = None
+    if not isinstance(values, dict):
+        summary.damaged += 1
+        return
+    for name, value in values.items():
+        if name in run.config or len(run.config) < ENTRIES:
+            run.config[name] = str(value)
 
 
 def _read_conclusion(run: Run, summary: RankSummary, record: Conclusion) -> None:

@@ -13,6 +13,7 @@ from accelerate.report.charts import Line, draw_lines, draw_split, plain_number
 from accelerate.report.markup import tag
 from accelerate.report.reading import (
     DRAWN_RANKS,
+    ENTRIES,
     MEMORY,
     STEPS_PER_SECOND,
     THROUGHPUT,
@@ -269,7 +270,7 @@ def configuration(runs: Sequence[Run]) -> Element | None:
     """List the settings with the source of each value; with several runs those that differ come first."""
     found: list[dict[str, tuple[str, str]]] = []
     for run in runs:
-        settings = run.starts[-1].settings if run.starts else []
+        settings = run.starts[-1].settings[:ENTRIES] if run.starts else []
         values = {str(row.name): (str(row.value), str(row.source)) for row in settings}
         values |= {name: (value, "init_trackers") for name, value in run.config.items()}
         found.append(values)

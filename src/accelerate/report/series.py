@@ -39,9 +39,16 @@ class Column:
 
     def merge(self, other: Column) -> None:
         """Add all values of another column."""
-        for point in (other.low, other.high, other.invalid):
-            if point is not None:
-                self.add(point)
+        for point in other.all():
+            self.add(point)
+
+    @property
+    def first(self) -> int:
+        """The least step of its values."""
+        return min(self.all()).step
+
+    def all(self) -> list[Point]:
+        return [point for point in (self.low, self.high, self.invalid) if point is not None]
 
     def points(self) -> list[Point]:
         """Return the finite values to draw, by step."""
@@ -90,8 +97,8 @@ class Series:
         column.add(point)
 
     def _halve(self) -> None:
-        """Join columns in pairs, until half of them are left or each line is one column."""
-        while sum(map(len, self.lines)) > max(COLUMNS // 2, len(self.lines)):
+        """Join columns in pairs, until half of them are left; a line has at least one."""
+        while sum(map(len, self.lines)) > COLUMNS // 2:
             self.width *= 2
             self.lines = [_joined(columns) for columns in self.lines]
 
@@ -102,14 +109,8 @@ class Series:
 
     def steps(self) -> tuple[int, int]:
         """Return the first and the last step of a series that has values."""
-        indices = [index for line in self.lines for index in line]
-        points = [point for columns in self.columns() for column in columns for point in _all(column)]
-        assert indices
-        return min(points).step, max(points).step
-
-
-def _all(column: Column) -> list[Point]:
-    return [point for point in (column.low, column.high, column.invalid) if point is not None]
+        steps = [point.step for columns in self.columns() for column in columns for point in column.all()]
+        return min(steps), max(steps)
 
 
 def _joined(columns: Mapping[int, Column]) -> dict[int, Column]:

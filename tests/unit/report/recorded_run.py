@@ -1,4 +1,4 @@
-"""Records of a run of two ranks: a restart from a checkpoint, values that are not finite, a slow rank, a failure."""
+"""Records of a run of two ranks: a restart from a checkpoint, NaN, a slow rank, a failure."""
 
 from __future__ import annotations
 
@@ -79,7 +79,11 @@ def steps(rank: int, first: int, last: int, text: str) -> list[Record]:
             loss = math.nan
         if step == 120:
             loss = math.inf
-        logged: dict[str, object] = {"loss": loss, f"accuracy{text}": 1 - 1 / step, f"phase{text}": f"a{text}"}
+        logged: dict[str, object] = {
+            "loss": loss,
+            f"accuracy{text}": 1 - 1 / step,
+            f"phase{text}": f"a{text}",
+        }
         if rank == 0:
             records.append(Values(time=BEGIN + step, step=step, values=logged))
         if step % 10 == 0:

@@ -1,0 +1,76 @@
+"""`accelerate report`: where the page is written, and what goes wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accelerate.base import ConfigurationError
+from accelerate.checkpointing import Manifest
+from accelerate.commands.report import report_command, report_command_parser
+
+from ..report.recorded_run import write_run
+
+
+def report(*words: str | Path) -> None:
+    report_command(report_command_parser().parse_args([str(word) for word in words]))
+
+
+def test_the_page_of_a_run_is_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run")
+    report(tmp_path / "run")
+    out = capsys.readouterr().out
+    assert out.startswith(f"run: A rank failed.\nWritten to {tmp_path / 'run' / 'report.html'} (")
+    assert (tmp_path / "run" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_the_page_of_several_runs_is_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a/run", "b/run"):
+        write_run(tmp_path / name)
+    report("a/run", "b/run")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<title>a/run and b/run</title>" in page
+
+
+def test_a_file_can_be_named(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    report(tmp_path / "run", "--output", tmp_path / "page.html")
+    assert (tmp_path / "page.html").exists()
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_checkpoints_of_the_folder_are_on_the_page(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    stored = tmp_path / "checkpoints" / "checkpoint_4"
+    stored.mkdir(parents=True)
+    Manifest({}, world_size=2, step=7).write(stored)
+    report(tmp_path)
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<td>checkpoints/checkpoint_4</td>" in page
+    assert "<td>complete</td>" in page
+
+
+def test_the_summary_is_printed_as_json_and_no_page_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path / "run")
+    report(tmp_path / "run", "--json")
+    (summary,) = json.loads(capsys.readouterr().out)
+    assert summary["name"] == "run"
+    assert not (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_target_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    with pytest.raises(ConfigurationError, match=r"missing/page.html cannot be written: .* --output"):
+        report(tmp_path / "run", "--output", tmp_path / "missing" / "page.html")
+
+
+def test_a_folder_without_records_is_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="no rank wrote records"):
+        report(tmp_path)

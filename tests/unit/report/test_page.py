@@ -1,0 +1,205 @@
+"""The page: what it shows of one run and of two, its charts, its size, and that all text is escaped."""
+
+from __future__ import annotations
+
+import math
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+from pathlib import Path
+
+import pytest
+
+from accelerate.base import convert_bytes
+from accelerate.monitoring import PHASES, RecordWriter, Start, Values, Window
+from accelerate.report import Line, Series, draw_lines, plain_number, read_run, render, tag, ticks, write_page
+
+from .recorded_run import BEGIN, DIGEST, STEPS, write_run
+
+HOSTILE = (
+    "</title></style></script><script>window.injected=1</script><img src=x onerror=window.injected=1>\"'&amp;"
+)
+
+
+class Reader(HTMLParser):
+    """Collects the text, the elements and the attributes of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(self.texts)
+
+
+def page_of(*folders: Path, **kwargs: float) -> Reader:
+    return Reader(write_page([read_run(folder) for folder in folders], **kwargs))
+
+
+def test_a_page_tells_the_story_of_a_failed_run(tmp_path: Path) -> None:
+    write_run(tmp_path / "run")
+    page = page_of(tmp_path / "run", now=BEGIN + STEPS + 60)
+    for text in (
+        DIGEST,
+        "A rank failed.",
+        "restarted 1 times",
+        "rank 1 is 33 % slower since step 100",
+        "mixed_precision",
+        "--mixed_precision",
+        "init_trackers",
+        "hosta",
+        "2.13.0",
+        "no space left",
+        "rank 1 waits for rank 0",
+        "the disk is slow",
+        "verified",
+        "committed",
+        "Share of each phase, rank 0",
+        "accuracy",
+    ):
+        assert text in page.text, text
+    assert page.tags.count("svg") == 7
+    assert any(name == "aria-label" and "2 not finite" in str(value) for name, value in page.attributes)
+
+
+def test_a_run_without_an_end_says_when_its_last_record_was_written(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "run" / "run_records", 0)
+    writer.write(Start(time=BEGIN, rank=0, world_size=1, host="h", pid=1))
+    writer.close()
+    text = page_of(tmp_path / "run", now=BEGIN + 90).text
+    assert "still running, or killed" in text
+    assert "1 min 30 s before this page" in text
+
+
+def test_two_runs_are_shown_side_by_side(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", is_failed=False)
+    page = page_of(tmp_path / "a", tmp_path / "b")
+    assert "Failure (a)" in page.text
+    assert "Failure (b)" not in page.text
+    assert "value (a)" in page.text
+    assert any(name == "data-label" and value == "b" for name, value in page.attributes)
+
+
+def test_settings_that_differ_come_first_and_are_marked(tmp_path: Path) -> None:
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", text="x")
+    page = write_page([read_run(tmp_path / "a"), read_run(tmp_path / "b")])
+    rows = re.findall(r"<tr( class=\"differs\")?><td>([^<]*)</td>", page.split("Configuration")[1])
+    marks = [bool(mark) for mark, name in rows if name in ("batch_size", "num_processes")]
+    assert marks == [True, False]
+
+
+def test_all_text_is_escaped(tmp_path: Path) -> None:
+    folder = tmp_path / "a<b onclick=x>&"
+    write_run(folder, text=HOSTILE)
+    plain, hostile = tmp_path / "plain", page_of(folder)
+    write_run(plain)
+    assert hostile.tags == page_of(plain).tags
+    assert HOSTILE in hostile.text
+    names = {name for name, _ in hostile.attributes}
+    assert not [name for name in names if name.startswith("on")]
+    assert names & {"src", "srcset", "action", "style"} == set()
+    assert {value for name, value in hostile.attributes if name == "href"} == {"data:,"}
+
+
+def test_a_page_contains_no_control_characters_or_half_characters() -> None:
+    page = render(tag("p", "a\0b\ud800c\x1b[0m\u202e", title="\x07"))
+    assert page == '<!doctype html>\n<p title="\ufffd">a\ufffdb\ufffdc\ufffd[0m\ufffd</p>'
+
+
+def test_a_large_run_stays_below_three_megabytes(tmp_path: Path) -> None:
+    for rank in range(16):
+        writer = RecordWriter(tmp_path / "run_records", rank)
+        for step in range(1, 1500):
+            seconds_by = dict.fromkeys(PHASES, 0.123 * (step % 13))
+            window = Window(
+                time=BEGIN,
+                first=step,
+                last=step,
+                seconds=1.0 + step % 7,
+                seconds_by=seconds_by,
+                memory=step**2,
+            )
+            values = {f"value {name}": math.sin(step * name) for name in range(300)} if step % 10 == 0 else {}
+            writer.write(window, Values(time=BEGIN, step=step, values=values))
+        writer.close()
+    assert len(write_page([read_run(tmp_path)])) < 3_000_000
+
+
+@pytest.mark.parametrize(
+    ("least", "most", "expected"),
+    [
+        (0, 10, [0, 2.5, 5, 7.5, 10]),
+        (1, 300, [100, 200, 300]),
+        (5, 5, [5]),
+        (-1e308, 1e308, [-1e308]),
+        (0, 5e-324, [0]),
+    ],
+)
+def test_ticks_are_round_values(least: float, most: float, expected: list[float]) -> None:
+    assert ticks(least, most, 4) == expected
+
+
+def test_a_chart_breaks_at_a_value_that_is_not_finite_and_marks_it() -> None:
+    series = Series()
+    for step, value in enumerate([1.0, 2.0, math.nan, 3.0, 4.0]):
+        series.add(step, value)
+    chart = draw_lines("loss", [Line("rank 0", series)], plain_number)
+    assert chart is not None
+    line = chart.find("svg/path[@data-label='rank 0']")
+    mark = chart.find("svg/path[@class='invalid']")
+    assert line is not None
+    assert line.attrib["d"].count("M") == 2
+    assert mark is not None
+    assert mark.attrib["d"].count("M") == 1
+
+
+@pytest.mark.parametrize("values", [[math.nan], [1e308], [-1e308, 1e308], [5e-324, 0.0], [math.inf, 1.0]])
+def test_extreme_values_give_coordinates_within_the_chart(values: list[float]) -> None:
+    series = Series()
+    for step, value in enumerate(values):
+        series.add(step, value)
+    chart = draw_lines("loss", [Line("rank 0", series)], plain_number)
+    assert chart is not None
+    paths = [path.attrib["d"] for path in chart.iter("path") if "line" in path.attrib["class"]]
+    numbers = [
+        float(number) for path in paths for number in re.findall(r"[-\w.]+", re.sub("[MLHVhlz]", " ", path))
+    ]
+    assert all(0 <= number <= 400 for number in numbers)
+
+
+def test_a_chart_without_values_is_left_out() -> None:
+    assert draw_lines("memory", [Line("rank 0", Series())], convert_bytes) is None
+
+
+def luminance(color: str) -> float:
+    parts = [int(color[index : index + 2], 16) / 255 for index in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("mode", [0, 1], ids=["light", "dark"])
+def test_colors_can_be_read_in_both_modes(mode: int) -> None:
+    style = (files("accelerate.report") / "page.css").read_text(encoding="utf-8")
+    colors = dict(re.findall(r"--(\w+): (#\w{6})", style.split("prefers-color-scheme: dark")[mode]))
+    lines = {f"s{index}" for index in range(8)}
+    texts = {"text", "note", "good", "bad", "warn"}
+    assert colors.keys() == {"back", "panel", "edge"} | texts | lines
+    for name in texts | lines:
+        for back in ("back", "panel"):
+            light, dark = sorted((luminance(colors[name]), luminance(colors[back])), reverse=True)
+            least = 4.5 if name in texts else 3.0  # of WCAG: for text, and for parts of a chart
+            assert (light + 0.05) / (dark + 0.05) >= least, (name, back)

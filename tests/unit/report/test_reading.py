@@ -1,0 +1,157 @@
+"""Reading: what the records of all ranks say together, and files that are damaged or hostile."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from accelerate.base import ConfigurationError
+from accelerate.monitoring import End, Record, RecordWriter, Start, Values, Window
+from accelerate.report import Run, read_run, summarize
+
+from .recorded_run import BEGIN, DIGEST, RESTART_AT, RESTART_FROM, STEPS, write_run
+
+
+def write(folder: Path, rank: int, *records: Record) -> None:
+    writer = RecordWriter(folder / "run_records", rank)
+    writer.write(*records)
+    writer.close()
+
+
+def start(rank: int, world_size: int = 2, **kwargs: object) -> Start:
+    return Start(time=1.0, rank=rank, world_size=world_size, host="h", pid=1, **kwargs)  # type: ignore[arg-type]
+
+
+def end(how: str, **kwargs: object) -> End:
+    return End(time=2.0, how=how, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Run:
+    write_run(tmp_path / "run")
+    return read_run(tmp_path / "run")
+
+
+def test_values_steps_and_starts_are_those_of_the_records(recorded: Run) -> None:
+    repeated = RESTART_AT - RESTART_FROM
+    assert recorded.name == "run"
+    assert (recorded.num_starts, recorded.last_time) == (2, BEGIN + STEPS)
+    assert recorded.values["loss"].keys() == {0}
+    assert recorded.values["loss"][0].count == STEPS + repeated
+    assert recorded.values["loss"][0].invalid == 2
+    assert recorded.values["learning_rate"].keys() == {0, 1}
+    assert recorded.texts == {"phase": "a"}
+    assert recorded.config == {"lr": "0.1", "batch_size": "8"}
+    assert [summary.steps for summary in recorded.ranks.values()] == [STEPS + repeated] * 2
+    assert recorded.ranks[1].seconds == pytest.approx(2 * recorded.ranks[0].seconds)
+    assert recorded.slow == {1: 0.33}
+
+
+def test_equal_events_are_one_entry_and_a_conclusion_keeps_its_last_text(recorded: Run) -> None:
+    warning, hang = recorded.events.in_order()
+    assert (warning.count, warning.last_step) == (2, 260)
+    assert hang.record.step == 280
+    assert len(recorded.conclusions.in_order()) == 1
+
+
+@pytest.mark.parametrize(
+    ("ends", "state", "text"),
+    [
+        ((["finished"], ["finished"]), "finished", "All ranks finished"),
+        ((["stopped"], ["finished"]), "stopped", "by request"),
+        ((["finished"], []), "no end", "rank 1"),
+        (([], []), "no end", "2 of 2 ranks"),
+        ((["failed"], []), "failed", "failed"),
+        (([], ["finished", "failed"]), "failed", "failed"),
+    ],
+)
+def test_the_state_of_a_run_follows_from_the_ends_of_its_ranks(
+    tmp_path: Path, ends: tuple[list[str], ...], state: str, text: str
+) -> None:
+    for rank, words in enumerate(ends):
+        write(tmp_path, rank, start(rank), *(end(how) for how in words))
+    found, sentence = read_run(tmp_path).outcome()
+    assert found == state
+    assert text in sentence
+
+
+def test_a_failure_before_a_restart_is_not_the_end(tmp_path: Path) -> None:
+    for rank in range(2):
+        write(tmp_path, rank, start(rank), end("failed", error="old"), start(rank), end("finished"))
+    assert read_run(tmp_path).outcome()[0] == "finished"
+
+
+def test_ranks_that_a_smaller_restart_left_out_do_not_count(tmp_path: Path) -> None:
+    write(tmp_path, 0, start(0), start(0, world_size=1), end("finished"))
+    write(tmp_path, 1, start(1))
+    assert read_run(tmp_path).outcome()[0] == "finished"
+
+
+def test_what_the_program_logs_wins_over_what_was_observed(tmp_path: Path) -> None:
+    window = Window(time=2.0, first=1, last=10, seconds=1.0, seconds_by={}, values={"loss": 7.0})
+    write(tmp_path, 0, start(0), Values(time=1.0, step=12, values={"loss": 1.0}), window)
+    series = read_run(tmp_path).values["loss"][0]
+    assert (series.count, series.last) == (1, (12, 1.0))
+
+
+def test_the_folder_of_records_itself_can_be_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    assert read_run(tmp_path / "run_records").num_starts == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b'{"kind": "values", "time": 1.0, "step": 1',
+        b'{"kind": "steps", "time": NaN, "first": 1, "last": 2, "seconds": 1.0, "seconds_by": {}}',
+        b'{"kind": "steps", "time": 1e300, "first": 1, "last": 2, "seconds": 1.0, "seconds_by": {}}',
+        b'{"kind": "values", "time": 1.0, "values": {}, "step": ' + b"9" * 400 + b"}",
+        b'{"kind": "event", "time": 1.0, "name": "config", "step": 0, "text": "no JSON"}',
+        b'{"kind": "event", "time": 1.0, "name": "config", "step": 0, "text": "[1]"}',
+    ],
+)
+def test_a_line_that_cannot_be_used_is_counted_and_the_others_are_read(tmp_path: Path, line: bytes) -> None:
+    write(tmp_path, 0, start(0))
+    with open(tmp_path / "run_records" / "rank-00000.jsonl", "ab") as file:
+        file.write(line + b"\n")
+    write(tmp_path, 0, Values(time=3.0, step=1, values={"loss": 1.0}))
+    run = read_run(tmp_path)
+    assert run.ranks[0].damaged == 1
+    assert run.values["loss"][0].count == 1
+
+
+def test_numbers_that_are_none_or_too_large_break_nothing(tmp_path: Path) -> None:
+    line = {"kind": "steps", "time": 1.0, "first": 1, "last": 2, "seconds": 1.0}
+    line |= {"seconds_by": {"data": "long", "forward": 0.5}, "values": {"loss": 10**400, "lr": None}}
+    write(tmp_path, 0, start(0))
+    with open(tmp_path / "run_records" / "rank-00000.jsonl", "ab") as file:
+        file.write(json.dumps(line).encode() + b"\n")
+    run = read_run(tmp_path)
+    assert run.values["loss"][0].invalid == 1
+    assert run.split.total() == {"forward": 0.5}
+
+
+def test_more_names_than_fit_are_counted(tmp_path: Path) -> None:
+    values = {f"name {number}": 1.0 for number in range(1000)}
+    write(tmp_path, 0, Values(time=1.0, step=1, values=values))
+    run = read_run(tmp_path)
+    assert (len(run.values), run.left_out) == (200, 800)
+
+
+@pytest.mark.parametrize("folder", ["missing", "empty"])
+def test_a_folder_without_records_is_one_error(tmp_path: Path, folder: str) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigurationError, match=rf"^DIR='.*{folder}': .*project_dir"):
+        read_run(tmp_path / folder)
+
+
+def test_the_summary_is_strict_json(recorded: Run) -> None:
+    summary = json.loads(json.dumps(summarize(recorded), allow_nan=False))
+    assert summary["state"] == "failed"
+    assert summary["failures"][0]["digest"] == DIGEST
+    assert summary["values"]["loss"]["0"]["not_finite"] == 2
+    assert summary["ranks"][1]["slower_than_mean"] == 0.33
+    assert summary["checkpoints"][0]["path"] == "checkpoints/checkpoint_0"
