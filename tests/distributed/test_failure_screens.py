@@ -18,6 +18,7 @@ import pytest
 
 from accelerate.commands.launch import main
 from accelerate.diagnostics import MOST_LINES
+from accelerate.report import read_run
 
 LOST = "raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1')"
 HEAD = "import os, signal, sys, time\nrank = int(os.environ['RANK'])\n"
@@ -77,6 +78,25 @@ def fail(end: Callable[..., Any], tmp_path: Path) -> Iterator[Fail]:
     yield fail
     for folder in folders:
         shutil.rmtree(folder)
+
+
+def test_the_records_of_a_killed_run_have_the_text_of_the_screen(fail: Fail, tmp_path: Path) -> None:
+    script = """
+from pathlib import Path
+from accelerate.monitoring import RecordWriter, Start
+
+writer = RecordWriter(Path("run_records"), rank)
+writer.write(Start(time=time.time(), rank=rank, world_size=2, host="h", pid=os.getpid()))
+if rank == 1:
+    Path("run_records/rank-00001.jsonl").open("a").write('{"kind": "steps", "ti')
+    os.kill(os.getpid(), 9)
+time.sleep(60)
+"""
+    screen = fail(script)
+    run = read_run(tmp_path)
+    assert run.outcome()[0] == "failed"
+    assert [end.digest for end in run.ends()] == [screen.text.rstrip()]
+    assert "killed by signal 9" in screen.text
 
 
 CAUSES = {

@@ -24,6 +24,7 @@ from accelerate.launch import (
     choose_cpu_or_devices,
     collect,
     machine,
+    record_digest,
     record_failures,
     resolve_plan,
 )
@@ -205,7 +206,12 @@ def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
         return False
     report = Path(log_dir) if log_dir else folder
     digest.write_report(outcome, report)
-    print(digest.render(outcome, report, log_dir), file=sys.stderr, flush=True)
+    text = digest.render(outcome, report, log_dir)
+    try:
+        record_digest(folder, text)
+    except OSError as error:
+        print(f"accelerate launch: the records of the run lack its failure: {error}.", file=sys.stderr)
+    print(text, file=sys.stderr, flush=True)
     return log_dir is None
 
 

@@ -28,6 +28,7 @@ from accelerate.launch.failures import (
     count_of as count_of,
     find_first as find_first,
     find_suspects as find_suspects,
+    record_digest as record_digest,
     shortened as shortened,
 )
 from accelerate.launch.layout import (

@@ -14,9 +14,9 @@ from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 
-from accelerate.base import AccelerateError
+from accelerate.base import AccelerateError, environ
 
-FOLDER_VARIABLE = "ACCELERATE_FAILURE_DIR"
+FOLDER_VARIABLE = environ.FAILURE_FOLDER
 VERBOSE_VARIABLE = "ACCELERATE_FAILURE_VERBOSE"
 ENTRY = Path(__file__).with_name("entry.py")
 MOST_DIGITS = 18
@@ -130,6 +130,24 @@ def collect(folder: Path, code: int) -> Outcome:
     if path.exists() and (report := json.loads(path.read_text(encoding="utf-8")))["attempt"] >= last:
         hang = str(report["text"])
     return Outcome(code, tuple(of_last), seen, hang)
+
+
+def record_digest(folder: Path, digest: str) -> None:
+    """Append how a run failed to the records that its processes wrote, which they named in a folder.
+
+    Raises:
+        OSError: The records cannot be written any more.
+    """
+    from accelerate.monitoring import PATH_SUFFIX, End, RecordWriter  # a run that succeeds needs none of it
+
+    first: dict[Path, int] = {}  # folder of records -> the first rank of this machine
+    for note in sorted(folder.glob(f"rank-*{PATH_SUFFIX}")):
+        path = Path(note.read_text(encoding="utf-8"))
+        first.setdefault(path.parent, int(path.stem.removeprefix("rank-")))
+    for records, rank in first.items():
+        writer = RecordWriter(records, rank)
+        writer.write(End(time=time.time(), how="failed", digest=digest))
+        writer.close()
 
 
 def shortened(text: str, width: int = 300) -> str:

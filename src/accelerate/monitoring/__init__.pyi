@@ -1,6 +1,8 @@
 from accelerate.monitoring.records import (
     FOLDER as FOLDER,
+    PATH_SUFFIX as PATH_SUFFIX,
     PHASES as PHASES,
+    RECORDS_VARIABLE as RECORDS_VARIABLE,
     Checkpoint as Checkpoint,
     Conclusion as Conclusion,
     End as End,
@@ -16,4 +18,5 @@ from accelerate.monitoring.records import (
     decode as decode,
     encode as encode,
     find_records as find_records,
+    records_folder as records_folder,
 )

@@ -12,12 +12,21 @@ import json
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
+from accelerate.base import environ
+
 FOLDER = "run_records"
 """Name of the folder of records in the folder of a project."""
+
+RECORDS_VARIABLE = "ACCELERATE_RUN_RECORDS"
+"""Variable with the folder of records; "no" switches them off."""
+
+PATH_SUFFIX = ".path"
+"""Ending of the file with which a rank names its records to the launcher."""
 
 PHASES = ("data", "moving", "forward", "backward", "collectives", "optimizer", "saving", "rest")
 """Parts of a step: waiting for data, moving batches to the device, ... Their seconds add up to the whole."""
@@ -161,12 +170,13 @@ class RecordWriter:
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"rank-{rank:05}.jsonl"
+        self.path = (folder / f"rank-{rank:05}.jsonl").absolute()
         self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (open until `close`)
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)
             if self._file.read(1) != b"\n":  # a process was killed while it wrote its last line
                 self._file.write(b"\n")
+        _leave_path(self.path)
 
     def write(self, *records: Record) -> None:
         """Append records."""
@@ -175,6 +185,25 @@ class RecordWriter:
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+
+def _leave_path(path: Path) -> None:
+    """Leave the path of a file of records for the launcher, which appends how the run failed."""
+    if folder := environ.current().get(environ.FAILURE_FOLDER):
+        with suppress(OSError):  # the launcher has ended, and its folder is gone
+            Path(folder, path.stem + PATH_SUFFIX).write_text(str(path), encoding="utf-8")
+
+
+def records_folder(chosen: str | None, project: str | None) -> Path | None:
+    """Return where the records of a run are written; None where they are not.
+
+    Args:
+        chosen: value of the variable; None where it is not set.
+        project: folder of the project; None where there is none.
+    """
+    if chosen:
+        return None if chosen.lower() in environ.FALSE_WORDS else Path(chosen)
+    return None if project is None else Path(project) / FOLDER
 
 
 def encode(record: Record) -> bytes:

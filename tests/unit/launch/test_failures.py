@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerate.base import patch_environment
 from accelerate.data_loader import Failure as Sent
 from accelerate.launch import (
     Exits,
@@ -18,8 +19,10 @@ from accelerate.launch import (
     count_of,
     find_first,
     find_suspects,
+    record_digest,
     shortened,
 )
+from accelerate.monitoring import End, RecordWriter, find_records
 
 
 def describe(message: str, **variables: str) -> Failure:
@@ -54,6 +57,30 @@ def test_failures_of_the_last_attempt_are_ordered_by_time(tmp_path: Path) -> Non
     for failure in (late, early, before):
         failure.write(tmp_path)
     assert collect(tmp_path, 1).failures == (early, late)
+
+
+def test_a_digest_is_appended_to_the_first_rank_of_this_machine(tmp_path: Path) -> None:
+    with patch_environment(ACCELERATE_FAILURE_DIR=str(tmp_path)):
+        for rank in (9, 8):
+            RecordWriter(tmp_path / "run" / "run_records", rank).close()
+    record_digest(tmp_path, "rank 9 failed")
+    (eighth, ninth) = find_records(tmp_path / "run")
+    (end,) = eighth
+    assert isinstance(end, End)
+    assert (end.how, end.digest) == ("failed", "rank 9 failed")
+    assert list(ninth) == []
+    assert collect(tmp_path, 1).failures == ()
+
+
+def test_a_digest_without_records_is_written_nowhere(tmp_path: Path) -> None:
+    record_digest(tmp_path, "rank 0 failed")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_records_of_a_launcher_that_has_ended_are_no_error(tmp_path: Path) -> None:
+    with patch_environment(ACCELERATE_FAILURE_DIR=str(tmp_path / "gone")):
+        RecordWriter(tmp_path, 0).close()
+    assert not (tmp_path / "gone").exists()
 
 
 def test_a_deleted_folder_of_failures_is_no_second_error(tmp_path: Path) -> None:

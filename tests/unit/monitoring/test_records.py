@@ -22,6 +22,7 @@ from accelerate.monitoring import (
     Window,
     decode,
     find_records,
+    records_folder,
 )
 
 START = Start(
@@ -51,6 +52,21 @@ def write(folder: Path, rank: int, *records: Record) -> None:
     writer = RecordWriter(folder, rank)
     writer.write(*records)
     writer.close()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "project", "expected"),
+    [
+        (None, None, None),
+        ("", None, None),
+        (None, "run", Path("run/run_records")),
+        ("other", "run", Path("other")),
+        ("other", None, Path("other")),
+        ("no", "run", None),
+    ],
+)
+def test_the_folder_of_records(chosen: str | None, project: str | None, expected: Path | None) -> None:
+    assert records_folder(chosen, project) == expected
 
 
 def test_each_record_is_read_as_it_was_written(tmp_path: Path) -> None:
