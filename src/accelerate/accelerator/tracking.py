@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from typing import Any
 
@@ -40,9 +41,11 @@ class Tracking:
             init_kwargs: further arguments for single trackers, by tracker name.
         """
         arguments = init_kwargs or {}
-        logging_dir = self._runtime.request.project.logging_dir
+        project = self._runtime.request.project
+        folder = None if project.project_dir is None else os.fspath(project.project_dir)
         self._runtime.trackers = [
-            tracking.build_tracker(kind, project_name, logging_dir, arguments) for kind in self.log_with
+            tracking.build_tracker(kind, project_name, project.logging_dir, arguments, folder)
+            for kind in self.log_with
         ]
         for tracker in self._runtime.trackers:
             tracker.start()

@@ -31,6 +31,7 @@ from accelerate.tracking.registry import (
     get_available_trackers as get_available_trackers,
     register_tracker_class as register_tracker_class,
 )
+from accelerate.tracking.report import ReportTracker as ReportTracker
 from accelerate.tracking.runs import (
     AimTracker as AimTracker,
     ClearMLTracker as ClearMLTracker,

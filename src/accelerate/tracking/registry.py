@@ -10,6 +10,7 @@ from accelerate.base import PACKAGES, LoggerType, wrong_value
 from accelerate.tracking import runs
 from accelerate.tracking.base import GeneralTracker, LibraryTracker
 from accelerate.tracking.mlflow import MLflowTracker
+from accelerate.tracking.report import ReportTracker
 
 TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
 Named = str | LoggerType | GeneralTracker
@@ -28,7 +29,10 @@ TRACKERS: tuple[type[LibraryTracker], ...] = (
 )
 """The trackers that come with the package."""
 
-LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {tracker.name: tracker for tracker in TRACKERS}
+LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
+    **{tracker.name: tracker for tracker in TRACKERS},
+    ReportTracker.name: ReportTracker,  # needs no library, and "all" stands for the installed libraries
+}
 """Every tracker that can be named, those that users register among them."""
 
 
@@ -96,7 +100,11 @@ def filter_trackers(log_with: Named | Iterable[Named] | None, logging_dir: str |
 
 
 def build_tracker(
-    entry: Named, project_name: str, logging_dir: str | None, init_kwargs: dict[str, dict[str, Any]]
+    entry: Named,
+    project_name: str,
+    logging_dir: str | None,
+    init_kwargs: dict[str, dict[str, Any]],
+    project_dir: str | None = None,
 ) -> GeneralTracker:
     """Return the tracker of one entry that `filter_trackers` returned, not started.
 
@@ -106,7 +114,8 @@ def build_tracker(
         return entry
     kind = LOGGER_TYPE_TO_CLASS[str(entry)]
     build: Callable[..., GeneralTracker] = kind
-    folder = (logging_dir,) if kind.requires_logging_directory else ()
+    own = project_dir or logging_dir if kind is ReportTracker else logging_dir
+    folder = (own,) if kind.requires_logging_directory else ()
     tracker = build(project_name, *folder, **init_kwargs.get(str(entry), {}))
     if kind in TRACKERS:
         tracker.main_process_only = True  # one record for a run; for one each, pass trackers, not names

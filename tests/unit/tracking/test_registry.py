@@ -65,7 +65,7 @@ def test_every_row_is_a_named_tracker() -> None:
         assert isinstance(tracker.requires_logging_directory, bool)
         assert hasattr(tracker, "tracker")
         assert LOGGER_TYPE_TO_CLASS[tracker.name] is tracker
-    assert {"all", *LOGGER_TYPE_TO_CLASS} == set(LoggerType.list())
+    assert {"all", *LOGGER_TYPE_TO_CLASS} == {*LoggerType.list(), "report"}
 
 
 def test_a_tracker_is_installed_when_its_package_is(monkeypatch: pytest.MonkeyPatch) -> None:

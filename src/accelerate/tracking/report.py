@@ -1,0 +1,77 @@
+"""The tracker that needs no other package: values become records of the run, for `accelerate report`."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from accelerate.base import environ, wrong_value
+from accelerate.logging import get_logger
+from accelerate.monitoring import RECORDS_VARIABLE, Event, RecordWriter, Values, records_folder
+from accelerate.state import PartialState
+from accelerate.tracking.base import GeneralTracker, flatten, on_main_process
+
+logger = get_logger(__name__)
+
+
+class ReportTracker(GeneralTracker):
+    """Writes values to the records of this rank, which `accelerate report` shows.
+
+    The records are in `run_records` of the folder, or in the folder that `ACCELERATE_RUN_RECORDS` names.
+
+    Args:
+        run_name: Name of the project, which is part of the configuration of the run.
+        logging_dir: The folder of the project.
+    """
+
+    name = "report"
+    requires_logging_directory = True
+    blocks = True
+
+    def __init__(self, run_name: str, logging_dir: str | None = ".") -> None:
+        super().__init__()
+        self.run_name = run_name
+        self.logging_dir = logging_dir
+        self.writer: RecordWriter | None = None
+
+    @property
+    def tracker(self) -> RecordWriter | None:
+        """The file of records; None on processes that do not log."""
+        return self.writer
+
+    @on_main_process
+    def start(self) -> None:
+        """Open the file of records.
+
+        Raises:
+            ConfigurationError: The records of runs are switched off.
+        """
+        chosen = environ.current().get(RECORDS_VARIABLE)
+        folder = records_folder(chosen, self.logging_dir)
+        if folder is None:
+            fix = "Leave the variable out or name a folder, or take 'report' out of log_with"
+            raise wrong_value(RECORDS_VARIABLE, chosen, "the tracker 'report' writes records", fix)
+        self.writer = RecordWriter(folder, PartialState().process_index)
+        self.store_init_configuration({"project_name": self.run_name})
+
+    @on_main_process
+    def store_init_configuration(self, values: dict[str, Any]) -> None:
+        assert self.writer is not None
+        text = json.dumps({name: str(value) for name, value in flatten(values).items()})
+        self.writer.write(Event(time=time.time(), name="config", step=0, text=text))
+
+    @on_main_process
+    def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Log numbers and text, also in dictionaries; leave out others with a warning."""
+        assert self.writer is not None
+        flat = flatten(values)
+        for name in [name for name, value in flat.items() if not isinstance(value, (int, float, str))]:
+            kind = type(flat.pop(name)).__name__
+            logger.warning_once(f"the tracker 'report' leaves out {name!r}: a {kind} is no number or text")
+        self.writer.write(Values(time=time.time(), step=step, values=flat))
+
+    @on_main_process
+    def finish(self) -> None:
+        if self.writer is not None:
+            self.writer.close()
