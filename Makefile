@@ -7,9 +7,9 @@ SAMPLE ?= 10
 WORKERS ?= 2
 # The one environment that `make test-versions` runs: oldest, middle, newest or lowest; all where it is empty.
 ONLY ?=
-# Debian packages that tests of several machines start; without them those tests skip, and say so.
+# Debian packages that tests of several machines and of pages start; without them those tests skip, and say so.
 INSTALL := apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends
-PROGRAMS := iproute2 openmpi-bin mpich slurm-wlm munge openssh-server pdsh
+PROGRAMS := iproute2 openmpi-bin mpich slurm-wlm munge openssh-server pdsh chromium
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
@@ -40,7 +40,7 @@ test-device: $(VENV)/.test-installed $(CHECKPOINT) ## run the tests on a simulat
 	$(ON_SIMULATED_DEVICE) $(BIN)/python -c "import torch"
 	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal @tests/device/suites.args
 
-test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun and SLURM for it
+test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun, SLURM and Chromium for it
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \
 		echo "not installed: $(PROGRAMS); tests that need them will skip"
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
