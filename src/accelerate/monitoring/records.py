@@ -226,28 +226,36 @@ def decode(line: bytes) -> Record | None:
     kind = KINDS.get(values["kind"])
     if kind is None:
         return None
-    hints = _hints(kind)  # type: ignore[arg-type]
-    for entry in fields(kind):
-        if entry.name in values:
-            _check(entry.name, values[entry.name], hints[entry.name])
-        elif entry.default is MISSING and entry.default_factory is MISSING:
-            raise ValueError(f"a record of the kind {kind.kind!r} has {entry.name!r}, which is missing")
+    known: dict[str, Any] = {}
+    for name, kinds, is_required in _fields(kind):  # type: ignore[arg-type]
+        if name in values:
+            if not isinstance(values[name], kinds):
+                raise ValueError(f"{name} of a record is {values[name]!r}, and should be one of {kinds}")
+            known[name] = values[name]
+        elif is_required:
+            raise ValueError(f"a record of the kind {kind.kind!r} has {name!r}, which is missing")
     if kind is Start:
-        values["settings"] = [Setting(**setting) for setting in values.get("settings", ())]
-    return kind(**{entry.name: values[entry.name] for entry in fields(kind) if entry.name in values})
+        known["settings"] = [Setting(**setting) for setting in known.get("settings", ())]
+    return kind(**known)
 
 
 @functools.cache
-def _hints(kind: Any) -> dict[str, Any]:
-    return get_type_hints(kind)
+def _fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
+    """Return the name of each field, the outer types of its values, and whether it has no default."""
+    hints = get_type_hints(kind)
+    return [
+        (entry.name, _types(hints[entry.name]), entry.default is MISSING and entry.default_factory is MISSING)
+        for entry in fields(kind)
+    ]
 
 
-def _check(name: str, value: object, hint: Any) -> None:
-    """Check the outer type of a value: whole numbers are valid where floats are."""
-    kinds = (int, float) if hint is float else hint.__args__ if hasattr(hint, "__args__") else (hint,)
-    origin = getattr(hint, "__origin__", None)
-    if not isinstance(value, (origin,) if origin else kinds):
-        raise ValueError(f"{name} of a record is {value!r}, and should be {hint}")
+def _types(hint: Any) -> tuple[type, ...]:
+    """Return the outer types of a hint: whole numbers are valid where floats are."""
+    if hint is float:
+        return (int, float)
+    if hasattr(hint, "__origin__"):
+        return (hint.__origin__,)
+    return tuple(getattr(hint, "__args__", (hint,)))
 
 
 @dataclass
