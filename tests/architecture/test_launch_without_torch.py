@@ -19,7 +19,7 @@ class Guard:
 
 sys.meta_path.insert(0, Guard())
 """
-TORCH_FREE = ("base", "settings", "devices", "launch")
+TORCH_FREE = ("base", "settings", "monitoring", "report", "devices", "launch")
 PROGRAMS = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli", "accelerate.commands.config")
 
 
@@ -56,6 +56,16 @@ def test_checkpoint_commands_run_without_torch(action: str, tmp_path: Path) -> N
     run_without_torch(
         "from accelerate.commands.accelerate_cli import main\nmain()", "checkpoint", action, str(tmp_path)
     )
+
+
+def test_the_report_command_runs_without_torch(tmp_path: Path) -> None:
+    from accelerate.monitoring import RecordWriter, Values
+
+    writer = RecordWriter(tmp_path, 0)
+    writer.write(Values(time=1.0, step=1, values={"loss": 1.0}))
+    writer.close()
+    run_without_torch("from accelerate.commands.accelerate_cli import main\nmain()", "report", str(tmp_path))
+    assert (tmp_path / "report.html").exists()
 
 
 def test_the_guard_refuses_torch() -> None:

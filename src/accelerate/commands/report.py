@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accelerate.base import ConfigurationError, convert_bytes, replace_files
+from accelerate.base import ConfigurationError, convert_bytes, replace_files, wrong_value
 from accelerate.commands.checkpoint import find_rows
 from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
 
@@ -20,6 +20,7 @@ DESCRIPTION = (
     "memory, ranks, checkpoints, events and configuration. Several folders are shown side by side."
 )
 FILE = "report.html"
+MOST_RUNS = 8
 
 
 def report_command(args: argparse.Namespace) -> None:
@@ -58,6 +59,9 @@ def _read_runs(folders: list[Path]) -> list[Run]:
     """Read the runs; those in folders of one name are named by their paths."""
     from accelerate.report import read_run
 
+    if len(folders) > MOST_RUNS:
+        reason = f"at most {MOST_RUNS} runs are compared, each with a color of its own"
+        raise wrong_value("DIR", [str(folder) for folder in folders], reason, "name fewer folders")
     names = Counter(folder.absolute().name for folder in folders)
     return [read_run(folder, "" if names[folder.absolute().name] == 1 else str(folder)) for folder in folders]
 

@@ -17,7 +17,7 @@ def tag(name: str, /, *children: Child | Iterable[Child], **attributes: object) 
     Args:
         name: of the element: a constant, never a value of a run.
         *children: elements and text, also in lists; None is left out.
-        **attributes: without those that are None; `_` stands for `-`, and one at the end is left out.
+        **attributes: without those that are None; `_` becomes `-`, and one at the end is left out.
     """
     written = {
         key.rstrip("_").replace("_", "-"): clean(str(value))

@@ -25,14 +25,18 @@ from accelerate.report.series import Series
 
 MOST_CHARTS = 48
 """Most charts of values; further names are in the table alone."""
-MOST_LINES = 160
-"""Most lines of all charts of values together: each has up to 10 KB."""
+MOST_LINES = 80
+"""Most lines of all charts of values together: each has up to 18 KB."""
 MOST_RANKS = 64
 """Most rows of the table of ranks; with more ranks those that took longest for a step."""
 LONGEST_VALUE, LONGEST_TRACE = 400, 20_000
+MOST_TEXT = 300_000
+"""Characters of the events of a run that are shown whole; later ones are shortened."""
+MOST_FAILURES = 4
+"""Most texts of launchers, and most tracebacks, of a failed run."""
 FIRST = ("loss", "learning_rate", "gradient_norm")
 """Values that are shown before the others."""
-Cell = str | int | float | None
+Cell = str | int | float | Element | None
 _NUMBER = re.compile(r"-?(inf|nan|\d[\d.,]*(e[+-]?\d+)?)( bytes| [KMGTP]B|%)?")
 
 
@@ -61,9 +65,9 @@ def failures(runs: Sequence[Run]) -> Iterator[Element]:
     """Show what the launcher printed of a failure, and the tracebacks of ranks."""
     for run in runs:
         ends = [end for end in run.ends() if end.how == "failed"]
-        texts = dict.fromkeys([end.digest for end in ends if end.digest])
-        texts |= dict.fromkeys([end.error for end in ends if end.error][:4])
-        if texts:
+        digests = dict.fromkeys(end.digest for end in ends if end.digest)
+        errors = dict.fromkeys(end.error for end in ends if end.error)
+        if texts := [*list(digests)[:MOST_FAILURES], *list(errors)[:MOST_FAILURES]]:
             shown = [tag("pre", shortened(text, LONGEST_TRACE)) for text in texts]
             yield tag("section", tag("h2", _titled("Failure", run, runs)), shown)
 
@@ -95,7 +99,7 @@ def values(runs: Sequence[Run]) -> Element | None:
         lines = _lines([(run, run.values.get(name, {})) for run in runs])
         if len(charts) < MOST_CHARTS and drawn + len(lines) <= MOST_LINES:
             drawn += len(lines)
-            charts.append(draw_lines(name, lines, plain_number))
+            charts.append(draw_lines(shortened(name), lines, plain_number))
         rows += [[name, line.label, *_figures(line.series)] for line in lines]
     header = ["name", "of", "values", "last", "least", "at step", "greatest", "at step", "not finite"]
     texts = [[name, text] for run in runs for name, text in run.texts.items()]
@@ -222,8 +226,7 @@ def checkpoints(runs: Sequence[Run]) -> Element | None:
             assert isinstance(record, Checkpoint)
             seconds = [f"{value:.2f}" if value else "" for value in (record.seconds, record.blocked)]
             size = convert_bytes(record.size) if record.size else ""
-            text = shortened(record.text, LONGEST_VALUE)
-            state = f"{record.event}: {text}" if text else record.event
+            state = f"{record.event}: {record.text}" if record.text else record.event
             where = [*_named(run, runs), moment(record.time), record.step, record.path]
             rows.append([*where, state, *seconds, size])
     header = [*_of(runs), "time", "step", "checkpoint", "state", "seconds", "of which blocked", "size"]
@@ -242,7 +245,7 @@ def starts(runs: Sequence[Run]) -> Element | None:
     rows: list[list[Cell]] = []
     for run in runs:
         for start in run.starts:
-            command = shortened(" ".join(map(str, start.argv)), LONGEST_VALUE)
+            command = " ".join(map(str, start.argv))
             where = [*_named(run, runs), moment(start.time), start.attempt]
             rows.append([*where, start.world_size, start.host, command])
     header = [*_of(runs), "time", "restarts before", "ranks", "host", "command"]
@@ -253,14 +256,15 @@ def events(runs: Sequence[Run]) -> Element | None:
     """List hangs, stops, warnings and other events."""
     rows: list[list[Cell]] = []
     for run in runs:
+        room = MOST_TEXT // len(runs)
         for entry in run.events.in_order():
             record = entry.record
             assert isinstance(record, Event)
             where = spell_ranks(sorted(entry.ranks)[:MOST_RANKS])
-            text = shortened(record.text, LONGEST_TRACE if record.name == "hang" else 5 * LONGEST_VALUE)
-            rows.append(
-                [*_named(run, runs), moment(record.time), record.step, record.name, where, entry.count, text]
-            )
+            text = shortened(record.text, min(LONGEST_TRACE, max(room, LONGEST_VALUE)))
+            room -= len(text)
+            what: list[Cell] = [moment(record.time), record.step, record.name, where, entry.count]
+            rows.append([*_named(run, runs), *what, tag("span", text)])
     header = [*_of(runs), "time", "step", "event", "on", "times", "text"]
     left_out = _note_left_out([run.events for run in runs])
     return _section("Events", table(header, rows) if rows else None, left_out)
@@ -279,7 +283,7 @@ def configuration(runs: Sequence[Run]) -> Element | None:
     for name in names:
         cells = [values.get(name, ("", "")) for values in found]
         differs = len({value for value, _ in cells}) > 1
-        rows.append((differs, [name, *(shortened(text, LONGEST_VALUE) for cell in cells for text in cell)]))
+        rows.append((differs, [name, *(text for cell in cells for text in cell)]))
     rows.sort(key=lambda row: not row[0])
     header = ["name"]
     for run in runs:
@@ -334,13 +338,16 @@ def table(
 
 
 def _is_number(value: Cell) -> bool:
+    if isinstance(value, Element):
+        return False
     return not isinstance(value, str) or not value or _NUMBER.fullmatch(value) is not None
 
 
-def _cell(value: Cell) -> str:
-    if value is None:
-        return ""
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def _cell(value: Cell) -> Element | str | None:
+    """Return what a cell shows: an element as it is, text shortened."""
+    if value is None or isinstance(value, Element):
+        return value
+    return f"{value:,}" if isinstance(value, int) else shortened(str(value), LONGEST_VALUE)
 
 
 def _section(title: str, *parts: Element | None) -> Element | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-COLUMNS = 400
+COLUMNS = 800
 """Most columns of all lines of a series together; half as many remain when they are joined in pairs."""
 LINES = 32
 """Most lines of a series; where the steps go back more often, the last line has the further values."""
@@ -132,7 +132,7 @@ class Split:
 
     def add(self, step: int, seconds_by: Mapping[str, float]) -> None:
         _add_seconds(self.columns.setdefault(step // self.width, {}), seconds_by)
-        while len(self.columns) > COLUMNS:
+        while len(self.columns) > COLUMNS // 2:
             self.width *= 2
             before, self.columns = self.columns, {}
             for index, seconds in before.items():

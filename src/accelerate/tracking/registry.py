@@ -31,7 +31,7 @@ TRACKERS: tuple[type[LibraryTracker], ...] = (
 
 LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     **{tracker.name: tracker for tracker in TRACKERS},
-    ReportTracker.name: ReportTracker,  # needs no library, and "all" stands for the installed libraries
+    ReportTracker.name: ReportTracker,  # needs no library, so it is not part of "all"
 }
 """Every tracker that can be named, those that users register among them."""
 

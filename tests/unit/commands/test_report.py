@@ -71,6 +71,11 @@ def test_a_target_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
         report(tmp_path / "run", "--output", tmp_path / "missing" / "page.html")
 
 
+def test_more_runs_than_colors_are_one_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="at most 8 runs are compared"):
+        report(*[tmp_path] * 9)
+
+
 def test_a_folder_without_records_is_one_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="no rank wrote records"):
         report(tmp_path)

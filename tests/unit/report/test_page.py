@@ -11,7 +11,17 @@ from pathlib import Path
 import pytest
 
 from accelerate.base import convert_bytes
-from accelerate.monitoring import PHASES, RecordWriter, Start, Values, Window
+from accelerate.monitoring import (
+    PHASES,
+    Checkpoint,
+    End,
+    Event,
+    RecordWriter,
+    Setting,
+    Start,
+    Values,
+    Window,
+)
 from accelerate.report import Line, Series, draw_lines, plain_number, read_run, render, tag, ticks, write_page
 
 from .recorded_run import BEGIN, DIGEST, STEPS, write_run
@@ -137,6 +147,22 @@ def test_a_large_run_stays_below_three_megabytes(tmp_path: Path) -> None:
             writer.write(window, Values(time=BEGIN, step=step, values=values))
         writer.close()
     assert len(write_page([read_run(tmp_path)])) < 3_000_000
+
+
+def test_long_texts_stay_below_three_megabytes(tmp_path: Path) -> None:
+    long = "x" * 100_000
+    settings = [Setting(name=f"{number}{long}", value=long, source=long) for number in range(50)]
+    writer = RecordWriter(tmp_path / "run_records", 0)
+    start = Start(time=BEGIN, rank=0, world_size=1, host=long, pid=1, argv=[long], settings=settings)
+    texts = [f"{number}{long}" for number in range(50)]
+    writer.write(start, *(Event(time=BEGIN, name="hang", step=1, text=text) for text in texts))
+    writer.write(*(Values(time=BEGIN, step=1, values={text: 1.0, f"{text} text": text}) for text in texts))
+    writer.write(*(Checkpoint(time=BEGIN, event="failed", path=text, step=1, text=text) for text in texts))
+    writer.write(*(End(time=BEGIN, how="failed", error=text, digest=text) for text in texts))
+    writer.close()
+    page = write_page([read_run(tmp_path)])
+    assert len(page) < 3_000_000
+    assert long[:15_000] in page
 
 
 @pytest.mark.parametrize(

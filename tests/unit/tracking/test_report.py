@@ -80,7 +80,7 @@ def test_the_tracker_needs_a_folder() -> None:
         filter_trackers("report")
 
 
-def test_all_stands_for_the_installed_libraries_only(tmp_path: Path) -> None:
+def test_all_means_the_installed_libraries_only(tmp_path: Path) -> None:
     assert "report" not in [str(name) for name in get_available_trackers()]
     assert "report" not in [str(name) for name in filter_trackers("all", str(tmp_path))]
 
