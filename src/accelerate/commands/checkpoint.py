@@ -260,14 +260,14 @@ def _table(rows: list[Row], folder: str) -> Table:
         table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "checkpoint")
     for row in rows:
         size = "" if row.bytes is None else convert_bytes(row.bytes)
-        facts = (row.step, row.epoch, _minute(row.created), size, row.processes)
+        facts = (row.step, row.epoch, minute_of(row.created), size, row.processes)
         shown = [Text("" if fact is None else str(fact)) for fact in facts]
         state = Text("yes") if row.complete else Text("no", "red")
         table.add_row(Text(os.path.relpath(row.path, folder), overflow="fold"), *shown, state)
     return table
 
 
-def _minute(created: str) -> str:
+def minute_of(created: str) -> str:
     """Return a time as tables show it; text that is none as it is."""
     try:
         return datetime.fromisoformat(created).astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M")

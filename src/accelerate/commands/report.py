@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate.base import ConfigurationError, convert_bytes, replace_files, wrong_value
-from accelerate.commands.checkpoint import find_rows
+from accelerate.commands.checkpoint import find_rows, minute_of
 from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def _stored(run: Run) -> list[tuple[str, ...]]:
         (
             str(Path(row.path).relative_to(run.folder.absolute())),
             "" if row.step is None else str(row.step),
-            row.created,
+            minute_of(row.created),
             "" if row.bytes is None else convert_bytes(row.bytes),
             "complete" if row.complete else row.fault,
         )

@@ -237,6 +237,8 @@ def _read_values(run: Run, summary: RankSummary, record: Values) -> None:
         is_text = not isinstance(value, (int, float))
         if is_text and (name in run.texts or len(run.texts) < NAMES):
             run.texts[name] = str(value)
+    if record.step is not None:
+        summary.last_step = record.step
     _read_numbers(run, run.logged, summary.rank, record.step, _numbers(record.values))
 
 

@@ -93,6 +93,13 @@ def test_a_run_without_an_end_says_when_its_last_record_was_written(tmp_path: Pa
     assert "1 min 30 s before this page" in text
 
 
+def test_values_alone_say_how_far_the_run_was(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "run_records", 0)
+    writer.write(Values(time=BEGIN, step=1234, values={"loss": 1.0}))
+    writer.close()
+    assert "1 rank; step 1,234" in page_of(tmp_path).text
+
+
 def test_two_runs_are_shown_side_by_side(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", is_failed=False)
