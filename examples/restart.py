@@ -2,11 +2,13 @@
 
     accelerate launch --cpu --num_processes 2 --max_restarts 3 examples/restart.py
     accelerate launch --cpu --num_processes 2 --max_restarts 3 examples/restart.py --die_at 50 95
+    accelerate report runs/restart
 
 If a process fails, the launcher restarts all processes, up to `--max_restarts` times. The script loads the
 newest complete checkpoint, if there is one, and continues after it: the run ends with the same weights as an
 uninterrupted run, bitwise on the CPU. `--die_at` demonstrates this: at each of these steps the last rank
-kills itself, once. The last line of output is a checksum of the weights, to compare runs.
+kills itself, once. The last line of output is a checksum of the weights, to compare runs. `accelerate report`
+then writes a page about the run.
 """
 
 import argparse
@@ -76,7 +78,8 @@ def die_once(accelerator: Accelerator, project: Path, step: int) -> None:
 
 def train(project: Path, num_epochs: int, save_every: int, background: bool, die_at: list[int]) -> None:
     folder = ProjectConfiguration(project, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(project_config=folder)
+    accelerator = Accelerator(project_config=folder, log_with="report")
+    accelerator.init_trackers("restart", config={"num_epochs": num_epochs, "save_every": save_every})
     set_seed(42, device_specific=True)
 
     loader = load_images()
@@ -102,6 +105,7 @@ def train(project: Path, num_epochs: int, save_every: int, background: bool, die
             optimizer.zero_grad()
             progress.batch += 1
             progress.step += 1
+            accelerator.log({"loss": loss, "learning_rate": scheduler.get_last_lr()[0]}, step=progress.step)
             if progress.step in die_at:
                 die_once(accelerator, project, progress.step)
             if progress.step % save_every == 0:
