@@ -34,7 +34,7 @@ THROUGHPUT, MEMORY = "samples per second", "memory"
 STEPS_PER_SECOND = "steps per second"
 CONFIG = "config"
 """Name of the event with what `init_trackers` got, as JSON."""
-LATEST, MOST_STEPS = 1e11, 1e15
+LATEST, LARGEST_NUMBER = 1e11, 1e18
 
 
 @dataclass
@@ -176,9 +176,9 @@ def read_run(folder: Path, name: str = "") -> Run:
 
 
 def _is_possible(record: Record) -> bool:
-    """Whether steps and time are numbers that a chart can show; a damaged file may have others."""
-    steps = (getattr(record, name, None) for name in ("step", "first", "last"))
-    return 0 <= record.time < LATEST and all(step is None or abs(step) < MOST_STEPS for step in steps)
+    """Whether a page can show the numbers of a record; those of a damaged file may be of any size."""
+    numbers = [value for value in vars(record).values() if isinstance(value, (int, float))]
+    return 0 <= record.time < LATEST and all(abs(number) < LARGEST_NUMBER for number in numbers)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
