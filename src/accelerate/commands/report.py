@@ -32,7 +32,7 @@ def report_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: A folder has no records, or the page cannot be written.
     """
-    from accelerate.report import summarize, write_page
+    from accelerate.report import clean, summarize, write_page
 
     runs = _read_runs(args.folders)
     if args.json:
@@ -51,7 +51,9 @@ def report_command(args: argparse.Namespace) -> None:
             f"{target} cannot be written: {error.strerror}. Name a file in another folder with --output."
         ) from error
     for run in runs:
-        print(f"{run.name}: {run.outcome()[1]}")
+        print(clean(f"{run.name}: {run.outcome()[1]}"))
+        for entry in run.conclusions.in_order():
+            print(clean(f"  {entry.record.name} (step {entry.last_step}): {entry.record.text}"))
     print(f"Written to {target} ({convert_bytes(len(page))}).")
 
 

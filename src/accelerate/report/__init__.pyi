@@ -7,7 +7,7 @@ from accelerate.report.charts import (
     split_lines as split_lines,
     ticks as ticks,
 )
-from accelerate.report.markup import render as render, tag as tag
+from accelerate.report.markup import clean as clean, render as render, tag as tag
 from accelerate.report.page import write_page as write_page
 from accelerate.report.reading import (
     CONFIG as CONFIG,

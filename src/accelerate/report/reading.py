@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from accelerate.base import wrong_value
 from accelerate.monitoring import (
@@ -55,24 +55,27 @@ class RankSummary:
     damaged: int = 0
 
 
+RecordT = TypeVar("RecordT", Event, Conclusion, Checkpoint)
+
+
 @dataclass
-class Entry:
+class Entry(Generic[RecordT]):
     """One event, conclusion or checkpoint, which several ranks or steps may have recorded."""
 
-    record: Event | Conclusion | Checkpoint
+    record: RecordT
     count: int = 1
     ranks: set[int] = field(default_factory=set)
     last_step: int = 0
 
 
 @dataclass
-class Entries:
+class Entries(Generic[RecordT]):
     """Entries by what they say, at most `ENTRIES`."""
 
-    by_key: dict[tuple[Any, ...], Entry] = field(default_factory=dict)
+    by_key: dict[tuple[Any, ...], Entry[RecordT]] = field(default_factory=dict)
     left_out: int = 0
 
-    def add(self, key: tuple[Any, ...], rank: int, record: Event | Conclusion | Checkpoint) -> Entry | None:
+    def add(self, key: tuple[Any, ...], rank: int, record: RecordT) -> Entry[RecordT] | None:
         """Add a record; return the entry it belongs to, None where there are too many."""
         entry = self.by_key.get(key)
         if entry is None:
@@ -85,7 +88,7 @@ class Entries:
         entry.last_step = max(entry.last_step, record.step)
         return entry
 
-    def in_order(self) -> list[Entry]:
+    def in_order(self) -> list[Entry[RecordT]]:
         return sorted(self.by_key.values(), key=lambda entry: entry.record.time)
 
 
@@ -108,9 +111,9 @@ class Run:
         default_factory=dict
     )  # seconds of own work per step: least, mean, most
     slow: dict[int, float] = field(default_factory=dict)  # rank -> greatest lag behind the mean
-    events: Entries = field(default_factory=Entries)
-    conclusions: Entries = field(default_factory=Entries)
-    checkpoints: Entries = field(default_factory=Entries)
+    events: Entries[Event] = field(default_factory=Entries)
+    conclusions: Entries[Conclusion] = field(default_factory=Entries)
+    checkpoints: Entries[Checkpoint] = field(default_factory=Entries)
     config: dict[str, str] = field(default_factory=dict)  # what `init_trackers` got
     stored: list[tuple[str, ...]] = field(default_factory=list)  # rows of checkpoints found in the folder
 
@@ -266,7 +269,7 @@ def _read_numbers(
 def _read_checkpoint(run: Run, summary: RankSummary, record: Checkpoint) -> None:
     key = (record.event, record.path, record.step, record.text)
     entry = run.checkpoints.add(key, summary.rank, record)
-    if entry is not None and isinstance(entry.record, Checkpoint) and record.seconds > entry.record.seconds:
+    if entry is not None and record.seconds > entry.record.seconds:
         entry.record = record
 
 

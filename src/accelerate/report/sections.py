@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
+from typing import Any
 from xml.etree.ElementTree import Element
 
 from accelerate.base import convert_bytes, shortened, spell_ranks
-from accelerate.monitoring import PHASES, Checkpoint, Event
+from accelerate.monitoring import PHASES
 from accelerate.report.charts import Line, draw_lines, draw_split, plain_number
 from accelerate.report.markup import tag
 from accelerate.report.reading import (
@@ -50,7 +51,8 @@ def headings(runs: Sequence[Run], now: float) -> Iterator[Element]:
         if run.starts:
             facts += [f"started {moment(run.starts[0].time)}", duration(last - run.starts[0].time)]
         if run.num_starts > 1:
-            facts.append(f"restarted {run.num_starts - 1} times")
+            restarts = run.num_starts - 1
+            facts.append("1 restart" if restarts == 1 else f"{restarts} restarts")
         damaged = sum(summary.damaged for summary in run.ranks.values())
         badge = tag("span", state, class_=f"state {state.replace(' ', '-')}")
         yield tag("h1", run.name, " ", badge)
@@ -82,7 +84,6 @@ def conclusions(runs: Sequence[Run]) -> Element | None:
             f" (step {entry.last_step:,}): {shortened(entry.record.text, LONGEST_VALUE)}",
         )
         for run, entry in entries
-        if not isinstance(entry.record, Checkpoint)
     ]
     return _section("Conclusions", tag("ul", items, class_="conclusions") if items else None)
 
@@ -223,7 +224,6 @@ def checkpoints(runs: Sequence[Run]) -> Element | None:
     for run in runs:
         for entry in run.checkpoints.in_order():
             record = entry.record
-            assert isinstance(record, Checkpoint)
             seconds = [f"{value:.2f}" if value else "" for value in (record.seconds, record.blocked)]
             size = convert_bytes(record.size) if record.size else ""
             state = f"{record.event}: {record.text}" if record.text else record.event
@@ -259,7 +259,6 @@ def events(runs: Sequence[Run]) -> Element | None:
         room = MOST_TEXT // len(runs)
         for entry in run.events.in_order():
             record = entry.record
-            assert isinstance(record, Event)
             where = spell_ranks(sorted(entry.ranks)[:MOST_RANKS])
             text = shortened(record.text, min(LONGEST_TRACE, max(room, LONGEST_VALUE)))
             room -= len(text)
@@ -334,7 +333,8 @@ def table(
         for index, row in enumerate(rows)
     ]
     written = tag("table", tag("thead", tag("tr", top)), tag("tbody", body))
-    return tag("div", written, class_="scroll", tabindex="0")
+    label = f"Table of {', '.join(header)}"
+    return tag("div", written, class_="scroll", role="region", aria_label=label, tabindex="0")
 
 
 def _is_number(value: Cell) -> bool:
@@ -360,7 +360,7 @@ def _folded(title: str, content: Element) -> Element:
     return tag("details", tag("summary", title), content)
 
 
-def _note_left_out(entries: Sequence[Entries]) -> Element | None:
+def _note_left_out(entries: Sequence[Entries[Any]]) -> Element | None:
     left_out = sum(each.left_out for each in entries)
     return tag("p", f"{left_out:,} further ones are left out.", class_="note") if left_out else None
 

@@ -49,7 +49,7 @@ def summarize(run: Run) -> dict[str, Any]:
     return {name: _finite(value) for name, value in summary.items()}
 
 
-def _entries(entries: Entries) -> list[dict[str, Any]]:
+def _entries(entries: Entries[Any]) -> list[dict[str, Any]]:
     return [
         {
             **asdict(entry.record),

@@ -22,8 +22,17 @@ def test_the_page_of_a_run_is_in_its_folder(tmp_path: Path, capsys: pytest.Captu
     write_run(tmp_path / "run")
     report(tmp_path / "run")
     out = capsys.readouterr().out
-    assert out.startswith(f"run: A rank failed.\nWritten to {tmp_path / 'run' / 'report.html'} (")
+    state, conclusion, written = out.splitlines()
+    assert state == "run: A rank failed."
+    assert conclusion == "  straggler (step 250): rank 1 is 33 % slower since step 100"
+    assert written.startswith(f"Written to {tmp_path / 'run' / 'report.html'} (")
     assert (tmp_path / "run" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
+def test_no_text_of_a_run_controls_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path / "run", text="\x1b[2J\x9b")
+    report(tmp_path / "run")
+    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
 def test_the_page_of_several_runs_is_in_the_current_folder(

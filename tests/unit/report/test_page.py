@@ -64,7 +64,7 @@ def test_a_page_tells_the_story_of_a_failed_run(tmp_path: Path) -> None:
     for text in (
         DIGEST,
         "A rank failed.",
-        "restarted 1 times",
+        "1 restart",
         "rank 1 is 33 % slower since step 100",
         "mixed_precision",
         "--mixed_precision",
