@@ -275,6 +275,7 @@ def _read_checkpoint(run: Run, summary: RankSummary, record: Checkpoint) -> None
 
 def _read_event(run: Run, summary: RankSummary, record: Event) -> None:
     if record.name == CONFIG:
+        summary.ends = []  # trackers start before the first step, at which the start is recorded
         _read_config(run, summary, record.text)
         return
     run.events.add((record.name, record.text), summary.rank, record)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.monitoring import End, Record, RecordWriter, Start, Values, Window
+from accelerate.monitoring import End, Event, Record, RecordWriter, Start, Values, Window
 from accelerate.report import Run, read_run, summarize
 
 from .recorded_run import BEGIN, DIGEST, RESTART_AT, RESTART_FROM, STEPS, write_run
@@ -81,6 +81,14 @@ def test_a_failure_before_a_restart_is_not_the_end(tmp_path: Path) -> None:
     for rank in range(2):
         write(tmp_path, rank, start(rank), end("failed", error="old"), start(rank), end("finished"))
     assert read_run(tmp_path).outcome()[0] == "finished"
+
+
+def test_a_tracker_that_starts_after_the_end_belongs_to_another_start(tmp_path: Path) -> None:
+    config = Event(time=3.0, name="config", step=0, text='{"project_name": "second"}')
+    write(tmp_path, 0, start(0, world_size=1), end("failed", digest="first"), config)
+    run = read_run(tmp_path)
+    assert run.outcome()[0] == "no end"
+    assert run.config == {"project_name": "second"}
 
 
 def test_ranks_that_a_smaller_restart_left_out_do_not_count(tmp_path: Path) -> None:
