@@ -32,7 +32,7 @@ def report_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: A folder has no records, or the page cannot be written.
     """
-    from accelerate.report import clean, summarize, write_page
+    from accelerate.report import clean, finding, summarize, write_page
 
     runs = _read_runs(args.folders)
     if args.json:
@@ -53,7 +53,7 @@ def report_command(args: argparse.Namespace) -> None:
     for run in runs:
         print(clean(f"{run.name}: {run.outcome()[1]}"))
         for entry in run.conclusions.in_order():
-            print(clean(f"  {entry.record.name} (step {entry.last_step}): {entry.record.text}"))
+            print(clean(f"  {entry.record.name} (step {entry.last_step}): {finding(entry.record)}"))
     print(f"Written to {target} ({convert_bytes(len(page))}).")
 
 

@@ -17,7 +17,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
-from accelerate.base import environ
+from accelerate.base import environ, expanded
 
 FOLDER = "run_records"
 """Name of the folder of records in the folder of a project."""
@@ -202,8 +202,8 @@ def records_folder(chosen: str | None, project: str | None) -> Path | None:
         project: folder of the project; None where there is none.
     """
     if chosen:
-        return None if chosen.lower() in environ.FALSE_WORDS else Path(chosen)
-    return None if project is None else Path(project) / FOLDER
+        return None if chosen.lower() in environ.FALSE_WORDS else expanded(chosen)
+    return None if project is None else expanded(project) / FOLDER
 
 
 def encode(record: Record) -> bytes:

@@ -14,6 +14,7 @@ from accelerate.report.reading import (
     Run as Run,
     read_run as read_run,
 )
+from accelerate.report.sections import finding as finding
 from accelerate.report.series import (
     COLUMNS as COLUMNS,
     LINES as LINES,

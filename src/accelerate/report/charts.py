@@ -11,7 +11,7 @@ from accelerate.report.markup import tag
 from accelerate.report.series import Column, Series, Split
 
 WIDTH, HEIGHT = 400, 190
-LEFT, RIGHT, TOP, BOTTOM = 52, 384, 10, 166
+LEFT, RIGHT, TOP, BOTTOM = 60, 384, 10, 166
 Format = Callable[[float], str]
 
 
@@ -38,8 +38,8 @@ class Scale:
         return self.start + share * (self.end - self.start)
 
 
-def draw_lines(name: str, lines: Sequence[Line], number: Format) -> Element | None:
-    """Draw values over steps; None where there are none."""
+def draw_lines(name: str, lines: Sequence[Line], number: Format, base: float = 10.0) -> Element | None:
+    """Draw values over steps, with round values in a unit, a power of `base`; None where there are none."""
     lines = [line for line in lines if line.series.count]
     if not lines:
         return None
@@ -56,7 +56,8 @@ def draw_lines(name: str, lines: Sequence[Line], number: Format) -> Element | No
     ]
     summary = "; ".join(_describe(line, number) for line in lines)
     legend = [(index, line.label) for index, line in enumerate(lines)] if len(lines) > 1 else []
-    return _figure(name, summary, [*_axes(across, up, number), *drawn], legend, across, up)
+    unit = base ** math.floor(math.log(most, base)) if most > 0 and base != 10 else 1.0
+    return _figure(name, summary, [*_axes(across, up, number, unit), *drawn], legend, across, up)
 
 
 def _draw_line(series: Series, index: int, across: Scale, up: Scale, label: str) -> Iterable[Element]:
@@ -159,8 +160,8 @@ def _figure(
     )
 
 
-def _axes(across: Scale, up: Scale, number: Format) -> Iterable[Element]:
-    for value in ticks(up.least, up.most, 4):
+def _axes(across: Scale, up: Scale, number: Format, unit: float = 1.0) -> Iterable[Element]:
+    for value in (unit * value for value in ticks(up.least / unit, up.most / unit, 4)):
         y = f"{up.at(value):.1f}"
         yield tag("path", d=f"M{LEFT} {y}H{RIGHT}", class_="grid")
         yield tag("text", number(value), x=LEFT - 4, y=y, class_="tick up")

@@ -1,6 +1,6 @@
 "use strict";
 // The values of a chart beside the pointer, from the paths of its lines; the page needs none of this.
-const LEFT = 52, RIGHT = 384, TOP = 10, BOTTOM = 166;
+const LEFT = 60, RIGHT = 384, TOP = 10, BOTTOM = 166;
 const number = (value) => Number(value.toPrecision(4)).toString();
 const points = (path) => [...path.getAttribute("d").matchAll(/[ML]([\d.]+) ([\d.]+)/g)].map((m) => [+m[1], +m[2]]);
 for (const figure of document.querySelectorAll("figure")) {

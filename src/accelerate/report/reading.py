@@ -267,10 +267,9 @@ def _read_numbers(
 
 
 def _read_checkpoint(run: Run, summary: RankSummary, record: Checkpoint) -> None:
-    key = (record.event, record.path, record.step, record.text)
-    entry = run.checkpoints.add(key, summary.rank, record)
-    if entry is not None and record.seconds > entry.record.seconds:
-        entry.record = record
+    """Keep what the first rank says, and errors of all ranks."""
+    if summary.rank == run.first_rank or record.event == "failed":
+        run.checkpoints.add((record.event, record.path, record.step, record.text), summary.rank, record)
 
 
 def _read_event(run: Run, summary: RankSummary, record: Event) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
@@ -9,7 +10,7 @@ from typing import Any
 from xml.etree.ElementTree import Element
 
 from accelerate.base import convert_bytes, shortened, spell_ranks
-from accelerate.monitoring import PHASES
+from accelerate.monitoring import PHASES, Conclusion
 from accelerate.report.charts import Line, draw_lines, draw_split, plain_number
 from accelerate.report.markup import tag
 from accelerate.report.reading import (
@@ -30,6 +31,8 @@ MOST_LINES = 80
 """Most lines of all charts of values together: each has up to 18 KB."""
 MOST_RANKS = 64
 """Most rows of the table of ranks; with more ranks those that took longest for a step."""
+SHORT = 20
+"""Rows of a table that is shown without a click."""
 LONGEST_VALUE, LONGEST_TRACE = 400, 20_000
 MOST_TEXT = 300_000
 """Characters of the events of a run that are shown whole; later ones are shortened."""
@@ -81,11 +84,16 @@ def conclusions(runs: Sequence[Run]) -> Element | None:
             "li",
             f"{run.name}: " if len(runs) > 1 else None,
             tag("strong", entry.record.name),
-            f" (step {entry.last_step:,}): {shortened(entry.record.text, LONGEST_VALUE)}",
+            f" (step {entry.last_step:,}): {shortened(finding(entry.record), LONGEST_VALUE)}",
         )
         for run, entry in entries
     ]
     return _section("Conclusions", tag("ul", items, class_="conclusions") if items else None)
+
+
+def finding(conclusion: Conclusion) -> str:
+    """Return the text of a conclusion without its name, which may be its beginning."""
+    return conclusion.text.removeprefix(f"{conclusion.name.replace('-', ' ')}: ")
 
 
 def values(runs: Sequence[Run]) -> Element | None:
@@ -137,9 +145,9 @@ def speed(runs: Sequence[Run]) -> Element | None:
     """Draw throughput and memory over steps."""
     throughput = THROUGHPUT if any(THROUGHPUT in run.measured for run in runs) else STEPS_PER_SECOND
     charts = []
-    for name, number in ((throughput, plain_number), (MEMORY, convert_bytes)):
+    for name, number, base in ((throughput, plain_number, 10.0), (MEMORY, convert_bytes, 1024.0)):
         lines = _lines([(run, run.measured.get(name, {})) for run in runs])
-        charts.append(draw_lines(name, lines, number))
+        charts.append(draw_lines(name, lines, number, base))
     note = None
     if len(runs) == 1 and len(runs[0].ranks) > DRAWN_RANKS:
         note = tag("p", f"Of {len(runs[0].ranks)} ranks the first {DRAWN_RANKS} are drawn.", class_="note")
@@ -227,16 +235,17 @@ def checkpoints(runs: Sequence[Run]) -> Element | None:
             seconds = [f"{value:.2f}" if value else "" for value in (record.seconds, record.blocked)]
             size = convert_bytes(record.size) if record.size else ""
             state = f"{record.event}: {record.text}" if record.text else record.event
-            where = [*_named(run, runs), moment(record.time), record.step, record.path]
+            path = record.path.removeprefix(f"{run.folder.absolute()}{os.sep}")
+            where = [*_named(run, runs), moment(record.time), record.step, path]
             rows.append([*where, state, *seconds, size])
     header = [*_of(runs), "time", "step", "checkpoint", "state", "seconds", "of which blocked", "size"]
     stored = [[*_named(run, runs), *row] for run in runs for row in run.stored]
     return _section(
         "Checkpoints",
-        table(header, rows) if rows else None,
+        _long_table(header, rows),
         _note_left_out([run.checkpoints for run in runs]),
         tag("h3", "In the folder") if stored else None,
-        table([*_of(runs), "checkpoint", "step", "saved (UTC)", "size", "state"], stored) if stored else None,
+        _long_table([*_of(runs), "checkpoint", "step", "saved (UTC)", "size", "state"], stored),
     )
 
 
@@ -249,7 +258,7 @@ def starts(runs: Sequence[Run]) -> Element | None:
             where = [*_named(run, runs), moment(start.time), start.attempt]
             rows.append([*where, start.world_size, start.host, command])
     header = [*_of(runs), "time", "restarts before", "ranks", "host", "command"]
-    return _section("Starts", table(header, rows) if rows else None)
+    return _section("Starts", _long_table(header, rows))
 
 
 def events(runs: Sequence[Run]) -> Element | None:
@@ -266,7 +275,7 @@ def events(runs: Sequence[Run]) -> Element | None:
             rows.append([*_named(run, runs), *what, tag("span", text)])
     header = [*_of(runs), "time", "step", "event", "on", "times", "text"]
     left_out = _note_left_out([run.events for run in runs])
-    return _section("Events", table(header, rows) if rows else None, left_out)
+    return _section("Events", _long_table(header, rows), left_out)
 
 
 def configuration(runs: Sequence[Run]) -> Element | None:
@@ -354,6 +363,14 @@ def _section(title: str, *parts: Element | None) -> Element | None:
     if all(part is None for part in parts):
         return None
     return tag("section", tag("h2", title), parts)
+
+
+def _long_table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Element | None:
+    """Return a table, folded where it is long; None where it is empty."""
+    if not rows:
+        return None
+    written = table(header, rows)
+    return written if len(rows) <= SHORT else _folded(f"{len(rows)} entries", written)
 
 
 def _folded(title: str, content: Element) -> Element:

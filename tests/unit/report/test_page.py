@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +15,7 @@ from accelerate.base import convert_bytes
 from accelerate.monitoring import (
     PHASES,
     Checkpoint,
+    Conclusion,
     End,
     Event,
     RecordWriter,
@@ -22,7 +24,18 @@ from accelerate.monitoring import (
     Values,
     Window,
 )
-from accelerate.report import Line, Series, draw_lines, plain_number, read_run, render, tag, ticks, write_page
+from accelerate.report import (
+    Line,
+    Series,
+    draw_lines,
+    finding,
+    plain_number,
+    read_run,
+    render,
+    tag,
+    ticks,
+    write_page,
+)
 
 from .recorded_run import BEGIN, DIGEST, STEPS, write_run
 
@@ -212,6 +225,22 @@ def test_extreme_values_give_coordinates_within_the_chart(values: list[float]) -
         float(number) for path in paths for number in re.findall(r"[-\w.]+", re.sub("[MLHVhlz]", " ", path))
     ]
     assert all(0 <= number <= 400 for number in numbers)
+
+
+def test_memory_has_round_ticks_in_its_unit() -> None:
+    series = Series()
+    series.add(1, 1.1 * 2**20)
+    series.add(2, 3.9 * 2**20)
+    chart = draw_lines("memory", [Line("rank 0", series)], convert_bytes, 1024.0)
+    assert chart is not None
+    assert [text.text for text in chart.iter("text") if "up" in text.attrib["class"]] == ["2.0 MB", "3.0 MB"]
+
+
+def test_a_conclusion_is_shown_without_its_name_at_the_beginning() -> None:
+    text = "blocking saves: training waits: 20 %"
+    named = Conclusion(time=1.0, name="blocking-saves", step=1, text=text)
+    assert finding(named) == "training waits: 20 %"
+    assert finding(replace(named, name="data-bound")) == text
 
 
 def test_a_chart_without_values_is_left_out() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.monitoring import End, Event, Record, RecordWriter, Start, Values, Window
+from accelerate.monitoring import Checkpoint, End, Event, Record, RecordWriter, Start, Values, Window
 from accelerate.report import Run, read_run, summarize
 
 from .recorded_run import BEGIN, DIGEST, RESTART_AT, RESTART_FROM, STEPS, write_run
@@ -95,6 +96,15 @@ def test_ranks_that_a_smaller_restart_left_out_do_not_count(tmp_path: Path) -> N
     write(tmp_path, 0, start(0), start(0, world_size=1), end("finished"))
     write(tmp_path, 1, start(1))
     assert read_run(tmp_path).outcome()[0] == "finished"
+
+
+def test_a_checkpoint_of_all_ranks_is_one_entry_and_a_failed_one_is_kept(tmp_path: Path) -> None:
+    saved = Checkpoint(time=2.0, event="committed", path="a", step=4, size=7)
+    for rank in range(2):
+        failed = Checkpoint(time=3.0, event="failed", path="b", step=5 + rank, text="full")
+        write(tmp_path, rank, start(rank), replace(saved, step=4 + rank), *([failed] if rank else []))
+    entries = read_run(tmp_path).checkpoints.in_order()
+    assert [(entry.record.event, entry.record.step) for entry in entries] == [("committed", 4), ("failed", 6)]
 
 
 def test_what_the_program_logs_wins_over_what_was_observed(tmp_path: Path) -> None:
