@@ -13,7 +13,7 @@ from tests.simulated_device import sim
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accelerate import Accelerator, cpu_offload, disk_offload, dispatch_model
+from accelerate import Accelerator, cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from accelerate.data_loader import prepare_data_loader
 from accelerate.tracking import read_snapshot, take_snapshot
 from accelerate.utils import find_executable_batch_size
@@ -126,3 +126,28 @@ def test_a_logged_tensor_keeps_its_value() -> None:
         snapshot = take_snapshot({"loss": value})
         value.add_(1)
         assert read_snapshot(snapshot)["loss"].eq(1).all()
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.embedding(x))
+
+
+def offload_by_hook(model: nn.Module) -> None:
+    _, hook = cpu_offload_with_hook(model, HERE)
+    model(torch.arange(3))
+    hook.offload()
+
+
+@pytest.mark.parametrize("move", [lambda model: dispatch_model(model, {"": 0}), offload_by_hook])
+def test_tied_weights_stay_tied_when_a_model_moves(move: Any) -> None:
+    model = Tied()
+    expected = model(torch.arange(3))
+    move(model)
+    assert model.head.weight is model.embedding.weight
+    torch.testing.assert_close(model(torch.arange(3, device=HERE)).cpu(), expected)

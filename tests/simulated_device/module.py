@@ -21,6 +21,7 @@ _is_in_bad_fork = native.is_in_bad_fork
 device_count = native.device_count
 current_device = native.current_device
 set_memory_limit = native.set_memory_limit
+_TOTAL = 2 << 30
 count_launches = native.count_launches
 atexit.register(native.shut_down)
 
@@ -131,6 +132,10 @@ def set_rng_state_all(new_states: list[Tensor]) -> None:
 
 def _generator(device: Any) -> torch.Generator:
     return native.default_generator(_index(device))  # type: ignore[no-any-return]
+
+
+def set_per_process_memory_fraction(fraction: float, device: Any = None) -> None:
+    native.set_memory_limit(_index(device), int(fraction * _TOTAL))
 
 
 def memory_allocated(device: Any = None) -> int:

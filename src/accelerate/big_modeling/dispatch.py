@@ -42,6 +42,7 @@ from accelerate.weights import (
     get_non_persistent_buffers,
     mapped_device,
     memory_of,
+    move_module,
     offload_state_dict,
     read_index,
     resolve_device,
@@ -163,7 +164,7 @@ def move_whole(model: nn.Module, target: Any) -> None:
         fix += "include_buffers=False where they are buffers that no checkpoint holds."
         check_values(tensors, f"move to {target}", fix)
     if any(tensor.device != device for tensor in tensors.values()):
-        model.to(device)
+        move_module(model, device)
 
 
 def guard_moves(model: nn.Module) -> None:

@@ -31,6 +31,7 @@ from accelerate.weights import (
     find_blocks,
     has_forward,
     map_entry,
+    move_module,
     named_module_tensors,
     resolve_device,
     set_module_tensor_to_device,
@@ -208,7 +209,7 @@ class CpuOffload(ModelHook):
         )
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        return module.to("cpu")
+        return move_module(module, "cpu")
 
     @not_traced
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
@@ -218,7 +219,7 @@ class CpuOffload(ModelHook):
         if self.prev_module_hook is not None and not is_there:
             self.prev_module_hook.offload()
             clear_device_cache()
-        module.to(device)
+        move_module(module, device)
         return send_to_device(args, device), send_to_device(kwargs, device)
 
 

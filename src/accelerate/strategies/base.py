@@ -28,7 +28,7 @@ from accelerate.strategies.session import (
     find_unstepped_models,
     placeholder_kind,
 )
-from accelerate.weights import find_tied_parameters, retie_parameters
+from accelerate.weights import move_module
 from accelerate.wrappers import compiler_for, extract_model_from_parallel
 
 logger = get_logger(__name__)
@@ -165,17 +165,12 @@ class Strategy:
         return self.compile(model) if evaluation else self.wrap(model)
 
     def place(self, model: nn.Module) -> None:
-        """Move `model` to the device of this process.
-
-        torch replaces its parameters on some devices (XLA, those of other packages): tied parameters are tied
-        again, and optimizers step the new ones.
-        """
-        tied, before = find_tied_parameters(model), dict(model.named_parameters())
-        model.to(self.context.device)
+        """Move `model` to the device of this process; optimizers step parameters replaced there."""
+        before = dict(model.named_parameters())
+        move_module(model, self.context.device)
         after = dict(model.named_parameters())
         if all(after.get(name) is old for name, old in before.items()):
             return
-        retie_parameters(model, tied)
         self.session.replace((old, model.get_parameter(name)) for name, old in before.items())
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 

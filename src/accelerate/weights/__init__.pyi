@@ -36,6 +36,7 @@ from accelerate.weights.modules import (
     memory_of as memory_of,
     missing_names as missing_names,
     model_has_dtensor as model_has_dtensor,
+    move_module as move_module,
     named_module_tensors as named_module_tensors,
     retie_on_same_device as retie_on_same_device,
     retie_parameters as retie_parameters,

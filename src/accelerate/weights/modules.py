@@ -354,6 +354,18 @@ def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> 
             owner._parameters[name] = kept
 
 
+def move_module(module: nn.Module, device: torch.device | str) -> nn.Module:
+    """Return a module after it was moved to a device; what was tied stays tied.
+
+    torch replaces parameters that are moved to some devices: XLA, and those that other packages register.
+    """
+    tied = find_tied_parameters(module)
+    moved = module.to(device)
+    if tied and find_tied_parameters(moved) != tied:
+        retie_parameters(moved, tied)
+    return moved
+
+
 def retie_on_same_device(model: nn.Module, tied: Iterable[Iterable[str]]) -> None:
     """Let names that shared one parameter do so again, where they have the same device and dtype."""
     for group in tied:
