@@ -151,6 +151,19 @@ NAMES: dict[str, PrivateName] = {
         "torch.utils.data._utils.collate",
         "The default collate function with another function for tensors; documented under this name.",
     ),
+    "fake_tensors": PrivateName(
+        "torch._subclasses.fake_tensor",
+        "Fake tensors, and the errors of operations that they cannot run; documented under this name.",
+    ),
+    "MemTracker": PrivateName(
+        "torch.distributed._tools.mem_tracker:MemTracker",
+        "Counts the bytes of parameters, gradients, activations, ... while a step runs; no public tool does.",
+    ),
+    "default_to_foreach": PrivateName(
+        "torch.optim.optimizer:_default_to_fused_or_foreach",
+        "Whether an optimizer updates all parameters at once by default, for which it takes more memory.",
+        lambda: lambda params, differentiable, use_fused: (False, False),
+    ),
     "SingleProcessIterator": PrivateName(
         "torch.utils.data.dataloader:_SingleProcessDataLoaderIter",
         "The iterator of a DataLoader without workers, whose indices can be drawn in advance.",

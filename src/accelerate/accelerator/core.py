@@ -16,6 +16,7 @@ from accelerate.accelerator.communication import Communication
 from accelerate.accelerator.contexts import Contexts
 from accelerate.accelerator.gradients import Gradients
 from accelerate.accelerator.introspection import Introspection
+from accelerate.accelerator.memory_plan import MemoryPlanning
 from accelerate.accelerator.persistence import Persistence
 from accelerate.accelerator.runtime import build_runtime
 from accelerate.accelerator.tracking import Tracking
@@ -51,7 +52,16 @@ F = TypeVar("F")
 Placement = Sequence[bool | None] | None
 
 
-class Accelerator(Introspection, Gradients, Communication, Contexts, Tracking, Persistence, ProcessControl):
+class Accelerator(
+    Introspection,
+    Gradients,
+    Communication,
+    Contexts,
+    MemoryPlanning,
+    Tracking,
+    Persistence,
+    ProcessControl,
+):
     """Runs one training loop unchanged on one process or many.
 
     Build it first, pass model, optimizer, loaders and scheduler through `prepare`, and call `backward`

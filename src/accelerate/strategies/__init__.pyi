@@ -13,6 +13,7 @@ from accelerate.strategies.ddp import (
 from accelerate.strategies.fsdp import (
     CopiedTensorParallel as CopiedTensorParallel,
     TensorParallel as TensorParallel,
+    recompute as recompute,
 )
 from accelerate.strategies.resolve import resolve_strategy as resolve_strategy
 from accelerate.strategies.session import (

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accelerate.base import DistributedType, PreparationError
+from accelerate.base import ConfigurationError, DistributedType, PreparationError
 from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, Payload, ShardOwner
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
+from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_sequence_axis
@@ -87,6 +88,16 @@ class Strategy:
     def engine_wrapped(self) -> Any:
         """The engine that holds model and optimizer; None without one."""
         return None
+
+    def memory_layout(self) -> Layout:
+        """Return how the memory of a training step is shared between devices, for a plan."""
+        if self.context.topology.size > 1:
+            raise ConfigurationError(
+                f"plan_memory: {type(self).__name__} shares the memory of a step in a way that no plan "
+                "computes. Plan on one process, or with DistributedDataParallel, FSDP, tensor parallelism or "
+                "DeepSpeed."
+            )
+        return Layout()
 
     @property
     def loader_mesh(self) -> Any:

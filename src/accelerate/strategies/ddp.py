@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import torch_private
 from accelerate.base import wrong_value
+from accelerate.planning import Layout
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
 from accelerate.strategies.base import Strategy, refuse_split_model
@@ -141,6 +142,9 @@ class DataParallel(Strategy):
         replica = DistributedDataParallel(model, **devices, **handler.to_kwargs())
         handler.register_comm_hook(replica)
         return self.compile(replica)
+
+    def memory_layout(self) -> Layout:
+        return Layout(shards=self.replicas)
 
     def gradient_order(self, model: nn.Module) -> list[int]:
         replica = _replica(model)

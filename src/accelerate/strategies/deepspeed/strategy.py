@@ -16,6 +16,7 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, PrecisionType, PreparationError, StateError
 from accelerate.checkpointing import Part
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.planning import ZERO_STAGES, Layout
 from accelerate.plugins import undo_filling
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
@@ -97,6 +98,13 @@ class DeepSpeed(Strategy):
     def engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
         """The engine that was built last; None before."""
         return self.engines[-1] if self.engines else None
+
+    def memory_layout(self) -> Layout:
+        plugin = self.plugin
+        offload = {"parameters": plugin.offload_param_device, "optimizer": plugin.offload_optimizer_device}
+        kinds = [kind for kind, device in offload.items() if device not in (None, "none")]
+        kind = {"parameters": "all"}.get(*kinds[:1], "optimizer") if kinds else "none"
+        return Layout(ZERO_STAGES[plugin.zero_stage], self.replicas, offload=kind)
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what one engine cannot train, with all reasons at once."""

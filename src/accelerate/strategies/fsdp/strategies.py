@@ -17,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, wrong_value
 from accelerate.ops import whole_tensor
+from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
 from accelerate.strategies.axes import share_layers
 from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
@@ -67,6 +68,25 @@ class Sharded(Strategy, ABC):
     def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin is a live object
         """Whether states are saved in shards, as the plugin says."""
         return self.plugin is not None and saves_shards(self.plugin)
+
+    @property
+    def frees_after_forward(self) -> bool:
+        """Whether units are freed between forward and backward."""
+        return bool(self.plugin.reshard_after_forward)
+
+    def memory_layout(self) -> Layout:
+        mesh, plugin = self.context.request.parallelism, self.plugin
+        layers, copies = (mesh.tp_size, mesh.dp_replicate_size) if mesh is not None else (1, 1)
+        shards = self.context.topology.size // layers
+        if plugin is None:
+            return Layout(shards=shards, tensor_parallel=layers)
+        return Layout(
+            "full_shard" if self.frees_after_forward else "shard_grad_op",
+            shards // copies,
+            layers,
+            "all" if offloads(plugin.cpu_offload) else "none",
+            bool(plugin.activation_checkpointing),
+        )
 
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "and only whole models are shared between processes")
@@ -280,6 +300,11 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
 def units_of(model: nn.Module) -> list[FSDPModule]:
     """Return all units of a sharded model, also under torch.compile's wrapper."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+def offloads(policy: Any) -> bool:
+    """Whether a policy of FSDP 1 or 2 keeps parameters on the CPU."""
+    return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 
 
 def saves_shards(plugin: Any) -> bool:

@@ -50,6 +50,10 @@ class FullySharded(Sharded):
         self._groups = WeakIdKeyDictionary()
         self._roots: WeakSet[FSDP] = WeakSet()
 
+    @property
+    def frees_after_forward(self) -> bool:
+        return self.plugin.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD")
+
     def make_scaler(self, **arguments: Any) -> ShardedGradScaler:
         """Return a gradient scaler that tells all ranks when one has gradients that are not finite."""
         return ShardedGradScaler(device=self.context.device.type, **arguments)

@@ -1,0 +1,107 @@
+"""Facet of `Accelerator`: the memory of a training step, planned before any step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from accelerate import planning, strategies
+from accelerate.accelerator.runtime import Runtime
+from accelerate.base import StateError, wrong_value
+from accelerate.precision import MixedPrecision
+from accelerate.wrappers import extract_model_from_parallel
+
+
+class MemoryPlanning:
+    """Predicts what each device needs, by tracing a step with fake tensors."""
+
+    _runtime: Runtime
+    gradient_accumulation_steps: int
+    device: torch.device
+
+    def plan_memory(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        batch: Any,
+        loss: planning.Loss | None = None,
+        *,
+        max_norm: float | None = 1.0,
+    ) -> planning.MemoryPlan:
+        """Return what each device needs at the peak of a training step, without running one.
+
+        One step is traced with fake tensors, in the number format of the run and with its gradient
+        accumulation: nothing is computed or communicated, and no memory of the device is used. The model, the
+        optimizer and the batch stay as they are. What a strategy shards is computed from that trace. Works on
+        each rank alone.
+
+        Args:
+            model: not prepared yet, or prepared by a strategy that keeps it whole; it may be on the meta
+                device.
+            optimizer: of the model; several as a list.
+            batch: one batch of this process, on any device. A mapping is passed to the model as keyword
+                arguments, a tuple or list as positional ones.
+            loss: from the model and the batch to the loss; the default takes the loss from the output.
+            max_norm: whether gradients are clipped before the step; `None` does not clip them.
+
+        Returns:
+            A plan with `peak` and `parts` in bytes, `largest_batch_size("80GB")` and
+            `fitting_layouts("8x80GB")`; `print(plan)` shows a table.
+
+        Raises:
+            ConfigurationError: the model needs values of tensors, has no loss, or the number format or the
+                strategy has no plan.
+            PreparationError: the model or an optimizer cannot be copied.
+            StateError: the model is sharded already.
+        """
+        runtime = self._runtime
+        if strategies.is_prepared(model) and not runtime.strategy.holds_whole_models:
+            raise StateError("plan_memory needs the whole model, and this one is sharded: call it before `prepare`.")
+        name = str(runtime.state.mixed_precision)
+        if name not in ("no", "fp16", "bf16"):
+            reason = "layers of FP8 libraries cannot be traced"
+            fix = "Plan with mixed_precision='bf16', which needs about as much memory"
+            raise wrong_value("mixed_precision", name, reason, fix)
+        given = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+        optimizers = [getattr(each, "optimizer", each) for each in given]
+        step = planning.Step(
+            extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False),
+            optimizers,
+            batch,
+            loss or planning.loss_of,
+            self.device,
+            max_norm=max_norm,
+        )
+        layout = replace(runtime.strategy.memory_layout(), accumulation=self.gradient_accumulation_steps)
+        size = planning.batch_size_of(batch)
+        return planning.build_plan(planning.Planner(_tracer(step, runtime, name)), layout, size)
+
+
+def _tracer(step: planning.Step, runtime: Runtime, name: str) -> Callable[[planning.Variant], planning.Trace]:
+    """Return what traces a step in the number format of a run."""
+    autocast = MixedPrecision(name, step.device.type, runtime.request.autocast) if name != "no" else None
+
+    def trace(variant: planning.Variant) -> planning.Trace:
+        low = autocast if variant.is_sharded else None
+        precision = low or runtime.strategy.precision
+
+        def convert(model: nn.Module) -> nn.Module:
+            if variant.checkpointing:
+                strategies.recompute(model, planning.blocks_of(model))
+            return precision.convert(model)
+
+        return planning.trace_step(
+            replace(
+                step,
+                convert=convert,
+                accumulates=variant.accumulates,
+                parameter_dtype=low.dtype if low else None,
+                batch_size=variant.batch_size,
+            )
+        )
+
+    return trace
