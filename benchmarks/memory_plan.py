@@ -1,8 +1,8 @@
 """The memory that `plan_memory` predicts for a training step, beside that of a step that runs.
 
-The step that runs is that of a training loop: a prepared model, optimizer and loader, `accumulate`, `backward`,
-clipping and the optimizer, with real tensors on the CPU. It is measured twice: by torch's memory tracker, and by
-the allocations that torch's profiler records, which include those inside of operations.
+The step that runs is that of a training loop: a prepared model, optimizer and loader, `accumulate`,
+`backward`, clipping and the optimizer, with real tensors on the CPU. It is measured twice: by torch's memory
+tracker, and by the allocations that torch's profiler records, which include those inside of operations.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from accelerate import Accelerator, torch_private
 from accelerate.state import AcceleratorState, GradientState
 from pairing import Pair, report
 
-BUDGET = 0.05
+BUDGETS = {"tracker": 5.0, "allocations": 10.0}
+"""Percent by which a prediction may differ; convolutions on the CPU allocate buffers inside of operations."""
 Batch = dict[str, Tensor]
 
 
@@ -90,7 +91,8 @@ CLIP = {
     "vision_config": {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "image_size": 64,
                       "patch_size": 8, "num_attention_heads": 4},
 }  # fmt: skip
-WHISPER = {"vocab_size": 8000, "d_model": 256, "encoder_layers": 4, "decoder_layers": 4, "num_mel_bins": 80,
+WHISPER = {"vocab_size": 8000, "d_model": 256, "encoder_layers": 4, "decoder_layers": 4,
+           "encoder_attention_heads": 4, "decoder_attention_heads": 4, "num_mel_bins": 80,
            "max_source_positions": 200, "decoder_start_token_id": 1, "pad_token_id": 0, "eos_token_id": 2,
            "bos_token_id": 1}  # fmt: skip
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
@@ -104,8 +106,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     ),
     "BERT": (partial(of_config, "BertForMaskedLM", "BertConfig", **WORDS, intermediate_size=1024), text),
     "DistilBERT classifier": (
-        partial(of_config, "DistilBertForSequenceClassification", "DistilBertConfig", vocab_size=8000, dim=256,
-                hidden_dim=1024, n_heads=4),
+        partial(of_config, "DistilBertForSequenceClassification", "DistilBertConfig", vocab_size=8000,
+                dim=256, hidden_dim=1024, n_heads=4),
         lambda: {**text(), "labels": torch.zeros(8, dtype=torch.long)},
     ),
     "T5": (
@@ -227,6 +229,7 @@ def track(case: Case) -> int:
     steps = train(case, 3)
     model, optimizer = next(steps)
     tracker.track_external(model, optimizer.optimizer)
+    torch_private.skip_frozen_gradients(tracker, model)
     with tracker:
         for _ in steps:
             tracker.reset_mod_stats()
@@ -238,7 +241,9 @@ def record_allocations(case: Case) -> int:
     steps = train(case, 3)
     for _ in range(case.accumulation + 1):
         model, optimizer = next(steps)
-    states = [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
+    states = [
+        each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)
+    ]
     held = sum(each.nbytes for each in (*model.parameters(), *model.buffers(), *states))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         for _ in range(case.accumulation):
@@ -255,11 +260,13 @@ def compare(case: Case) -> Iterator[Pair]:
     predicted = predict(case)
     for how, measured in (("tracker", track(case)), ("allocations", record_allocations(case))):
         error = abs(predicted - measured) / measured
-        yield Pair(f"{case.name}: {how}", measured, predicted, 100 * error, 100 * BUDGET, "%", "B")
+        yield Pair(f"{case.name}: {how}", measured, predicted, 100 * error, BUDGETS[how], "%", "B")
 
 
 def main() -> int:
-    return report([pair for case in CASES for pair in compare(case)], "Memory plan (raw: measured, ours: predicted)")
+    return report(
+        [pair for case in CASES for pair in compare(case)], "Memory plan (raw: measured, ours: predicted)"
+    )
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from __future__ import annotations
 import gc
 import signal
 import sys
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
 from types import FunctionType
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from accelerate.base import ConfigurationError
 
@@ -269,6 +270,28 @@ def run_policy(policy: Any, model: nn.Module) -> Any:
 def memory_recorder(memory: Any) -> Any:
     """Return what makes a device's memory module record allocations; documented under a private name."""
     return getattr(memory, "_record_memory_history", None)
+
+
+def skip_frozen_gradients(tracker: Any, model: nn.Module) -> None:
+    """Let a `MemTracker`, which is not entered, set no hooks on gradients of frozen parameters: torch refuses
+    them."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            none = RemovableHandle(OrderedDict())  # its removal does nothing
+            tracker._param_to_grad_hook_handles[parameter] = (none, none)
+
+
+def numbers_assumed() -> AbstractContextManager[Any]:
+    """Return a context in which each number that is read from a tensor is one: fake tensors have no values."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Numbers(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten._local_scalar_dense.default:
+                return 1.0 if args[0].is_floating_point() else 1
+            return func(*args, **(kwargs or {}))
+
+    return Numbers()
 
 
 # Loaders and samplers

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +60,9 @@ class MemoryPlanning:
         """
         runtime = self._runtime
         if strategies.is_prepared(model) and not runtime.strategy.holds_whole_models:
-            raise StateError("plan_memory needs the whole model, and this one is sharded: call it before `prepare`.")
+            raise StateError(
+                "plan_memory needs the whole model, and this one is sharded: call it before `prepare`."
+            )
         name = str(runtime.state.mixed_precision)
         if name not in ("no", "fp16", "bf16"):
             reason = "layers of FP8 libraries cannot be traced"
@@ -76,32 +78,7 @@ class MemoryPlanning:
             self.device,
             max_norm=max_norm,
         )
+        autocast = None if name == "no" else MixedPrecision(name, self.device.type, runtime.request.autocast)
+        trace = planning.tracer_of(step, runtime.strategy.precision, autocast, strategies.recompute)
         layout = replace(runtime.strategy.memory_layout(), accumulation=self.gradient_accumulation_steps)
-        size = planning.batch_size_of(batch)
-        return planning.build_plan(planning.Planner(_tracer(step, runtime, name)), layout, size)
-
-
-def _tracer(step: planning.Step, runtime: Runtime, name: str) -> Callable[[planning.Variant], planning.Trace]:
-    """Return what traces a step in the number format of a run."""
-    autocast = MixedPrecision(name, step.device.type, runtime.request.autocast) if name != "no" else None
-
-    def trace(variant: planning.Variant) -> planning.Trace:
-        low = autocast if variant.is_sharded else None
-        precision = low or runtime.strategy.precision
-
-        def convert(model: nn.Module) -> nn.Module:
-            if variant.checkpointing:
-                strategies.recompute(model, planning.blocks_of(model))
-            return precision.convert(model)
-
-        return planning.trace_step(
-            replace(
-                step,
-                convert=convert,
-                accumulates=variant.accumulates,
-                parameter_dtype=low.dtype if low else None,
-                batch_size=variant.batch_size,
-            )
-        )
-
-    return trace
+        return planning.build_plan(planning.Planner(trace), layout, planning.batch_size_of(batch))

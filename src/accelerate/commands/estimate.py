@@ -8,7 +8,6 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from accelerate.base import (
@@ -18,6 +17,7 @@ from accelerate.base import (
     is_transformers_available as is_transformers_available,
     wrong_value,
 )
+from accelerate.commands import estimate_training
 from accelerate.commands.model_tensors import (
     Tensors,
     Weight,
@@ -28,6 +28,7 @@ from accelerate.commands.model_tensors import (
     verify_on_hub as verify_on_hub,
 )
 from accelerate.commands.utils import entry_point, parser_of
+from accelerate.planning import SHARDINGS
 from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
 if TYPE_CHECKING:
@@ -90,27 +91,6 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Weight]], int]] = {
     "sgd_momentum": _per_weight(1),
 }
 """Optimizer -> bytes of its states for these trained tensors."""
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """What is split between processes, and in which number format it is kept."""
-
-    weights: bool
-    gradients: bool
-    optimizer: bool
-    gathered: str = "nothing"  # of split weights in the forward pass: the largest "layer", or "all"
-    masters: bool = False  # in 16 bit, the optimizer alone has float32 weights (DeepSpeed)
-
-
-SHARDINGS = {
-    "none": Sharding(False, False, False),
-    "zero1": Sharding(False, False, True, masters=True),
-    "zero2": Sharding(False, True, True, masters=True),
-    "zero3": Sharding(True, True, True, "layer", masters=True),
-    "full_shard": Sharding(True, True, True, "layer"),
-    "shard_grad_op": Sharding(True, True, True, "all"),
-}
 
 
 def training_bytes(
@@ -262,6 +242,10 @@ def estimate_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: there is no such model, or it cannot be read.
     """
+    if getattr(args, "batch_size", None) is not None:
+        _print_training(args)
+        return
+    estimate_training.refuse_without_batch_size(args)
     model = read_tensors(args.model_name, args.library_name, args.trust_remote_code)
     facts = _facts(args, model)
     plans = {}
@@ -295,6 +279,14 @@ def estimate_command(args: argparse.Namespace) -> None:
     for line in lines:
         is_text = isinstance(line, str)
         console.print(line, soft_wrap=is_text, markup=not is_text)
+
+
+def _print_training(args: argparse.Namespace) -> None:
+    planned = estimate_training.plan_training(args)
+    if args.json:
+        print(json.dumps(estimate_training.json_of(args, *planned), indent=2))
+    else:
+        print(estimate_training.text_of(args, *planned))
 
 
 def _facts(args: argparse.Namespace, model: Tensors) -> dict[str, Any]:
@@ -398,6 +390,7 @@ def estimate_command_parser(parser: CustomArgumentParser) -> None:
         help=f"What is split between the processes (DeepSpeed's ZeRO stages, FSDP's strategies): "
         f"{', '.join(SHARDINGS)}; default: full_shard with several processes.",
     )
+    estimate_training.add_flags(parser)
 
 
 main = entry_point(estimate_command_parser, __name__)

@@ -1,3 +1,9 @@
+from accelerate.planning.inputs import (
+    batch_for as batch_for,
+    classification_loss as classification_loss,
+    loss_or_mean as loss_or_mean,
+    timm_batch as timm_batch,
+)
 from accelerate.planning.layouts import (
     OFFLOADS as OFFLOADS,
     SHARDINGS as SHARDINGS,
@@ -31,3 +37,4 @@ from accelerate.planning.tracing import (
     loss_of as loss_of,
     trace_step as trace_step,
 )
+from accelerate.planning.variants import tracer_of as tracer_of

@@ -63,6 +63,12 @@ class Layout:
 
     def __post_init__(self) -> None:
         row = SHARDINGS[self.sharding]
+        for name in ("shards", "tensor_parallel", "accumulation"):
+            if getattr(self, name) < 1:
+                raise wrong_value(name, getattr(self, name), "it counts from 1", "Give 1 or more")
+        if row.masters and self.tensor_parallel > 1:
+            fix = "Use full_shard, shard_grad_op or none"
+            raise wrong_value("sharding", self.sharding, "DeepSpeed's engine splits no layers", fix)
         if self.offload == "all" and not row.weights:
             fix = "Use full_shard, shard_grad_op or zero3, or offload the optimizer"
             raise wrong_value("offload", self.offload, f"{self.sharding} keeps parameters on the device", fix)
@@ -185,7 +191,7 @@ def communication_of(trace: Trace, layout: Layout) -> float:
 def candidates(
     devices: int, *, accumulation: int = 1, can_split_layers: bool = False, offload: bool = True
 ) -> Iterator[Layout]:
-    """Yield the layouts of a number of devices; of each way to shard, those that cost the least time first."""
+    """Yield the layouts of a number of devices; of each way to shard, the fastest first."""
     degrees = [t for t in range(1, min(devices, LARGEST_TENSOR_PARALLEL) + 1) if devices % t == 0]
     for degree in degrees if can_split_layers else [1]:
         for name, row in SHARDINGS.items():
@@ -198,7 +204,7 @@ def candidates(
                     yield Layout(name, shards, degree, kind, checkpointing, accumulation)
 
 
-_DEVICES = re.compile(r"(?:\s*(\d{1,6})\s*[xX×])?(.+)")
+_DEVICES = re.compile(r"(?:\s*(\d{1,6})\s*[xX×])?(.+[bB])\s*")
 
 
 def read_devices(text: str) -> tuple[int, int]:
@@ -206,7 +212,7 @@ def read_devices(text: str) -> tuple[int, int]:
     match = _DEVICES.fullmatch(text)
     count = int(match[1] or 1) if match else 0
     try:
-        size = convert_file_size_to_int(match[2]) if match else 0
+        size = convert_file_size_to_int(match[2].upper()) if match else 0
     except ConfigurationError:
         size = 0
     if not count or not size:

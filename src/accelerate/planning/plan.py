@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from accelerate.planning.parts import Parts, Trace
 
 LARGEST_BATCH = 2**20
 """The search for the largest batch ends here."""
+LARGEST_GROWTH = 8
+"""Factor between a size that fits and the next one that is tried."""
 MOST_LAYOUTS = 5
 BAR_WIDTH = 60
 MARKS = {
@@ -47,7 +50,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True)
 class Fit:
-    """A layout that fits, with the bytes of each rank: on its device, on its host, and sent for each sample."""
+    """A layout that fits, with bytes of each rank: on its device, on its host, and sent for each sample."""
 
     layout: Layout
     parts: Parts
@@ -103,29 +106,32 @@ class Planner:
 def largest_batch(bytes_of: Callable[[int], float], capacity: float, start: int) -> int:
     """Return the largest batch whose bytes are at most `capacity`, up to `LARGEST_BATCH`.
 
-    Memory is almost affine in the batch size, so that a line through two sizes finds the answer, which is
-    then verified. At most a few sizes are tried.
+    Memory is the largest of several parts that are almost affine in the batch size. So a line through two
+    sizes that do not fit leads to the answer from above. Where a line does not halve the interval, its middle
+    is next. It is verified that one more sample does not fit.
     """
     known: dict[int, float] = {}
-
-    def fits(size: int) -> bool:
-        known[size] = bytes_of(size)
-        return known[size] <= capacity
-
-    low, high = (start, LARGEST_BATCH + 1) if fits(start) else (0, start)
-    guess = 2 * start if low else max(1, start // 2)
-    while high - low > 1 and low < LARGEST_BATCH:
-        guess = min(max(guess, low + 1), high - 1)
-        low, high = (guess, high) if fits(guess) else (low, guess)
-        first, second = sorted(known, key=lambda size: abs(known[size] - capacity))[:2]
-        slope = (known[first] - known[second]) / (first - second)
-        if slope <= 0:
-            guess = LARGEST_BATCH if low and high > LARGEST_BATCH else (low + high) // 2
-            continue
-        if low in known and known[low] + slope > capacity:  # one more sample does not fit
-            return low
-        guess = int(first + (capacity - known[first]) // slope)
+    low, high, guess = 0, LARGEST_BATCH + 1, start
+    while high - low > 1:
+        guess, width = min(max(guess, low + 1), high - 1), high - low
+        known[guess] = bytes_of(guess)
+        low, high = (guess, high) if known[guess] <= capacity else (low, guess)
+        is_open = high > LARGEST_BATCH
+        middle = LARGEST_GROWTH * low if is_open else (low + high) // 2
+        line = _on_line(known, capacity, is_open)
+        halves = is_open or len(known) < 4 or 2 * (high - low) <= width
+        guess = middle if line is None or not halves else min(line, middle) if is_open else line
     return low
+
+
+def _on_line(known: dict[int, float], capacity: float, is_open: bool) -> int | None:
+    """Return where a line reaches the capacity: through the two sizes next to it that do not fit, or fit."""
+    sizes = sorted(size for size in known if is_open or known[size] > capacity)
+    pair = sizes[-2:] if is_open else sizes[:2]
+    if len(pair) < 2:
+        return None
+    slope = (known[pair[1]] - known[pair[0]]) / (pair[1] - pair[0])
+    return int(pair[0] + (capacity - known[pair[0]]) // slope) if slope > 0 else None
 
 
 @dataclass(frozen=True)
@@ -243,4 +249,5 @@ def text_table(headers: list[str], rows: list[list[str]]) -> str:
         table.add_row(*row)
     target = io.StringIO()
     Console(file=target, width=160, color_system=None, markup=False).print(table)
-    return "\n".join(line.rstrip() for line in target.getvalue().strip("\n").splitlines())
+    lines = [line.rstrip() for line in target.getvalue().splitlines() if line.strip()]
+    return textwrap.dedent("\n".join(lines))

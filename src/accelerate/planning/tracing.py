@@ -6,6 +6,8 @@ Source: https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
 from __future__ import annotations
 
 import copy
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -81,8 +83,13 @@ def trace_step(step: Step) -> Trace:
     masters = _cast(model, step.parameter_dtype) if step.parameter_dtype is not None else 1.0
     model = step.convert(model)
     tracker = torch_private.MemTracker()
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the traceback of what is raised here
+    level = log.level
+    log.setLevel(logging.CRITICAL)
     try:
-        with torch.random.fork_rng(devices=[]), mode:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
+            # about modules that end with the forward pass, such as losses: their parents are tracked
+            warnings.filterwarnings("ignore", "Module is None. Skipping", UserWarning)
             tracker.track_external(model, *optimizers, *iterate_tensors(batch))
             return _run(replace(step, model=model, optimizers=optimizers, batch=batch), tracker, masters)
     except tuple(getattr(torch_private.fake_tensors, name) for name in UNTRACEABLE) as error:
@@ -92,6 +99,8 @@ def trace_step(step: Step) -> Trace:
             "and a trace has only shapes. Replace it (for example .item(), nonzero() and masks as indices by "
             "torch.where), or plan a version of the model without it."
         ) from error
+    finally:
+        log.setLevel(level)
 
 
 def _fake_copies(mode: Any, step: Step) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -107,6 +116,7 @@ def _fake_copies(mode: Any, step: Step) -> tuple[nn.Module, list[torch.optim.Opt
         ) from error
     for optimizer, original in zip(optimizers, step.optimizers, strict=True):
         _choose_foreach(optimizer, original)
+        optimizer.state.clear()  # the traced step makes it: optimizers read numbers from what exists
     return model, optimizers
 
 
@@ -180,13 +190,15 @@ def _run(step: Step, tracker: Any, masters: float) -> Trace:
     work: list[Snapshot] = []
     for _ in range(2 if step.accumulates else 1):
         tracker.reset_mod_stats()
+        torch_private.skip_frozen_gradients(tracker, step.model)
         with tracker:
             step.loss(step.model, step.batch).backward()  # type: ignore[no-untyped-call]
         work += [tracker.get_tracker_snapshot("peak"), *_module_snapshots(tracker)]
         seen = tracker.memory_tracking
         outputs = sum(getattr(seen[block], "output_mem", 0) for block in blocks if block in seen)
     before = _on_device(tracker.get_tracker_snapshot(), step.device)
-    with tracker:
+    # Optimizers read numbers, on which the sizes of their tensors do not depend.
+    with torch_private.numbers_assumed(), tracker:
         if step.max_norm is not None:
             nn.utils.clip_grad_norm_(step.model.parameters(), step.max_norm)
         for optimizer in step.optimizers:

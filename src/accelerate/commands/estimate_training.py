@@ -1,0 +1,315 @@
+"""`accelerate estimate-memory --batch_size`: the memory of a training step, activations included."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.base import ConfigurationError, convert_bytes, expanded, shortened, wrong_value
+from accelerate.commands.model_tensors import CONFIG_NAME, create_empty_model, verify_on_hub
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from accelerate.planning import Fit, Layout, Loss, MemoryPlan, Planner
+
+FACTORY = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+NUMBER_FORMATS = ("no", "fp16", "bf16")
+PARAMETER_DTYPES = ("float32", "bfloat16", "float16")
+STATES = ("adamw8bit", "lion")
+"""Optimizers that torch lacks: their states are computed, and the step is traced with SGD."""
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A model on the meta device, with a batch for it and its loss."""
+
+    model: nn.Module
+    batch: Any
+    loss: Loss
+
+
+def add_flags(parser: Any) -> None:
+    """Add the flags of a training step to the parser of `estimate-memory`."""
+    group = parser.add_argument_group(
+        "Training step", "With --batch_size a training step is traced, activations included."
+    )
+    add = group.add_argument
+    add("--batch_size", type=int, metavar="N", help="Samples on each device in one forward pass.")
+    add("--sequence_length", type=int, metavar="N", help="Tokens of each sample; default: at most 512.")
+    add(
+        "--mixed_precision",
+        default="no",
+        choices=NUMBER_FORMATS,
+        metavar="NAME",
+        help=f"Number format of the computation: {', '.join(NUMBER_FORMATS)}.",
+    )
+    add(
+        "--parameter_dtype",
+        default="float32",
+        choices=PARAMETER_DTYPES,
+        metavar="NAME",
+        help=f"Number format of the trained parameters: {', '.join(PARAMETER_DTYPES)}.",
+    )
+    add("--gradient_checkpointing", action="store_true", help="Recompute activations of blocks in backward.")
+    add("--gradient_accumulation_steps", type=int, default=1, metavar="N", help="Passes for each step.")
+    add("--tp_size", type=int, default=1, metavar="N", help="Processes that share each layer.")
+    add(
+        "--offload",
+        default="none",
+        choices=("none", "optimizer", "all"),
+        metavar="NAME",
+        help="What is kept in the memory of the host: none, optimizer or all.",
+    )
+    add(
+        "--devices",
+        metavar="NxSIZE",
+        help="Number of devices and memory of each, such as 8x80GB: also print the largest batch that fits, "
+        "and layouts that fit.",
+    )
+
+
+def refuse_without_batch_size(args: argparse.Namespace) -> None:
+    """Raise an error for flags of a training step without --batch_size."""
+    given = [f"--{name}" for name, usual in USUAL.items() if getattr(args, name, usual) != usual]
+    if given or FACTORY.fullmatch(args.model_name):
+        what = ", ".join(given) or "module:function as the model"
+        raise ConfigurationError(f"{what} needs a training step: add --batch_size, such as --batch_size 8.")
+
+
+USUAL = {
+    "sequence_length": None,
+    "mixed_precision": "no",
+    "parameter_dtype": "float32",
+    "gradient_checkpointing": False,
+    "gradient_accumulation_steps": 1,
+    "tp_size": 1,
+    "offload": "none",
+    "devices": None,
+}
+"""Flags of a training step, with their defaults."""
+
+
+def plan_training(args: argparse.Namespace) -> tuple[MemoryPlan, dict[str, Any], list[Fit]]:
+    """Return the plan of the layout that the flags describe, facts about devices, and layouts that fit."""
+    from accelerate import planning
+
+    _check_counts(args)
+    count, capacity = planning.read_devices(args.devices) if args.devices else (args.num_processes, 0)
+    if args.devices and args.num_processes not in (1, count):
+        reason = f"--devices {args.devices} has {count} devices"
+        raise wrong_value("--num_processes", args.num_processes, reason, "Leave one of them out")
+    planner = _planner(args)
+    layout = _layout(args, count)
+    fits = planner.fitting(layout, count, capacity, args.batch_size) if capacity else []
+    if fits and not any(
+        (args.sharding, args.tp_size > 1, args.offload != "none", args.gradient_checkpointing)
+    ):
+        layout = fits[0].layout
+    plan = planning.build_plan(planner, layout, args.batch_size)
+    if not capacity:
+        return plan, {}, fits
+    largest = planner.largest_batch(layout, capacity, args.batch_size)
+    return plan, {"number": count, "bytes": capacity, "largest_batch_size": largest}, fits
+
+
+def _check_counts(args: argparse.Namespace) -> None:
+    for name in ("batch_size", "gradient_accumulation_steps", "tp_size", "num_processes"):
+        if getattr(args, name) < 1:
+            raise wrong_value(f"--{name}", getattr(args, name), "it counts from 1", "Give 1 or more")
+
+
+def _layout(args: argparse.Namespace, count: int) -> Layout:
+    from accelerate.planning import Layout
+
+    if count % args.tp_size:
+        reason = f"{count} processes cannot be divided by it"
+        raise wrong_value("--tp_size", args.tp_size, reason, "Give a divisor of their number")
+    shards = count // args.tp_size
+    return Layout(
+        args.sharding or ("full_shard" if shards > 1 else "none"),
+        shards,
+        args.tp_size,
+        args.offload,
+        args.gradient_checkpointing,
+        args.gradient_accumulation_steps,
+    )
+
+
+def _planner(args: argparse.Namespace) -> Planner:
+    """Return the planner of a model; devices update all parameters at once, so the optimizer does too."""
+    import torch
+
+    from accelerate import planning, strategies
+    from accelerate.commands.estimate import OPTIMIZERS
+    from accelerate.commands.model_tensors import Weight
+    from accelerate.precision import MixedPrecision, Precision
+
+    trained = read_model(args)
+    trained.model.to(getattr(torch, args.parameter_dtype)).train()
+    parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
+    if not parameters:
+        raise wrong_value(
+            "MODEL", args.model_name, "it has no parameters that train", "Let some require gradients"
+        )
+    weights = [Weight("", tuple(parameter.shape), "F32") for parameter in parameters]
+    state = OPTIMIZERS[args.optimizer](weights) if args.optimizer in STATES else 0
+    step = planning.Step(
+        trained.model,
+        [_optimizer(args.optimizer, parameters)],
+        trained.batch,
+        trained.loss,
+        torch.device("cpu"),
+    )
+    autocast = MixedPrecision(args.mixed_precision, "cpu") if args.mixed_precision != "no" else None
+    trace = planning.tracer_of(step, autocast or Precision(), autocast, strategies.recompute)
+
+    def trace_with_state(variant: planning.Variant) -> planning.Trace:
+        try:
+            return trace(variant).with_state(state)
+        except ConfigurationError:
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+            reason = f"its training step fails: {type(error).__name__}: {shortened(str(error))}"
+            fix = "Check the model and its batch, or pass both as module:function"
+            raise wrong_value("MODEL", args.model_name, reason, fix) from error
+
+    return planning.Planner(trace_with_state)
+
+
+def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    from torch import optim
+
+    builders: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw": optim.AdamW,
+        "adam": optim.Adam,
+        "adafactor": optim.Adafactor,
+        "adagrad": optim.Adagrad,
+        "rmsprop": optim.RMSprop,
+    }
+    if name in builders:
+        return builders[name](parameters, foreach=True)
+    return optim.SGD(parameters, lr=1e-3, momentum=0.9 if name == "sgd_momentum" else 0, foreach=True)
+
+
+def read_model(args: argparse.Namespace) -> TrainedModel:
+    """Build a model on the meta device, with a batch for it.
+
+    Raises:
+        ConfigurationError: there is no such model or function, or it cannot be built.
+    """
+    from accelerate import planning
+
+    if match := FACTORY.fullmatch(args.model_name):
+        return _from_factory(args, match[1], match[2])
+    path, library = expanded(args.model_name), args.library_name
+    if path.is_dir() and not (path / CONFIG_NAME).is_file():
+        reason = f"this folder has no {CONFIG_NAME}, and a training step needs the model"
+        raise wrong_value("MODEL", str(path), reason, "Name a folder with one, or module:function")
+    if path.is_file() and path.suffix != ".json":
+        reason = "a training step needs the model, and this file has weights only"
+        raise wrong_value("MODEL", str(path), reason, f"Name its {CONFIG_NAME}, or module:function")
+    if not path.exists() and library is None:
+        library = verify_on_hub(args.model_name).library_name
+    model = create_empty_model(
+        str(path) if path.exists() else args.model_name, library or "transformers", args.trust_remote_code
+    )
+    if library == "timm":
+        return TrainedModel(model, planning.timm_batch(model, args.batch_size), planning.classification_loss)
+    batch = planning.batch_for(model, args.batch_size, args.sequence_length)
+    return TrainedModel(model, batch, planning.loss_or_mean)
+
+
+def _from_factory(args: argparse.Namespace, module: str, name: str) -> TrainedModel:
+    """Call the user's function for a model, a batch and maybe a loss."""
+    import torch
+    from torch import nn
+
+    from accelerate import planning
+
+    sys.path.insert(0, str(Path.cwd()))
+    try:
+        factory = getattr(importlib.import_module(module), name)
+        with torch.device("meta"):
+            made = factory()
+    except (ImportError, AttributeError, TypeError, RuntimeError, ValueError) as error:
+        reason = f"it cannot be imported and called: {shortened(str(error))}"
+        fix = "Name a function without arguments that returns a model and a batch, as module:function"
+        raise wrong_value("MODEL", args.model_name, reason, fix) from error
+    finally:
+        sys.path.remove(str(Path.cwd()))
+    parts = made if isinstance(made, tuple) else (made,)
+    if not isinstance(parts[0], nn.Module) or len(parts) > 3:
+        reason = f"it returned {type(made).__name__}"
+        raise wrong_value("MODEL", args.model_name, reason, "Return model, batch or model, batch, loss")
+    if len(parts) == 1 and not hasattr(parts[0], "config"):
+        reason = "it returned no batch, and no model of transformers to make one for"
+        raise wrong_value("MODEL", args.model_name, reason, "Return model, batch or model, batch, loss")
+    model = parts[0]
+    batch = parts[1] if len(parts) > 1 else planning.batch_for(model, args.batch_size, args.sequence_length)
+    loss = parts[2] if len(parts) > 2 else planning.loss_of if len(parts) > 1 else planning.loss_or_mean
+    return TrainedModel(model, batch, loss)
+
+
+def text_of(args: argparse.Namespace, plan: MemoryPlan, devices: Mapping[str, Any], fits: list[Fit]) -> str:
+    """Return the plan for people: tables, a bar for the devices, and what fits."""
+    from accelerate import planning
+
+    layout, accumulation = plan.layout, plan.layout.accumulation
+    count = layout.shards * layout.tensor_parallel
+    lines = [
+        f"A training step of {args.model_name} with {args.optimizer}, mixed precision "
+        f"{args.mixed_precision}, batch size {plan.batch_size}"
+        + (f" x {accumulation} passes" if accumulation > 1 else ""),
+        f"Layout: {layout.name}, {count} device{'s' * (count > 1)}. Peak of each device:",
+        "",
+        planning.table_of(plan.parts),
+        "",
+    ]
+    capacity = devices.get("bytes", plan.peak)
+    lines.append(
+        f"device 0{f' to {count - 1}, each' if count > 1 else ''}: {planning.bar_of(plan.parts, capacity)}"
+    )
+    host = plan.as_dict()["host_bytes"]
+    if host:
+        lines.append(f"host, for each process: {convert_bytes(host)}")
+    if devices:
+        largest = devices["largest_batch_size"]
+        fit = f"{largest:,}" if largest else "none"
+        more = " or more" if largest >= planning.LARGEST_BATCH else ""
+        lines += ["", f"Largest batch on each device that fits in this layout: {fit}{more}."]
+        head = f"Layouts that fit {args.devices}, the least communication first:"
+        none = f"No layout fits {args.devices}. Use a smaller batch, or more or larger devices."
+        lines += ["", head, planning.layouts_table(fits)] if fits else ["", none]
+    return "\n".join(lines)
+
+
+def json_of(
+    args: argparse.Namespace, plan: MemoryPlan, devices: Mapping[str, Any], fits: list[Fit]
+) -> dict[str, Any]:
+    """Return the plan in exact bytes."""
+    facts = {
+        "model": args.model_name,
+        "optimizer": args.optimizer,
+        "mixed_precision": args.mixed_precision,
+        **plan.as_dict(),
+    }
+    if devices:
+        facts["devices"] = dict(devices)
+        facts["fitting_layouts"] = [
+            {
+                "name": fit.layout.name,
+                "device_bytes": fit.parts.as_dict()["total"],
+                "host_bytes": round(fit.host),
+                "sent_bytes_per_sample": round(fit.communication),
+            }
+            for fit in fits
+        ]
+    return facts

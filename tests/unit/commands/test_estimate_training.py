@@ -1,0 +1,228 @@
+"""`accelerate estimate-memory --batch_size`: a traced step of a configuration or of the user's function."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from accelerate.base import ConfigurationError
+from accelerate.commands.estimate import OPTIMIZERS, estimate_command, estimate_command_parser
+
+FACTORIES = """
+import torch
+from torch import nn
+
+def whole():
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    return model, torch.zeros(2, 64), lambda model, batch: model(batch).mean()
+
+def without_loss():
+    return nn.Linear(64, 64), torch.zeros(2, 64)
+
+def wrong_shape():
+    return nn.Linear(64, 64), torch.zeros(2, 63), lambda model, batch: model(batch).mean()
+
+def frozen():
+    model, *others = whole()
+    return model.requires_grad_(False), *others
+
+def number():
+    return 3
+
+def alone():
+    return nn.Linear(4, 4)
+
+def failing():
+    raise ValueError("no such size")
+"""
+
+
+@pytest.fixture
+def factories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    name = f"factories_{abs(hash(tmp_path))}"
+    (tmp_path / f"{name}.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("llama")
+    transformers.LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=200,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def estimate(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    estimate_command(estimate_command_parser().parse_args(list(words)))
+    return capsys.readouterr().out
+
+
+def facts(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    return json.loads(estimate(capsys, *words, "--json"))
+
+
+def test_a_configuration_is_planned(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = facts(capsys, llama, "--batch_size", "2", "--sequence_length", "32")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(llama))
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    parts = found["device_bytes"]
+    assert parts["parameters"] == size
+    assert parts["optimizer"] == pytest.approx(2 * size, rel=0.001)
+    assert parts["activations"] > 0
+    assert parts["total"] == sum(value for name, value in parts.items() if name != "total")
+    assert found["layout"]["name"] == "none"
+    twice = facts(capsys, llama, "--batch_size", "64", "--sequence_length", "32")["device_bytes"]
+    once = facts(capsys, llama, "--batch_size", "32", "--sequence_length", "32")["device_bytes"]
+    assert twice["activations"] == pytest.approx(2 * once["activations"], rel=0.05)
+
+
+def test_flags_change_the_parts(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (llama, "--batch_size", "64", "--sequence_length", "64")
+    plain = facts(capsys, *words)["device_bytes"]
+
+    def total(*flags: str) -> int:
+        return int(facts(capsys, *words, *flags)["device_bytes"]["total"])
+
+    assert total("--gradient_checkpointing") < plain["total"]
+    assert total("--mixed_precision", "bf16") < plain["total"]
+    assert total("--gradient_accumulation_steps", "4") > plain["total"]
+    assert total("--optimizer", "sgd") == plain["total"] - plain["optimizer"]
+    half = facts(capsys, *words, "--parameter_dtype", "bfloat16")["device_bytes"]
+    assert 2 * half["parameters"] == plain["parameters"]
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_each_optimizer_has_its_state(name: str, factories: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from accelerate.commands.model_tensors import Weight
+
+    weights = [Weight("", shape, "F32") for shape in ((64, 64), (64,), (64, 64), (64,))]
+    found = facts(capsys, f"{factories}:whole", "--batch_size", "2", "--optimizer", name)
+    assert found["device_bytes"]["optimizer"] == pytest.approx(OPTIMIZERS[name](weights), abs=64)
+
+
+def test_devices_get_a_bar_a_batch_size_and_layouts(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (llama, "--batch_size", "8", "--sequence_length", "64", "--devices", "4x20MB")
+    shown = estimate(capsys, *words)
+    assert "Layouts that fit 4x20MB, the least communication first" in shown
+    assert "device 0 to 3, each: [P" in shown
+    found = facts(capsys, *words)
+    largest = found["devices"]["largest_batch_size"]
+    assert f"{largest:,}" in shown
+
+    def total(size: int) -> int:
+        chosen = found["layout"]
+        flags = ["--sharding", chosen["sharding"], "--tp_size", str(chosen["tensor_parallel"])]
+        flags += ["--gradient_checkpointing"] * chosen["checkpointing"]
+        words = (llama, "--batch_size", str(size), "--sequence_length", "64", "--num_processes", "4")
+        return int(facts(capsys, *words, *flags)["device_bytes"]["total"])
+
+    assert total(largest) <= 20 * 10**6 < total(largest + 1)
+    assert [each["name"] for each in found["fitting_layouts"]][0] == found["layout"]["name"]
+
+
+def test_it_says_so_where_nothing_fits(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    shown = estimate(capsys, llama, "--batch_size", "8", "--devices", "2x1MB")
+    assert "No layout fits 2x1MB" in shown
+    assert "fits in this layout: none" in shown
+
+
+def test_offloaded_parts_are_on_the_host(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (llama, "--batch_size", "2", "--num_processes", "2", "--offload", "all")
+    found = facts(capsys, *words)
+    assert found["device_bytes"]["parameters"] == 0
+    assert found["host_bytes"] > 0
+    assert "host, for each process" in estimate(capsys, *words)
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "sizes"),
+    [
+        ("ViTForImageClassification", "ViTConfig", {"image_size": 32, "patch_size": 8, "hidden_size": 48,
+                                                    "num_attention_heads": 4, "num_hidden_layers": 2}),
+        ("BertForSequenceClassification", "BertConfig", {"hidden_size": 48, "num_attention_heads": 4,
+                                                         "num_hidden_layers": 2, "vocab_size": 200}),
+        ("BertForQuestionAnswering", "BertConfig", {"hidden_size": 48, "num_attention_heads": 4,
+                                                    "num_hidden_layers": 2, "vocab_size": 200}),
+        ("BertModel", "BertConfig", {"hidden_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2,
+                                     "vocab_size": 200}),
+        ("T5ForConditionalGeneration", "T5Config", {"d_model": 48, "d_ff": 64, "d_kv": 12, "num_heads": 4,
+                                                    "num_layers": 2, "vocab_size": 200,
+                                                    "decoder_start_token_id": 0}),
+    ],
+)  # fmt: skip
+def test_a_batch_is_made_from_the_configuration(
+    model: str, config: str, sizes: dict[str, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    getattr(transformers, config)(**sizes, architectures=[model]).save_pretrained(tmp_path)
+    path = str(tmp_path / "config.json")
+    assert facts(capsys, path, "--batch_size", "2")["device_bytes"]["activations"] > 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("M:whole",), "add --batch_size"),
+        (("M:whole", "--batch_size", "0"), "--batch_size=0: it counts from 1"),
+        (("M:none", "--batch_size", "2"), "has no attribute 'none'"),
+        (("no_such_module:none", "--batch_size", "2"), "No module named 'no_such_module'"),
+        (("M:failing", "--batch_size", "2"), "no such size"),
+        (("M:number", "--batch_size", "2"), "it returned int. Return model, batch"),
+        (("M:alone", "--batch_size", "2"), "it returned no batch"),
+        (("M:frozen", "--batch_size", "2"), "no parameters that train"),
+        (("M:without_loss", "--batch_size", "2"), "The output of Linear has no loss"),
+        (("M:wrong_shape", "--batch_size", "2"), "its training step fails: RuntimeError"),
+        (("M:whole", "--batch_size", "2", "--devices", "8by80"), "Write 8x80GB"),
+        (("M:whole", "--batch_size", "2", "--devices", "8x80GB", "--num_processes", "4"), "has 8 devices"),
+        (("M:whole", "--batch_size", "2", "--num_processes", "4", "--tp_size", "3"), "a divisor"),
+        (("M:whole", "--batch_size", "2", "--offload", "all"), "none keeps parameters on the device"),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_one_clear_error(words: tuple[str, ...], message: str, factories: str) -> None:
+    args = estimate_command_parser().parse_args([word.replace("M:", f"{factories}:") for word in words])
+    with pytest.raises(ConfigurationError, match=message):
+        estimate_command(args)
+
+
+@pytest.mark.parametrize(
+    "flags", [("--devices", "8x80GB"), ("--gradient_checkpointing",), ("--tp_size", "2")]
+)
+def test_flags_of_a_step_need_a_batch_size(flags: tuple[str, ...], llama: str) -> None:
+    args = estimate_command_parser().parse_args([llama, *flags])
+    with pytest.raises(ConfigurationError, match=f"{flags[0]} needs a training step: add --batch_size"):
+        estimate_command(args)
+
+
+def test_weights_alone_cannot_be_trained(tmp_path: Path, llama: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    for model in (tmp_path, tmp_path / "model.safetensors"):
+        args = estimate_command_parser().parse_args([str(model), "--batch_size", "2"])
+        with pytest.raises(ConfigurationError, match="a training step needs the model"):
+            estimate_command(args)
+    args = estimate_command_parser().parse_args([llama, "--batch_size", "2", "--sequence_length", "10000000"])
+    with pytest.raises(ConfigurationError, match="sequence_length=10000000"):
+        estimate_command(args)
+
+
+def test_a_step_is_planned_without_memory_for_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "vocab_size": 128256}
+    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, architectures=["LlamaForCausalLM"])
+    config.save_pretrained(tmp_path)
+    found = facts(
+        capsys, str(tmp_path), "--batch_size", "1", "--sequence_length", "2048", "--devices", "8x80GB"
+    )
+    assert found["device_bytes"]["total"] > 10**10
+    assert torch.get_default_dtype() == torch.float32

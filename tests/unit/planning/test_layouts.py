@@ -1,0 +1,149 @@
+"""The memory of each device, and what it sends, by strategy: against the arithmetic by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from accelerate.base import ConfigurationError
+from accelerate.planning import (
+    SHARDINGS,
+    Layout,
+    Parts,
+    Trace,
+    candidates,
+    communication_of,
+    host_bytes,
+    memory_of,
+    read_devices,
+)
+
+WEIGHTS, STATE, ACTIVATIONS = 800, 1600, 400
+BLOCK, OUTSIDE = 100, 200
+WORK = Parts(parameters=WEIGHTS, gradients=WEIGHTS, optimizer=STATE, activations=ACTIVATIONS)
+STEP = Parts(parameters=WEIGHTS, gradients=WEIGHTS, optimizer=STATE, temporary=80)
+TRACE = Trace(1, (WORK,), (STEP,), WEIGHTS, BLOCK, OUTSIDE, block_outputs=60)
+LOW = Trace(1, (WORK,), (STEP,), WEIGHTS, BLOCK, OUTSIDE, masters=2.0)
+N = 4
+
+
+def parts(layout: Layout, trace: Trace = TRACE) -> dict[str, int]:
+    found = memory_of(trace, layout).as_dict()
+    return {name: found[name] for name in ("parameters", "gradients", "optimizer", "communication")}
+
+
+def expected(weights: float, gradients: float, optimizer: float, communication: float) -> dict[str, float]:
+    return dict(
+        zip(("parameters", "gradients", "optimizer", "communication"),
+            (weights, gradients, optimizer, communication), strict=True)
+    )  # fmt: skip
+
+
+GATHERED = OUTSIDE + 4 * BLOCK
+
+
+@pytest.mark.parametrize(
+    ("layout", "values"),
+    [
+        (Layout(), (WEIGHTS, WEIGHTS, STATE, 0)),
+        (Layout(shards=N), (WEIGHTS, WEIGHTS, STATE, WEIGHTS)),  # buckets of DistributedDataParallel
+        (Layout("zero1", N), (WEIGHTS, WEIGHTS, STATE / N, 2 * WEIGHTS)),
+        (Layout("zero2", N), (WEIGHTS, WEIGHTS / N, STATE / N, 2 * WEIGHTS)),
+        (Layout("zero3", N), (WEIGHTS / N, WEIGHTS / N, STATE / N, GATHERED)),
+        (Layout("full_shard", N), (WEIGHTS / N, WEIGHTS / N, STATE / N, GATHERED)),
+        (Layout("shard_grad_op", N), (WEIGHTS / N, WEIGHTS / N, STATE / N, WEIGHTS + 2 * BLOCK)),
+        (Layout("full_shard", N, accumulation=2), (WEIGHTS / N, WEIGHTS, STATE / N, GATHERED)),
+        (Layout("zero3", N, accumulation=2), (WEIGHTS / N, WEIGHTS / N, STATE / N, GATHERED)),
+        (Layout("zero2", N, offload="optimizer"), (WEIGHTS, WEIGHTS / N, 0, 2 * WEIGHTS)),
+        (Layout("full_shard", N, offload="all"), (0, 0, 0, GATHERED)),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else "",
+)
+def test_what_each_device_has(layout: Layout, values: tuple[float, ...]) -> None:
+    assert parts(layout) == expected(*values)
+
+
+def test_in_mixed_precision_fsdp_keeps_shards_in_float32() -> None:
+    assert parts(Layout("full_shard", N), LOW) == expected(
+        2 * WEIGHTS / N, 2 * WEIGHTS / N, 2 * STATE / N, GATHERED
+    )
+
+
+def test_in_mixed_precision_deepspeed_has_masters_in_the_optimizer() -> None:
+    masters = 2 * WEIGHTS
+    found = parts(Layout("zero1", N), LOW)
+    assert found["parameters"] == WEIGHTS
+    assert found["optimizer"] == (2 * STATE + masters) / N
+
+
+def test_the_step_of_the_optimizer_can_be_the_peak() -> None:
+    small = Trace(1, (Parts(parameters=8),), (Parts(parameters=8, temporary=8),), 8, 0, 8)
+    assert memory_of(small, Layout()).temporary == 8
+
+
+def test_tensor_parallel_splits_blocks_and_most_activations() -> None:
+    found = memory_of(TRACE, Layout(tensor_parallel=2))
+    assert found.parameters == OUTSIDE + (WEIGHTS - OUTSIDE) / 2
+    assert ACTIVATIONS / 2 < found.activations < ACTIVATIONS
+
+
+def test_the_host_has_what_is_offloaded() -> None:
+    assert host_bytes(TRACE, Layout("full_shard", N)) == 0
+    assert host_bytes(TRACE, Layout("zero2", N, offload="optimizer")) == STATE / N
+    assert host_bytes(TRACE, Layout("full_shard", N, offload="all")) == (2 * WEIGHTS + STATE) / N
+
+
+@pytest.mark.parametrize(
+    ("layout", "sent"),
+    [
+        (Layout(), 0),
+        (Layout(shards=N), 2 * WEIGHTS),
+        (Layout("zero1", N), 2 * WEIGHTS),
+        (Layout("zero2", N, accumulation=3), 4 * WEIGHTS),
+        (Layout("shard_grad_op", N), 2 * WEIGHTS),
+        (Layout("full_shard", N), 3 * WEIGHTS),
+        (Layout("full_shard", N, accumulation=3), 7 * WEIGHTS),
+        (Layout("zero3", N, accumulation=3), 9 * WEIGHTS),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else "",
+)
+def test_what_each_rank_sends_in_a_step(layout: Layout, sent: float) -> None:
+    assert communication_of(TRACE, layout) == sent * (N - 1) / N
+
+
+def test_tensor_parallel_sends_the_outputs_of_blocks() -> None:
+    assert communication_of(TRACE, Layout(tensor_parallel=2, accumulation=3)) == 8 * 60 * 3 / 2
+
+
+def test_candidates_use_all_devices() -> None:
+    found = list(candidates(8, can_split_layers=True))
+    assert all(each.shards * each.tensor_parallel == 8 for each in found)
+    assert {each.sharding for each in found} == set(SHARDINGS)
+    assert {each.tensor_parallel for each in found} == {1, 2, 4, 8}
+    assert {each.tensor_parallel for each in candidates(8)} == {1}
+    assert [each.name for each in candidates(1)] == ["none", "none + checkpointing"]
+
+
+@pytest.mark.parametrize(
+    ("text", "devices"),
+    [("8x80GB", (8, 80 * 10**9)), ("24GiB", (1, 24 * 2**30)), ("2 X 1.5gb", (2, 15 * 10**8))],
+)
+def test_devices_are_a_number_and_a_size(text: str, devices: tuple[int, int]) -> None:
+    assert read_devices(text) == devices
+
+
+@pytest.mark.parametrize(
+    "text", ["", "8x", "x80GB", "0x80GB", "8x80", "8*80GB", "8x0GB", "-1x80GB", "8x80XB"]
+)
+def test_other_texts_are_no_devices(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="Write 8x80GB"):
+        read_devices(text)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"offload": "all"}, {"sharding": "full_shard", "offload": "optimizer"},
+     {"sharding": "zero1", "tensor_parallel": 2}, {"shards": 0}],
+)  # fmt: skip
+def test_what_no_strategy_does_is_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ConfigurationError):
+        Layout(**wrong)  # type: ignore[arg-type]
