@@ -282,16 +282,19 @@ def skip_frozen_gradients(tracker: Any, model: nn.Module) -> None:
 
 
 def numbers_assumed() -> AbstractContextManager[Any]:
-    """Return a context in which each number that is read from a tensor is one: fake tensors have no values."""
+    """Return a context in which each number read from a tensor is one: fake tensors have no values."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Numbers(TorchDispatchMode):
+    base: Any = TorchDispatchMode
+
+    class Numbers(base):  # type: ignore[misc]
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten._local_scalar_dense.default:
                 return 1.0 if args[0].is_floating_point() else 1
             return func(*args, **(kwargs or {}))
 
-    return Numbers()
+    context: AbstractContextManager[Any] = Numbers()
+    return context
 
 
 # Loaders and samplers

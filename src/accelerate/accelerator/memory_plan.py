@@ -21,7 +21,6 @@ class MemoryPlanning:
 
     _runtime: Runtime
     gradient_accumulation_steps: int
-    device: torch.device
 
     def plan_memory(
         self,
@@ -58,7 +57,7 @@ class MemoryPlanning:
             PreparationError: the model or an optimizer cannot be copied.
             StateError: the model is sharded already.
         """
-        runtime = self._runtime
+        runtime, device = self._runtime, self._runtime.state.device
         if strategies.is_prepared(model) and not runtime.strategy.holds_whole_models:
             raise StateError(
                 "plan_memory needs the whole model, and this one is sharded: call it before `prepare`."
@@ -68,17 +67,17 @@ class MemoryPlanning:
             reason = "layers of FP8 libraries cannot be traced"
             fix = "Plan with mixed_precision='bf16', which needs about as much memory"
             raise wrong_value("mixed_precision", name, reason, fix)
-        given = [optimizer] if hasattr(optimizer, "param_groups") else list(optimizer)
+        given: Any = [optimizer] if hasattr(optimizer, "param_groups") else optimizer
         optimizers = [getattr(each, "optimizer", each) for each in given]
         step = planning.Step(
             extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False),
             optimizers,
             batch,
             loss or planning.loss_of,
-            self.device,
+            device,
             max_norm=max_norm,
         )
-        autocast = None if name == "no" else MixedPrecision(name, self.device.type, runtime.request.autocast)
+        autocast = None if name == "no" else MixedPrecision(name, device.type, runtime.request.autocast)
         trace = planning.tracer_of(step, runtime.strategy.precision, autocast, strategies.recompute)
         layout = replace(runtime.strategy.memory_layout(), accumulation=self.gradient_accumulation_steps)
         return planning.build_plan(planning.Planner(trace), layout, planning.batch_size_of(batch))

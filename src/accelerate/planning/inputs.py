@@ -96,4 +96,5 @@ def loss_or_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the loss in the output of a model; of a model without one, the mean of its first output."""
     output = model(**batch)
     loss = getattr(output, "loss", None)
-    return loss if loss is not None else output[0].float().mean()
+    mean: Tensor = output[0].float().mean() if loss is None else loss
+    return mean

@@ -22,7 +22,7 @@ from accelerate.planning.parts import Parts, Trace
 
 LARGEST_BATCH = 2**20
 """The search for the largest batch ends here."""
-LARGEST_GROWTH = 8
+LARGEST_GROWTH = 64
 """Factor between a size that fits and the next one that is tried."""
 MOST_LAYOUTS = 5
 BAR_WIDTH = 60

@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
 from __future__ import annotations
 
 import copy
+import gc
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -88,6 +89,7 @@ def trace_step(step: Step) -> Trace:
     log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
+            gc.collect()  # what the model left in cycles is no part of the step
             # about modules that end with the forward pass, such as losses: their parents are tracked
             warnings.filterwarnings("ignore", "Module is None. Skipping", UserWarning)
             tracker.track_external(model, *optimizers, *iterate_tensors(batch))

@@ -101,10 +101,9 @@ class DeepSpeed(Strategy):
 
     def memory_layout(self) -> Layout:
         plugin = self.plugin
-        offload = {"parameters": plugin.offload_param_device, "optimizer": plugin.offload_optimizer_device}
+        offload = {"all": plugin.offload_param_device, "optimizer": plugin.offload_optimizer_device}
         kinds = [kind for kind, device in offload.items() if device not in (None, "none")]
-        kind = {"parameters": "all"}.get(*kinds[:1], "optimizer") if kinds else "none"
-        return Layout(ZERO_STAGES[plugin.zero_stage], self.replicas, offload=kind)
+        return Layout(ZERO_STAGES[plugin.zero_stage], self.replicas, offload=next(iter(kinds), "none"))
 
     def check(self, bundle: Bundle) -> None:
         """Refuse what one engine cannot train, with all reasons at once."""

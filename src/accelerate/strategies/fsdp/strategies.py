@@ -76,7 +76,8 @@ class Sharded(Strategy, ABC):
 
     def memory_layout(self) -> Layout:
         mesh, plugin = self.context.request.parallelism, self.plugin
-        layers, copies = (mesh.tp_size, mesh.dp_replicate_size) if mesh is not None else (1, 1)
+        layers = mesh.tp_size or 1 if mesh is not None else 1
+        copies = mesh.dp_replicate_size or 1 if mesh is not None else 1
         shards = self.context.topology.size // layers
         if plugin is None:
             return Layout(shards=shards, tensor_parallel=layers)
