@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, torch_private
 from accelerate.base import StateError
 
 WIDTH = 8
@@ -42,3 +43,52 @@ def test_a_plan_has_the_layout_of_the_strategy(run: Any) -> None:
     for name, parts, again in run(plan_of_two_ranks, True, processes=2):
         assert (name, parts["parameters"]) == ("shard_grad_op", size // 2)
         assert "before `prepare`" in again
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(6))
+
+    def forward(self, values: Tensor) -> Tensor:
+        for layer in self.layers:
+            values = layer(values)
+        return values
+
+
+def planned_and_measured(sharded: bool, frees: bool, steps: int) -> float:
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=frees,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Sequential"],
+    )
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=plugin if sharded else None, gradient_accumulation_steps=steps
+    )
+    model, batch = Blocks(), torch.zeros(64, 128)
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    planned = accelerator.plan_memory(model, optimizer, batch, loss_of).peak
+    model, optimizer = accelerator.prepare(model, optimizer)
+    tracker = torch_private.MemTracker()
+    tracker.track_external(model, batch)
+    with tracker:
+        for _ in range(2 * steps):
+            tracker.reset_mod_stats()
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    return planned / sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
+
+
+@pytest.mark.parametrize(
+    ("sharded", "frees", "steps", "difference"),
+    [(False, False, 1, 0.01), (True, True, 1, 0.12), (True, False, 1, 0.12), (True, True, 2, 0.12)],
+    ids=["ddp", "full_shard", "shard_grad_op", "full_shard, accumulation"],
+)
+def test_a_plan_is_near_the_peak_of_ranks_that_train(
+    sharded: bool, frees: bool, steps: int, difference: float, run: Any
+) -> None:
+    for ratio in run(planned_and_measured, sharded, frees, steps, processes=2):
+        assert ratio == pytest.approx(1, abs=difference)

@@ -39,9 +39,10 @@ ZERO_STAGES = ("none", "zero1", "zero2", "zero3")
 OFFLOADS = ("none", "optimizer", "all")
 """What is kept in the memory of the host: nothing, the state of the optimizer, or parameters too."""
 
-UNITS_IN_FLIGHT = 4
-"""Units of FSDP on a device beside the shards: the one that computes, the next one, the buffer that it is
-gathered in, and the gradients of one that are reduced."""
+UNITS_GATHERED = 2
+"""Units of FSDP that are whole on a device: the one that computes, and the buffer that it is gathered in."""
+UNITS_REDUCED = 2
+"""Units whose gradients are whole: those of the one in backward, and the buffer that they are reduced in."""
 BUCKET_ELEMENTS = 5 * 10**8
 """Elements in a bucket of DeepSpeed, by default."""
 REPLICATED_ACTIVATIONS = 10 / 34
@@ -131,7 +132,7 @@ def _place(moment: Parts, trace: Trace, layout: Layout, *, is_step: bool) -> Par
         optimizer=optimizer,
         activations=moment.activations * _share_of_activations(layout),
         temporary=temporary,
-        communication=0 if is_step and row.weights else _buffers(moment, trace, layout) * split,
+        communication=0 if is_step and row.weights else _buffers(moment, trace, layout, is_whole) * split,
     )
 
 
@@ -146,15 +147,19 @@ def _share_of_activations(layout: Layout) -> float:
     return REPLICATED_ACTIVATIONS + (1 - REPLICATED_ACTIVATIONS) / layout.tensor_parallel
 
 
-def _buffers(moment: Parts, trace: Trace, layout: Layout) -> float:
-    """Return the bytes of buffers for communication, and of parameters that are gathered."""
+def _buffers(moment: Parts, trace: Trace, layout: Layout, is_whole: bool) -> float:
+    """Return the bytes of buffers for communication, and of parameters and gradients that are gathered.
+
+    What is in no block is one unit: it stays gathered, and its gradients are whole until backward ends.
+    """
     row = SHARDINGS[layout.sharding]
     if layout.shards == 1:
         return 0
+    reduced = 0 if is_whole else trace.outside_blocks + UNITS_REDUCED * trace.largest_block
     if row.gathered == "layer":
-        return trace.outside_blocks + UNITS_IN_FLIGHT * trace.largest_block
+        return trace.outside_blocks + UNITS_GATHERED * trace.largest_block + reduced
     if row.gathered == "all":
-        return moment.parameters + (UNITS_IN_FLIGHT - 2) * trace.largest_block
+        return moment.parameters + reduced
     if row.masters:  # a bucket of gradients, and one that is reduced meanwhile
         element = 4 / trace.masters
         return 2 * min(trace.trained_bytes, BUCKET_ELEMENTS * element)

@@ -38,7 +38,8 @@ def expected(weights: float, gradients: float, optimizer: float, communication: 
     )  # fmt: skip
 
 
-GATHERED = OUTSIDE + 4 * BLOCK
+GATHERED = OUTSIDE + 2 * BLOCK
+REDUCED = OUTSIDE + 2 * BLOCK
 
 
 @pytest.mark.parametrize(
@@ -48,13 +49,13 @@ GATHERED = OUTSIDE + 4 * BLOCK
         (Layout(shards=N), (WEIGHTS, WEIGHTS, STATE, WEIGHTS)),  # buckets of DistributedDataParallel
         (Layout("zero1", N), (WEIGHTS, WEIGHTS, STATE / N, 2 * WEIGHTS)),
         (Layout("zero2", N), (WEIGHTS, WEIGHTS / N, STATE / N, 2 * WEIGHTS)),
-        (Layout("zero3", N), (WEIGHTS / N, WEIGHTS / N, STATE / N, GATHERED)),
-        (Layout("full_shard", N), (WEIGHTS / N, WEIGHTS / N, STATE / N, GATHERED)),
-        (Layout("shard_grad_op", N), (WEIGHTS / N, WEIGHTS / N, STATE / N, WEIGHTS + 2 * BLOCK)),
+        (Layout("zero3", N), (WEIGHTS / N, WEIGHTS / N, STATE / N, GATHERED + REDUCED)),
+        (Layout("full_shard", N), (WEIGHTS / N, WEIGHTS / N, STATE / N, GATHERED + REDUCED)),
+        (Layout("shard_grad_op", N), (WEIGHTS / N, WEIGHTS / N, STATE / N, WEIGHTS + REDUCED)),
         (Layout("full_shard", N, accumulation=2), (WEIGHTS / N, WEIGHTS, STATE / N, GATHERED)),
-        (Layout("zero3", N, accumulation=2), (WEIGHTS / N, WEIGHTS / N, STATE / N, GATHERED)),
+        (Layout("zero3", N, accumulation=2), (WEIGHTS / N, WEIGHTS / N, STATE / N, GATHERED + REDUCED)),
         (Layout("zero2", N, offload="optimizer"), (WEIGHTS, WEIGHTS / N, 0, 2 * WEIGHTS)),
-        (Layout("full_shard", N, offload="all"), (0, 0, 0, GATHERED)),
+        (Layout("full_shard", N, offload="all"), (0, 0, 0, GATHERED + REDUCED)),
     ],
     ids=lambda value: value.name if isinstance(value, Layout) else "",
 )
@@ -64,7 +65,7 @@ def test_what_each_device_has(layout: Layout, values: tuple[float, ...]) -> None
 
 def test_in_mixed_precision_fsdp_keeps_shards_in_float32() -> None:
     assert parts(Layout("full_shard", N), LOW) == expected(
-        2 * WEIGHTS / N, 2 * WEIGHTS / N, 2 * STATE / N, GATHERED
+        2 * WEIGHTS / N, 2 * WEIGHTS / N, 2 * STATE / N, GATHERED + REDUCED
     )
 
 
