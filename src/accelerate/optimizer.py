@@ -11,7 +11,7 @@ from accelerate import torch_private
 from accelerate.base import DistributedType as DistributedType, is_lomo_available as is_lomo_available
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
 from accelerate.nested import honor_type as honor_type, recursively_apply
-from accelerate.state import AcceleratorState, GradientState
+from accelerate.state import AcceleratorState, GradientState, step_clock
 
 T = TypeVar("T")
 
@@ -174,13 +174,25 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
-        if self.steps_in_backward:
-            self.num_updates += 1
-            return None
-        if self.scaler is None:
-            self.num_updates += 1
-            return self.optimizer.step(closure)
-        return self._scaled_step(closure)
+        if self.num_updates >= step_clock.measured_from:
+            return self._measured_step(closure)
+        if self.scaler is not None or self.steps_in_backward:
+            return self._step(closure)
+        self.num_updates += 1
+        return self.optimizer.step(closure)
+
+    def _measured_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Step, and count the time, unless the clock begins with the next step."""
+        before, updates = step_clock.begin_step(id(self)), self.num_updates
+        result = self._step(closure)
+        step_clock.end_step(before, id(self), self.num_updates - updates, self.num_updates)
+        return result
+
+    def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if self.scaler is not None and not self.steps_in_backward:
+            return self._scaled_step(closure)
+        self.num_updates += 1
+        return None if self.steps_in_backward else self.optimizer.step(closure)
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]

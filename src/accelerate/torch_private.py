@@ -66,6 +66,10 @@ NAMES: dict[str, PrivateName] = {
         "The flight recorder of the other backends, for reports about hangs; some builds have none.",
         lambda: None,
     ),
+    "autograd_engine": PrivateName(
+        "torch.autograd:Variable._execution_engine",
+        "Queues a callback for the end of a backward pass, before those that wait for other ranks.",
+    ),
     "flatten_dense_tensors": PrivateName(
         "torch._C._nn:flatten_dense_tensors",
         "Joins tensors of any shapes in one call; the public way is a Python loop for each collective.",

@@ -13,7 +13,9 @@ from accelerate import ops, strategies
 from accelerate.accelerator.runtime import Runtime
 from accelerate.accelerator.windows import Count, Window, Windows, exchange, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
+from accelerate.monitoring import BACKWARD
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.state import step_clock
 
 
 class Gradients:
@@ -179,7 +181,8 @@ class Gradients:
         Raises:
             ConfigurationError: no such optimizer is prepared, or several, which one pass cannot serve.
         """
-        self._fused_optimizer().fused_backward(loss, learning_rate)
+        with step_clock.phase(BACKWARD):
+            self._fused_optimizer().fused_backward(loss, learning_rate)
 
     def _fused_optimizer(self) -> AcceleratedOptimizer:
         optimizers = [item for item in self._runtime.prepared.optimizers if item.steps_in_backward]
@@ -224,7 +227,10 @@ class Gradients:
         """
         parameters, scale = self._unscaled(parameters)
         norm = self._runtime.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
-        return norm if scale == 1 else norm / scale
+        norm = norm if scale == 1 else norm / scale
+        if step_clock.wanted:
+            step_clock.kept["gradient_norm"] = norm.detach()
+        return norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`, before `step`.

@@ -10,12 +10,29 @@ from torch import nn
 from accelerate import strategies
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import DistributedType, FP8BackendType, PrecisionName, PrecisionType, PreparationError
+from accelerate.monitoring import RunTimes
+from accelerate.state import step_clock
 
 
 class Introspection:
     """What a run is: ranks, device, number format, settings of loaders and of the project."""
 
     _runtime: Runtime
+
+    def step_times(self) -> RunTimes:
+        """Return where the time of this rank went since its first step, and in its last window of steps.
+
+        It may be called at any time, on any ranks, and waits for nothing. Of steps that are shorter than some
+        milliseconds a part is measured, chosen at random, and the others are divided like these.
+
+        Returns:
+            The number of optimizer `steps`, the `seconds`, the `seconds_by` phase ("data", "moving",
+            "forward", "backward", "collectives", "optimizer", "saving", "rest"), which add up to them, the
+            same as `shares` from 0 to 1, the `samples`, `steps_per_second` and `samples_per_second`; and the
+            same of the last second or more as `window`.
+        """
+        optimizers = self._runtime.prepared.optimizers
+        return step_clock.times({id(optimizer): optimizer.num_updates for optimizer in optimizers})
 
     @property
     def distributed_type(self) -> DistributedType | str:

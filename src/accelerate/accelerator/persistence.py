@@ -15,6 +15,8 @@ from accelerate import accelerator, checkpointing, hooks, plugins, weights
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError, ConfigurationError, as_builtin, describe, progress_bar, size_of
 from accelerate.logging import get_logger
+from accelerate.monitoring import SAVING
+from accelerate.state import step_clock
 
 logger = get_logger(__name__)
 
@@ -63,6 +65,10 @@ class Persistence:
             CheckpointError: something could not be written; on all ranks.
             StateError: a rank did not come in time; on all that did.
         """
+        with step_clock.phase(SAVING):
+            return self._save_state(output_dir, safe_serialization, blocking)
+
+    def _save_state(self, output_dir: Folder | None, safe_serialization: bool, blocking: bool | None) -> Path:
         runtime, project = self._runtime, self._runtime.request.project
         session = runtime.checkpoints
         session.background.wait()
@@ -93,7 +99,8 @@ class Persistence:
         Raises:
             CheckpointError: it has failed; once, on all ranks.
         """
-        self._runtime.checkpoints.background.wait()
+        with step_clock.phase(SAVING):
+            self._runtime.checkpoints.background.wait()
 
     @progress_bar("Loading a checkpoint")
     def load_state(
@@ -238,9 +245,10 @@ class Persistence:
                 f"{type(model).__name__} has parameters without values (on the meta device), which cannot be "
                 "saved: load its weights first."
             )
-        state = self._runtime.strategy.state_dict(model, unwrap=True)
-        if self._runtime.state.is_main_process:
-            checkpointing.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
+        with step_clock.phase(SAVING):
+            state = self._runtime.strategy.state_dict(model, unwrap=True)
+            if self._runtime.state.is_main_process:
+                checkpointing.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
 
     def save(self, obj: Any, f: Folder, safe_serialization: bool = False) -> None:
         """Write an object to one file, on the main process; called on any ranks.
@@ -327,6 +335,7 @@ class Persistence:
             runtime.gradient_state._set_sync_gradients(progress.sync_gradients)
         for optimizer, updates in zip(runtime.prepared.optimizers, progress.updates, strict=False):
             optimizer.num_updates = updates
+        step_clock.follow_anew()
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.adopt_gradient_order(model, order)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate import checkpointing, diagnostics, ops, plugins, strategies, tracking
+from accelerate.accelerator.measured import MeasuredBackward
 from accelerate.accelerator.windows import CountedWeights, Window
 from accelerate.base import ConfigurationError, environ, wrong_value
 from accelerate.devices import hardware_table, xla
@@ -17,6 +18,7 @@ from accelerate.state import (
     PartialState,
     is_initialized,
     services,
+    step_clock,
 )
 
 logger = get_logger(__name__)
@@ -45,6 +47,7 @@ class Runtime:
             mesh=state.device_mesh,
         )
         self.strategy = strategies.resolve_strategy(request, state.topology, backend.name)(context)
+        self.backward = MeasuredBackward(self.strategy, self.gradient_state, state.num_processes)
         self.prepared = session.prepared
         self.trackers: list[Any] = []
         self.senders = tracking.Senders()
@@ -65,6 +68,8 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
     """
     group_arguments = request.process_group.to_kwargs() if request.process_group else {}
     fresh = not is_initialized()
+    if fresh:
+        step_clock.reset()
     _announce_shards(request)
     alone = False
     if fresh:  # FSDP is a kind of run between processes; XLA devices have their own, also in one process

@@ -51,9 +51,11 @@ from accelerate.data_loader.samplers import (
     shard_of,
 )
 from accelerate.devices import of_device, upload_options
+from accelerate.monitoring import DATA
+from accelerate.nested import ignorant_find_batch_size
 from accelerate.ops import Transport, current_transport
 from accelerate.rng import synchronize_rng_states
-from accelerate.state import GradientState, PartialState
+from accelerate.state import GradientState, PartialState, step_clock
 
 _END = object()
 
@@ -176,7 +178,22 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if (late := start_where_saved(self)) is not None:
             yield from late
             return
-        transport = current_transport()
+        step_clock.begin_pass()
+        given = 0
+        try:
+            for batch in self._parts(current_transport()):
+                given += ignorant_find_batch_size(batch) or 0
+                if step_clock.active:
+                    step_clock.begin_forward(given)
+                    given = 0
+                yield batch
+                if step_clock.active:
+                    step_clock.switch(DATA)
+        finally:
+            step_clock.end_pass(given)
+
+    def _parts(self, transport: Transport) -> Iterator[Any]:
+        """Yield the part of this process of each round, on its device."""
         with Pass(self), closing(self._arrivals(transport)) as arrivals:
             if transport.rank:  # nothing is drawn here
                 self.position.begin(self, self.start.offset)()

@@ -19,8 +19,9 @@ from accelerate.data_loader.resume import keep_source_state, restore_stream, sou
 from accelerate.data_loader.samplers import shard_of
 from accelerate.devices import of_device
 from accelerate.display import track
-from accelerate.nested import find_device, send_to_device
-from accelerate.state import services
+from accelerate.monitoring import DATA, MOVING
+from accelerate.nested import find_device, ignorant_find_batch_size, send_to_device
+from accelerate.state import services, step_clock
 
 _END = object()
 T = TypeVar("T")
@@ -46,15 +47,31 @@ def yield_batches(
 ) -> Iterator[Any]:
     """Yield batches, with the attributes of the loader set for each; `fillers` may grow meanwhile."""
     position, batches_in_round = loader.position, loader.plan.batches_in_round
-    for current, is_last in batches:
-        if fillers or loader.deals_ready_batches or loader.shares_batches:
-            loader.note_counts(in_samples(fillers.get(number), loader, current), current)
-        if is_last:
-            loader.end_of_dataloader = position.is_over = True
-            loader.remainder = last_remainder(loader)
-        position.advance(batches_in_round)
-        yield current if move is None else move(current)
-        number += 1
+    samples: int | None = None
+    given = 0
+    step_clock.begin_pass()
+    try:
+        for current, is_last in batches:
+            if fillers or loader.deals_ready_batches or loader.shares_batches:
+                loader.note_counts(in_samples(fillers.get(number), loader, current), current)
+            if is_last:
+                loader.end_of_dataloader = position.is_over = True
+                loader.remainder = last_remainder(loader)
+            position.advance(batches_in_round)
+            if move is not None:
+                current = move(current)
+            if samples is None:
+                samples = ignorant_find_batch_size(current) or 0
+            given += samples
+            if step_clock.active:
+                step_clock.begin_forward(given)
+                given = 0
+            yield current
+            if step_clock.active:
+                step_clock.switch(DATA)
+            number += 1
+    finally:
+        step_clock.end_pass(given)
 
 
 def open_pass(
@@ -231,7 +248,13 @@ def choose_move(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
     if device is None:
         return None
     if not of_device(torch.device(device)).is_host:
-        return lambda batch: send_to_device(batch, device, non_blocking=non_blocking)
+
+        def send(batch: Any) -> Any:
+            if step_clock.active:
+                step_clock.switch(MOVING)
+            return send_to_device(batch, device, non_blocking=non_blocking)
+
+        return send
     is_needed: bool | None = None  # batches come from CPU memory as a rule: the first one decides
 
     def move(batch: Any) -> Any:

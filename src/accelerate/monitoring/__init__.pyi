@@ -20,3 +20,17 @@ from accelerate.monitoring.records import (
     find_records as find_records,
     records_folder as records_folder,
 )
+from accelerate.monitoring.step_clock import (
+    BACKWARD as BACKWARD,
+    COLLECTIVES as COLLECTIVES,
+    DATA as DATA,
+    FORWARD as FORWARD,
+    MOVING as MOVING,
+    OPTIMIZER as OPTIMIZER,
+    REST as REST,
+    SAVING as SAVING,
+    ClosedWindow as ClosedWindow,
+    RunTimes as RunTimes,
+    StepClock as StepClock,
+    StepTimes as StepTimes,
+)

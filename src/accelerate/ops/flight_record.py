@@ -22,7 +22,7 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from accelerate.state import services
+from accelerate.state import services, step_clock
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,6 +79,7 @@ class Ring:
         self._sequence = 0
         self._depth = 0
         self._running: _Raw | None = None
+        self._phase = 0  # of the step, around the operation
         self.owner = threading.main_thread().ident  # the thread that trains
 
     def begin(self, operation: str, facts: object) -> None:
@@ -91,6 +92,7 @@ class Ring:
         self._depth += 1
         if self._depth > 1:
             return
+        self._phase = step_clock.wait_for_ranks()
         frame = calling_frame(sys._getframe(1))
         self._sequence += 1
         self._running = (self._sequence, operation, facts, time.monotonic(), frame.f_code, frame.f_lasti)
@@ -102,6 +104,7 @@ class Ring:
             return
         if self._depth == 1:
             self._running = None
+            step_clock.resume(self._phase)
         if self._depth:
             self._depth -= 1
 

@@ -60,4 +60,5 @@ from accelerate.state.shared import (
     ThreadLocalSharedDict as ThreadLocalSharedDict,
     do_nothing as do_nothing,
     services as services,
+    step_clock as step_clock,
 )

@@ -10,6 +10,8 @@ from importlib.util import find_spec
 from itertools import count
 from typing import Any, ClassVar, TypeVar
 
+from accelerate.monitoring import StepClock
+
 Service = TypeVar("Service")
 
 
@@ -176,3 +178,6 @@ class ProcessServices:
 
 services = ProcessServices()
 """Those of this process."""
+
+step_clock = services.of_process(StepClock)
+"""Counts the seconds of each phase of a training step; the object is the same as long as the process runs."""

@@ -17,7 +17,7 @@ from accelerate.checkpointing import Change, Load, Payload, Stage, files_under, 
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import Topology
+from accelerate.state import Topology, step_clock
 from accelerate.strategies.base import payloads_of_engine
 from accelerate.strategies.session import Kind
 
@@ -141,9 +141,11 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         if closure is not None:
             raise wrong_value("closure", closure, "DeepSpeed's engine steps without one", "Leave it out")
         if self.gradient_state.sync_gradients:
+            before, updates = step_clock.begin_step(id(self)), self.num_updates
             if self.take_step is not None:
                 self.take_step()
             self.num_updates += not self.step_was_skipped
+            step_clock.end_step(before, id(self), self.num_updates - updates, self.num_updates)
 
     @property
     def step_was_skipped(self) -> bool:

@@ -16,7 +16,7 @@ from accelerate.checkpointing import Change, Load, Payload, Stage, files_under
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import Topology
+from accelerate.state import Topology, step_clock
 from accelerate.strategies.base import payloads_of_engine
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import (
@@ -334,7 +334,9 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Count the step that the engine has done."""
+        before, updates = step_clock.begin_step(id(self)), self.num_updates
         self.num_updates += not self.step_was_skipped
+        step_clock.end_step(before, id(self), self.num_updates - updates, self.num_updates)
 
     @property
     def step_was_skipped(self) -> bool:

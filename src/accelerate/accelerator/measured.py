@@ -1,0 +1,46 @@
+"""The backward pass of a run, with its time counted while the clock measures."""
+
+from __future__ import annotations
+
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from accelerate import strategies, torch_private
+from accelerate.monitoring import BACKWARD
+from accelerate.state import GradientState, step_clock
+
+
+class MeasuredBackward:
+    """Takes the place of the backward pass of a strategy in steps that are measured.
+
+    With several ranks it finds out from when on a pass waits for the exchange of gradients: callbacks at the
+    end of a pass run in the order in which they are queued, and one that is queued with the gradient of the
+    loss runs before those of the wrappers, which wait.
+    """
+
+    def __init__(self, strategy: strategies.Strategy, gradients: GradientState, num_processes: int) -> None:
+        self._strategy, self._gradients, self._plain = strategy, gradients, strategy.backward
+        self._exchanges = num_processes > 1 and strategy.holds_gradients
+        self._computed_at = 0.0
+        step_clock.add_hook(self)
+
+    def set(self, is_measured: bool) -> None:
+        self._strategy.backward = self if is_measured else self._plain
+
+    def __call__(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        before = step_clock.switch(BACKWARD)
+        if step_clock.wanted:
+            step_clock.kept["loss"] = loss.detach() * self._gradients.num_steps  # it was divided by them
+        self._computed_at = 0.0
+        if self._exchanges and self._gradients.sync_gradients and loss.requires_grad:
+            loss.register_hook(self._queue)  # type: ignore[no-untyped-call]
+        self._plain(loss, **kwargs)
+        step_clock.end_backward(before, self._computed_at)
+
+    def _queue(self, gradient: torch.Tensor) -> None:
+        torch_private.autograd_engine.queue_callback(self._note)
+
+    def _note(self) -> None:
+        self._computed_at = perf_counter()
