@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate.base import StateError, current, wrong_value
-from accelerate.state import PartialState, services
+from accelerate.state import PartialState, note_event, services
 
 FRAMES_HERE = 2  # between the caller and Python's logger: the line that is logged is the caller's
 
@@ -60,6 +60,8 @@ class MultiProcessAdapter(_LoggerAdapter):
             state.wait_for_everyone()
 
     def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if level >= logging.WARNING and self.logger.name.startswith("accelerate."):
+            note_event("warning", str(msg) % args if args else str(msg))
         if self.isEnabledFor(level):
             text, keywords = self.process(msg, kwargs)
             keywords["stacklevel"] = keywords.get("stacklevel", 1) + FRAMES_HERE

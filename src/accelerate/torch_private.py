@@ -329,6 +329,12 @@ def loader_tasks(iterator: Any) -> list[Any]:
     return [task for _, task in sorted(getattr(iterator, "_task_info", {}).copy().items())]
 
 
+def count_recompilations() -> int:
+    """Return how often torch.compile has compiled a function again; 0 where dynamo is not loaded."""
+    counts = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {})
+    return sum(count - 1 for count in counts.copy().values())
+
+
 # Processes
 
 

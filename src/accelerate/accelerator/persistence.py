@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -15,8 +16,8 @@ from accelerate import accelerator, checkpointing, hooks, plugins, weights
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError, ConfigurationError, as_builtin, describe, progress_bar, size_of
 from accelerate.logging import get_logger
-from accelerate.monitoring import SAVING
-from accelerate.state import step_clock
+from accelerate.monitoring import SAVING, Checkpoint
+from accelerate.state import run_records, step_clock
 
 logger = get_logger(__name__)
 
@@ -336,6 +337,9 @@ class Persistence:
         for optimizer, updates in zip(runtime.prepared.optimizers, progress.updates, strict=False):
             optimizer.num_updates = updates
         step_clock.follow_anew()
+        step = max(progress.updates, default=0)
+        folder = str(source.folder)
+        run_records.append(Checkpoint(time=time.time(), event="loaded", path=folder, step=step))
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.adopt_gradient_order(model, order)

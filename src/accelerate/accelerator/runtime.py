@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from accelerate import checkpointing, diagnostics, ops, plugins, strategies, tracking
+from accelerate.accelerator import recording
 from accelerate.accelerator.measured import MeasuredBackward
 from accelerate.accelerator.windows import CountedWeights, Window
 from accelerate.base import ConfigurationError, environ, wrong_value
@@ -89,6 +90,7 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
     try:
         runtime = Runtime(_merge_with_state(request, state), state, session)
         diagnostics.watching.start(PartialState(), environ.current())
+        recording.start(runtime, environ.current())
         return runtime
     except Exception:
         if fresh:  # a refused run must not decide for the next one

@@ -10,6 +10,7 @@ import datetime
 import re
 import socket
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +40,10 @@ from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.sharded import FOLDERS, MODEL, OPTIMIZER
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
+from accelerate.monitoring import Checkpoint
 from accelerate.nested import iterate_tensors
 from accelerate.ops import current_transport, open_consensus
-from accelerate.state import Consensus, process_group, services
+from accelerate.state import Consensus, process_group, run_records, services, step_clock
 
 logger = get_logger(__name__)
 
@@ -87,6 +89,7 @@ class Site:
     request: Request
     is_common: bool = True  # all ranks write in one folder
     save: str = ""  # identifies this save, the same on all ranks
+    began: float = field(default_factory=time.perf_counter)
 
     @property
     def folder(self) -> Path:
@@ -166,9 +169,14 @@ def _staging_folder(target: Path, answer: Mapping[str, Any]) -> StagingFolder:
     return StagingFolder(target, (target if inside else target.parent) / name, inside)
 
 
-def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Path:
-    """Write the files of this rank, and commit the checkpoint when all ranks have; called on all ranks. A
-    file that could not be written is an error on all, and the folder that was there is unchanged."""
+def write(
+    site: Site, payloads: Sequence[Payload], threads: int = THREADS, blocked: float | None = None
+) -> Path:
+    """Write the files of this rank, and commit the checkpoint when all ranks have; called on all ranks.
+
+    A file that could not be written is an error on all, and the folder that was there is unchanged.
+    `blocked` are the seconds for which training has waited; None: until now.
+    """
     consensus = site.consensus
     records: list[FileRecord] = []
     reports: dict[str, Any] = {}
@@ -204,11 +212,31 @@ def write(site: Site, payloads: Sequence[Payload], threads: int = THREADS) -> Pa
         failure = _attempt(write_files)
         summary = _summary(site, failure, [asdict(record) for record in records], reports)
         _finish(site, summary, commit)
+    except Exception as error:
+        _note_save(site, "failed", blocked, text=describe(error))
+        raise
     finally:
         discard(site)
+    _note_save(site, "committed", blocked, size=sum(record.size for record in records))
     for line in saved_lines(site.request.target, [payload.name for payload in payloads], site.request.custom):
         logger.info(line)
     return site.staging.target
+
+
+def _note_save(site: Site, event: str, blocked: float | None, size: int = 0, text: str = "") -> None:
+    """Add the save to the records of the run."""
+    seconds = time.perf_counter() - site.began
+    save = Checkpoint(
+        time=time.time(),
+        event=event,
+        path=str(site.request.target),
+        step=step_clock.number,
+        seconds=seconds,
+        blocked=seconds if blocked is None else blocked,
+        size=size,
+        text=text,
+    )
+    run_records.append(save)
 
 
 Commit = Callable[[Sequence[Mapping[str, Any]], str], None]
@@ -382,7 +410,8 @@ class Session:
         if blocking:
             return partial(write, site, payloads)
         staged = self._staging.stage(payloads)
-        return partial(self.background.start, partial(write, site, staged, threads=1))
+        blocked = time.perf_counter() - site.began
+        return partial(self.background.start, partial(write, site, staged, threads=1, blocked=blocked))
 
 
 class Background:

@@ -37,6 +37,14 @@ from accelerate.diagnostics.peers import (
     own_identity as own_identity,
 )
 from accelerate.diagnostics.processes import Siblings as Siblings
+from accelerate.diagnostics.rank_exchange import RankExchange as RankExchange
+from accelerate.diagnostics.run_monitor import (
+    RunMonitor as RunMonitor,
+    Sources as Sources,
+    find_monitor as find_monitor,
+    spell_table as spell_table,
+    start_monitor as start_monitor,
+)
 from accelerate.diagnostics.stopping import (
     ALLOCATION_ENDS as ALLOCATION_ENDS,
     PREEMPTION as PREEMPTION,

@@ -16,6 +16,7 @@ import psutil
 
 from accelerate.base import spell_ranks
 from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
+from accelerate.state import note_event
 
 MOST_STACKS = 3
 EXIT_CODE = 1
@@ -189,6 +190,7 @@ class Outlet:
     def publish(self, report: Report) -> None:
         """Print a report, and keep it for the launcher."""
         self._print(report.text)
+        note_event("hang", report.text)
         if self._folder is not None and self._folder.is_dir():
             kept = {"text": report.text, "moment": report.moment, "attempt": self._attempt}
             (self._folder / HANG).write_text(json.dumps(kept), encoding="utf-8")

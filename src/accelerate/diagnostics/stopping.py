@@ -24,7 +24,7 @@ from accelerate.logging import get_logger
 from accelerate.ops import Answer, flight_recorder, reduce_async
 from accelerate.settings import decode
 from accelerate.settings.sections import StoppingSection
-from accelerate.state import PartialState, services
+from accelerate.state import PartialState, note_event, services
 
 logger = get_logger(__name__)
 
@@ -371,6 +371,7 @@ class Agreement:
                 self._save = True
                 self._stop |= trigger.stops
                 what = "save and stop" if trigger.stops else "save"
+                note_event("stop" if trigger.stops else "save", f"{trigger.reason} process {process - 1:.0f}")
                 logger.warning(f"All processes {what} now: {trigger.reason} process {process - 1:.0f}.")
         self._every = rounds_between(step, -cost)
 

@@ -1,3 +1,17 @@
+from accelerate.monitoring.conclusions import (
+    Finding as Finding,
+    RunFacts as RunFacts,
+    conclude as conclude,
+)
+from accelerate.monitoring.ranks import (
+    Comparisons as Comparisons,
+    RankSummary as RankSummary,
+    Straggler as Straggler,
+    children_of as children_of,
+    join_summaries as join_summaries,
+    own_seconds as own_seconds,
+    summary_of as summary_of,
+)
 from accelerate.monitoring.records import (
     FOLDER as FOLDER,
     PATH_SUFFIX as PATH_SUFFIX,
@@ -10,6 +24,7 @@ from accelerate.monitoring.records import (
     RankRecords as RankRecords,
     RankTimes as RankTimes,
     Record as Record,
+    RecordQueue as RecordQueue,
     RecordWriter as RecordWriter,
     Setting as Setting,
     Start as Start,
@@ -19,6 +34,11 @@ from accelerate.monitoring.records import (
     encode as encode,
     find_records as find_records,
     records_folder as records_folder,
+)
+from accelerate.monitoring.status import (
+    STATUS_VARIABLE as STATUS_VARIABLE,
+    RankStatus as RankStatus,
+    read_statuses as read_statuses,
 )
 from accelerate.monitoring.step_clock import (
     BACKWARD as BACKWARD,

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
@@ -150,6 +151,13 @@ class End(Record):
     how: str  # "finished", "failed" or "stopped"
     error: str = ""  # the traceback of one that failed
     digest: str = ""  # what the launcher printed about the failure
+
+
+class RecordQueue(deque[Record]):
+    """Records of this process that are not written yet; the oldest are dropped where nothing writes them."""
+
+    def __init__(self) -> None:
+        super().__init__(maxlen=1000)
 
 
 KINDS: dict[str, type[Record]] = {

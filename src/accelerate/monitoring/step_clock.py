@@ -90,6 +90,14 @@ class StepTimes:
         """Samples per second on this rank."""
         return self.samples / self.seconds if self.seconds else 0.0
 
+    def __add__(self, other: StepTimes) -> StepTimes:
+        return StepTimes(
+            self.steps + other.steps,
+            self.seconds + other.seconds,
+            {name: seconds + other.seconds_by[name] for name, seconds in self.seconds_by.items()},
+            self.samples + other.samples,
+        )
+
     def __sub__(self, earlier: StepTimes) -> StepTimes:
         return StepTimes(
             self.steps - earlier.steps,
@@ -163,7 +171,8 @@ class StepClock:
 
     def follow_anew(self) -> None:
         """Count steps by the optimizer that steps next: the numbers of the updates have changed."""
-        self._leader, self._number = 0, 0
+        self._leader = 0
+        self.number = 0  # of the last step that was counted, over all starts of a run
         self._strays, self._steps_of_strays = 0, 0
         self._measure()
 
@@ -258,8 +267,8 @@ class StepClock:
             self._measure()
         if not updates or (optimizer != self._leader and not self._leads(optimizer, number)):
             return
-        self.steps += number - self._number
-        self._number = number
+        self.steps += number - self.number
+        self.number = number
         self._batches = 0
         if before == _UNMEASURED:
             return
@@ -270,14 +279,22 @@ class StepClock:
         if self._interval > 1 and not self.wanted:
             self._leave_out(number + self._random.randrange(2 * self._interval - 2))
 
+    def end_run(self) -> None:
+        """End the last window, which may be short; called by the thread that trains."""
+        self.on_window = None
+        if get_ident() == self.owner and self.steps > self._opened.steps:
+            self.switch(self.current)
+            self.wanted = True
+            self._end_window()
+
     def times(self, updates: Mapping[int, int] | None = None) -> RunTimes:
         """Return the times since the first step; called by the thread that trains.
 
         `updates` are the numbers of updates of optimizers: not each step is counted at once.
         """
         self.switch(self.current)
-        number = (updates or {}).get(self._leader, self._number)
-        self.steps, self._number = self.steps + number - self._number, number
+        number = (updates or {}).get(self._leader, self.number)
+        self.steps, self.number = self.steps + number - self.number, number
         now = self._read()
         return RunTimes(now.steps, now.seconds, now.seconds_by, now.samples, self._last_window)
 
@@ -339,7 +356,7 @@ class StepClock:
         if self._leader and self._strays <= _STRAYS:
             return False
         self._due = self._due or self.since + INTERVAL
-        self._leader, self._number, self._strays = optimizer, number - 1, 0
+        self._leader, self.number, self._strays = optimizer, number - 1, 0
         return True
 
     def _plan(self) -> None:
@@ -360,7 +377,7 @@ class StepClock:
         window, self._opened = now - self._opened, now
         self._totals, self._complete = [0.0] * len(self._totals), [0.0] * len(self._complete)
         self._last_window = window
-        self.windows.append(ClosedWindow(time.time(), self._number, window, self.kept))
+        self.windows.append(ClosedWindow(time.time(), self.number, window, self.kept))
         self.kept = {}
         interval = max(INTERVAL, now.seconds / MOST_WINDOWS)
         self._due = self.since + interval

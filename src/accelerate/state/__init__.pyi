@@ -59,6 +59,8 @@ from accelerate.state.shared import (
     SharedState as SharedState,
     ThreadLocalSharedDict as ThreadLocalSharedDict,
     do_nothing as do_nothing,
+    note_event as note_event,
+    run_records as run_records,
     services as services,
     step_clock as step_clock,
 )

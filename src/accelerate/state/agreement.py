@@ -194,8 +194,9 @@ def _hints(kind: Any) -> dict[str, Any]:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    if hint == list[int]:
-        return isinstance(value, list) and all(type(item) is int for item in value)
+    if hint in (list[int], list[float]):
+        kinds = (int,) if hint == list[int] else (int, float)
+        return isinstance(value, list) and all(type(item) in kinds for item in value)
     return type(value) is hint or (hint is float and type(value) is int)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from itertools import count
 from typing import Any, ClassVar, TypeVar
 
-from accelerate.monitoring import StepClock
+from accelerate.monitoring import Event, RecordQueue, StepClock
 
 Service = TypeVar("Service")
 
@@ -181,3 +182,11 @@ services = ProcessServices()
 
 step_clock = services.of_process(StepClock)
 """Counts the seconds of each phase of a training step; the object is the same as long as the process runs."""
+
+run_records = services.of_process(RecordQueue)
+"""Records of what happens in this process, for those that write them."""
+
+
+def note_event(name: str, text: str) -> None:
+    """Add an event of this rank to the records of the run."""
+    run_records.append(Event(time=time.time(), name=name, step=step_clock.number, text=text))

@@ -229,6 +229,10 @@ class DiagnosticsSection(Section):
         "error.",
         choices=("report", "abort"),
     )
+    run_records: str | None = optional(
+        "Folder in which each rank records times of steps, checkpoints and events, for accelerate report; no "
+        "for none (run_records in the project_dir, if there is one)."
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,124 @@
+"""What the records of a run say of its beginning, and what its monitor reads while it trains."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import torch
+
+from accelerate import diagnostics, strategies
+from accelerate.launch import count_of
+from accelerate.monitoring import FOLDER, STATUS_VARIABLE, Setting, Start
+from accelerate.settings import SECTIONS, Layer, decode, merge_layers, read
+from accelerate.settings.sections import DiagnosticsSection
+from accelerate.state import AcceleratorState
+
+if TYPE_CHECKING:
+    from accelerate.accelerator.runtime import Runtime
+
+_OFF = ("no", "off", "false", "0")
+
+
+def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
+    """Record a run, where something is to be recorded; nothing happens a second time."""
+    state = runtime.state
+    reader = _Reader(runtime, environ)
+    sources = diagnostics.Sources(
+        reader.start, reader.memory, reader.learning_rate, reader.num_workers, reader.updates
+    )
+    status = environ.get(STATUS_VARIABLE)
+    diagnostics.start_monitor(
+        state.process_index,
+        state.num_processes,
+        sources,
+        find_folder(runtime.request, environ),
+        Path(status) if status else None,
+        state.is_local_main_process,
+    )
+
+
+def find_folder(request: strategies.RunRequest, environ: Mapping[str, str]) -> Path | None:
+    """Return the folder of the records: that of the option, or one in the folder of the project."""
+    chosen = decode(DiagnosticsSection, environ).run_records
+    if chosen is not None:
+        return None if chosen.lower() in _OFF else Path(chosen).expanduser()
+    project = request.project.project_dir
+    return Path(project).expanduser() / FOLDER if project else None
+
+
+class _Reader:
+    """Reads a run from the thread of its monitor."""
+
+    def __init__(self, runtime: Runtime, environ: Mapping[str, str]) -> None:
+        self._state, self._request, self._prepared = runtime.state, runtime.request, runtime.prepared
+        self._environ = dict(environ)
+        self._argv = list(sys.argv)
+        backend = runtime.state.device_backend
+        self._meter = diagnostics.MemoryMeter(backend)
+        self._module: Any = None if backend.is_host else backend.torch_module()
+
+    def start(self) -> Start:
+        state = self._state
+        return Start(
+            time=time.time(),
+            rank=state.process_index,
+            world_size=state.num_processes,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            attempt=count_of(self._environ, "TORCHELASTIC_RESTART_COUNT", 0),
+            device=str(state.device),
+            device_name=self._device_name(),
+            argv=self._argv,
+            versions={
+                "python": platform.python_version(),
+                "torch": torch.__version__,
+                "accelerate": version("accelerate"),
+            },
+            settings=list(_settings(state, self._request, self._environ)) if state.is_main_process else [],
+        )
+
+    def _device_name(self) -> str:
+        name = getattr(self._module, "get_device_name", platform.processor)
+        return str(name())
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes that are allocated on the device, or of this process, now and at most."""
+        if hasattr(self._module, "memory_allocated"):
+            return int(self._module.memory_allocated()), self._meter.peak()
+        return int(psutil.Process().memory_info().rss), self._meter.peak()
+
+    def learning_rate(self) -> float | None:
+        optimizers = self._prepared.optimizers
+        groups = optimizers[0].param_groups if optimizers else ()
+        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+
+    def updates(self) -> dict[int, int]:
+        return {id(optimizer): optimizer.num_updates for optimizer in self._prepared.optimizers}
+
+    def num_workers(self) -> int | None:
+        loaders = self._prepared.loaders
+        return getattr(loaders[0], "num_workers", None) if loaders else None
+
+
+def _settings(
+    state: AcceleratorState, request: strategies.RunRequest, environ: Mapping[str, str]
+) -> Iterator[Setting]:
+    """The values that a run has, and where they come from."""
+    asked = "Accelerator" if request.mixed_precision else "built-in"
+    yield Setting(name="mixed_precision", value=str(state.mixed_precision), source=asked)
+    yield Setting(name="distributed_type", value=str(state.distributed_type), source="run")
+    steps = request.accumulation.num_steps
+    source = "Accelerator" if steps != 1 else "built-in"
+    yield Setting(name="gradient_accumulation_steps", value=str(steps), source=source)
+    for row, value, source in merge_layers(Layer("environment", read(environ, SECTIONS))):
+        if source != "built-in":
+            yield Setting(name=row.name, value=str(value), source=source)

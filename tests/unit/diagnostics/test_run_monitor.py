@@ -1,0 +1,172 @@
+"""The records that a run leaves, its conclusions and its table."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.diagnostics import find_monitor
+from accelerate.monitoring import (
+    FOLDER,
+    Checkpoint,
+    Conclusion,
+    End,
+    Event,
+    Start,
+    Window,
+    find_records,
+    read_statuses,
+)
+from accelerate.state import AcceleratorState, note_event
+
+pytestmark = pytest.mark.usefixtures("states")
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
+    monkeypatch.setattr("accelerate.diagnostics.run_monitor.PAUSE", 0.02)
+
+
+def train(accelerator: Accelerator, steps: int, rest: float = 0.01) -> None:
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    for _ in range(steps):
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(rest)
+
+
+def test_a_run_leaves_windows_with_values_checkpoints_and_its_end(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, 30)
+    accelerator.save_state(tmp_path / "one")
+    note_event("warning", "something")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (records,) = find_records(tmp_path)
+    start, *rest = list(records)
+    assert isinstance(start, Start)
+    assert {"mixed_precision", "gradient_accumulation_steps"} <= {setting.name for setting in start.settings}
+    windows = [record for record in rest if isinstance(record, Window)]
+    assert windows[0].first == 1
+    assert windows[-1].last == 30
+    assert [window.first for window in windows[1:]] == [window.last + 1 for window in windows[:-1]]
+    assert windows[0].values.keys() == {"loss", "gradient_norm", "learning_rate"}
+    assert windows[0].values["learning_rate"] == 0.5
+    assert windows[0].memory > 0
+    (save,) = [record for record in rest if isinstance(record, Checkpoint)]
+    assert (save.event, save.path, save.step) == ("committed", str(tmp_path / "one"), 30)
+    assert save.seconds == save.blocked > 0
+    assert save.size > 0
+    assert [record.text for record in rest if isinstance(record, Event)] == ["something"]
+    assert isinstance(rest[-1], End)
+    assert rest[-1].how == "finished"
+
+
+def test_a_save_in_the_background_blocks_for_a_part(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, 10)
+    accelerator.save_state(tmp_path / "one", blocking=False)
+    accelerator.wait_for_checkpoint()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (records,) = find_records(tmp_path)
+    (save,) = [record for record in records if isinstance(record, Checkpoint)]
+    assert 0 < save.blocked < save.seconds
+
+
+def test_without_a_project_there_are_no_records_and_no_thread(tmp_path: Path) -> None:
+    train(Accelerator(cpu=True), 30)
+    assert "accelerate-monitor" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("value", ["no", "NO", "0"])
+def test_the_option_turns_records_off(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_RUN_RECORDS", value)
+    train(Accelerator(cpu=True, project_dir=tmp_path), 20)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not (tmp_path / FOLDER).exists()
+
+
+def test_the_option_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_RUN_RECORDS", str(tmp_path / "records"))
+    train(Accelerator(cpu=True), 20)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert len(find_records(tmp_path / "records")) == 1
+
+
+def test_a_folder_that_cannot_be_written_gives_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / FOLDER).write_text("a file")
+    train(Accelerator(cpu=True, project_dir=tmp_path), 40)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert [record.levelname for record in caplog.records if "no longer recorded" in record.message] == [
+        "WARNING"
+    ]
+
+
+def test_a_launcher_reads_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MONITOR_DIR", str(tmp_path))
+    train(Accelerator(cpu=True), 30)
+    monitor = find_monitor()
+    assert monitor is not None
+    monitor.close()
+    monitor.look()
+    (status,) = read_statuses(tmp_path)
+    assert status.step == 30
+    assert status.steps_per_second > 0
+    shutil.rmtree(tmp_path)
+    monitor.look()  # the launcher has ended
+
+
+def test_the_table_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="accelerate")
+    accelerator = Accelerator(cpu=True)
+    train(accelerator, 110, rest=0.0)
+    accelerator.end_training()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (table,) = [record for record in caplog.records if "steps in" in record.message]
+    assert table.levelname == "INFO"
+    assert "110 steps in" in table.message
+    assert "backward" in table.message
+
+
+FAILS = """
+import sys, time, torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+for step in range(8):
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    time.sleep(0.03)
+    if step == 6:
+        accelerator.save_state(sys.argv[1] + "/one")
+        time.sleep(0.2)
+raise ValueError("the data is wrong")
+"""
+
+
+def test_a_run_that_fails_records_its_error(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", FAILS, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 1
+    (records,) = find_records(tmp_path)
+    every = list(records)
+    assert isinstance(every[0], Start)
+    end = every[-1]
+    assert isinstance(end, End)
+    assert end.how == "failed"
+    assert "ValueError: the data is wrong" in end.error
+    assert not [record for record in every if isinstance(record, Conclusion) and record.name == "straggler"]
