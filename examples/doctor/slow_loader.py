@@ -30,14 +30,20 @@ class SlowImages(Dataset):
         return self.length
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        time.sleep(self.seconds)
+        if self.seconds:
+            time.sleep(self.seconds)
         return torch.full((3, 32, 32), index / self.length), index % 10
 
 
 def build_model() -> nn.Module:
     """A small convolutional network."""
     return nn.Sequential(
-        nn.Conv2d(3, 16, kernel_size=3, stride=2), nn.ReLU(), nn.Flatten(), nn.Linear(16 * 15 * 15, 10)
+        nn.Conv2d(3, 32, kernel_size=3),
+        nn.ReLU(),
+        nn.Conv2d(32, 32, kernel_size=3, stride=2),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * 14 * 14, 10),
     )
 
 

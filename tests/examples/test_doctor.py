@@ -32,7 +32,7 @@ def test_a_slow_loader_is_data_bound(tmp_path: Path) -> None:
 
 
 def test_a_fast_loader_is_healthy(tmp_path: Path) -> None:
-    run_script("slow_loader.py", tmp_path, "--samples", "12000", "--milliseconds", "0")
+    run_script("slow_loader.py", tmp_path, "--samples", "6000", "--milliseconds", "0")
     assert conclusions(tmp_path) == set()
 
 

@@ -48,6 +48,8 @@ PAUSE = 1.0
 """Seconds between two looks."""
 RECENT = 30
 """Windows from which conclusions are drawn."""
+FEWEST_WINDOWS = 3
+"""Windows of a run that goes on from which on there are conclusions."""
 SECONDS_TO_END = 2.0
 LEAST_SECONDS, LEAST_STEPS = 3.0, 100
 """A run of so many seconds or steps ends with a table."""
@@ -208,7 +210,7 @@ class RunMonitor:
 
     def _conclude(self) -> list[Record]:
         """Draw conclusions from the last windows; a new one is a record."""
-        if not self._recent:
+        if not self._recent or (self._num_windows < FEWEST_WINDOWS and not self._is_finished):
             return []
         findings = conclude(self._facts(_join(self._recent)))
         new = [finding for finding in findings if finding.name not in self._known]
