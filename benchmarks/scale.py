@@ -34,7 +34,8 @@ from torch.distributed import TCPStore
 
 from accelerate import PartialState
 from accelerate.checkpointing import Request, saving
-from accelerate.diagnostics import Limits
+from accelerate.diagnostics import Limits, RankExchange
+from accelerate.monitoring import PHASES, StepTimes
 from accelerate.state import StoreChannel, StoreConsensus
 from constants import constants_table, measure_constants, projected_table
 from simulation import CountingStore, Driver, Host, SimulatedRank, call_together, simulate_processes
@@ -49,9 +50,12 @@ MOST_RANKS_OF_A_PROCESS = 512
 CONNECTING = 64
 IDLE, WAITING, INQUIRY, AGREEMENT, OWN_HOST, OTHER_HOSTS, RATIO = 0.25, 1.0, 10.0, 6.0, 5.0, 10.0, 1.1
 """The budgets: requests per rank and second, per rank, seconds, and what a figure may be over plain torch."""
+SPEED, SPEED_MOST = 1.5, 4
+"""Further budgets: requests of one comparison of speeds, per rank and at most."""
 LIMITS = Limits(3600.0, False)
 WARM_UP, WATCH = 10.0, 16.0
 PATIENCE = 120.0
+COMPARISONS = 4
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,9 @@ class Simulated:
     agreement_most: int  # of the rank with the most
     agreement_bytes: float
     agreement_seconds: float  # until the last rank has returned
+    speed_requests: float = 0.0  # of one comparison of the speed of the ranks
+    speed_most: int = 0  # of the rank with the most
+    speed_bytes: float = 0.0
 
     def misses(self) -> list[str]:
         budgets = {
@@ -78,6 +85,8 @@ class Simulated:
             "waiting_requests": WAITING,
             "inquiry_requests": INQUIRY,
             "agreement_most": AGREEMENT,
+            "speed_requests": SPEED,
+            "speed_most": SPEED_MOST,
             "named_on_own_host": OWN_HOST,
             "named_on_other_hosts": OTHER_HOSTS,
         }
@@ -139,6 +148,30 @@ class Part:
         after = [(rank.store.total, rank.store.bytes) for rank in self.ranks]
         pairs = list(zip(before, after, strict=True))
         return [b[0] - a[0] for a, b in pairs], [b[1] - a[1] for a, b in pairs], time.time()
+
+
+    def compare_speeds(self) -> tuple[list[int], list[int]]:
+        """Compare the speed of the ranks; requests and bytes of each rank in the last comparison."""
+        size = len(self.ranks[0]._peers.others) + 1
+        environ = {"ACCELERATE_RUN_KEY": "secret"}
+        exchanges = [
+            RankExchange(
+                StoreChannel(rank.store, "times", environ),  # type: ignore[arg-type]
+                rank.rank,
+                size,
+                rank.rank % LOCAL == 0,
+            )
+            for rank in self.ranks
+        ]
+        times = StepTimes(10, 1.0, dict.fromkeys(PHASES, 0.0) | {"forward": 1.0})
+        for step in range(COMPARISONS):
+            before = [(rank.store.total, rank.store.bytes) for rank in self.ranks]
+            for exchange in reversed(exchanges):
+                exchange.look(step, times)
+            time.sleep(1.0)  # the other parts post theirs
+        after = [(rank.store.total, rank.store.bytes) for rank in self.ranks]
+        pairs = list(zip(before, after, strict=True))
+        return [b[0] - a[0] for a, b in pairs], [b[1] - a[1] for a, b in pairs]
 
 
 def serve(pipe: Connection, port: int, ranks: Sequence[int], size: int) -> None:
@@ -216,7 +249,9 @@ def simulate(size: int) -> Simulated:
     with tempfile.TemporaryDirectory() as folder:
         began = time.time()
         answers = parts.call("agree", folder)
+    speeds = parts.call("compare_speeds")
     parts.end()
+    compared = [count for counts, _ in speeds for count in counts]
     requests = [count for counts, _, _ in answers for count in counts]
     sizes = [count for _, counts, _ in answers for count in counts]
     return Simulated(
@@ -232,6 +267,9 @@ def simulate(size: int) -> Simulated:
         max(requests),
         sum(sizes) / size,
         max(end for _, _, end in answers) - began,
+        sum(compared) / size,
+        max(compared),
+        sum(count for _, counts in speeds for count in counts) / size,
     )
 
 
@@ -386,7 +424,7 @@ def free_port() -> int:
 
 HEAD = (
     "| ranks | idle, requests per s | waiting, requests per s | inquiry | agreement | named on its machine "
-    "| named on other machines | agreed in |\n|---:|---:|---:|---:|---:|---:|---:|---:|\n"
+    "| named on other machines | agreed in | speeds |\n|---:|---:|---:|---:|---:|---:|---:|---:|---:|\n"
 )
 
 
@@ -397,11 +435,12 @@ def simulated_table(figures: Sequence[dict[str, Any]]) -> str:
         f"| {f['inquiry_requests']:.1f} ({f['inquiry_bytes'] / 1000:,.1f} kB) "
         f"| {f['agreement_requests']:.1f} ({f['agreement_bytes'] / 1000:,.1f} kB) "
         f"| {f['named_on_own_host']:.1f} s | {_seconds(f['named_on_other_hosts'])} "
-        f"| {f['agreement_seconds']:.2f} s |"
+        f"| {f['agreement_seconds']:.2f} s "
+        f"| {f.get('speed_requests', 0.0):.2f} ({f.get('speed_bytes', 0.0):,.0f} B) |"
         for f in figures
     ]
     seconds = f"{OWN_HOST:g} s | {OTHER_HOSTS:g} s"
-    budgets = f"| budget | {IDLE} | {WAITING:g} | {INQUIRY:g} | {AGREEMENT:g} | {seconds} | |"
+    budgets = f"| budget | {IDLE} | {WAITING:g} | {INQUIRY:g} | {AGREEMENT:g} | {seconds} | | {SPEED:g} |"
     return HEAD + "\n".join([*rows, budgets])
 
 
