@@ -26,7 +26,7 @@ from accelerate.base import AccelerateError, StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend, clear_device_cache
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport
-from accelerate.state import PartialState, StoreChannel, process_group, services
+from accelerate.state import PartialState, StoreChannel, note_event, process_group, services
 
 logger = get_logger(__name__)
 
@@ -143,6 +143,7 @@ def find_executable_batch_size(
                 reason = f"this is not smaller than {size}, with which memory ran out"
                 fix = "Return a smaller batch size at each call"
                 raise wrong_value("reduce_batch_size_fn", smaller, reason, fix)
+            note_event("out_of_memory", f"the batch size is now {smaller}, and was {size}")
             size = smaller
         raise NoExecutableBatchSizeError(
             f"No executable batch size found, reached zero. `{_name(function)}` ran out of memory with every "

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from accelerate.diagnostics import find_executable_batch_size, should_reduce_batch_size
+from accelerate.monitoring import Event
+from accelerate.state import run_records
 
 
 class Recorder:
@@ -48,6 +50,15 @@ def test_the_size_is_halved_until_it_fits() -> None:
     found = find_executable_batch_size(train, starting_batch_size=128)
     assert found("x", lr=1) == (16, ("x",), {"lr": 1})
     assert train.sizes == [128, 64, 32, 16]
+
+
+def test_a_smaller_batch_size_is_an_event_of_the_run() -> None:
+    run_records.clear()
+    find_executable_batch_size(Recorder(fits=20), starting_batch_size=32)()
+    (event,) = run_records
+    assert isinstance(event, Event)
+    assert event.name == "out_of_memory"
+    assert event.text == "the batch size is now 16, and was 32"
 
 
 def test_decorator_with_and_without_arguments() -> None:
