@@ -149,7 +149,6 @@ class Part:
         pairs = list(zip(before, after, strict=True))
         return [b[0] - a[0] for a, b in pairs], [b[1] - a[1] for a, b in pairs], time.time()
 
-
     def compare_speeds(self) -> tuple[list[int], list[int]]:
         """Compare the speed of the ranks; requests and bytes of each rank in the last comparison."""
         size = len(self.ranks[0]._peers.others) + 1
