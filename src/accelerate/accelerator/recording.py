@@ -18,7 +18,7 @@ import torch
 from accelerate import diagnostics, strategies
 from accelerate.launch import count_of
 from accelerate.monitoring import FOLDER, STATUS_VARIABLE, Setting, Start
-from accelerate.settings import SECTIONS, Layer, decode, merge_layers, read
+from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
 from accelerate.state import AcceleratorState
 
@@ -113,6 +113,8 @@ def _settings(
     state: AcceleratorState, request: strategies.RunRequest, environ: Mapping[str, str]
 ) -> Iterator[Setting]:
     """The values that a run has, and where they come from."""
+    from accelerate.settings import SECTIONS, Layer, merge_layers, read  # all sections: for records only
+
     asked = "Accelerator" if request.mixed_precision else "built-in"
     yield Setting(name="mixed_precision", value=str(state.mixed_precision), source=asked)
     yield Setting(name="distributed_type", value=str(state.distributed_type), source="run")
