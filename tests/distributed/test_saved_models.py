@@ -62,7 +62,7 @@ def leave(folder: str, options: str, size: Any) -> dict[str, Any]:
     accelerator = Accelerator(**OPTIONS[options])
     model = build()
     prepared = accelerator.prepare(model)
-    loss = prepared(torch.arange(7)).float().sum()
+    loss = prepared(torch.arange(7, device=accelerator.device)).float().sum()
     accelerator.backward(loss)
     accelerator.save_model(prepared, folder, max_shard_size=size)
     accelerator.wait_for_everyone()
