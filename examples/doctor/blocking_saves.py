@@ -22,7 +22,7 @@ def train(project: Path, steps: int, save_every: int, width: int, background: bo
     folder = ProjectConfiguration(project, automatic_checkpoint_naming=True, total_limit=1)
     accelerator = Accelerator(project_config=folder)
     model = nn.Sequential(*[nn.Linear(width, width) for _ in range(4)])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     for step in range(1, steps + 1):
         outputs = model(torch.randn(8, width, device=accelerator.device))
@@ -38,9 +38,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO)
     parser = argparse.ArgumentParser(description="Train with checkpoints that block too much.")
     parser.add_argument("--project", type=Path, default=Path("runs/blocking_saves"), help="folder of the run")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--save_every", type=int, default=5, help="steps between checkpoints (default: 5)")
-    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--save_every", type=int, default=2, help="steps between checkpoints (default: 2)")
+    parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--background", action="store_true", help="write while the model trains")
     train(**vars(parser.parse_args()))
 

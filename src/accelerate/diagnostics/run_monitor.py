@@ -97,7 +97,7 @@ class RunMonitor:
         self._recent: deque[ClosedWindow] = deque(maxlen=RECENT)
         self._num_windows = 0
         self._known: dict[str, str] = {}  # texts of conclusions by name
-        self._saves = 0
+        self._saves = self._saves_in_background = 0
         self._has_stopped = self._is_finished = False
         self._checkpoint = ("", 0.0)
         self._exchange: RankExchange | None = None
@@ -168,6 +168,7 @@ class RunMonitor:
     def _notice(self, record: Record) -> None:
         if isinstance(record, Checkpoint) and record.event == "committed":
             self._saves += 1
+            self._saves_in_background += record.blocked < record.seconds / 2
             self._checkpoint = (record.path, record.time)
         if isinstance(record, Event) and record.name == "stop":
             self._has_stopped = True
@@ -204,6 +205,7 @@ class RunMonitor:
             self._straggler,
             self._are_even,
             self._saves,
+            self._saves_in_background,
             self._recompilations,
             self._sources.idle(),
         )

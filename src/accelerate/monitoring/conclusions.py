@@ -33,7 +33,8 @@ class RunFacts:
     num_workers: int | None = None  # of the loader that training reads; None where it is not known
     straggler: Straggler | None = None
     are_even: bool = True  # whether no rank is slow; False as long as this is not known
-    blocking_saves: int = 0  # saves for which training waited
+    saves: int = 0
+    saves_in_background: int = 0  # of these
     recompilations: int = 0
     idle: float = 0.0  # part of the measured steps in which the device waited for the host
 
@@ -113,9 +114,8 @@ def find_blocking_saves(facts: RunFacts) -> Finding | None:
     share = facts.times.shares["saving"]
     if share < SAVING:
         return None
-    count = f" in {facts.blocking_saves} saves" if facts.blocking_saves else ""
-    return Finding(
-        "blocking-saves",
-        f"blocking saves: training waits for checkpoints {share:.0%} of the time{count}. Save with "
-        "blocking=False (ProjectConfiguration(async_save=True)), or less often.",
-    )
+    count = f" in {facts.saves} saves" if facts.saves else ""
+    in_background = "blocking=False (ProjectConfiguration(async_save=True)), or less often"
+    fix = "less often" if facts.saves_in_background > facts.saves / 2 else f"with {in_background}"
+    text = f"blocking saves: training waits for checkpoints {share:.0%} of the time{count}. Save {fix}."
+    return Finding("blocking-saves", text)

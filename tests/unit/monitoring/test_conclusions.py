@@ -31,7 +31,16 @@ def times(steps: int = 100, **seconds: float) -> StepTimes:
         (RunFacts(times(collectives=89.0), 8), "exposed-communication", "50%"),
         (RunFacts(times(), idle=0.75), "small-kernels", "75%"),
         (RunFacts(times(), recompilations=4), "recompilations", "4 times"),
-        (RunFacts(times(saving=97.0), blocking_saves=5), "blocking-saves", "50% of the time in 5 saves"),
+        (
+            RunFacts(times(saving=97.0), saves=5),
+            "blocking-saves",
+            "50% of the time in 5 saves. Save with block",
+        ),
+        (
+            RunFacts(times(saving=97.0), saves=5, saves_in_background=4),
+            "blocking-saves",
+            "50% of the time in 5 saves. Save less often.",
+        ),
     ],
 )
 def test_each_cause_has_a_name_and_a_figure(facts: RunFacts, name: str, figure: str) -> None:
