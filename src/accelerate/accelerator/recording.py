@@ -17,7 +17,7 @@ import torch
 
 from accelerate import diagnostics, strategies
 from accelerate.launch import count_of
-from accelerate.monitoring import FOLDER, STATUS_VARIABLE, Setting, Start
+from accelerate.monitoring import FOLDER, STATUS_VARIABLE, Setting, Start, hide_secrets_of_command
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
 from accelerate.state import AcceleratorState
@@ -61,7 +61,7 @@ class _Reader:
     def __init__(self, runtime: Runtime, environ: Mapping[str, str]) -> None:
         self._state, self._request, self._prepared = runtime.state, runtime.request, runtime.prepared
         self._environ = dict(environ)
-        self._argv = list(sys.argv)
+        self._argv = hide_secrets_of_command(sys.argv)
         backend = runtime.state.device_backend
         self._meter = diagnostics.MemoryMeter(backend)
         self._module: Any = None if backend.is_host else backend.torch_module()

@@ -33,6 +33,8 @@ from accelerate.monitoring.records import (
     decode as decode,
     encode as encode,
     find_records as find_records,
+    hide_secrets as hide_secrets,
+    hide_secrets_of_command as hide_secrets_of_command,
     records_folder as records_folder,
 )
 from accelerate.monitoring.status import (

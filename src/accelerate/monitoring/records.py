@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
@@ -32,6 +32,11 @@ PATH_SUFFIX = ".path"
 PHASES = ("data", "moving", "forward", "backward", "collectives", "optimizer", "saving", "rest")
 """Parts of a step: waiting for data, moving batches to the device, ... Their seconds add up to the whole."""
 
+HIDDEN = "***"
+"""Written in place of a secret."""
+_SECRET = re.compile(
+    r"(^|[^a-z])(token|secret|passw(or)?d|(api|access|secret)[_-]?key|credentials?)$", re.IGNORECASE
+)
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 
 
@@ -200,6 +205,29 @@ def _leave_path(path: Path) -> None:
     if folder := environ.current().get(environ.FAILURE_FOLDER):
         with suppress(OSError):  # the launcher has ended, and its folder is gone
             Path(folder, path.stem + PATH_SUFFIX).write_text(str(path), encoding="utf-8")
+
+
+def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values by name, without the text of those whose names end in "token", "password" and the like.
+
+    The folder of a project is often uploaded as a whole.
+    """
+    is_secret = {name: isinstance(value, str) and _SECRET.search(name) for name, value in values.items()}
+    return {name: HIDDEN if value and is_secret[name] else value for name, value in values.items()}
+
+
+def hide_secrets_of_command(words: Sequence[str]) -> list[str]:
+    """Return the words of a command line, without the values of options that `hide_secrets` would hide."""
+    shown: list[str] = []
+    for word in words:
+        name, equals, value = word.partition("=")
+        is_value = bool(shown) and shown[-1].startswith("-") and not word.startswith("-")
+        if is_value and _SECRET.search(shown[-1]):
+            word = HIDDEN
+        elif equals and value and _SECRET.search(name):
+            word = f"{name}={HIDDEN}"
+        shown.append(word)
+    return shown
 
 
 def records_folder(chosen: str | None, project: str | None) -> Path | None:

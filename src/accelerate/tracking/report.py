@@ -8,7 +8,7 @@ from typing import Any
 
 from accelerate.base import environ, wrong_value
 from accelerate.logging import get_logger
-from accelerate.monitoring import RECORDS_VARIABLE, Event, RecordWriter, Values, records_folder
+from accelerate.monitoring import RECORDS_VARIABLE, Event, RecordWriter, Values, hide_secrets, records_folder
 from accelerate.state import PartialState
 from accelerate.tracking.base import GeneralTracker, flatten, on_main_process
 
@@ -58,7 +58,7 @@ class ReportTracker(GeneralTracker):
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         assert self.writer is not None
-        text = json.dumps({name: str(value) for name, value in flatten(values).items()})
+        text = json.dumps({name: str(value) for name, value in hide_secrets(flatten(values)).items()})
         self.writer.write(Event(time=time.time(), name="config", step=0, text=text))
 
     @on_main_process
