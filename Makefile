@@ -37,6 +37,7 @@ test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the s
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-device: $(VENV)/.test-installed $(CHECKPOINT) ## run the tests on a simulated accelerator, which is built on first use (about a minute)
+	@command -v c++ >/dev/null || { $(INSTALL) g++; }
 	$(ON_SIMULATED_DEVICE) $(BIN)/python -c "import torch"
 	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal @tests/device/suites.args
 
