@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
-from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, set_seed
+from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, ProfileKwargs, set_seed
 
 pytestmark = pytest.mark.usefixtures("states")
 Run = Callable[..., list[Any]]
@@ -161,3 +161,15 @@ def test_dropout_continues_where_it_was(tmp_path: Path) -> None:
     model(ones)
     accelerator.load_state(str(tmp_path / "state"))
     assert torch.equal(model(ones).cpu(), expected)
+
+
+def test_a_profile_and_the_peak_memory_of_a_block(tmp_path: Path) -> None:
+    accelerator = Accelerator(kwargs_handlers=[ProfileKwargs(output_trace_dir=str(tmp_path))])
+    model = accelerator.prepare(nn.Linear(4, 4))
+    with accelerator.profile() as profile:
+        model(torch.ones(2, 4, device=accelerator.device)).sum().backward()
+    assert any("addmm" in event.key for event in profile.key_averages())
+    assert (tmp_path / "profile_0.json").exists()
+    with accelerator.peak_memory() as memory:
+        torch.zeros(1 << 20, device=accelerator.device)
+    assert 4 << 20 <= memory.peak < 5 << 20
