@@ -16,6 +16,7 @@ import psutil
 import torch
 
 from accelerate import diagnostics, strategies
+from accelerate.base import DistributedType
 from accelerate.launch import count_of
 from accelerate.monitoring import FOLDER, STATUS_VARIABLE, Setting, Start, hide_secrets_of_command
 from accelerate.settings import decode
@@ -117,7 +118,7 @@ def _settings(
 
     asked = "Accelerator" if request.mixed_precision else "built-in"
     yield Setting(name="mixed_precision", value=str(state.mixed_precision), source=asked)
-    yield Setting(name="distributed_type", value=str(state.distributed_type), source="run")
+    yield Setting(name="distributed_type", value=DistributedType(state.distributed_type).value, source="run")
     steps = request.accumulation.num_steps
     source = "Accelerator" if steps != 1 else "built-in"
     yield Setting(name="gradient_accumulation_steps", value=str(steps), source=source)

@@ -43,7 +43,7 @@ from accelerate.logging import get_logger
 from accelerate.monitoring import Checkpoint
 from accelerate.nested import iterate_tensors
 from accelerate.ops import current_transport, open_consensus
-from accelerate.state import Consensus, process_group, run_records, services, step_clock
+from accelerate.state import Consensus, process_group, run_records, services
 
 logger = get_logger(__name__)
 
@@ -230,7 +230,7 @@ def _note_save(site: Site, event: str, blocked: float | None, size: int = 0, tex
         time=time.time(),
         event=event,
         path=str(site.request.target),
-        step=step_clock.number,
+        step=max(site.request.run.get("updates", ()), default=site.request.step),
         seconds=seconds,
         blocked=seconds if blocked is None else blocked,
         size=size,

@@ -74,6 +74,15 @@ def test_a_run_leaves_windows_with_values_checkpoints_and_its_end(tmp_path: Path
     assert rest[-1].how == "finished"
 
 
+def test_the_step_of_a_checkpoint_is_exact_where_not_all_steps_are_measured(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, 777, rest=0.0)
+    accelerator.save_state(tmp_path / "one")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (records,) = find_records(tmp_path)
+    assert [record.step for record in records if isinstance(record, Checkpoint)] == [777]
+
+
 def test_a_save_in_the_background_blocks_for_a_part(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     train(accelerator, 10)
