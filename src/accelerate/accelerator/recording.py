@@ -18,15 +18,13 @@ import torch
 from accelerate import diagnostics, strategies
 from accelerate.base import DistributedType
 from accelerate.launch import count_of
-from accelerate.monitoring import FOLDER, STATUS_VARIABLE, Setting, Start, hide_secrets_of_command
+from accelerate.monitoring import STATUS_VARIABLE, Setting, Start, hide_secrets_of_command, records_folder
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
 from accelerate.state import AcceleratorState
 
 if TYPE_CHECKING:
     from accelerate.accelerator.runtime import Runtime
-
-_OFF = ("no", "off", "false", "0")
 
 
 def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
@@ -41,19 +39,10 @@ def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
         state.process_index,
         state.num_processes,
         sources,
-        find_folder(runtime.request, environ),
+        records_folder(decode(DiagnosticsSection, environ).run_records, runtime.request.project.project_dir),
         Path(status) if status else None,
         state.is_local_main_process,
     )
-
-
-def find_folder(request: strategies.RunRequest, environ: Mapping[str, str]) -> Path | None:
-    """Return the folder of the records: that of the option, or one in the folder of the project."""
-    chosen = decode(DiagnosticsSection, environ).run_records
-    if chosen is not None:
-        return None if chosen.lower() in _OFF else Path(chosen).expanduser()
-    project = request.project.project_dir
-    return Path(project).expanduser() / FOLDER if project else None
 
 
 class _Reader:
