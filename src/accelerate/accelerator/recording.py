@@ -32,7 +32,7 @@ def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
     state = runtime.state
     reader = _Reader(runtime, environ)
     sources = diagnostics.Sources(
-        reader.start, reader.memory, reader.learning_rate, reader.num_workers, reader.updates
+        reader.start, reader.memory, reader.learning_rate, reader.num_workers, reader.updates, reader.batches
     )
     status = environ.get(STATUS_VARIABLE)
     diagnostics.start_monitor(
@@ -93,6 +93,17 @@ class _Reader:
 
     def updates(self) -> dict[int, int]:
         return {id(optimizer): optimizer.num_updates for optimizer in self._prepared.optimizers}
+
+    def batches(self) -> tuple[int, int]:
+        """Batches of this pass over the first loader, so far and in total; 0 where they are not known."""
+        loader: Any = next(iter(self._prepared.loaders), None)
+        position = getattr(loader, "position", None)
+        if position is None:
+            return 0, 0
+        try:
+            return position.offset.seen, len(loader)
+        except TypeError:  # an iterable dataset
+            return position.offset.seen, 0
 
     def num_workers(self) -> int | None:
         loaders = self._prepared.loaders

@@ -17,6 +17,8 @@ from accelerate.base.text import whole_number
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 FAILURE_FOLDER = "ACCELERATE_FAILURE_DIR"
 """Variable with the folder in which processes leave what the launcher reads after a failure."""
+MONITOR_FOLDER = "ACCELERATE_MONITOR_DIR"
+"""Variable with the folder in which ranks write their states; without it there are none."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 UNSAFE_CHARACTERS = frozenset(";\n<> ")
 OWN_PREFIX = "ACCELERATE_"

@@ -8,15 +8,18 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from accelerate.base import ConfigurationError, attach, environ, shown
 from accelerate.commands.kubernetes import MANIFESTS, as_manifest
 from accelerate.commands.utils import DEVICE_PROBES, entry_point, parser_of
 from accelerate.launch import (
     CONSOLE_EVENTS,
+    RECORDED,
     LaunchPlan,
     Target,
     as_json,
@@ -165,7 +168,9 @@ def launch_command(args: argparse.Namespace) -> None:
     if plan.notes and not args.quiet:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()
-    if code := _run(launcher, plan):
+    is_shown = settings.values["monitor"] and plan.launcher in RECORDED
+    show = partial(_live_view, title=plan.target.name, is_quiet=bool(args.quiet)) if is_shown else _no_view
+    if code := _run(launcher, plan, show):
         sys.exit(code)
 
 
@@ -179,12 +184,28 @@ def _manifest(args: argparse.Namespace) -> str:
     return as_manifest(args.manifest, args.image, settings, Target.of(args), environ.current())
 
 
-def _run(launcher: Launcher, plan: LaunchPlan) -> int:
+Show: TypeAlias = Callable[[LaunchPlan, Path], AbstractContextManager[LaunchPlan]]
+
+
+def _no_view(plan: LaunchPlan, folder: Path) -> AbstractContextManager[LaunchPlan]:
+    return nullcontext(plan)
+
+
+def _live_view(
+    plan: LaunchPlan, folder: Path, title: str, is_quiet: bool
+) -> AbstractContextManager[LaunchPlan]:
+    from accelerate.launch import live_view  # a run without it does not load it
+
+    return live_view(plan, folder, title, is_quiet=is_quiet)
+
+
+def _run(launcher: Launcher, plan: LaunchPlan, show: Show) -> int:
     """Run a plan; when it fails, the last thing on the screen says how and why."""
     folder = Path(tempfile.mkdtemp(prefix="accelerate-"))
     recorded = record_failures(plan, folder)
     try:
-        code = launcher.run(recorded)
+        with show(recorded, folder) as shown_plan:
+            code = launcher.run(shown_plan)
     except BaseException:
         shutil.rmtree(folder)
         raise

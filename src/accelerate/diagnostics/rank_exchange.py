@@ -39,6 +39,7 @@ class Verdict:
     """What rank 0 posts for all: the slowest rank, and the one that is slow for long; -1 for none."""
 
     slowest: int = -1
+    slowest_by: float = 0.0  # how much slower than the mean of the others
     straggler: int = -1
     slowdown: float = 0.0
     since: int = 0
@@ -102,7 +103,9 @@ class RankExchange:
         self.missing = self.size - summary.ranks
         straggler = self._comparisons.straggler()
         facts = (straggler.rank, straggler.slowdown, straggler.since) if straggler else (-1, 0.0, 0)
-        self.verdict = Verdict(summary.slowest[0], *facts, self._comparisons.are_even())
+        others = (summary.total - summary.most) / max(summary.ranks - 1, 1)
+        slowest_by = summary.most / others - 1 if others else 0.0
+        self.verdict = Verdict(summary.slowest[0], slowest_by, *facts, self._comparisons.are_even())
         mean = summary.total / summary.ranks
         self.times = RankTimes(
             time=time.time(),

@@ -22,7 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import torch_private
+from accelerate.base import environ
 from accelerate.diagnostics.rank_exchange import RankExchange
+from accelerate.launch import count_of
 from accelerate.monitoring import (
     Checkpoint,
     ClosedWindow,
@@ -65,6 +67,7 @@ class Sources:
     learning_rate: Callable[[], float | None]
     num_workers: Callable[[], int | None]
     updates: Callable[[], dict[int, int]]  # of optimizers, by what identifies them
+    batches: Callable[[], tuple[int, int]] = lambda: (0, 0)  # of this pass so far, and in total; 0 if unknown
     idle: Callable[[], float] = lambda: 0.0  # part of the measured steps in which the device was idle
 
 
@@ -103,7 +106,10 @@ class RunMonitor:
         self._exchange: RankExchange | None = None
         self._compared_at = 0.0
         self._compared: deque[ClosedWindow] = deque(maxlen=RECENT)  # windows since the last comparison
-        self._slowest = -1
+        self._slowest, self._slowest_by = -1, 0.0
+        self._attempt = count_of(environ.current(), "TORCHELASTIC_RESTART_COUNT", 0)
+        self._ended_as = ""
+        self._pass = (0.0, 0)  # a time and the batches of this pass until then
         self._are_even = connect is None or (records is None and status is None)
         self._straggler: Straggler | None = None
         self._values: dict[str, float] = {}  # of the last window
@@ -113,6 +119,8 @@ class RunMonitor:
         run_records.clear()
         if records is not None or status is not None:
             step_clock.on_window = self._start
+        if status is not None:
+            self._write_status(None)
 
     def _start(self) -> None:
         """Start the thread, at the end of the first window."""
@@ -193,7 +201,8 @@ class RunMonitor:
             self._exchange = None
             return []
         self._straggler, verdict = exchange.straggler, exchange.verdict
-        self._slowest, self._are_even = verdict.slowest, verdict.are_even
+        self._slowest, self._slowest_by = verdict.slowest, verdict.slowest_by
+        self._are_even = verdict.are_even
         compared, exchange.times = exchange.times, None
         return [] if compared is None else [compared]
 
@@ -237,10 +246,14 @@ class RunMonitor:
         last = self._recent[-1].times if self._recent else StepTimes()
         memory, peak = self._sources.memory()
         self._values = self._values if window is None else window.values
+        batch, num_batches = self._sources.batches()
         status = RankStatus(
             rank=self.rank,
             world_size=self.size,
             time=time.time(),
+            pid=self._pid,
+            attempt=self._attempt,
+            ended=self._ended_as,
             step=step_clock.number,
             seconds=last.seconds,
             seconds_by=last.seconds_by,
@@ -252,12 +265,25 @@ class RunMonitor:
             last_checkpoint=self._checkpoint[0],
             last_checkpoint_time=self._checkpoint[1],
             slowest=self._slowest,
+            slowest_by=self._slowest_by,
+            batch=batch,
+            num_batches=num_batches,
+            seconds_left=self._seconds_left(batch, num_batches),
             conclusions=self._known,
         )
         try:
             status.write(self._status)  # type: ignore[arg-type]
         except OSError:  # the launcher has ended, and removed its folder
             self._status = None
+
+    def _seconds_left(self, batch: int, num_batches: int) -> float:
+        """Seconds until the end of the pass over the loader, if it goes on as since it was first seen."""
+        now = time.monotonic()
+        began, first = self._pass
+        if batch < first or not began:
+            self._pass = began, first = now, batch
+        rate = (batch - first) / (now - began) if now > began else 0.0
+        return max(num_batches - batch, 0) / rate if rate else 0.0
 
     def close(self) -> None:
         """End the thread; the last windows are written."""
@@ -282,6 +308,9 @@ class RunMonitor:
             return
         self.look()
         how = "stopped" if how == "finished" and self._has_stopped else how
+        self._ended_as = how
+        if self._status is not None:
+            self._write_status(None)
         self._write([End(time=time.time(), how=how, error=error)])
         if self._writer is not None:
             self._writer.close()

@@ -37,6 +37,13 @@ from accelerate.launch.layout import (
     worker_environment as worker_environment,
     wrong_option as wrong_option,
 )
+from accelerate.launch.live_view import (
+    Screen as Screen,
+    Stream as Stream,
+    find_obstacle as find_obstacle,
+    keep_below as keep_below,
+    live_view as live_view,
+)
 from accelerate.launch.machine import (
     DEFAULT_PORT as DEFAULT_PORT,
     KEY_VARIABLE as KEY_VARIABLE,
@@ -61,6 +68,7 @@ from accelerate.launch.namespace import (
 )
 from accelerate.launch.plan import (
     AGENT as AGENT,
+    RECORDED as RECORDED,
     LaunchPlan as LaunchPlan,
     Target as Target,
     accelerate_command as accelerate_command,

@@ -116,6 +116,7 @@ def torchrun_arguments(plan: LaunchPlan) -> list[str]:
 
 def accelerate_command(settings: Settings, target: Target, *left_out: str) -> list[str]:
     """The words of an `accelerate launch` that decides the same, and finds `left_out` by itself."""
+    left_out = (*left_out, "monitor")  # it has no terminal
     if settings.source("num_cpu_threads_per_process") not in (FLAG, ENVIRONMENT):
         left_out = (*left_out, "num_cpu_threads_per_process")
     return [*AGENT, *flags.words(settings, *left_out), *target.words]

@@ -14,7 +14,7 @@ from accelerate.devices import CPU
 from accelerate.launch import layout
 from accelerate.launch.backends import Launcher, launcher_for, launcher_named
 from accelerate.launch.machine import DEFAULT_PORT, Machine
-from accelerate.launch.plan import LaunchPlan, Target
+from accelerate.launch.plan import RECORDED, LaunchPlan, Target
 from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Option, Settings, deepspeed_checks as checks
 from accelerate.settings.sections import EXCLUSIVE, LaunchSection, RendezvousSection
 
@@ -47,6 +47,9 @@ def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[
         machine = _used_hardware(settings, machine)
         settings, plan = _plan_processes(_note_idle_flags(settings, starter), machine, target, starter)
     environment = layout.worker_environment(settings, machine, plan.launcher)
+    if settings.values["monitor"] and plan.launcher not in RECORDED:
+        where = layout.where(settings, "monitor")
+        settings = settings.noted(f"{where} has no effect with the {plan.launcher} launcher")
     plan = replace(plan, environment=environment, notes=settings.notes)
     return replace(plan, details=launcher_for(plan).details(settings, machine, plan)), settings
 

@@ -7,6 +7,7 @@ error that ends it is written down, with a traceback that begins with its own li
 
 from __future__ import annotations
 
+import io
 import runpy
 import sys
 from collections.abc import Callable
@@ -80,6 +81,8 @@ def main(words: list[str]) -> None:
     Ranks that wait for this one can ask for its stack.
     """
     NOTES.install()
+    if environ.MONITOR_FOLDER in environ.current() and isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # as on the terminal that the launcher shows it on
     stack_dumps.offer()
     try:
         run(words)

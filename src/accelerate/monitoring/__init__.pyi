@@ -56,3 +56,7 @@ from accelerate.monitoring.step_clock import (
     StepClock as StepClock,
     StepTimes as StepTimes,
 )
+from accelerate.monitoring.view import (
+    RunView as RunView,
+    render as render,
+)

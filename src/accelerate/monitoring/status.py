@@ -7,8 +7,9 @@ import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-STATUS_VARIABLE = "ACCELERATE_MONITOR_DIR"
-"""Names the folder of these files; without it there are none."""
+from accelerate.base import environ
+
+STATUS_VARIABLE = environ.MONITOR_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +19,9 @@ class RankStatus:
     rank: int
     world_size: int
     time: float  # when this was written, in seconds since the epoch
+    pid: int = 0
+    attempt: int = 0  # how often the launcher had restarted the processes
+    ended: str = ""  # "finished", "failed" or "stopped"; a process that was killed writes nothing
     step: int = 0  # number of the last optimizer step, over all starts of the run
     seconds: float = 0.0  # of the last window of steps
     seconds_by: dict[str, float] = field(default_factory=dict)  # of the last window, by name of the phase
@@ -29,6 +33,10 @@ class RankStatus:
     last_checkpoint: str = ""  # its folder
     last_checkpoint_time: float = 0.0
     slowest: int = -1  # the rank with the most own work per step; -1 where none is known
+    slowest_by: float = 0.0  # how much slower than the mean of the others, 0.25 for 25 %
+    batch: int = 0  # batches of this pass over the first prepared loader
+    num_batches: int = 0  # of the whole pass; 0 where the loader has no length
+    seconds_left: float = 0.0  # until the end of the pass; 0 where it is not known
     conclusions: dict[str, str] = field(default_factory=dict)  # text by name
 
     def write(self, folder: Path) -> None:

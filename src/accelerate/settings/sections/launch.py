@@ -233,6 +233,11 @@ class DiagnosticsSection(Section):
         "Folder in which each rank records times of steps, checkpoints and events, for accelerate report; no "
         "for none (run_records in the project_dir, if there is one)."
     )
+    monitor: bool = option(
+        False,
+        "Show throughput, the time of steps by phase, memory and conclusions in the terminal during the run.",
+        spell=lambda value: None,  # for the launcher alone
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
