@@ -245,7 +245,7 @@ class RunMonitor:
     def _write_status(self, window: Window | None) -> None:
         last = self._recent[-1].times if self._recent else StepTimes()
         memory, peak = self._sources.memory()
-        self._values = self._values if window is None else window.values
+        self._values |= {} if window is None else window.values
         batch, num_batches = self._sources.batches()
         status = RankStatus(
             rank=self.rank,

@@ -37,13 +37,6 @@ from accelerate.launch.layout import (
     worker_environment as worker_environment,
     wrong_option as wrong_option,
 )
-from accelerate.launch.live_view import (
-    Screen as Screen,
-    Stream as Stream,
-    find_obstacle as find_obstacle,
-    keep_below as keep_below,
-    live_view as live_view,
-)
 from accelerate.launch.machine import (
     DEFAULT_PORT as DEFAULT_PORT,
     KEY_VARIABLE as KEY_VARIABLE,
@@ -90,4 +83,11 @@ from accelerate.launch.script import (
     RENDEZVOUS_FILE as RENDEZVOUS_FILE,
     PrepareForLaunch as PrepareForLaunch,
     report as report,
+)
+from accelerate.launch.terminal import (
+    Screen as Screen,
+    Stream as Stream,
+    find_obstacle as find_obstacle,
+    keep_below as keep_below,
+    live_view as live_view,
 )

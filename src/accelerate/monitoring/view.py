@@ -148,7 +148,11 @@ def _table(run: RunView) -> Table:
     for status in choose_ranks(run):
         state = run.state(status)
         shares = {name: seconds / status.seconds for name, seconds in status.seconds_by.items() if seconds}
-        cells = [str(status.rank), f"{status.step:,}", *(f"{shares.get(n, 0.0):.0%}" for n in ("data", "collectives"))]
+        cells = [
+            str(status.rank),
+            f"{status.step:,}",
+            *(f"{shares.get(n, 0.0):.0%}" for n in ("data", "collectives")),
+        ]
         memory = [convert_bytes(size) for size in (status.memory, status.peak_memory)]
         table.add_row(*cells, *memory, state, style="" if state in (RUNNING, "finished") else "yellow")
     return table
@@ -194,4 +198,3 @@ def conclusions(statuses: Sequence[RankStatus]) -> list[str]:
     for status in statuses:
         texts = status.conclusions | texts
     return list(texts.values())
-

@@ -350,3 +350,10 @@ def test_all_problems_of_a_deepspeed_file_are_in_the_error(tmp_path: Path) -> No
 
 def test_without_deepspeed_its_file_is_not_read() -> None:
     check_engine(merge_layers(Layer(FLAG, {"deepspeed_config_file": "missing.json"})), Machine())
+
+
+def test_the_live_view_is_for_processes_that_the_launcher_starts_itself() -> None:
+    assert not plan(machine(), monitor=True, num_processes=2).environment.keys() & {"ACCELERATE_MONITOR"}
+    made = plan(machine(), monitor=True, mpirun_hostfile="one", num_processes=2)
+    assert "--monitor has no effect with the mpi launcher" in made.notes
+    assert plan(machine(), monitor=True, num_processes=2).notes == ()

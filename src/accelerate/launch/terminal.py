@@ -53,9 +53,7 @@ def find_obstacle(variables: Mapping[str, str]) -> str | None:
 
 
 @contextmanager
-def live_view(
-    plan: LaunchPlan, folder: Path, title: str, *, is_quiet: bool = False
-) -> Iterator[LaunchPlan]:
+def live_view(plan: LaunchPlan, folder: Path, title: str, *, is_quiet: bool = False) -> Iterator[LaunchPlan]:
     """Show a run while the block runs it; the plan that is yielded has ranks that write their states.
 
     Args:
@@ -173,7 +171,9 @@ class Screen:
         for key in list(self._selector.get_map().values()):  # a process that the run left behind has them
             os.close(key.fd)
         self._selector.close()
-        if self._error is not None and not isinstance(self._error, OSError):  # after that there is no terminal
+        if self._error is not None and not isinstance(
+            self._error, OSError
+        ):  # after that there is no terminal
             say(f"the live view has ended: {type(self._error).__name__}: {self._error}")
 
     def _run(self) -> None:
@@ -241,7 +241,7 @@ class Screen:
 
     def _measure(self, live: Live) -> None:
         """Find the size of the terminal, which rich looks for at the streams that are replaced."""
-        live.console.size = os.get_terminal_size(self._replaced[ERR])  # type: ignore[assignment]
+        live.console.size = os.get_terminal_size(self._replaced[ERR])
 
     def _draw(self, live: Live) -> None:
         self._measure(live)
@@ -253,7 +253,9 @@ class Screen:
 
         keys = self._selector.get_map().values()
         bars = [
-            Text.from_ansi(key.data.shown, overflow="ellipsis", no_wrap=True) for key in keys if key.data.shown
+            Text.from_ansi(key.data.shown, overflow="ellipsis", no_wrap=True)
+            for key in keys
+            if key.data.shown
         ]
         states = read_statuses(self._statuses)
         run = RunView(self._title, states, self._num_ranks, self._began, time.time())
