@@ -1,4 +1,4 @@
-"""`accelerate launch --monitor` in a terminal: the view, the output of the ranks above it, and how runs end."""
+"""`accelerate launch --monitor` in a terminal: the view, the output of ranks above it, and how runs end."""
 
 from __future__ import annotations
 
@@ -208,7 +208,11 @@ def test_without_a_terminal_one_line_says_so(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("print('trained')")
     command = [word for word in LAUNCH if word != "-q"]
     ended = subprocess.run(
-        [*command, "--num_processes", "1", "script.py"], capture_output=True, text=True, cwd=tmp_path, check=True
+        [*command, "--num_processes", "1", "script.py"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        check=True,
     )
     assert ended.stdout == "trained\n"
     assert ended.stderr.splitlines()[-1] == (

@@ -109,7 +109,7 @@ class RunMonitor:
         self._slowest, self._slowest_by = -1, 0.0
         self._attempt = count_of(environ.current(), "TORCHELASTIC_RESTART_COUNT", 0)
         self._ended_as = ""
-        self._pass = (0.0, 0)  # a time and the batches of this pass until then
+        self._pass = (0.0, 0, 0)  # a time in this pass over the loader, the batches until then and until now
         self._are_even = connect is None or (records is None and status is None)
         self._straggler: Straggler | None = None
         self._values: dict[str, float] = {}  # of the last window
@@ -279,9 +279,10 @@ class RunMonitor:
     def _seconds_left(self, batch: int, num_batches: int) -> float:
         """Seconds until the end of the pass over the loader, if it goes on as since it was first seen."""
         now = time.monotonic()
-        began, first = self._pass
-        if batch < first or not began:
-            self._pass = began, first = now, batch
+        began, first, last = self._pass
+        if not first or batch < last:
+            began, first = now, batch
+        self._pass = began, first, batch
         rate = (batch - first) / (now - began) if now > began else 0.0
         return max(num_batches - batch, 0) / rate if rate else 0.0
 

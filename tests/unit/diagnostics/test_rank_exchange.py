@@ -34,7 +34,7 @@ def test_all_ranks_read_which_rank_is_slow() -> None:
     assert ranks[0].times.slow == {"33": pytest.approx(1.0)}
     assert ranks[0].times.compute["most"] == pytest.approx(0.2)
     for exchange in ranks:
-        assert exchange.verdict.slowest == 33
+        assert (exchange.verdict.slowest, exchange.verdict.slowest_by) == (33, pytest.approx(1.0))
         straggler = exchange.straggler
         assert straggler is not None
         assert (straggler.rank, straggler.since) == (33, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -137,6 +138,30 @@ def test_a_launcher_reads_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert status.steps_per_second > 0
     shutil.rmtree(tmp_path)
     monitor.look()  # the launcher has ended
+
+
+def test_the_status_has_the_process_the_position_in_the_epoch_and_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCELERATE_MONITOR_DIR", str(tmp_path))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    accelerator = Accelerator(cpu=True)
+    (status,) = read_statuses(tmp_path)
+    assert (status.pid, status.attempt, status.step, status.num_batches) == (os.getpid(), 2, 0, 0)
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(40, 4), batch_size=2))
+    monitor = find_monitor()
+    assert monitor is not None
+    seen = []
+    for _ in loader:
+        monitor.look()
+        seen += read_statuses(tmp_path)
+        time.sleep(0.02)
+    assert [(status.batch, status.num_batches) for status in seen] == [(n, 20) for n in range(1, 21)]
+    assert seen[0].seconds_left == 0.0
+    assert seen[1].seconds_left > 18 * 0.02
+    train(accelerator, 3)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert [status.ended for status in read_statuses(tmp_path)] == ["finished"]
 
 
 def test_the_table_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
