@@ -16,7 +16,9 @@ import yaml
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-PICTURES = sorted(DOCS.rglob("*.svg"))
+PICTURES = sorted((DOCS / "pictures").iterdir())
+SCREENS = sorted((DOCS / "screens").iterdir())
+LARGEST_SCREEN = 100_000
 TEXTS = [*PAGES, *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"))]
 LINK = re.compile(r"(!?)\[([^]]*)\]\(([^)\s]+)\)")
 CODE = re.compile(r"^( *)(```+).*?^\1\2$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
@@ -74,6 +76,17 @@ def test_each_picture_has_a_title_and_a_description(picture: Path) -> None:
         assert found.text
     assert "prefers-color-scheme: dark" in root.findtext(f"{SVG}style", "")
     assert [page for page in PAGES if picture.name in page.read_text(encoding="utf-8")] != []
+
+
+@pytest.mark.parametrize("screen", SCREENS, ids=name_of)
+def test_each_screen_is_small_is_shown_and_loads_nothing(screen: Path) -> None:
+    data = screen.read_bytes()
+    assert len(data) < LARGEST_SCREEN
+    assert [page for page in PAGES if screen.name in page.read_text(encoding="utf-8")] != []
+    if screen.suffix == ".svg":
+        root = ElementTree.fromstring(data)
+        assert all(root.findtext(f"{SVG}{name}") for name in ("title", "desc"))
+        assert re.findall(rb"url\((?!#)", data) == []
 
 
 def test_pictures_match_the_script_that_draws_them() -> None:
