@@ -41,10 +41,12 @@ LLAMA = {
 FONT = re.compile(r"@font-face \{.*?\}\n", re.DOTALL)
 
 
-def write_screen(path: Path, command: str, content: RenderableType, description: str) -> None:
+def write_screen(
+    path: Path, command: str, content: RenderableType, description: str, width: int = 100
+) -> None:
     """Write what a command showed as SVG, which loads no font from a network."""
     with open(os.devnull, "w", encoding="utf-8") as nowhere:
-        console = Console(record=True, width=100, file=nowhere, force_terminal=True, highlight=False)
+        console = Console(record=True, width=width, file=nowhere, force_terminal=True, highlight=False)
         console.print(content)
     head, mark, rest = FONT.sub("", console.export_svg(title=command, unique_id=path.stem)).partition(">")
     words = f"\n<title>{escape(command)}</title>\n<desc>{escape(description)}</desc>"
@@ -79,11 +81,11 @@ def photograph_plan() -> None:
     with tempfile.TemporaryDirectory() as name:
         Path(name, "llama-1.1b").mkdir()
         Path(name, "llama-1.1b", "config.json").write_text(json.dumps(LLAMA), encoding="utf-8")
-        words = "estimate-memory llama-1.1b --batch_size 4 --mixed_precision bf16 --devices 4x24GB"
-        command = [*ACCELERATE, *words.split(), "--sequence_length", "1024"]
+        words = "estimate-memory llama-1.1b --batch_size 4 --sequence_length 1024 --mixed_precision bf16"
+        command = [*ACCELERATE, *words.split(), "--devices", "4x24GB"]
         shown = subprocess.run(command, cwd=name, check=True, capture_output=True, text=True).stdout
     text = "The memory of each part as a table and a bar, the largest batch, and layouts that fit."
-    write_screen(SCREENS / "plan.svg", f"accelerate {words}", Text(shown), text)
+    write_screen(SCREENS / "plan.svg", f"accelerate {words} --devices 4x24GB", Text(shown), text, 116)
 
 
 def photograph_report() -> None:

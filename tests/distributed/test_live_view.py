@@ -80,13 +80,14 @@ def run_in_terminal(tmp_path: Path) -> Run:
         fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 100, 0, 0))
         before = words[: words.index("--")] if "--" in words else words
         command = [*LAUNCH, *before, "script.py", *words[len(before) + 1 :]]
+        variables = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         launcher = subprocess.Popen(
             command,
             stdin=other_end,
             stdout=other_end,
             stderr=other_end,
             cwd=tmp_path,
-            env={**os.environ, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
+            env={**variables, "TERM": "xterm-256color", "OMP_NUM_THREADS": "1"},
             preexec_fn=own_terminal,
         )
         raw = b""

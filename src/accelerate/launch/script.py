@@ -75,14 +75,21 @@ def _own_lines(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
+def write_whole_lines() -> None:
+    """Write each line at once, as to a terminal: without buffers, lines of several ranks are mixed."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True, write_through=False)
+
+
 def main(words: list[str]) -> None:
     """Run, and end as Python does: code 1 after an error, the script's own code after `sys.exit`.
 
     Ranks that wait for this one can ask for its stack.
     """
     NOTES.install()
-    if environ.MONITOR_FOLDER in environ.current() and isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # as on the terminal that the launcher shows it on
+    if environ.MONITOR_FOLDER in environ.current():
+        write_whole_lines()
     stack_dumps.offer()
     try:
         run(words)
