@@ -219,3 +219,34 @@ def test_without_a_terminal_one_line_says_so(tmp_path: Path) -> None:
     assert ended.stderr.splitlines()[-1] == (
         "accelerate launch: --monitor shows nothing: standard error is no terminal."
     )
+
+
+BROKEN = """
+import os, time
+with open(os.environ["ACCELERATE_MONITOR_DIR"] + "/rank-00000.json", "w") as file:
+    file.write('{"rank": 0, "world_size": 1, "time": "now"}')
+print("before")
+time.sleep(2)
+print("after")
+"""
+
+
+def test_a_view_that_cannot_be_drawn_ends_and_the_run_goes_on(run_in_terminal: Run) -> None:
+    ended = run_in_terminal(BROKEN)
+    assert ended.code == 0
+    assert re.search(r"^before$.*^after$", ended.text, re.MULTILINE | re.DOTALL)
+    assert "accelerate launch: the live view has ended: TypeError: " in ended.text
+
+
+def test_a_launch_without_it_loads_nothing_for_it(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("")
+    modules = "('rich', 'torch', 'accelerate.launch.terminal', 'accelerate.monitoring')"
+    program = (
+        "import atexit, sys; from accelerate.commands.launch import main; "
+        f"atexit.register(lambda: print([name for name in {modules} if name in sys.modules])); main()"
+    )
+    words = ["--cpu", "-q", "--num_processes", "1", "script.py"]
+    ended = subprocess.run(
+        [sys.executable, "-c", program, *words], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
+    assert ended.stdout == "[]\n"
