@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from time import perf_counter
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ class MeasuredBackward:
         self._strategy.backward = self if is_measured else self._plain
 
     def __call__(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        if get_ident() != step_clock.owner:  # another thread than the one that trains
+            self._plain(loss, **kwargs)
+            return
         before = step_clock.switch(BACKWARD)
         if step_clock.wanted:
             step_clock.kept["loss"] = loss.detach() * self._gradients.num_steps  # it was divided by them
@@ -43,4 +46,4 @@ class MeasuredBackward:
         torch_private.autograd_engine.queue_callback(self._note)
 
     def _note(self) -> None:
-        self._computed_at = perf_counter()
+        self._computed_at = step_clock.end_gradients()

@@ -89,6 +89,8 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
     )
     try:
         runtime = Runtime(_merge_with_state(request, state), state, session)
+        if fresh:
+            step_clock.follow_device(state.device_backend.timed_events(state.device))
         diagnostics.watching.start(PartialState(), environ.current())
         recording.start(runtime, environ.current())
         return runtime

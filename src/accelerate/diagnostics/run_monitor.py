@@ -68,7 +68,6 @@ class Sources:
     num_workers: Callable[[], int | None]
     updates: Callable[[], dict[int, int]]  # of optimizers, by what identifies them
     batches: Callable[[], tuple[int, int]] = lambda: (0, 0)  # of this pass so far, and in total; 0 if unknown
-    idle: Callable[[], float] = lambda: 0.0  # part of the measured steps in which the device was idle
 
 
 class RunMonitor:
@@ -216,7 +215,7 @@ class RunMonitor:
             self._saves,
             self._saves_in_background,
             self._recompilations,
-            self._sources.idle(),
+            step_clock.idle,
         )
 
     def _conclude(self) -> list[Record]:

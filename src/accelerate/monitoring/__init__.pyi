@@ -3,6 +3,14 @@ from accelerate.monitoring.conclusions import (
     RunFacts as RunFacts,
     conclude as conclude,
 )
+from accelerate.monitoring.device_clock import (
+    Correction as Correction,
+    DeviceClock as DeviceClock,
+    Mark as Mark,
+    TimedEvents as TimedEvents,
+    correct as correct,
+    find_idle as find_idle,
+)
 from accelerate.monitoring.ranks import (
     Comparisons as Comparisons,
     RankSummary as RankSummary,

@@ -10,7 +10,7 @@ from accelerate.monitoring.step_clock import StepTimes
 DATA_BOUND, EXPOSED, SAVING = 0.2, 0.25, 0.1
 """The parts of the time from which on waiting for data, for other ranks and for saves is a conclusion."""
 HOST_BOUND = 0.6
-"""The part of the measured steps in which the device was idle, from which on kernels are too small."""
+"""The part of the measured steps in which the device waited for kernels, from which on they are too small."""
 RECOMPILATIONS = 3
 FEWEST_STEPS = 5
 """Steps from which on there are conclusions."""
@@ -36,7 +36,7 @@ class RunFacts:
     saves: int = 0
     saves_in_background: int = 0  # of these
     recompilations: int = 0
-    idle: float = 0.0  # part of the measured steps in which the device waited for the host
+    idle: float = 0.0  # part of the measured steps in which the device waited for kernels
 
 
 def conclude(facts: RunFacts) -> list[Finding]:
@@ -95,7 +95,7 @@ def find_small_kernels(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         "small-kernels",
-        f"small kernels: in {facts.idle:.0%} of the measured steps the device waits for the host, which "
+        f"small kernels: {facts.idle:.0%} of the time the device waits for the host, which "
         "launches kernels too slowly. Use a larger batch, or compile the model (dynamo_backend).",
     )
 

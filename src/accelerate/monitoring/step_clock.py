@@ -3,6 +3,7 @@
 The hooks of the package call `switch` where a phase begins, if the clock is `active`. The phases add up to
 the wall time: one that begins inside another one is not part of that one. A call takes no lock and starts no
 thread. Calls from other threads than the one that trains change nothing.
+A device that computes asynchronously is asked by events what it did in each phase (`device_clock.py`).
 
 Each step of several milliseconds is measured. Of shorter steps only some are, chosen at random, so that the
 calls take a small part of the run; the time of the others is divided as that of the measured ones.
@@ -22,6 +23,7 @@ from time import perf_counter
 from typing import Any, Protocol
 from weakref import ref
 
+from accelerate.monitoring.device_clock import DeviceClock, TimedEvents
 from accelerate.monitoring.records import PHASES
 
 DATA, MOVING, FORWARD, BACKWARD, COLLECTIVES, OPTIMIZER, SAVING, REST = range(len(PHASES))
@@ -43,6 +45,8 @@ COST = 13e-6
 """Seconds that the calls of a step take, about, where each step is measured."""
 COST_OF_SAMPLE = 46e-6
 """Seconds that the calls of a measured step take among others that are not: this code is then in no cache."""
+COST_OF_EVENTS = 100e-6
+"""Seconds that the events of a measured step take on a device, about."""
 LARGEST_PART = 0.002
 """The part of the run that they may take."""
 MEASURED_BATCHES = 24
@@ -159,12 +163,14 @@ class StepClock:
         self.kept: dict[str, Any] = {}
         self.on_window = None
         self._hooks.clear()
+        self._device: DeviceClock | None = None
         self._due = 0.0  # when the window is long enough
         self._plan_at = _FIRST_PLAN
         self._interval = 1  # steps from one that is measured to the next, on average
         self._batches = 0  # since the last step
         self._totals = [0.0] * (_UNMEASURED + 1)  # since they were divided
         self._complete = [0.0] * _START  # of this window, before
+        self._factor = 1.0  # by which they were multiplied last
         self._opened = StepTimes()  # all windows before
         self._last_window = StepTimes()
         self.follow_anew()
@@ -176,6 +182,15 @@ class StepClock:
         self._strays, self._steps_of_strays = 0, 0
         self._measure()
 
+    def follow_device(self, events: TimedEvents | None) -> None:
+        """Measure a device by its events from now on; None: by the times of the host."""
+        self._device = None if events is None else DeviceClock(events)
+
+    @property
+    def idle(self) -> float:
+        """The part of the measured steps in which the device waited for kernels; 0 where nothing says so."""
+        return self._device.idle if self._device is not None else 0.0
+
     def switch(self, phase: int) -> int:
         """Begin a phase; return the one before, for `resume`."""
         if get_ident() != self.owner:
@@ -185,6 +200,8 @@ class StepClock:
         self._totals[before] += now - self.since
         self.since = now
         self.current = phase
+        if self._device is not None:
+            self._device.switch(phase, now)
         return before
 
     def resume(self, phase: int) -> None:
@@ -194,6 +211,8 @@ class StepClock:
             self._totals[self.current] += now - self.since
             self.since = now
             self.current = phase
+            if self._device is not None:
+                self._device.switch(phase, now)
 
     @contextmanager
     def phase(self, phase: int) -> Iterator[None]:
@@ -229,6 +248,8 @@ class StepClock:
             return
         self.samples += samples
         self._batches += 1
+        if self._device is not None:
+            self._read_device(self._device)
         if self._batches == MEASURED_BATCHES:
             self._leave_out_batches()
 
@@ -236,6 +257,16 @@ class StepClock:
         """Begin a collective; it belongs to the phase around it where that is data or saving."""
         phase = self.current
         return self.switch(COLLECTIVES if self.active and phase not in _KEEPS_COLLECTIVES else phase)
+
+    def end_gradients(self) -> float:
+        """Note that a backward pass has computed its gradients; return the time, for `end_backward`.
+
+        Any thread may call this: the one that trains waits in the backward pass.
+        """
+        now = perf_counter()
+        if self._device is not None:
+            self._device.switch(COLLECTIVES, now)
+        return now
 
     def end_backward(self, before: int, gradients_at: float) -> None:
         """End a backward pass whose gradients were computed at a time: from there on it waited for ranks."""
@@ -247,6 +278,8 @@ class StepClock:
         self._totals[COLLECTIVES] += now - computed
         self.since = now
         self.current = before if before == OPTIMIZER else REST  # a closure runs inside of a step
+        if self._device is not None:
+            self._device.switch(self.current, now)
 
     def begin_step(self, optimizer: int) -> int:
         """Begin the phase of an optimizer; what is returned is for `end_step`."""
@@ -272,6 +305,9 @@ class StepClock:
         self._batches = 0
         if before == _UNMEASURED:
             return
+        if self._device is not None:
+            self._device.end_span()
+            self._read_device(self._device)
         if self.since >= self._due:
             self._end_window()
         if self.steps >= self._plan_at:
@@ -283,7 +319,7 @@ class StepClock:
         """End the last window, which may be short; called by the thread that trains."""
         self.on_window = None
         if get_ident() == self.owner and self.steps > self._opened.steps:
-            self.switch(self.current)
+            self._read_now()
             self.wanted = True
             self._end_window()
 
@@ -292,7 +328,7 @@ class StepClock:
 
         `updates` are the numbers of updates of optimizers: not each step is counted at once.
         """
-        self.switch(self.current)
+        self._read_now()
         number = (updates or {}).get(self._leader, self.number)
         self.steps, self.number = self.steps + number - self.number, number
         now = self._read()
@@ -325,26 +361,58 @@ class StepClock:
     def _leave_out_batches(self) -> None:
         """Measure no further batches of this pass, in which no optimizer steps, if they are short."""
         seconds = self._totals[DATA] + self._totals[FORWARD] + self._totals[REST]
-        if LARGEST_PART * seconds < COST * MEASURED_BATCHES:
+        if LARGEST_PART * seconds < self._cost(COST) * MEASURED_BATCHES:
             self._leave_out(0)
 
     def _divided(self) -> list[float]:
         """Seconds by phase in this window; unmeasured ones are divided as those measured beside them."""
-        totals = self._totals[:_START]
-        measured = sum(totals) - totals[SAVING]
-        factor = 1 + self._totals[_UNMEASURED] / measured if measured else 1.0
+        factor = self._whole_by_measured()
         return [
             before + (total if phase == SAVING else total * factor)
-            for phase, (before, total) in enumerate(zip(self._complete, totals, strict=True))
+            for phase, (before, total) in enumerate(zip(self._complete, self._totals, strict=False))
         ]
 
+    def _whole_by_measured(self) -> float:
+        """By what the seconds of measured steps are multiplied, for those that are not."""
+        totals = self._totals[:_START]
+        measured = sum(totals) - totals[SAVING]
+        return 1 + self._totals[_UNMEASURED] / measured if measured else 1.0
+
     def _divide(self) -> None:
-        self._complete = self._divided()
-        self._totals = [0.0] * len(self._totals)
+        self._begin_division(self._divided())
+
+    def _begin_division(self, complete: list[float]) -> None:
+        """Divide the unmeasured seconds from now on like the steps that are measured from now on."""
+        self._factor = self._whole_by_measured()
+        self._complete, self._totals = complete, [0.0] * len(self._totals)
+        if self._device is not None:
+            self._device.begin_division()
+
+    def _cost(self, of_calls: float) -> float:
+        """Seconds that measuring a step takes, about."""
+        return of_calls if self._device is None else of_calls + COST_OF_EVENTS
+
+    def _read_now(self) -> None:
+        """Count up to now, and what the device has done."""
+        self.switch(self.current)
+        if self._device is not None and get_ident() == self.owner:
+            self._device.end_span()
+            self._read_device(self._device)
+
+    def _read_device(self, device: DeviceClock) -> None:
+        """Correct the seconds of the host, also of steps before this division, by those of the device."""
+        for correction in device.read(self.since):
+            is_now = correction.division == device.division
+            counts, factor = (self._totals, 1.0) if is_now else (self._complete, self._factor)
+            for phase, seconds in enumerate(correction.seconds):
+                counts[phase] += seconds * factor
+            self._totals[_UNMEASURED] -= sum(correction.seconds) * factor  # the sum is the time of the host
+        if not device.is_supported:
+            self._device = None
 
     def _read(self) -> StepTimes:
         """The times up to the last call."""
-        pairs = zip(PHASES, self._divided(), strict=True)
+        pairs = zip(PHASES, without_negative(self._divided()), strict=True)
         seconds_by = {name: self._opened.seconds_by[name] + part for name, part in pairs}
         return StepTimes(self.steps, sum(seconds_by.values()), seconds_by, self.samples)
 
@@ -365,7 +433,8 @@ class StepClock:
         seconds = sum(self._divided())
         steps = self.steps - self._opened.steps
         allowed = LARGEST_PART * seconds / steps
-        self._interval = 1 if allowed >= COST else ceil(COST_OF_SAMPLE / max(allowed, 1e-9))
+        is_long = allowed >= self._cost(COST)
+        self._interval = 1 if is_long else ceil(self._cost(COST_OF_SAMPLE) / max(allowed, 1e-9))
 
     def _end_window(self) -> None:
         """End the window, if the values of this step were kept; otherwise let the next step keep them."""
@@ -373,9 +442,13 @@ class StepClock:
             self.wanted = True
             return
         self._plan()
+        if self._device is not None and not self._opened.steps:
+            self._device.forget_idle()  # the first steps warm up
         now = self._read()
         window, self._opened = now - self._opened, now
-        self._totals, self._complete = [0.0] * len(self._totals), [0.0] * len(self._complete)
+        divided = self._divided()
+        rest = [raw - part for raw, part in zip(divided, without_negative(divided), strict=True)]
+        self._begin_division(rest)
         self._last_window = window
         self.windows.append(ClosedWindow(time.time(), self.number, window, self.kept))
         self.kept = {}
@@ -384,3 +457,12 @@ class StepClock:
         self.wanted = window.seconds >= interval * window.steps  # each step is a window
         if self.on_window is not None:
             self.on_window()
+
+
+def without_negative(seconds: list[float]) -> list[float]:
+    """Return parts of the same sum, none of which is negative: corrections of earlier steps may be."""
+    if min(seconds) >= 0:
+        return seconds
+    positive = sum(part for part in seconds if part > 0)
+    scale = max(sum(seconds), 0.0) / positive if positive else 0.0
+    return [max(part, 0.0) * scale for part in seconds]
