@@ -4,11 +4,10 @@ from accelerate.monitoring.conclusions import (
     conclude as conclude,
 )
 from accelerate.monitoring.device_clock import (
-    Correction as Correction,
     DeviceClock as DeviceClock,
     Mark as Mark,
+    Reading as Reading,
     TimedEvents as TimedEvents,
-    correct as correct,
     find_idle as find_idle,
 )
 from accelerate.monitoring.ranks import (

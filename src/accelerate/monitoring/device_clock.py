@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import inf
 from typing import Any, Protocol
 
@@ -64,11 +65,12 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Correction:
-    """By how much the seconds of each phase of a span change."""
+class Reading:
+    """The seconds of each phase of a span on the host and on the device. Saves are not part of them."""
 
     division: int
-    seconds: list[float]
+    host: list[float]
+    device: list[float]
 
 
 class DeviceClock:
@@ -81,8 +83,9 @@ class DeviceClock:
         self._open: list[Mark] = []
         self._unseen: deque[Mark] = deque()
         self._closed: deque[Span] = deque()
-        self.is_supported = True
+        self._is_supported = True
         self.division = 0  # of the clock: spans do not go beyond one
+        self.unread = [0.0] * len(PHASES)  # seconds of the host in spans of this division that are not read
         self.forget_idle()
 
     def forget_idle(self) -> None:
@@ -98,7 +101,7 @@ class DeviceClock:
     def switch(self, phase: int, now: float) -> None:
         """Mark the begin of a phase; one that is none of a step ends the span."""
         is_phase = phase < len(PHASES)
-        if not self._open and (not is_phase or phase == SAVING):
+        if not self._is_supported or (not self._open and (not is_phase or phase == SAVING)):
             return
         if self._events.is_capturing():
             self._abandon()
@@ -110,6 +113,8 @@ class DeviceClock:
             return
         self._events.record(event)
         mark = Mark(event, phase, now, is_last=not is_phase)
+        if self._open:
+            self._count(self._open[-1], now - self._open[-1].time)
         self._open.append(mark)
         self._unseen.append(mark)
         if mark.is_last or len(self._open) >= MOST_MARKS:
@@ -126,18 +131,35 @@ class DeviceClock:
         """Begin another division of the clock with the last mark."""
         self.end_span()
         self.division += 1
+        self.unread = [0.0] * len(PHASES)
 
-    def read(self, now: float) -> Iterator[Correction]:
-        """Return the corrections of the spans whose events are done by now."""
+    def read(self, now: float) -> Iterator[Reading]:
+        """Return the readings of the spans whose events are done by now."""
         if self._closed and not self._events.is_capturing():
             self._look(now)
         while self._closed and self._closed[0].marks[-1].seen < inf:
             span = self._closed.popleft()
             seconds = self._read_span(span.marks)
             self._free.extend(mark.event for mark in span.marks if mark.is_last or mark is not span.marks[-1])
-            if seconds is not None:
-                self._note_idle(span.marks, seconds)
-                yield Correction(span.division, correct(span.marks, seconds))
+            if seconds is None:
+                self._give_up()
+                return
+            if span.division == self.division:
+                for first, last in pairwise(span.marks):
+                    self._count(first, first.time - last.time)
+            self._note_idle(span.marks, seconds)
+            yield sum_up(span, seconds)
+
+    def _count(self, mark: Mark, seconds: float) -> None:
+        if mark.phase != SAVING:
+            self.unread[mark.phase] += seconds
+
+    def _give_up(self) -> None:
+        """Keep the times of the host: the device measures none."""
+        self._is_supported = False
+        self._open, self.unread = [], [0.0] * len(PHASES)
+        self._closed.clear()
+        self._unseen.clear()
 
     def _look(self, now: float) -> None:
         """Note which events are done."""
@@ -157,6 +179,8 @@ class DeviceClock:
         """Give the open span up."""
         if not self._open:
             return
+        for mark, following in pairwise(self._open):
+            self._count(mark, mark.time - following.time)
         first, *others = self._open
         self._open = []
         is_shared = bool(self._closed) and self._closed[-1].marks[-1] is first
@@ -167,13 +191,9 @@ class DeviceClock:
 
     def _read_span(self, marks: Sequence[Mark]) -> list[float] | None:
         """Return the seconds of each phase of a span on the device; None where it measures none."""
-        read = [
-            self._events.seconds_between(first.event, last.event)
-            for first, last in zip(marks[:-1], marks[1:], strict=True)
-        ]
+        read = [self._events.seconds_between(first.event, last.event) for first, last in pairwise(marks)]
         seconds = [max(part, 0.0) for part in read if part is not None]
-        self.is_supported = len(seconds) == len(read)
-        return seconds if self.is_supported else None
+        return seconds if len(seconds) == len(read) else None
 
     def _note_idle(self, marks: Sequence[Mark], seconds: Sequence[float]) -> None:
         if all(mark.phase != BACKWARD for mark in marks[:-1]):
@@ -185,13 +205,14 @@ class DeviceClock:
         self._idle += find_idle(marks, seconds)
 
 
-def correct(marks: Sequence[Mark], seconds: Sequence[float]) -> list[float]:
-    """Return by how much the seconds of each phase change if the device's count; saves keep the host's."""
-    changes = [0.0] * len(PHASES)
-    for first, last, on_device in zip(marks[:-1], marks[1:], seconds, strict=True):
+def sum_up(span: Span, seconds: Sequence[float]) -> Reading:
+    """Return the seconds of each phase of a span."""
+    reading = Reading(span.division, [0.0] * len(PHASES), [0.0] * len(PHASES))
+    for (first, last), on_device in zip(pairwise(span.marks), seconds, strict=True):
         if first.phase != SAVING:
-            changes[first.phase] += on_device - (last.time - first.time)
-    return changes
+            reading.host[first.phase] += last.time - first.time
+            reading.device[first.phase] += on_device
+    return reading
 
 
 def find_idle(marks: Sequence[Mark], seconds: Sequence[float]) -> float:

@@ -47,6 +47,8 @@ COST_OF_SAMPLE = 46e-6
 """Seconds that the calls of a measured step take among others that are not: this code is then in no cache."""
 COST_OF_EVENTS = 100e-6
 """Seconds that the events of a measured step take on a device, about."""
+KEPT_PART = 0.5
+"""The part of the seconds that a window is too short for, as the device was behind, that the next one has."""
 LARGEST_PART = 0.002
 """The part of the run that they may take."""
 MEASURED_BATCHES = 24
@@ -171,6 +173,8 @@ class StepClock:
         self._totals = [0.0] * (_UNMEASURED + 1)  # since they were divided
         self._complete = [0.0] * _START  # of this window, before
         self._factor = 1.0  # by which they were multiplied last
+        self._seconds = 0.0  # of this window, before
+        self._changes = [0.0] * _START  # of the totals, by what the device has taken
         self._opened = StepTimes()  # all windows before
         self._last_window = StepTimes()
         self.follow_anew()
@@ -366,17 +370,34 @@ class StepClock:
 
     def _divided(self) -> list[float]:
         """Seconds by phase in this window; unmeasured ones are divided as those measured beside them."""
+        totals = self._known()
         factor = self._whole_by_measured()
         return [
             before + (total if phase == SAVING else total * factor)
-            for phase, (before, total) in enumerate(zip(self._complete, self._totals, strict=False))
+            for phase, (before, total) in enumerate(zip(self._complete, totals, strict=True))
         ]
+
+    def _known(self) -> list[float]:
+        """Measured seconds by phase: of the device, where it was read, and else of the host."""
+        totals = self._totals[:_START]
+        if self._device is None:
+            return totals
+        rows = zip(totals, self._changes, self._device.unread, strict=True)
+        return [max(total + change - unread, 0.0) for total, change, unread in rows]
 
     def _whole_by_measured(self) -> float:
         """By what the seconds of measured steps are multiplied, for those that are not."""
-        totals = self._totals[:_START]
+        totals = self._known()
         measured = sum(totals) - totals[SAVING]
         return 1 + self._totals[_UNMEASURED] / measured if measured else 1.0
+
+    def _shown(self) -> list[float]:
+        """Seconds by phase in this window, which add up to the time of the host."""
+        divided = self._divided()
+        if self._device is None:
+            return divided
+        parts = divided if sum(divided) > divided[SAVING] else self._totals[:_START]
+        return scale_to(parts, self._seconds + sum(self._totals) - self._totals[_START])
 
     def _divide(self) -> None:
         self._begin_division(self._divided())
@@ -384,7 +405,9 @@ class StepClock:
     def _begin_division(self, complete: list[float]) -> None:
         """Divide the unmeasured seconds from now on like the steps that are measured from now on."""
         self._factor = self._whole_by_measured()
+        self._seconds += sum(self._totals) - self._totals[_START]
         self._complete, self._totals = complete, [0.0] * len(self._totals)
+        self._changes = [0.0] * len(self._changes)
         if self._device is not None:
             self._device.begin_division()
 
@@ -400,19 +423,17 @@ class StepClock:
             self._read_device(self._device)
 
     def _read_device(self, device: DeviceClock) -> None:
-        """Correct the seconds of the host, also of steps before this division, by those of the device."""
-        for correction in device.read(self.since):
-            is_now = correction.division == device.division
-            counts, factor = (self._totals, 1.0) if is_now else (self._complete, self._factor)
-            for phase, seconds in enumerate(correction.seconds):
-                counts[phase] += seconds * factor
-            self._totals[_UNMEASURED] -= sum(correction.seconds) * factor  # the sum is the time of the host
-        if not device.is_supported:
-            self._device = None
+        """Replace the seconds of the host by those of the device, also of steps before this division."""
+        for reading in device.read(self.since):
+            for phase, seconds in enumerate(reading.device):
+                if reading.division == device.division:
+                    self._changes[phase] += seconds - reading.host[phase]
+                else:
+                    self._complete[phase] += seconds * self._factor
 
     def _read(self) -> StepTimes:
         """The times up to the last call."""
-        pairs = zip(PHASES, without_negative(self._divided()), strict=True)
+        pairs = zip(PHASES, self._shown(), strict=True)
         seconds_by = {name: self._opened.seconds_by[name] + part for name, part in pairs}
         return StepTimes(self.steps, sum(seconds_by.values()), seconds_by, self.samples)
 
@@ -430,7 +451,7 @@ class StepClock:
     def _plan(self) -> None:
         """Decide how many steps are measured, from the time that they take."""
         self._plan_at = 2 * self.steps
-        seconds = sum(self._divided())
+        seconds = sum(self._shown())
         steps = self.steps - self._opened.steps
         allowed = LARGEST_PART * seconds / steps
         is_long = allowed >= self._cost(COST)
@@ -446,9 +467,9 @@ class StepClock:
             self._device.forget_idle()  # the first steps warm up
         now = self._read()
         window, self._opened = now - self._opened, now
-        divided = self._divided()
-        rest = [raw - part for raw, part in zip(divided, without_negative(divided), strict=True)]
-        self._begin_division(rest)
+        pairs = zip(self._divided(), self._shown(), strict=True)
+        self._begin_division([KEPT_PART * (known - shown) for known, shown in pairs])
+        self._seconds = 0.0
         self._last_window = window
         self.windows.append(ClosedWindow(time.time(), self.number, window, self.kept))
         self.kept = {}
@@ -459,10 +480,11 @@ class StepClock:
             self.on_window()
 
 
-def without_negative(seconds: list[float]) -> list[float]:
-    """Return parts of the same sum, none of which is negative: corrections of earlier steps may be."""
-    if min(seconds) >= 0:
-        return seconds
-    positive = sum(part for part in seconds if part > 0)
-    scale = max(sum(seconds), 0.0) / positive if positive else 0.0
-    return [max(part, 0.0) * scale for part in seconds]
+def scale_to(seconds: list[float], whole: float) -> list[float]:
+    """Return the seconds of phases, scaled except for saves, none below 0, so that they add up to `whole`."""
+    parts = [max(part, 0.0) for part in seconds]
+    parts[SAVING] = 0.0
+    scale = (whole - seconds[SAVING]) / (sum(parts) or 1.0)
+    parts = [part * scale for part in parts]
+    parts[SAVING] = seconds[SAVING]
+    return parts
