@@ -1,0 +1,116 @@
+"""What happens once in a run, in its records: saves that fail, loads, stops, hangs and recompilations."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from accelerate import Accelerator
+from accelerate.base import CheckpointError
+from accelerate.checkpointing import saving
+from accelerate.diagnostics import Outlet, Report
+from accelerate.monitoring import Checkpoint, Conclusion, End, Event, Record, find_records
+from accelerate.state import AcceleratorState
+
+pytestmark = pytest.mark.usefixtures("states")
+Kind = TypeVar("Kind", bound=Record)
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
+    monkeypatch.setattr("accelerate.diagnostics.run_monitor.PAUSE", 0.02)
+
+
+def train(accelerator: Accelerator, steps: int, widths: tuple[int, ...] = (2,), **compiled: Any) -> None:
+    """Train with batches of some widths in turn."""
+    model: Any = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    model = torch.compile(model, **compiled) if compiled else model
+    for step in range(steps):
+        accelerator.backward(model(torch.ones(widths[step % len(widths)], 4)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+
+
+def end(folder: Path, kind: type[Kind]) -> list[Kind]:
+    """End the run, and return its records of a kind."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (records,) = find_records(folder)
+    return [record for record in records if isinstance(record, kind)]
+
+
+def test_a_save_that_fails_is_recorded_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def commit(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, 10)
+    monkeypatch.setattr(saving, "_commit", commit)
+    with pytest.raises(CheckpointError, match="No space left"):
+        accelerator.save_state(tmp_path / "one")
+    (save,) = end(tmp_path, Checkpoint)
+    assert (save.event, save.path, save.step, save.size) == ("failed", str(tmp_path / "one"), 10, 0)
+    assert "No space left on device" in save.text
+    assert save.blocked == save.seconds > 0
+
+
+def test_a_load_is_recorded_with_the_step_that_it_goes_on_from(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, 10)
+    accelerator.save_state(tmp_path / "one")
+    train(accelerator, 5)
+    accelerator.free_memory()
+    train(accelerator, 2)
+    accelerator.load_state(tmp_path / "one")
+    saved, loaded = end(tmp_path, Checkpoint)
+    assert (saved.event, loaded.event) == ("committed", "loaded")
+    assert (loaded.path, loaded.step) == (str(tmp_path / "one"), 10)
+
+
+def test_a_run_that_is_asked_to_stop_ends_as_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_STOP_FILE", str(tmp_path / "stop"))
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, 10)
+    (tmp_path / "stop").touch()
+    deadline = time.monotonic() + 60
+    while not accelerator.should_stop and time.monotonic() < deadline:
+        time.sleep(0.01)
+    accelerator.end_training()
+    stop, warning, ended = [record for record in end(tmp_path, Record) if isinstance(record, (Event, End))]
+    assert isinstance(stop, Event)
+    assert isinstance(warning, Event)
+    assert warning.name == "warning"
+    assert (stop.name, stop.step) == ("stop", 10)
+    assert "process 0" in stop.text
+    assert isinstance(ended, End)
+    assert ended.how == "stopped"
+
+
+def test_a_hang_is_recorded_with_its_report(tmp_path: Path) -> None:
+    train(Accelerator(cpu=True, project_dir=tmp_path), 10)
+    report = Report("rank 1 is missing", printer=0, ends=False, num_answered=1, ended=[])
+    Outlet(0, 2, {}).publish(report)
+    (hang,) = end(tmp_path, Event)
+    assert (hang.name, hang.text, hang.step) == ("hang", "rank 1 is missing", 10)
+
+
+def test_recompilations_are_events_and_a_conclusion(tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, 30, widths=(2, 3, 4, 5, 6, 7), backend="eager", dynamic=False)
+    torch._dynamo.reset()
+    records = end(tmp_path, Record)
+    events = [record for record in records if isinstance(record, Event)]
+    assert {record.name for record in events} == {"recompilation"}
+    assert sum(int(record.text.split()[3]) for record in events) == 5
+    (conclusion,) = [record for record in records if isinstance(record, Conclusion)]
+    assert conclusion.name == "recompilations"
+    assert "compiled 5 times again" in conclusion.text
