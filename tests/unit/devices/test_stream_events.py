@@ -1,0 +1,89 @@
+"""Events with times in the current stream of a device, and devices that have none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from accelerate.devices import BACKENDS, CPU, StreamEvents
+
+HERE = torch.device("cpu")
+
+
+class Event:
+    """An event of a device, which fails with an error or took so many milliseconds."""
+
+    def __init__(self, result: float | Exception = 0.0) -> None:
+        self.result, self.recorded = result, []  # type: ignore[var-annotated]
+
+    def record(self, stream: object) -> None:
+        self.recorded.append(stream)
+
+    def elapsed_time(self, last: Event) -> float:
+        if isinstance(self.result, Exception):
+            raise self.result
+        return self.result
+
+
+def make_events(captures: bool = False) -> StreamEvents:
+    return StreamEvents(HERE, lambda: captures)
+
+
+def test_milliseconds_are_seconds() -> None:
+    assert make_events().seconds_between(Event(1500.0), Event()) == 1.5  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("npu backend doesn't support elapsedTime."), NotImplementedError("no")]
+)
+def test_a_device_without_times_has_no_seconds(error: Exception) -> None:
+    assert make_events().seconds_between(Event(error), Event()) is None  # type: ignore[arg-type]
+
+
+def test_an_error_of_the_device_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        make_events().seconds_between(Event(RuntimeError("illegal memory access")), Event())  # type: ignore[arg-type]
+
+
+def test_events_are_recorded_in_the_current_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: f"stream of {device}")
+    event = Event()
+    make_events().record(event)  # type: ignore[arg-type]
+    assert event.recorded == ["stream of cpu"]
+
+
+@pytest.mark.parametrize(
+    "backend", [row for row in BACKENDS if not row.has_streams], ids=lambda row: row.name
+)
+def test_a_device_without_streams_has_no_events(backend: Any) -> None:
+    assert backend.timed_events(torch.device(HERE)) is None
+
+
+def test_a_device_whose_torch_has_no_events_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    assert replace(CPU, has_streams=True).timed_events(HERE) is None
+
+
+def test_an_error_of_the_first_event_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**arguments: object) -> None:
+        raise RuntimeError("the driver is too old")
+
+    monkeypatch.setattr(torch, "Event", fail)
+    with pytest.raises(RuntimeError, match="too old"):
+        replace(CPU, has_streams=True).timed_events(HERE)
+
+
+@pytest.mark.parametrize("captures", [False, True])
+def test_the_module_says_whether_a_graph_is_captured(captures: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = SimpleNamespace(is_current_stream_capturing=lambda: captures)
+    backend = replace(CPU, has_streams=True)
+    monkeypatch.setattr(type(backend), "torch_module", lambda self: module)
+    monkeypatch.setattr(torch, "Event", lambda **arguments: Event())
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
+    events = backend.timed_events(HERE)
+    assert events is not None
+    assert events.is_capturing() is captures
