@@ -20,14 +20,15 @@ class StreamEvents:
     def __init__(self, device: torch.device, is_capturing: Callable[[], bool]) -> None:
         import torch
 
-        self._device, self._event, self.is_capturing = device, torch.Event, is_capturing
-        self._current_stream = torch.accelerator.current_stream
+        self.is_capturing = is_capturing
+        self._device, self._make = device, torch.Event
+        self._index, self._current_stream = device.index, torch.accelerator.current_stream
 
     def make(self) -> torch.Event:
-        return self._event(device=self._device, enable_timing=True)
+        return self._make(device=self._device, enable_timing=True)
 
     def record(self, event: torch.Event) -> None:
-        event.record(self._current_stream(self._device))
+        event.record(self._current_stream(self._index))
 
     def seconds_between(self, first: torch.Event, last: torch.Event) -> float | None:
         """Return the seconds between two events that are done; None where the device measures none."""
