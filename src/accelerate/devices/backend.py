@@ -102,20 +102,13 @@ class DeviceBackend:
         self.torch_module().synchronize()
 
     def timed_events(self, device: "torch.device") -> "StreamEvents | None":
-        """Return what makes events with times on a device; None where it has none."""
+        """Return what makes events with times on a device; None where it has no streams. Starts no device."""
         if not self.has_streams:
             return None
-        from accelerate.devices.stream_events import StreamEvents, is_unsupported
+        from accelerate.devices.stream_events import StreamEvents
 
         is_capturing = getattr(self.torch_module(), "is_current_stream_capturing", lambda: False)
-        events = StreamEvents(device, is_capturing)
-        try:
-            events.record(events.make())
-        except RuntimeError as error:
-            if not is_unsupported(error):
-                raise
-            return None
-        return events
+        return StreamEvents(device, is_capturing)
 
     def free_memory(self, index: int = 0) -> int:
         """Return how many bytes of a device are free; where the driver does not say, what torch leaves."""

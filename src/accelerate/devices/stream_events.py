@@ -24,8 +24,16 @@ class StreamEvents:
         self._device, self._make = device, torch.Event
         self._index, self._current_stream = device.index, torch.accelerator.current_stream
 
-    def make(self) -> torch.Event:
-        return self._make(device=self._device, enable_timing=True)
+    def make(self) -> torch.Event | None:
+        """Make an event; None where torch has none for the device."""
+        event = self._make(device=self._device, enable_timing=True)
+        try:
+            self.record(event)
+        except RuntimeError as error:
+            if not is_unsupported(error):
+                raise
+            return None
+        return event
 
     def record(self, event: torch.Event) -> None:
         event.record(self._current_stream(self._index))

@@ -33,7 +33,7 @@ class TimedEvents(Protocol):
     """Events with times of one device."""
 
     def make(self) -> Any:
-        """Make an event, whose method `query` says whether it is done."""
+        """Make an event, whose method `query` says whether it is done; None where the device has none."""
 
     def record(self, event: Any) -> None:
         """Record an event in the current stream."""
@@ -155,7 +155,7 @@ class DeviceClock:
             self.unread[mark.phase] += seconds
 
     def _give_up(self) -> None:
-        """Keep the times of the host: the device measures none."""
+        """Keep the times of the host from now on: the device measures none."""
         self._is_supported = False
         self._open, self.unread = [], [0.0] * len(PHASES)
         self._closed.clear()
@@ -173,7 +173,10 @@ class DeviceClock:
         if self._num_events == MOST_EVENTS:
             return None
         self._num_events += 1
-        return self._events.make()
+        event = self._events.make()
+        if event is None:
+            self._give_up()
+        return event
 
     def _abandon(self) -> None:
         """Give the open span up."""

@@ -61,18 +61,18 @@ def test_devices_without_streams_have_no_events() -> None:
     assert [row.timed_events(HERE) for row in rows] == [None] * len(rows)
 
 
-def test_a_device_whose_torch_has_no_events_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_torch_has_no_events_makes_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
-    assert replace(CPU, has_streams=True).timed_events(HERE) is None
+    assert make_events().make() is None
 
 
-def test_an_error_of_the_first_event_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(**arguments: object) -> None:
+def test_an_error_of_the_driver_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: object) -> None:
         raise RuntimeError("the driver is too old")
 
-    monkeypatch.setattr(torch, "Event", fail)
+    monkeypatch.setattr(torch.accelerator, "current_stream", fail)
     with pytest.raises(RuntimeError, match="too old"):
-        replace(CPU, has_streams=True).timed_events(HERE)
+        make_events().make()
 
 
 @pytest.mark.parametrize("captures", [False, True])

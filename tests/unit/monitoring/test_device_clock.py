@@ -41,7 +41,7 @@ class Device:
         self.free = 0.0  # when the stream has done all
         self.num_events = self.num_records = 0
         self.captures = False
-        self.has_times = True
+        self.has_times = self.has_events = True
 
     def host(self, seconds: float) -> None:
         self.now += seconds
@@ -54,9 +54,9 @@ class Device:
     def wait(self) -> None:
         self.now = max(self.now, self.free)
 
-    def make(self) -> Event:
+    def make(self) -> Event | None:
         self.num_events += 1
-        return Event(self)
+        return Event(self) if self.has_events else None
 
     def record(self, event: Event) -> None:
         self.num_records += 1
@@ -153,8 +153,9 @@ def test_without_events_the_times_are_those_of_the_host(device: Device) -> None:
     assert clock.times().shares["forward"] < 0.01
 
 
-def test_a_device_without_times_keeps_those_of_the_host(device: Device) -> None:
-    device.has_times = False
+@pytest.mark.parametrize("missing", ["has_times", "has_events"])
+def test_a_device_without_times_keeps_those_of_the_host(device: Device, missing: str) -> None:
+    setattr(device, missing, False)
     clock = make_clock(device)
     for number in range(1, 11):
         run_step(clock, device, number, forward=0.35)
@@ -253,10 +254,12 @@ def test_a_device_that_is_far_behind_has_a_bounded_number_of_events(device: Devi
     clock.times()
     device.wait()
     clock.times()
+    records = device.num_records
     for number in range(301, 311):
         run_step(clock, device, number, forward=0.35)
         device.wait()
     assert device.num_events == device_clock.MOST_EVENTS
+    assert device.num_records >= records + 10 * 5
     times = clock.times()
     assert sum(times.seconds_by.values()) == pytest.approx(times.seconds)
 
