@@ -173,7 +173,7 @@ class StepClock:
         self._totals = [0.0] * (_UNMEASURED + 1)  # since they were divided
         self._complete = [0.0] * _START  # of this window, before
         self._factor = 1.0  # by which they were multiplied last
-        self._seconds = 0.0  # of this window, before
+        self._before = [0.0] * _START  # the same by the times of the host alone
         self._changes = [0.0] * _START  # of the totals, by what the device has taken
         self._opened = StepTimes()  # all windows before
         self._last_window = StepTimes()
@@ -370,11 +370,13 @@ class StepClock:
 
     def _divided(self) -> list[float]:
         """Seconds by phase in this window; unmeasured ones are divided as those measured beside them."""
-        totals = self._known()
-        factor = self._whole_by_measured()
+        return self._with_unmeasured(self._complete, self._known())
+
+    def _with_unmeasured(self, before: list[float], totals: list[float]) -> list[float]:
+        factor = self._whole_by_measured(totals)
         return [
-            before + (total if phase == SAVING else total * factor)
-            for phase, (before, total) in enumerate(zip(self._complete, totals, strict=True))
+            earlier + (total if phase == SAVING else total * factor)
+            for phase, (earlier, total) in enumerate(zip(before, totals, strict=True))
         ]
 
     def _known(self) -> list[float]:
@@ -385,9 +387,8 @@ class StepClock:
         rows = zip(totals, self._changes, self._device.unread, strict=True)
         return [max(total + change - unread, 0.0) for total, change, unread in rows]
 
-    def _whole_by_measured(self) -> float:
+    def _whole_by_measured(self, totals: list[float]) -> float:
         """By what the seconds of measured steps are multiplied, for those that are not."""
-        totals = self._known()
         measured = sum(totals) - totals[SAVING]
         return 1 + self._totals[_UNMEASURED] / measured if measured else 1.0
 
@@ -396,16 +397,19 @@ class StepClock:
         divided = self._divided()
         if self._device is None:
             return divided
-        parts = divided if sum(divided) > divided[SAVING] else self._totals[:_START]
-        return scale_to(parts, self._seconds + sum(self._totals) - self._totals[_START])
+        host = self._on_host()
+        return scale_to(divided if sum(divided) > divided[SAVING] else host, sum(host))
+
+    def _on_host(self) -> list[float]:
+        return self._with_unmeasured(self._before, self._totals[:_START])
 
     def _divide(self) -> None:
         self._begin_division(self._divided())
 
     def _begin_division(self, complete: list[float]) -> None:
         """Divide the unmeasured seconds from now on like the steps that are measured from now on."""
-        self._factor = self._whole_by_measured()
-        self._seconds += sum(self._totals) - self._totals[_START]
+        self._factor = self._whole_by_measured(self._known())
+        self._before = self._on_host()
         self._complete, self._totals = complete, [0.0] * len(self._totals)
         self._changes = [0.0] * len(self._changes)
         if self._device is not None:
@@ -469,7 +473,7 @@ class StepClock:
         window, self._opened = now - self._opened, now
         pairs = zip(self._divided(), self._shown(), strict=True)
         self._begin_division([KEPT_PART * (known - shown) for known, shown in pairs])
-        self._seconds = 0.0
+        self._before = [0.0] * _START
         self._last_window = window
         self.windows.append(ClosedWindow(time.time(), self.number, window, self.kept))
         self.kept = {}

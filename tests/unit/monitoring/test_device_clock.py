@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from accelerate.monitoring import (
     BACKWARD,
@@ -330,8 +330,9 @@ NAMES = ["data", "forward", "backward", "collectives", "step", "save", "pass", "
 CALLS = st.lists(st.tuples(st.sampled_from(NAMES), st.floats(0.0, 2.0), st.floats(0.0, 2.0)), max_size=60)
 
 
+@example([("data", 1.0, 1.0), ("pass", 0.0, 0.0)])  # nothing was read when the pass began
 @given(CALLS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_the_phases_always_add_up_to_the_time_of_the_host(calls: list[tuple[str, float, float]]) -> None:
     with pytest.MonkeyPatch.context() as patch:
         device = follow_time(patch)
