@@ -43,7 +43,7 @@ COLOR, ERASE_LINE = b"m", b"K"
 
 def find_obstacle(variables: Mapping[str, str]) -> str | None:
     """Return why there is no live view; None where there is one."""
-    if sys.platform == "win32":
+    if os.name == "nt":
         return "it does not support Windows"
     if not os.isatty(ERR):
         return "standard error is no terminal"
