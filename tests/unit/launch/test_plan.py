@@ -105,7 +105,7 @@ def test_a_folder_is_appended_to_a_search_path() -> None:
     assert env_var_path_add("SAMPLE_PATH", "/c") == "/c"
 
 
-WRITTEN = [row for row in all_options().values() if row.flags and not row.secret]
+WRITTEN = [row for row in all_options().values() if row.flags and not row.secret and row.name != "monitor"]
 
 
 def another_value(row: Option) -> Any:
@@ -124,6 +124,11 @@ def test_arguments_for_another_machine_parse_to_the_same_value(row: Option) -> N
     parsed = launch_command_parser().parse_args(words[3:])
     assert (parsed.module, parsed.training_script, parsed.training_script_args) == (True, "a.b", ["--c"])
     assert merge_layers(flags.layer(parsed)).values[row.name] == settings.values[row.name]
+
+
+def test_another_machine_shows_no_live_view() -> None:
+    settings = merge_layers(Layer(FLAG, {"monitor": True}))
+    assert "--monitor" not in accelerate_command(settings, Target("script", "a.py", ()))
 
 
 def test_secrets_are_not_passed_as_arguments() -> None:
