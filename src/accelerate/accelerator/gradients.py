@@ -151,6 +151,8 @@ class Gradients:
                 the backward pass, otherwise that of their groups; `scale_wrt_gas=False` says that the loss is
                 weighed already.
         """
+        if step_clock.wanted:
+            step_clock.keep("loss", loss)
         learning_rate = kwargs.pop("learning_rate", None)
         if kwargs.pop("scale_wrt_gas", None) is not False:
             loss = self._weigh(loss)
@@ -229,7 +231,7 @@ class Gradients:
         norm = self._runtime.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
         norm = norm if scale == 1 else norm / scale
         if step_clock.wanted:
-            step_clock.kept["gradient_norm"] = norm.detach()
+            step_clock.keep("gradient_norm", norm)
         return norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:

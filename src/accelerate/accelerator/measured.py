@@ -34,8 +34,6 @@ class MeasuredBackward:
             self._plain(loss, **kwargs)
             return
         before = step_clock.switch(BACKWARD)
-        if step_clock.wanted:
-            step_clock.kept["loss"] = loss.detach() * self._gradients.num_steps  # it was divided by them
         self._computed_at = 0.0
         if self._exchanges and self._gradients.sync_gradients and loss.requires_grad:
             loss.register_hook(self._queue)  # type: ignore[no-untyped-call]

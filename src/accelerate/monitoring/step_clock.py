@@ -338,6 +338,11 @@ class StepClock:
         now = self._read()
         return RunTimes(now.steps, now.seconds, now.seconds_by, now.samples, self._last_window)
 
+    def keep(self, name: str, value: Any) -> None:
+        """Keep a tensor of this step with the window that ends."""
+        if get_ident() == self.owner:
+            self.kept[name] = value.detach()
+
     def add_hook(self, hook: Hook) -> None:
         """Set a hook on a hot path, while steps are measured only, as long as the hook is used."""
         self._hooks = [known for known in self._hooks if known() is not None]

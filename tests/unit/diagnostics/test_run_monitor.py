@@ -84,6 +84,30 @@ def test_the_step_of_a_checkpoint_is_exact_where_not_all_steps_are_measured(tmp_
     assert [record.step for record in records if isinstance(record, Checkpoint)] == [777]
 
 
+@pytest.mark.parametrize("num_items", [None, 8])
+def test_the_loss_of_a_window_is_the_one_that_backward_got(tmp_path: Path, num_items: int | None) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, gradient_accumulation_steps=2)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    loss = 0.0
+    for _ in range(120):
+        with accelerator.accumulate(model, num_items=num_items):
+            result = model(torch.ones(2, 4)).sum()
+            accelerator.backward(result)
+            optimizer.step()
+            optimizer.zero_grad()
+        loss = result.item()
+        time.sleep(0.01)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (records,) = find_records(tmp_path)
+    windows = [record for record in records if isinstance(record, Window)]
+    losses = [
+        window.values["loss"] for window in windows if "loss" in window.values
+    ]  # the last may have none
+    assert losses == pytest.approx([loss] * len(losses))
+    assert losses
+
+
 def test_a_save_in_the_background_blocks_for_a_part(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     train(accelerator, 10)
