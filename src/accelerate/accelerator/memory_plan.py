@@ -34,7 +34,8 @@ class MemoryPlanning:
         """Return what each device needs at the peak of a training step, without running one.
 
         One step is traced with fake tensors, in the number format of the run and with its gradient
-        accumulation: nothing is computed or communicated, and no memory of the device is used. The model, the
+        accumulation: nothing is communicated, and no memory of an accelerator is used. On the CPU
+        convolutions and recurrent layers run once with zeros, which measures their buffers. The model, the
         optimizer and the batch stay as they are. What a strategy shards is computed from that trace. Works on
         each rank alone.
 
@@ -52,8 +53,8 @@ class MemoryPlanning:
             `fitting_layouts("8x80GB")`; `print(plan)` shows a table.
 
         Raises:
-            ConfigurationError: the model needs values of tensors, has no loss, or the number format or the
-                strategy has no plan.
+            ConfigurationError: the model needs values of large tensors, has no loss or lazy modules, or the
+                optimizer, the number format or the strategy has no plan.
             PreparationError: the model or an optimizer cannot be copied.
             StateError: the model is sharded already.
         """
@@ -76,6 +77,7 @@ class MemoryPlanning:
             loss or planning.loss_of,
             device,
             max_norm=max_norm,
+            keeps_output=loss is None,
         )
         autocast = None if name == "no" else MixedPrecision(name, device.type, runtime.request.autocast)
         trace = planning.tracer_of(step, runtime.strategy.precision, autocast, strategies.recompute)

@@ -97,8 +97,11 @@ USUAL = {
 """Flags of a training step, with their defaults."""
 
 
-def plan_training(args: argparse.Namespace) -> tuple[MemoryPlan, dict[str, Any], list[Fit]]:
-    """Return the plan of the layout that the flags describe, facts about devices, and layouts that fit."""
+def plan_training(
+    args: argparse.Namespace,
+) -> tuple[tuple[str, bool], MemoryPlan, dict[str, Any], list[Fit]]:
+    """Return the class of the model and whether it was assumed, the plan of the layout that the flags
+    describe, facts about devices, and layouts that fit."""
     from accelerate import planning
 
     _check_counts(args)
@@ -106,7 +109,8 @@ def plan_training(args: argparse.Namespace) -> tuple[MemoryPlan, dict[str, Any],
     if args.devices and args.num_processes not in (1, count):
         reason = f"--devices {args.devices} has {count} devices"
         raise wrong_value("--num_processes", args.num_processes, reason, "Leave one of them out")
-    planner = _planner(args)
+    trained = read_model(args)
+    kind, planner = _kind_of(trained.model), _planner(args, trained)
     layout = _layout(args, count)
     fits = planner.fitting(layout, count, capacity, args.batch_size) if capacity else []
     if fits and not any(
@@ -115,9 +119,9 @@ def plan_training(args: argparse.Namespace) -> tuple[MemoryPlan, dict[str, Any],
         layout = fits[0].layout
     plan = planning.build_plan(planner, layout, args.batch_size)
     if not capacity:
-        return plan, {}, fits
+        return kind, plan, {}, fits
     largest = planner.largest_batch(layout, capacity, args.batch_size)
-    return plan, {"number": count, "bytes": capacity, "largest_batch_size": largest}, fits
+    return kind, plan, {"number": count, "bytes": capacity, "largest_batch_size": largest}, fits
 
 
 def _check_counts(args: argparse.Namespace) -> None:
@@ -143,7 +147,7 @@ def _layout(args: argparse.Namespace, count: int) -> Layout:
     )
 
 
-def _planner(args: argparse.Namespace) -> Planner:
+def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
     """Return the planner of a model; devices update all parameters at once, so the optimizer does too."""
     import torch
 
@@ -152,7 +156,6 @@ def _planner(args: argparse.Namespace) -> Planner:
     from accelerate.commands.model_tensors import Weight
     from accelerate.precision import MixedPrecision, Precision
 
-    trained = read_model(args)
     trained.model.to(getattr(torch, args.parameter_dtype)).train()
     parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
     if not parameters:
@@ -167,6 +170,8 @@ def _planner(args: argparse.Namespace) -> Planner:
         trained.batch,
         trained.loss,
         torch.device("cpu"),
+        keeps_output=trained.loss in (planning.loss_of, planning.loss_or_mean),
+        measures=False,
     )
     autocast = MixedPrecision(args.mixed_precision, "cpu") if args.mixed_precision != "no" else None
     trace = planning.tracer_of(step, autocast or Precision(), autocast, strategies.recompute)
@@ -258,7 +263,20 @@ def _from_factory(args: argparse.Namespace, module: str, name: str) -> TrainedMo
     return TrainedModel(model, batch, loss)
 
 
-def text_of(args: argparse.Namespace, plan: MemoryPlan, devices: Mapping[str, Any], fits: list[Fit]) -> str:
+def _kind_of(model: nn.Module) -> tuple[str, bool]:
+    """Return the class of a model, and whether its configuration names others or none."""
+    config: Any = getattr(model, "config", None)
+    kind = type(model).__name__
+    return kind, hasattr(config, "architectures") and kind not in (config.architectures or ())
+
+
+def text_of(
+    args: argparse.Namespace,
+    kind: tuple[str, bool],
+    plan: MemoryPlan,
+    devices: Mapping[str, Any],
+    fits: list[Fit],
+) -> str:
     """Return the plan for people: tables, a bar for the devices, and what fits."""
     from accelerate import planning
 
@@ -268,6 +286,7 @@ def text_of(args: argparse.Namespace, plan: MemoryPlan, devices: Mapping[str, An
         f"A training step of {args.model_name} with {args.optimizer}, mixed precision "
         f"{args.mixed_precision}, batch size {plan.batch_size}"
         + (f" x {accumulation} passes" if accumulation > 1 else ""),
+        *([f"Model: {kind[0]}, since its configuration names no class in architectures."] * kind[1]),
         f"Layout: {layout.name}, {count} device{'s' * (count > 1)}. Peak of each device:",
         "",
         planning.table_of(plan.parts),
@@ -285,18 +304,23 @@ def text_of(args: argparse.Namespace, plan: MemoryPlan, devices: Mapping[str, An
         fit = f"{largest:,}" if largest else "none"
         more = " or more" if largest >= planning.LARGEST_BATCH else ""
         lines += ["", f"Largest batch on each device that fits in this layout: {fit}{more}."]
-        head = f"Layouts that fit {args.devices}, the least communication first:"
+        head = f"Layouts that fit {args.devices}, without offload and with the least communication first:"
         none = f"No layout fits {args.devices}. Use a smaller batch, or more or larger devices."
         lines += ["", head, planning.layouts_table(fits)] if fits else ["", none]
     return "\n".join(lines)
 
 
 def json_of(
-    args: argparse.Namespace, plan: MemoryPlan, devices: Mapping[str, Any], fits: list[Fit]
+    args: argparse.Namespace,
+    kind: tuple[str, bool],
+    plan: MemoryPlan,
+    devices: Mapping[str, Any],
+    fits: list[Fit],
 ) -> dict[str, Any]:
     """Return the plan in exact bytes."""
     facts = {
         "model": args.model_name,
+        "model_class": kind[0],
         "optimizer": args.optimizer,
         "mixed_precision": args.mixed_precision,
         **plan.as_dict(),

@@ -66,13 +66,3 @@ class Trace:
 def largest(moments: Iterable[Parts]) -> Parts:
     """Return the moment with the most bytes."""
     return max(moments, key=lambda moment: moment.total)
-
-
-def not_dominated(moments: Iterable[Parts]) -> tuple[Parts, ...]:
-    """Return the moments that may be the peak if parts shrink by different factors."""
-    kept: list[Parts] = []
-    for moment in sorted(set(moments), key=lambda moment: -moment.total):
-        sizes = moment.values()
-        if not any(all(a >= b for a, b in zip(other.values(), sizes, strict=True)) for other in kept):
-            kept.append(moment)
-    return tuple(kept)

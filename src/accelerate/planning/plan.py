@@ -78,9 +78,10 @@ class Planner:
         return largest_batch(lambda size: self.memory(layout, size).total, capacity, start)
 
     def fitting(self, layout: Layout, devices: int, capacity: float, batch_size: int) -> list[Fit]:
-        """Return layouts of a number of devices that fit, the least communication first.
+        """Return layouts of a number of devices that fit.
 
-        Of each way to shard there is one: with activation checkpointing and offload only where it needs them.
+        Layouts without offload are first, and those with less communication before others. Of each way to
+        shard there is one, with activation checkpointing and offload only where it needs them.
 
         Args:
             layout: its accumulation counts.
@@ -100,7 +101,9 @@ class Planner:
                 samples = batch_size * each.accumulation * each.shards
                 sent = communication_of(trace, each) / samples
                 found[key] = Fit(each, parts, host_bytes(trace, each), sent)
-        return sorted(found.values(), key=lambda fit: (fit.communication, fit.host))
+        return sorted(
+            found.values(), key=lambda fit: (fit.layout.offload != "none", fit.communication, fit.host)
+        )
 
 
 def largest_batch(bytes_of: Callable[[int], float], capacity: float, start: int) -> int:
@@ -169,7 +172,7 @@ class MemoryPlan:
         return self.planner.largest_batch(self.layout, capacity, self.batch_size)
 
     def fitting_layouts(self, devices: str) -> list[Fit]:
-        """Return layouts that fit, the least communication first.
+        """Return layouts that fit: those without offload first, then those with the least communication.
 
         Args:
             devices: their number and the memory of each, such as "8x80GB".

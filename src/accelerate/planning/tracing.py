@@ -8,20 +8,26 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, shortened, wrong_value
 from accelerate.nested import iterate_tensors, recursively_apply
-from accelerate.planning.parts import Parts, Trace, not_dominated
+from accelerate.planning.kernels import Kernels
+from accelerate.planning.operators import Conversions, Operators
+from accelerate.planning.parts import Trace
+from accelerate.planning.recording import COLUMNS, Phase, Recording, Sizes
 
-Snapshot = Mapping[Any, Mapping[str, int]]
 Loss = Callable[[nn.Module, Any], Tensor]
 """From the model and a batch to the loss: what a loop does before it calls `backward`."""
 
@@ -44,6 +50,8 @@ class Step:
     parameter_dtype: torch.dtype | None = None
     max_norm: float | None = 1.0
     batch_size: int | None = None  # that dimension 0 of tensors in the batch gets
+    keeps_output: bool = False  # whether the loop has the output of the model until that of the next step
+    measures: bool = True  # whether operators may run on the CPU to measure the buffers inside of them
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -67,33 +75,60 @@ def _loss_in(output: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) else None
 
 
+WITHOUT_PLAN: dict[type[torch.optim.Optimizer], str] = {
+    torch.optim.LBFGS: "it computes the loss several times in each step",
+    torch.optim.SparseAdam: "it takes sparse gradients",
+}
+"""Optimizer -> why its step cannot be traced."""
+
 UNTRACEABLE = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
 """Errors of fake tensors about operations that need values."""
 
 
 def trace_step(step: Step) -> Trace:
+    """Return the trace of a step; see `record_step`."""
+    return trace_of(record_step(step), step)
+
+
+def trace_of(recording: Recording, step: Step) -> Trace:
+    """Return the trace of a step from its recording."""
+    model = step.model
+    can_split = bool(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None))
+    size = batch_size_of(step.batch) if step.batch_size is None else step.batch_size
+    return recording.trace(batch_size=size, can_split_layers=can_split)
+
+
+def record_step(step: Step) -> Recording:
     """Return the bytes of each part during a step; nothing is computed, and no weights are allocated.
 
     Raises:
-        ConfigurationError: fake tensors cannot run this model, with the operation that needs values.
+        ConfigurationError: fake tensors cannot run this model, with the operation that needs values; a
+            parameter has no shape yet, or the optimizer cannot be traced.
         PreparationError: the model or an optimizer cannot be copied.
     """
+    _check(step)
     mode = torch_private.fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
+    on_cpu = step.device == torch.device("cpu")
+    operators = Operators(Kernels(step.measures and on_cpu, on_cpu))
     model, optimizers = _fake_copies(mode, step)
-    batch = _fake_batch(mode, step)
+    for fake, buffer in zip(model.buffers(), step.model.buffers(), strict=True):
+        operators.learn(fake, buffer)
+    batch = _fake_batch(mode, step, operators)
     masters = _cast(model, step.parameter_dtype) if step.parameter_dtype is not None else 1.0
     model = step.convert(model)
     tracker = torch_private.MemTracker()
+    tracker.memory_tracking = {}  # it reads all values at each operator, which weak references make slow
     log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the traceback of what is raised here
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]), mode:
+        with warnings.catch_warnings(), _kept_generators(), torch_private.fake_parameters_converted(), mode:
             gc.collect()  # what the model left in cycles is no part of the step
             # about modules that end with the forward pass, such as losses: their parents are tracked
             warnings.filterwarnings("ignore", "Module is None. Skipping", UserWarning)
             tracker.track_external(model, *optimizers, *iterate_tensors(batch))
-            return _run(replace(step, model=model, optimizers=optimizers, batch=batch), tracker, masters)
+            traced = replace(step, model=model, optimizers=optimizers, batch=batch)
+            return _run(traced, tracker, operators, masters)
     except tuple(getattr(torch_private.fake_tensors, name) for name in UNTRACEABLE) as error:
         operation = getattr(error, "func", None) or shortened(str(error))
         raise ConfigurationError(
@@ -103,6 +138,33 @@ def trace_step(step: Step) -> Trace:
         ) from error
     finally:
         log.setLevel(level)
+
+
+def _check(step: Step) -> None:
+    """Raise an error for optimizers and parameters that no trace can have."""
+    lazy = [name for name, each in step.model.named_parameters() if isinstance(each, UninitializedParameter)]
+    if lazy:
+        reason = f"{', '.join(lazy[:3])} of {type(step.model).__name__} have no shape yet"
+        fix = "Call the model with a batch once before it is planned, as before it gets an optimizer"
+        raise wrong_value("model", type(step.model).__name__, reason, fix)
+    for optimizer in step.optimizers:
+        kind = next((each for each in WITHOUT_PLAN if isinstance(optimizer, each)), None)
+        if kind is not None:
+            reason = f"{WITHOUT_PLAN[kind]}, and a plan traces one pass with dense gradients"
+            fix = "Plan with torch.optim.AdamW, whose state is two values for each parameter"
+            raise wrong_value("optimizer", type(optimizer).__name__, reason, fix)
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Restore the generators of torch, numpy and Python: models draw from them which layers they drop."""
+    of_numpy, of_python = np.random.get_state(), random.getstate()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        np.random.set_state(of_numpy)
+        random.setstate(of_python)
 
 
 def _fake_copies(mode: Any, step: Step) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -143,16 +205,20 @@ def batch_size_of(batch: Any) -> int:
     return size
 
 
-def _fake_batch(mode: Any, step: Step) -> Any:
-    """Return the batch of fake tensors, with the number of samples of the step."""
+def _fake_batch(mode: Any, step: Step, operators: Operators) -> Any:
+    """Return the batch of fake tensors, with the samples of the step; operators learn its values."""
     given = batch_size_of(step.batch)
     size = given if step.batch_size is None else step.batch_size
 
     def resize(tensor: Tensor) -> Tensor:
         if size == given or not tensor.ndim or tensor.shape[0] != given:
-            return _fake(mode, tensor, step.device)
-        with mode:
-            return torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device=step.device)
+            fake, value = _fake(mode, tensor, step.device), tensor
+        else:
+            with mode:
+                fake = torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device=step.device)
+            value = tensor[:1].expand(fake.shape) if size else tensor
+        operators.learn(fake, value)
+        return fake
 
     return recursively_apply(resize, step.batch)
 
@@ -184,62 +250,105 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> float:
     return before / max(1, _bytes(p for p in model.parameters() if p.requires_grad))
 
 
-def _run(step: Step, tracker: Any, masters: float) -> Trace:
+class _Moments:
+    """Records the bytes of each part at each operator that a tracker sees."""
+
+    def __init__(self, tracker: Any, operators: Operators, device: torch.device) -> None:
+        self.tracker, self.operators, self.device = tracker, operators, device
+        self.names: list[int] = []
+        self.sizes: list[list[float]] = []
+        torch_private.record_moments(tracker, self.add)
+
+    def now(self) -> list[float]:
+        """Return the bytes of each part."""
+        snapshot = torch_private.tracked_bytes(self.tracker)
+        here = [sizes for place, sizes in snapshot.items() if place.type == self.device.type]
+        return [float(sum(sizes.get(NAMES.get(part, ""), 0) for sizes in here)) for part in COLUMNS]
+
+    def add(self) -> None:
+        self.names.append(id(self.operators.current))
+        self.sizes.append(self.now())
+
+    def take(self) -> Phase:
+        """Return the moments since the last call."""
+        self.add()
+        phase = Phase(np.array(self.names), np.array(self.sizes))
+        self.names, self.sizes = [], []
+        return phase
+
+
+def _run(step: Step, tracker: Any, operators: Operators, masters: float) -> Recording:
     """Run the step under the tracker, in a mode of fake tensors."""
     blocks = blocks_of(step.model)
     sizes = [_bytes(block.parameters()) for block in blocks]
     outputs = 0
-    work: list[Snapshot] = []
+    phases: list[Phase] = []
+    kept: list[Any] = []
+    moments = _Moments(tracker, operators, step.device)
+
+    def keep(model: nn.Module, args: Any, output: Any) -> None:
+        kept[:] = [output]
+
+    hooks = [step.model.register_forward_hook(keep)] if step.keeps_output else []
     for _ in range(2 if step.accumulates else 1):
         tracker.reset_mod_stats()
         torch_private.skip_frozen_gradients(tracker, step.model)
-        with tracker:
-            step.loss(step.model, step.batch).backward()  # type: ignore[no-untyped-call]
-        work += [tracker.get_tracker_snapshot("peak"), *_module_snapshots(tracker)]
+        with tracker, operators, Conversions(operators):
+            loss = step.loss(step.model, step.batch)
+            phases.append(moments.take())
+            loss.backward()  # type: ignore[no-untyped-call]
+        del loss
+        phases.append(moments.take())
         seen = tracker.memory_tracking
         outputs = sum(getattr(seen[block], "output_mem", 0) for block in blocks if block in seen)
-    before = _on_device(tracker.get_tracker_snapshot(), step.device)
-    # Optimizers read numbers, on which the sizes of their tensors do not depend.
-    with torch_private.numbers_assumed(), tracker:
+    before = np.array(moments.now())
+    with tracker, operators:
         if step.max_norm is not None:
             nn.utils.clip_grad_norm_(step.model.parameters(), step.max_norm)
         for optimizer in step.optimizers:
             optimizer.step()
-    peak = _on_device(tracker.get_tracker_snapshot("peak"), step.device)
-    state = _on_device(tracker.get_tracker_snapshot(), step.device).optimizer
+    stepped, after = moments.take().sizes, np.array(moments.now())
+    for hook in hooks:
+        hook.remove()
+    kept.clear()
+    output = (after - np.array(moments.now())).sum()
     # In all later steps the state of the optimizer exists before the forward pass.
-    added = state - before.optimizer
-    moments = (_on_device(snapshot, step.device) for snapshot in work)
-    return Trace(
-        batch_size=batch_size_of(step.batch),
-        work=not_dominated(replace(moment, optimizer=moment.optimizer + added) for moment in moments),
-        step=(replace(peak, optimizer=state, temporary=peak.temporary + max(0, peak.optimizer - state)),),
-        trained_bytes=_bytes(p for p in step.model.parameters() if p.requires_grad),
-        largest_block=max(sizes, default=0),
-        outside_blocks=_bytes(step.model.parameters()) - sum(sizes),
-        block_outputs=outputs,
-        masters=masters,
-        can_split_layers=bool(getattr(step.model, "tp_plan", None) or getattr(step.model, "_tp_plan", None)),
-    )
+    for index, phase in enumerate(phases):
+        phase.sizes[:, STATE] += (after - before)[STATE]
+        phase.sizes[:, COLUMNS.index("activations")] += output * (index % 2 == 0)
+    facts = {
+        "trained_bytes": _bytes(p for p in step.model.parameters() if p.requires_grad),
+        "largest_block": max(sizes, default=0),
+        "outside_blocks": _bytes(step.model.parameters()) - sum(sizes),
+        "block_outputs": outputs,
+        "masters": masters,
+    }
+    return Recording(tuple(phases), _peak_of_step(stepped, after), facts)
+
+
+def _peak_of_step(moments: Sizes, after: Sizes) -> Sizes:
+    """Return the moment with the most bytes; more state than remains is temporary."""
+    peak: Sizes = moments[moments.sum(1).argmax()].copy()
+    peak[COLUMNS.index("temporary")] += max(0, peak[STATE] - after[STATE])
+    peak[STATE] = after[STATE]
+    return peak
+
+
+def lists_of_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost lists of modules."""
+    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
+    inside = {child for each in lists for block in each for child in block.modules()}
+    return [each for each in lists if each not in inside]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """Return the outermost modules in lists, such as the layers of a transformer, those with parameters."""
-    lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    inside = {child for each in lists for block in each for child in block.modules()}
-    blocks = dict.fromkeys(block for each in lists if each not in inside for block in each)
+    blocks = dict.fromkeys(block for each in lists_of_blocks(model) for block in each.children())
     return [block for block in blocks if next(block.parameters(), None) is not None]
 
 
 def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def _module_snapshots(tracker: Any) -> Iterator[Snapshot]:
-    """Return what was allocated when modules began and ended, and at their peaks."""
-    for statistics in tracker.memory_tracking.values():
-        for snapshots in statistics.snapshots.values():
-            yield from snapshots
 
 
 NAMES = {
@@ -252,8 +361,4 @@ NAMES = {
     "inputs": "Other",
 }
 """Part -> the name that torch's tracker has for it."""
-
-
-def _on_device(snapshot: Snapshot, device: torch.device) -> Parts:
-    here = [sizes for place, sizes in snapshot.items() if place.type == device.type]
-    return Parts(**{part: sum(sizes.get(name, 0) for sizes in here) for part, name in NAMES.items()})
+STATE = COLUMNS.index("optimizer")

@@ -114,7 +114,7 @@ def test_each_optimizer_has_its_state(name: str, factories: str, capsys: pytest.
 def test_devices_get_a_bar_a_batch_size_and_layouts(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = (llama, "--batch_size", "8", "--sequence_length", "64", "--devices", "4x20MB")
     shown = estimate(capsys, *words)
-    assert "Layouts that fit 4x20MB, the least communication first" in shown
+    assert "Layouts that fit 4x20MB, without offload and with the least communication first" in shown
     assert "device 0 to 3, each: [P" in shown
     found = facts(capsys, *words)
     largest = found["devices"]["largest_batch_size"]
@@ -225,3 +225,37 @@ def test_a_step_is_planned_without_memory_for_the_model(
     )
     assert found["device_bytes"]["total"] > 10**10
     assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("architectures", [None, ["LlamaForCausalLM"]], ids=str)
+def test_an_assumed_class_is_named(
+    architectures: list[str] | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    transformers.LlamaConfig(**sizes, vocab_size=200, architectures=architectures).save_pretrained(tmp_path)
+    words = (str(tmp_path), "--batch_size", "1", "--sequence_length", "8")
+    kind = "LlamaForCausalLM" if architectures else "LlamaModel"
+    assert facts(capsys, *words)["model_class"] == kind
+    shown = "Model: LlamaModel, since its configuration names no class in architectures."
+    assert (shown in estimate(capsys, *words)) == (architectures is None)
+
+
+CONFIGS = Path(__file__).parent / "configs"
+WEIGHTS = {
+    "llama-3-8b": 8.03e9,
+}
+"""Configuration -> parameters, as published."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_large_models_are_planned_as_arithmetic_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (str(CONFIGS / f"{name}.json"), "--batch_size", "1", "--mixed_precision", "bf16")
+    found = facts(capsys, *words, "--sharding", "full_shard", "--devices", "8x80GB")
+    parts, weights = found["device_bytes"], WEIGHTS[name]
+    assert parts["parameters"] == pytest.approx(4 * weights / 8, rel=0.02)
+    assert parts["optimizer"] == pytest.approx(8 * weights / 8, rel=0.02)
+    # In the optimizer step each device has gradients too: 16 bytes for each parameter.
+    fits = 16 * weights / 8 < 80e9
+    without_offload = [each for each in found["fitting_layouts"] if "offload" not in each["name"]]
+    assert bool(without_offload) == fits
