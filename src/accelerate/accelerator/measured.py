@@ -1,4 +1,4 @@
-"""The backward pass of a run, with its time counted while the clock measures."""
+"""What the clock takes from training: the time of backward passes, and values of a step."""
 
 from __future__ import annotations
 
@@ -7,9 +7,25 @@ from typing import Any
 
 import torch
 
-from accelerate import strategies, torch_private
+from accelerate import ops, strategies, torch_private
 from accelerate.monitoring import BACKWARD
 from accelerate.state import GradientState, step_clock
+
+
+def local_scalar(value: object) -> torch.Tensor | None:
+    """Return a tensor of one element as this rank holds it, detached; None for anything else.
+
+    A distributed tensor that is not replicated has no value here: to compute it is a collective.
+    """
+    if not isinstance(value, torch.Tensor):
+        return None
+    tensor: Any = value.detach()
+    if ops.is_dtensor(tensor):
+        if not all(placement.is_replicate() for placement in tensor.placements):
+            return None
+        tensor = ops.local_tensor(tensor)
+    is_number = tensor.numel() == 1 and not tensor.is_complex() and not tensor.is_meta
+    return tensor if is_number else None
 
 
 class MeasuredBackward:

@@ -11,14 +11,23 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import psutil
 import torch
 
 from accelerate import diagnostics, strategies
+from accelerate.accelerator.measured import local_scalar
 from accelerate.base import DistributedType
 from accelerate.launch import count_of
-from accelerate.monitoring import STATUS_VARIABLE, Setting, Start, hide_secrets_of_command, records_folder
+from accelerate.monitoring import (
+    STATUS_VARIABLE,
+    Setting,
+    Start,
+    hide_secrets,
+    hide_secrets_of_command,
+    records_folder,
+)
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
 from accelerate.state import AcceleratorState
@@ -49,7 +58,8 @@ class _Reader:
     """Reads a run from the thread of its monitor."""
 
     def __init__(self, runtime: Runtime, environ: Mapping[str, str]) -> None:
-        self._state, self._request, self._prepared = runtime.state, runtime.request, runtime.prepared
+        self._state, self._request = runtime.state, runtime.request
+        self._reference = ref(runtime.prepared)  # the monitor may live longer than the `Accelerator`
         self._environ = dict(environ)
         self._argv = hide_secrets_of_command(sys.argv)
         backend = runtime.state.device_backend
@@ -86,10 +96,15 @@ class _Reader:
             return int(self._module.memory_allocated()), self._meter.peak()
         return int(psutil.Process().memory_info().rss), self._meter.peak()
 
-    def learning_rate(self) -> float | None:
+    @property
+    def _prepared(self) -> strategies.Prepared:
+        return self._reference() or strategies.Prepared()
+
+    def learning_rate(self) -> object:
         optimizers = self._prepared.optimizers
         groups = optimizers[0].param_groups if optimizers else ()
-        return float(groups[0]["lr"]) if groups and "lr" in groups[0] else None
+        rate = groups[0].get("lr") if groups else None
+        return local_scalar(rate) if isinstance(rate, torch.Tensor) else rate
 
     def updates(self) -> dict[int, int]:
         return {id(optimizer): optimizer.num_updates for optimizer in self._prepared.optimizers}
@@ -124,4 +139,5 @@ def _settings(
     yield Setting(name="gradient_accumulation_steps", value=str(steps), source=source)
     for row, value, source in merge_layers(Layer("environment", read(environ, SECTIONS))):
         if source != "built-in":
-            yield Setting(name=row.name, value=str(value), source=source)
+            shown = str(hide_secrets({row.name: value})[row.name])
+            yield Setting(name=row.name, value=shown, source=source)

@@ -228,11 +228,11 @@ def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
     report = Path(log_dir) if log_dir else folder
     digest.write_report(outcome, report)
     text = digest.render(outcome, report, log_dir)
+    print(text, file=sys.stderr, flush=True)
     try:
         record_digest(folder, text)
     except OSError as error:
         print(f"accelerate launch: the records of the run lack its failure: {error}.", file=sys.stderr)
-    print(text, file=sys.stderr, flush=True)
     return log_dir is None
 
 

@@ -169,7 +169,7 @@ def _describe(group: Sequence[RankState], folder: str) -> str:
         Doing.COLLECTIVE: f"in {state.operation} #{state.sequence}",
         Doing.TORCH: f"in {state.operation} (not through accelerate)",
         Doing.STARTING: f"in {state.operation}",
-        Doing.DATA: "for a batch",
+        Doing.DATA: f"for {state.operation or 'a batch'}",
     }[state.doing]
     seconds = max(member.seconds for member in group)
     return f"{'wait' if plural else 'waits'} {reason}, {line}, since {seconds:.0f} s"

@@ -21,7 +21,7 @@ from typing import Any
 
 from accelerate import torch_private
 from accelerate.base import Frame
-from accelerate.data_loader import ReadAhead, WorkersObserver
+from accelerate.data_loader import DataLoaderDispatcher, ReadAhead, WorkersObserver
 from accelerate.diagnostics import processes
 from accelerate.diagnostics.hang_report import DEVICE, Doing, Limits, Outlet, RankState, Report, compose
 from accelerate.ops import Ring
@@ -41,8 +41,12 @@ GROWTH = 2.0
 MOST_WORKERS = 8
 """Workers that a report describes; those that owe the next batch come first."""
 MOST_WORKER_STACKS = 3
-_DEPTH = 16  # the wait of a loader is among the innermost frames
+_DEPTH = 64  # the wait of a loader is among the innermost frames
+_DATASET = "the dataset of rank 0"  # which reads for all ranks
 _WAIT_OF_OURS = ReadAhead.take.__code__
+_FIRST_READ = (
+    DataLoaderDispatcher._read_ahead.__code__
+)  # reads the first batches of a pass in the caller's thread
 _TASK_QUEUE = "get"  # what the loop of a worker calls when it has nothing to read
 
 
@@ -53,15 +57,21 @@ class BatchWait:
     token: tuple[object, ...]  # identifies the wait
     iterator: Any = field(repr=False)  # torch's, which has the workers; None where a thread reads without any
     reader: FrameType | None = field(repr=False)  # of the thread that reads, where that is another one
+    source: str = "a batch"
 
 
 def find_wait(frame: FrameType | None) -> BatchWait | None:
     """Find the batch that a thread waits for, from its innermost frame; None when it waits for none."""
+    innermost: Any = frame
     for _ in range(_DEPTH):
-        if frame is None:
+        # Python 3.11 was seen to return another object where the thread leaves the frame at this moment.
+        if not isinstance(frame, FrameType):
             return None
         if frame.f_code is _WAIT_OF_OURS:
-            return _wait_for_reader(frame.f_locals["self"])
+            return _wait_for_reader(frame.f_locals["self"], innermost)
+        if frame.f_code is _FIRST_READ:
+            loader = frame.f_locals["self"]
+            return BatchWait(("first read", id(loader), loader.iteration), None, innermost, _DATASET)
         if frame.f_code.co_name == torch_private.WAIT_FOR_BATCH:
             iterator = frame.f_locals.get("self")
             if workers := torch_private.loader_workers(iterator):
@@ -79,15 +89,15 @@ def describe_wait(wait: BatchWait) -> str:
     if wait.reader is None:
         return "waits for its thread that reads batches, which has ended"
     stack = processes.read_position(wait.reader).stack
-    return f"waits for its thread that reads batches, which is at:\n{stack}"
+    return f"reads the dataset for all ranks, and is at:\n{stack}"
 
 
-def _wait_for_reader(reader: Any) -> BatchWait | None:
+def _wait_for_reader(reader: Any, innermost: FrameType) -> BatchWait:
+    token = ("reader", id(reader), reader.takes)
     if reader.thread is None:  # this thread reads by itself
-        return None
+        return BatchWait(token, None, innermost, _DATASET)
     frame = processes.innermost(reader.thread.ident or 0)
-    inner = find_wait(frame)
-    return inner or BatchWait(("reader", id(reader), reader.takes), None, frame)
+    return find_wait(frame) or BatchWait(token, None, frame, _DATASET)
 
 
 def _describe_workers(iterator: Any) -> str:
@@ -194,7 +204,8 @@ class Observation:
         batch = find_wait(frame)
         if batch is not None:
             details = describe_wait(batch)
-            return RankState(doing=Doing.DATA, operation="batch", seconds=seconds, details=details, **facts)
+            operation = batch.source
+            return RankState(doing=Doing.DATA, operation=operation, seconds=seconds, details=details, **facts)
         waits_in = "" if token is None else position.waits_in or DEVICE
         return RankState(
             doing=Doing.TORCH if waits_in else Doing.OTHER_CODE,

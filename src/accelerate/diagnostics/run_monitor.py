@@ -1,7 +1,8 @@
 """The records of one rank while it trains: a thread writes windows of steps, events and conclusions.
 
-The thread starts with the first window of steps, and only where something reads what it writes: a folder of
-records, or a launcher that shows the run. It never waits for training, and training never waits for it.
+The thread starts with the first step, and only where something reads what it writes: a folder of records, or
+a launcher that shows the run. It never waits for training, and training never waits for it. Only the thread
+accesses the files: a file system that does not respond delays the end of the process by a few seconds.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ RECENT = 30
 """Windows from which conclusions are drawn."""
 FEWEST_WINDOWS = 3
 """Windows of a run that goes on from which on there are conclusions."""
-SECONDS_TO_END = 2.0
+SECONDS_TO_DISCONNECT = 2.0
+SECONDS_TO_END = 10.0
+"""Seconds that the end of a run waits for its last records to be written."""
 LEAST_SECONDS, LEAST_STEPS = 3.0, 100
 """A run of so many seconds or steps ends with a table."""
 PATIENCE = timedelta(seconds=5)
@@ -64,7 +67,7 @@ class Sources:
 
     start: Callable[[], Start]
     memory: Callable[[], tuple[int, int]]  # bytes now, and at most
-    learning_rate: Callable[[], float | None]
+    learning_rate: Callable[[], object]  # a number or a tensor of one element, else it is not recorded
     num_workers: Callable[[], int | None]
     updates: Callable[[], dict[int, int]]  # of optimizers, by what identifies them
     batches: Callable[[], tuple[int, int]] = lambda: (0, 0)  # of this pass so far, and in total; 0 if unknown
@@ -100,7 +103,7 @@ class RunMonitor:
         self._num_windows = 0
         self._known: dict[str, str] = {}  # texts of conclusions by name
         self._saves = self._saves_in_background = 0
-        self._has_stopped = self._is_finished = False
+        self._has_stopped = self._is_finished = self._has_failed = False
         self._checkpoint = ("", 0.0)
         self._exchange: RankExchange | None = None
         self._compared_at = 0.0
@@ -113,28 +116,47 @@ class RunMonitor:
         self._straggler: Straggler | None = None
         self._values: dict[str, float] = {}  # of the last window
         self._recompilations = torch_private.count_recompilations()
+        self._end = ("finished", "")  # how the run has ended, and the traceback
         self._ended = threading.Event()
+        self._comparing = threading.Lock()  # held while the thread uses the store
         self._thread: threading.Thread | None = None
         run_records.clear()
         if records is not None or status is not None:
-            step_clock.on_window = self._start
+            step_clock.on_first_step = self._start
         if status is not None:
             self._write_status(None)
 
     def _start(self) -> None:
-        """Start the thread, at the end of the first window."""
-        step_clock.on_window = None
-        self._thread = threading.Thread(target=self._run, name="accelerate-monitor", daemon=True)
-        self._thread.start()
+        """Start the thread."""
+        thread = threading.Thread(target=self._run, name="accelerate-monitor", daemon=True)
+        thread.start()
+        self._thread = thread
 
     def _run(self) -> None:
-        if self._connect is not None:
+        if self._connect is not None and not self._is_finished:
+            self._guard(self._connect_ranks)
+        while not self._ended.wait(PAUSE):
+            self._guard(self.look)
+        self._guard(self._write_end)
+
+    def _guard(self, function: Callable[[], None]) -> None:
+        """Call a function; the first exception is logged, and later calls go on."""
+        try:
+            function()
+        except Exception as error:
+            if not self._has_failed:
+                logger.warning("Records of this run are incomplete: %r. Training goes on.", error)
+            logger.debug("The thread that records the run got an exception.", exc_info=error)
+            self._has_failed = True
+
+    def _connect_ranks(self) -> None:
+        """Open the connection over which ranks are compared, unless the group is closed already."""
+        with self._comparing:
+            connect, self._connect = self._connect, None
             try:
-                self._exchange = self._connect()
+                self._exchange = connect() if connect is not None else None
             except RuntimeError as error:
                 logger.warning("Ranks are not compared: the store gives no connection (%s).", error)
-        while not self._ended.wait(PAUSE):
-            self.look()
 
     def look(self) -> None:
         """Write what has happened since the last look."""
@@ -157,9 +179,9 @@ class RunMonitor:
 
     def _window(self, window: ClosedWindow) -> Window:
         memory, peak = self._sources.memory()
-        values = {name: float(value) for name, value in window.values.items()}
-        if (rate := self._sources.learning_rate()) is not None:
-            values["learning_rate"] = rate
+        kept = {**window.values, "learning_rate": self._sources.learning_rate()}
+        numbers = {name: read_number(value) for name, value in kept.items()}
+        values = {name: number for name, number in numbers.items() if number is not None}
         return Window(
             time=window.time,
             first=window.last - window.times.steps + 1,
@@ -189,7 +211,10 @@ class RunMonitor:
 
     def _compare(self) -> list[Record]:
         """Compare the ranks, when it is time; on rank 0 the result is a record."""
-        exchange = self._exchange
+        with self._comparing:
+            return self._compare_over(self._exchange)
+
+    def _compare_over(self, exchange: RankExchange | None) -> list[Record]:
         if exchange is None or not self._compared or time.monotonic() < self._compared_at + exchange.interval:
             return []
         self._compared_at = time.monotonic()
@@ -238,7 +263,15 @@ class RunMonitor:
                 self._writer.write(replace(self._sources.start(), time=self._began))
             self._writer.write(*records)
         except OSError as error:
-            logger.warning("The run is no longer recorded in %s: %s. Training goes on.", self._records, error)
+            # A program may remove its folder before it ends.
+            level = (
+                logging.INFO
+                if self._is_finished and isinstance(error, FileNotFoundError)
+                else logging.WARNING
+            )
+            logger.log(
+                level, "The run is no longer recorded in %s: %s. Training goes on.", self._records, error
+            )
             self._records = None
 
     def _write_status(self, window: Window | None) -> None:
@@ -286,32 +319,55 @@ class RunMonitor:
         return max(num_batches - batch, 0) / rate if rate else 0.0
 
     def close(self) -> None:
-        """End the thread; the last windows are written."""
-        step_clock.on_window = None
+        """Stop to compare ranks: the process group closes, and with it the store."""
         if os.getpid() != self._pid:
             return
-        self._ended.set()
-        thread, self._thread = self._thread, None
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(SECONDS_TO_END)
-        self._exchange = None
+        is_idle = self._comparing.acquire(timeout=SECONDS_TO_DISCONNECT)
+        self._connect = self._exchange = None
+        if is_idle:
+            self._comparing.release()
 
     def finish(self, how: str, error: str = "") -> None:
         """End the run: log a table on rank 0, and write how it ended. A second call does nothing."""
         if os.getpid() != self._pid or self._is_finished:
             return
         self._is_finished = True
+        step_clock.on_first_step = None
         self.close()
         self.log_table()
         step_clock.end_run()
-        if self._writer is None and not error and not step_clock.steps:
+        if self._thread is None and not error and not step_clock.steps:
             return
+        self._end = how, error
+        self._ended.set()
+        self._join()
+
+    def _join(self) -> None:
+        """Wait until the last records are written, unless the file system does not respond."""
+        if self._thread is None:
+            try:
+                self._start()
+            except RuntimeError:  # from Python 3.12 on an interpreter that exits starts no threads
+                self._guard(self._write_end)
+                return
+        thread, self._thread = self._thread, None
+        assert thread is not None
+        thread.join(SECONDS_TO_END)
+        if thread.is_alive():
+            logger.warning(
+                "The last records of this run are not in %s: the file system has not responded for %g s.",
+                self._records or self._status,
+                SECONDS_TO_END,
+            )
+
+    def _write_end(self) -> None:
+        """Write what has happened since the last look, and how the run has ended."""
         self.look()
-        how = "stopped" if how == "finished" and self._has_stopped else how
-        self._ended_as = how
+        how, error = self._end
+        self._ended_as = "stopped" if how == "finished" and self._has_stopped else how
         if self._status is not None:
             self._write_status(None)
-        self._write([End(time=time.time(), how=how, error=error)])
+        self._write([End(time=time.time(), how=self._ended_as, error=error)])
         if self._writer is not None:
             self._writer.close()
             self._writer, self._records = None, None
@@ -361,6 +417,14 @@ def connect_exchange(rank: int, size: int, is_first: bool) -> RankExchange | Non
     """Open a connection to the store of the process group; None where it has no such store."""
     channel: StoreChannel | None = process_group.connect_channel("times", PATIENCE)
     return None if channel is None else RankExchange(channel, rank, size, is_first)
+
+
+def read_number(value: object) -> float | None:
+    """Return a number or a tensor of one element as a float; None for anything else."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        return None
 
 
 def _take(queue: deque[Any]) -> list[Any]:

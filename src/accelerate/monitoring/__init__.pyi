@@ -40,9 +40,12 @@ from accelerate.monitoring.records import (
     decode as decode,
     encode as encode,
     find_records as find_records,
+    records_folder as records_folder,
+)
+from accelerate.monitoring.secrets import (
+    hide_in_text as hide_in_text,
     hide_secrets as hide_secrets,
     hide_secrets_of_command as hide_secrets_of_command,
-    records_folder as records_folder,
 )
 from accelerate.monitoring.status import (
     STATUS_VARIABLE as STATUS_VARIABLE,

@@ -7,18 +7,20 @@ reader does not know are ignored, and so are kinds of records, so a newer versio
 
 from __future__ import annotations
 
+import errno
 import functools
 import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
 from accelerate.base import environ, expanded
+from accelerate.monitoring.secrets import hide_secrets
 
 FOLDER = "run_records"
 """Name of the folder of records in the folder of a project."""
@@ -32,11 +34,6 @@ PATH_SUFFIX = ".path"
 PHASES = ("data", "moving", "forward", "backward", "collectives", "optimizer", "saving", "rest")
 """Parts of a step: waiting for data, moving batches to the device, ... Their seconds add up to the whole."""
 
-HIDDEN = "***"
-"""Written in place of a secret."""
-_SECRET = re.compile(
-    r"(^|[^a-z])(token|secret|passw(or)?d|(api|access|secret)[_-]?key|credentials?)$", re.IGNORECASE
-)
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 
 
@@ -192,7 +189,13 @@ class RecordWriter:
         _leave_path(self.path)
 
     def write(self, *records: Record) -> None:
-        """Append records."""
+        """Append records.
+
+        Raises:
+            OSError: The file has been removed or replaced, or the disk is full.
+        """
+        if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
+            raise FileNotFoundError(errno.ENOENT, "another file replaced the records", str(self.path))
         self._file.write(b"".join(encode(record) for record in records))
 
     def close(self) -> None:
@@ -205,29 +208,6 @@ def _leave_path(path: Path) -> None:
     if folder := environ.current().get(environ.FAILURE_FOLDER):
         with suppress(OSError):  # the launcher has ended, and its folder is gone
             Path(folder, path.stem + PATH_SUFFIX).write_text(str(path), encoding="utf-8")
-
-
-def hide_secrets(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by name, without the text of those whose names end in "token", "password" and the like.
-
-    The folder of a project is often uploaded as a whole.
-    """
-    is_secret = {name: isinstance(value, str) and _SECRET.search(name) for name, value in values.items()}
-    return {name: HIDDEN if value and is_secret[name] else value for name, value in values.items()}
-
-
-def hide_secrets_of_command(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line, without the values of options that `hide_secrets` would hide."""
-    shown: list[str] = []
-    for word in words:
-        name, equals, value = word.partition("=")
-        is_value = bool(shown) and shown[-1].startswith("-") and not word.startswith("-")
-        if is_value and _SECRET.search(shown[-1]):
-            word = HIDDEN
-        elif equals and value and _SECRET.search(name):
-            word = f"{name}={HIDDEN}"
-        shown.append(word)
-    return shown
 
 
 def records_folder(chosen: str | None, project: str | None) -> Path | None:
@@ -243,8 +223,9 @@ def records_folder(chosen: str | None, project: str | None) -> Path | None:
 
 
 def encode(record: Record) -> bytes:
-    """Return a record as one line."""
-    return json.dumps({"kind": record.kind, **asdict(record)}, default=str).encode() + b"\n"
+    """Return a record as one line, without secrets."""
+    values = hide_secrets({"kind": record.kind, **asdict(record)})
+    return json.dumps(values, default=str).encode() + b"\n"
 
 
 def decode(line: bytes) -> Record | None:

@@ -145,8 +145,8 @@ class StepClock:
     """Counts the seconds of each phase; a service of the process, which the hooks of the package call."""
 
     def __init__(self) -> None:
-        self.on_window: Callable[[], None] | None = None
-        """Called at the end of a window, in the thread that trains."""
+        self.on_first_step: Callable[[], None] | None = None
+        """Called once, at the first step that is counted, in the thread that trains."""
         self._hooks: list[ref[Hook]] = []
         self._random = Random(0)
         self.reset()
@@ -163,7 +163,7 @@ class StepClock:
         self.steps = 0
         self.windows: deque[ClosedWindow] = deque(maxlen=KEPT_WINDOWS)
         self.kept: dict[str, Any] = {}
-        self.on_window = None
+        self.on_first_step = None
         self._hooks.clear()
         self._device: DeviceClock | None = None
         self._due = 0.0  # when the window is long enough
@@ -321,7 +321,6 @@ class StepClock:
 
     def end_run(self) -> None:
         """End the last window, which may be short; called by the thread that trains."""
-        self.on_window = None
         if get_ident() == self.owner and self.steps > self._opened.steps:
             self._read_now()
             self.wanted = True
@@ -339,9 +338,9 @@ class StepClock:
         return RunTimes(now.steps, now.seconds, now.seconds_by, now.samples, self._last_window)
 
     def keep(self, name: str, value: Any) -> None:
-        """Keep a tensor of this step with the window that ends."""
-        if get_ident() == self.owner:
-            self.kept[name] = value.detach()
+        """Keep a value of this step with the window that ends; None is left out."""
+        if value is not None and get_ident() == self.owner:
+            self.kept[name] = value
 
     def add_hook(self, hook: Hook) -> None:
         """Set a hook on a hot path, while steps are measured only, as long as the hook is used."""
@@ -455,6 +454,9 @@ class StepClock:
             return False
         self._due = self._due or self.since + INTERVAL
         self._leader, self.number, self._strays = optimizer, number - 1, 0
+        callback, self.on_first_step = self.on_first_step, None
+        if callback is not None:
+            callback()
         return True
 
     def _plan(self) -> None:
@@ -485,8 +487,6 @@ class StepClock:
         interval = max(INTERVAL, now.seconds / MOST_WINDOWS)
         self._due = self.since + interval
         self.wanted = window.seconds >= interval * window.steps  # each step is a window
-        if self.on_window is not None:
-            self.on_window()
 
 
 def scale_to(seconds: list[float], whole: float) -> list[float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from xml.etree.ElementTree import Element, tostring
+from xml.sax.saxutils import escape
 
 Child = Element | str | None
 _NO_TEXT = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -44,6 +45,25 @@ def _append(element: Element, part: Child) -> None:
 def clean(text: str) -> str:
     """Replace characters that cannot be in a page, or that hide what a text says."""
     return _NO_TEXT.sub("\ufffd", text)
+
+
+def size_of(text: str) -> int:
+    """Return the bytes that a text has in a page."""
+    return len(escape(clean(text)).encode())
+
+
+def fitted(text: str, size: int) -> str:
+    """Return a text, or its beginning and its end if it has more bytes in a page than `size`."""
+    if len(text) <= size and size_of(text) <= size:
+        return text
+    return f"{_beginning(text, size - size // 5)}...{_beginning(text[::-1], size // 5)[::-1]}"
+
+
+def _beginning(text: str, size: int) -> str:
+    text = text[:size]
+    while (whole := size_of(text)) > size:
+        text = text[: len(text) * size // whole]
+    return text
 
 
 def render(root: Element) -> str:

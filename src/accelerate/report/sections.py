@@ -9,10 +9,10 @@ from datetime import datetime, timezone
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from accelerate.base import convert_bytes, shortened, spell_ranks
+from accelerate.base import convert_bytes, spell_ranks
 from accelerate.monitoring import PHASES, Conclusion
 from accelerate.report.charts import Line, draw_lines, draw_split, plain_number
-from accelerate.report.markup import tag
+from accelerate.report.markup import fitted, size_of, tag
 from accelerate.report.reading import (
     DRAWN_RANKS,
     ENTRIES,
@@ -29,13 +29,14 @@ MOST_CHARTS = 48
 """Most charts of values; further names are in the table alone."""
 MOST_LINES = 80
 """Most lines of all charts of values together: each has up to 18 KB."""
+MOST_CONCLUSIONS = 100
 MOST_RANKS = 64
 """Most rows of the table of ranks; with more ranks those that took longest for a step."""
 SHORT = 20
 """Rows of a table that is shown without a click."""
 LONGEST_VALUE, LONGEST_TRACE = 400, 20_000
 MOST_TEXT = 300_000
-"""Characters of the events of a run that are shown whole; later ones are shortened."""
+"""Bytes of the events of a run that are shown whole; later ones are shortened. A table has a third of it."""
 MOST_FAILURES = 4
 """Most texts of launchers, and most tracebacks, of a failed run."""
 FIRST = ("loss", "learning_rate", "gradient_norm")
@@ -73,18 +74,18 @@ def failures(runs: Sequence[Run]) -> Iterator[Element]:
         digests = dict.fromkeys(end.digest for end in ends if end.digest)
         errors = dict.fromkeys(end.error for end in ends if end.error)
         if texts := [*list(digests)[:MOST_FAILURES], *list(errors)[:MOST_FAILURES]]:
-            shown = [tag("pre", shortened(text, LONGEST_TRACE)) for text in texts]
+            shown = [tag("pre", fitted(text, LONGEST_TRACE // len(runs))) for text in texts]
             yield tag("section", tag("h2", _titled("Failure", run, runs)), shown)
 
 
 def conclusions(runs: Sequence[Run]) -> Element | None:
-    entries = [(run, entry) for run in runs for entry in run.conclusions.in_order()]
+    entries = [(run, entry) for run in runs for entry in run.conclusions.in_order()][:MOST_CONCLUSIONS]
     items = [
         tag(
             "li",
             f"{run.name}: " if len(runs) > 1 else None,
-            tag("strong", entry.record.name),
-            f" (step {entry.last_step:,}): {shortened(finding(entry.record), LONGEST_VALUE)}",
+            tag("strong", fitted(entry.record.name, LONGEST_VALUE)),
+            f" (step {entry.last_step:,}): {fitted(finding(entry.record), LONGEST_VALUE)}",
         )
         for run, entry in entries
     ]
@@ -108,7 +109,7 @@ def values(runs: Sequence[Run]) -> Element | None:
         lines = _lines([(run, run.values.get(name, {})) for run in runs])
         if len(charts) < MOST_CHARTS and drawn + len(lines) <= MOST_LINES:
             drawn += len(lines)
-            charts.append(draw_lines(shortened(name), lines, plain_number))
+            charts.append(draw_lines(fitted(name, LONGEST_VALUE), lines, plain_number))
         rows += [[name, line.label, *_figures(line.series)] for line in lines]
     header = ["name", "of", "values", "last", "least", "at step", "greatest", "at step", "not finite"]
     texts = [[name, text] for run in runs for name, text in run.texts.items()]
@@ -269,8 +270,8 @@ def events(runs: Sequence[Run]) -> Element | None:
         for entry in run.events.in_order():
             record = entry.record
             where = spell_ranks(sorted(entry.ranks)[:MOST_RANKS])
-            text = shortened(record.text, min(LONGEST_TRACE, max(room, LONGEST_VALUE)))
-            room -= len(text)
+            text = fitted(record.text, min(LONGEST_TRACE, max(room, LONGEST_VALUE // 2)))
+            room -= size_of(text)
             what: list[Cell] = [moment(record.time), record.step, record.name, where, entry.count]
             rows.append([*_named(run, runs), *what, tag("span", text)])
     header = [*_of(runs), "time", "step", "event", "on", "times", "text"]
@@ -318,7 +319,9 @@ def machines(runs: Sequence[Run]) -> Element | None:
     return _section(
         "Machines and versions",
         table([*_of(runs), "host", "device", "ranks"], rows) if rows else None,
-        table(header, [[name, *cells] for name, cells in versions.items()]) if versions else None,
+        table(header, [[name, *cells] for name, cells in list(versions.items())[:ENTRIES]])
+        if versions
+        else None,
     )
 
 
@@ -331,12 +334,13 @@ def table(
         and any(row[position] not in ("", None) for row in rows)
         for position in range(len(header))
     ]
+    width = _width_of([cell for row in rows for cell in row if isinstance(cell, str)])
     kinds = ["number" if is_number else None for is_number in numeric]
     top = [tag("th", name, scope="col", class_=kind) for name, kind in zip(header, kinds, strict=True)]
     body = [
         tag(
             "tr",
-            [tag("td", _cell(value), class_=kind) for value, kind in zip(row, kinds, strict=True)],
+            [tag("td", _cell(value, width), class_=kind) for value, kind in zip(row, kinds, strict=True)],
             class_="differs" if marked and marked[index] and len(header) > 3 else None,
         )
         for index, row in enumerate(rows)
@@ -352,11 +356,19 @@ def _is_number(value: Cell) -> bool:
     return not isinstance(value, str) or not value or _NUMBER.fullmatch(value) is not None
 
 
-def _cell(value: Cell) -> Element | str | None:
+def _width_of(texts: Sequence[str]) -> int:
+    """Return the bytes of a cell of a table, at most: fewer where its texts are many and long."""
+    width = LONGEST_VALUE
+    while sum(min(len(text), width) for text in texts) > MOST_TEXT // 3 and width > SHORT:
+        width //= 2
+    return width
+
+
+def _cell(value: Cell, width: int) -> Element | str | None:
     """Return what a cell shows: an element as it is, text shortened."""
     if value is None or isinstance(value, Element):
         return value
-    return f"{value:,}" if isinstance(value, int) else shortened(str(value), LONGEST_VALUE)
+    return f"{value:,}" if isinstance(value, int) else fitted(str(value), width)
 
 
 def _section(title: str, *parts: Element | None) -> Element | None:

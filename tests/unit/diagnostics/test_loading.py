@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import re
 import signal
 import threading
@@ -10,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -186,3 +188,22 @@ def test_an_observation_counts_the_seconds_of_one_wait() -> None:
     assert (state.doing, state.rank, state.file) == (Doing.DATA, 2, __file__)
     assert "waits for the workers of its loader" in state.details
     assert observation.waited() == (None, 0.0)
+
+
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_dataset_that_process_0_reads_for_all_is_named_while_it_waits(in_thread: bool) -> None:
+    """Also for the first items, which no other thread reads."""
+    rows: queue.Queue[Any] = queue.Queue()
+    if in_thread:
+        rows.put(SimpleNamespace(size=1))
+
+    def take_all() -> None:
+        reader = ReadAhead(iter(rows.get, None), lambda: False)
+        while reader.take():
+            pass
+        reader.close()
+
+    with waiting(take_all) as thread:
+        wait = look_until(thread, lambda wait: wait and "in get" in observation.describe_wait(wait))
+        rows.put(None)
+    assert wait.source == "the dataset of rank 0"

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -228,3 +229,121 @@ def test_a_run_that_fails_records_its_error(tmp_path: Path) -> None:
     assert end.how == "failed"
     assert "ValueError: the data is wrong" in end.error
     assert not [record for record in every if isinstance(record, Conclusion) and record.name == "straggler"]
+
+
+def windows_of(folder: Path) -> list[Window]:
+    (records,) = find_records(folder)
+    return [record for record in records if isinstance(record, Window)]
+
+
+def train_with_losses(accelerator: Accelerator, loss_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    model = torch.nn.Linear(4, 3)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(40):
+        loss = loss_of(model(torch.ones(1, 4)))
+        accelerator.backward(loss, gradient=torch.ones_like(loss))
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "loss_of", [lambda out: out, lambda out: out.to(torch.complex64).sum()], ids=["several", "complex"]
+)
+def test_a_loss_that_is_no_number_is_left_out_of_the_records(
+    loss_of: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    train_with_losses(Accelerator(cpu=True, project_dir=tmp_path), loss_of)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    windows = windows_of(tmp_path)
+    assert windows[-1].last == 40
+    assert {name for window in windows for name in window.values} == {"learning_rate"}
+    assert not caplog.records
+
+
+def test_an_exception_in_the_thread_is_reported_once_and_the_recording_continues(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+
+    def fail_at_first(meter: object) -> int:
+        calls.append(1)
+        if len(calls) < 3:
+            raise KeyError("no such counter")
+        return 1
+
+    monkeypatch.setattr("accelerate.diagnostics.MemoryMeter.peak", fail_at_first)
+    train(Accelerator(cpu=True, project_dir=tmp_path), 60)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert windows_of(tmp_path)[-1].last == 60
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert warning == "Records of this run are incomplete: KeyError('no such counter'). Training goes on."
+
+
+def test_a_folder_that_is_removed_during_the_run_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path / "project")
+    train(accelerator, 30)
+    shutil.rmtree(tmp_path / "project")
+    for _ in range(2):
+        note_event("warning", "something")
+        time.sleep(0.2)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is no longer recorded in" in caplog.text
+    assert not (tmp_path / "project").exists()
+
+
+def test_a_folder_that_the_program_removes_at_its_end_gives_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(Accelerator(cpu=True, project_dir=tmp_path / "project"), 30)
+    monitor = find_monitor()
+    assert monitor is not None
+    monkeypatch.setattr(monitor, "look", lambda: None)
+    shutil.rmtree(tmp_path / "project", ignore_errors=True)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    assert not caplog.records
+    assert not (tmp_path / "project").exists()
+
+
+BLOCKS = """
+import sys, time
+import torch
+from accelerate import Accelerator
+from accelerate.diagnostics import run_monitor
+from accelerate.monitoring import RecordWriter, records
+
+def block(*args, **kwargs):
+    time.sleep(1000)
+
+case = sys.argv[2]
+run_monitor.SECONDS_TO_END = 0.5
+run_monitor.PAUSE = 0.02
+if case == "open":
+    records.open = block
+else:
+    RecordWriter.write = block
+accelerator = Accelerator(cpu=True, project_dir=sys.argv[1])
+if case == "failure":
+    raise ValueError("the data is wrong")
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+for step in range(8):
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+accelerator.end_training()
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("case", ["open", "write", "failure"])
+def test_a_file_system_that_does_not_respond_does_not_keep_the_process(case: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BLOCKS, str(tmp_path), case]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == ((1, "") if case == "failure" else (0, "the end\n"))
+    message = (
+        f"The last records of this run are not in {tmp_path / FOLDER}: the file system has not responded"
+    )
+    assert done.stderr.count(message) == 1

@@ -22,8 +22,6 @@ from accelerate.monitoring import (
     Window,
     decode,
     find_records,
-    hide_secrets,
-    hide_secrets_of_command,
     records_folder,
 )
 
@@ -127,35 +125,3 @@ def test_a_damaged_line_is_refused(line: bytes) -> None:
 def test_newer_kinds_and_fields_are_ignored() -> None:
     assert decode(b'{"kind": "newer", "time": 1}') is None
     assert decode(b'{"kind": "end", "time": 1, "how": "finished", "more": 2}') == End(time=1, how="finished")
-
-
-def test_values_with_the_names_of_secrets_are_hidden() -> None:
-    values = {"hub_token": "hf_x", "eval.api_key": "y", "max_tokens": 5, "tokenizer": "gpt2", "token": None}
-    assert hide_secrets(values) == {**values, "hub_token": "***", "eval.api_key": "***"}
-
-
-def test_options_with_the_names_of_secrets_are_hidden() -> None:
-    words = [
-        "train.py",
-        "--hub_token",
-        "hf_x",
-        "--token=y",
-        "--tokenizer",
-        "gpt2",
-        "--push",
-        "--wandb-api-key",
-        "z",
-    ]
-    hidden = [
-        "train.py",
-        "--hub_token",
-        "***",
-        "--token=***",
-        "--tokenizer",
-        "gpt2",
-        "--push",
-        "--wandb-api-key",
-        "***",
-    ]
-    assert hide_secrets_of_command(words) == hidden
-    assert hide_secrets_of_command(["train.py", "--hub_token"]) == ["train.py", "--hub_token"]

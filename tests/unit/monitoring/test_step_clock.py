@@ -125,13 +125,11 @@ def test_numbers_that_a_checkpoint_has_changed_are_no_steps(time: Time) -> None:
 
 def test_a_window_ends_after_its_interval_with_the_values_of_its_last_step(time: Time) -> None:
     clock = StepClock()
-    ended = []
-    clock.on_window = lambda: ended.append(clock.windows[-1])
     for number in range(1, 27):
         if clock.wanted:
             clock.kept["loss"] = number
         run_step(clock, time, number, data=0.05, forward=0.02, backward=0.03)
-    first, second = ended
+    first, second = clock.windows
     assert first.last == first.values["loss"]
     assert first.times.steps + second.times.steps == second.last
     assert first.times.seconds == pytest.approx(first.times.steps * 0.1)

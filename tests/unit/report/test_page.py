@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -265,3 +266,40 @@ def test_colors_can_be_read_in_both_modes(mode: int) -> None:
             light, dark = sorted((luminance(colors[name]), luminance(colors[back])), reverse=True)
             least = 4.5 if name in texts else 3.0  # of WCAG: for text, and for parts of a chart
             assert (light + 0.05) / (dark + 0.05) >= least, (name, back)
+
+
+TEXTS: dict[str, dict[str, object]] = {
+    "start": {"rank": 0, "world_size": 1, "host": "", "pid": 1, "device_name": ""},
+    "values": {"step": 1, "values": {}},
+    "checkpoint": {"event": "", "path": "", "step": 1, "text": ""},
+    "event": {"name": "", "step": 1, "text": ""},
+    "conclusion": {"name": "", "step": 1, "text": ""},
+    "end": {"how": "failed", "error": "", "digest": ""},
+}
+"""Records of each kind with text that a run can choose; empty values are filled."""
+
+
+@pytest.mark.parametrize("letter", ["x", "&", "漢"])
+@pytest.mark.parametrize("shape", [(1, 1_000_000), (320, 3_000)], ids=["one", "many"])
+@pytest.mark.parametrize("kind", [*TEXTS, "config"])
+def test_records_with_texts_of_any_size_stay_below_three_megabytes(
+    kind: str, shape: tuple[int, int], letter: str, tmp_path: Path
+) -> None:
+    count, length = shape
+    lines = []
+    for number in range(count):
+        text = f"{number}{letter * length}"
+        fields = {name: text if value == "" else value for name, value in TEXTS.get(kind, {}).items()}
+        if kind == "start":
+            setting = {"name": text, "value": text, "source": text}
+            settings = [{**setting, "name": f"{each}{text}"} for each in range(3)]
+            fields |= {"argv": [text, text], "versions": {text: text}, "settings": settings}
+        if kind == "values":
+            fields["values"] = {text: 1.0, f"{text} text": text}
+        if kind == "config":
+            fields = {"name": "config", "step": 1, "text": json.dumps({text: text})}
+        lines.append(json.dumps({"kind": "event" if kind == "config" else kind, "time": 1.0, **fields}))
+    (tmp_path / "rank-00000.jsonl").write_text("\n".join(lines))
+    run = read_run(tmp_path)
+    assert len(write_page([run]).encode()) < 1_500_000
+    assert len(write_page([run, run]).encode()) < 3_000_000

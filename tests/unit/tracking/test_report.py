@@ -106,6 +106,6 @@ def test_values_that_are_no_numbers_or_text_are_left_out_with_a_warning(
     with caplog.at_level(logging.WARNING):
         tracker.log({"loss": 1.0, "image of this test": torch.zeros(2)}, step=1)
     tracker.finish()
-    assert "leaves out 'image of this test': a Tensor" in caplog.text
+    assert "does not log 'image of this test': a Tensor" in caplog.text
     (values,) = [record for record in records_below(tmp_path) if isinstance(record, Values)]
     assert values.values == {"loss": 1.0}
