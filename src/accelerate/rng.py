@@ -1,4 +1,4 @@
-"""Random generators: seed them, synchronize them between processes, capture and restore their states."""
+"""Functions that seed, synchronize, capture and restore random number generators."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from accelerate.devices import DeviceBackend, hardware_table
 from accelerate.ops import current_transport
 from accelerate.state import PartialState
 
-SEEDS = 2**32  # numpy takes no larger seed
+SEEDS = 2**32  # numpy does not accept larger seeds
 
-# Sizes of CUDA's work space with which matrix products give the same result each time.
+# Workspace sizes of cuBLAS with which matrix products are deterministic.
 REPRODUCIBLE_WORKSPACE = ":4096:8"
 
 
 def set_seed(seed: int, device_specific: bool = False, deterministic: bool = False) -> None:
-    """Seed the generators of Python, numpy, torch and the device of this process.
+    """Seeds the generators of Python, numpy, torch and the device.
 
     Args:
         seed: the seed, from 0 to 2**32 - 1.
-        device_specific: whether each process gets a seed of its own: `seed` plus its index.
-        deterministic: whether torch uses only algorithms that give the same result each time, and raises
-            where it has none.
+        device_specific: whether each rank uses a different seed, `seed` plus its rank.
+        deterministic: whether torch uses only deterministic algorithms, and raises an error where it has
+            none.
 
     Raises:
-        ConfigurationError: the seed is not such a number.
+        ConfigurationError: the seed is out of range.
     """
     if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < SEEDS:
         fix = "choose one, such as 42"
@@ -52,13 +52,13 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
 
 
 def _device_backend() -> DeviceBackend:
-    """The hardware of this process, also before a state is created."""
+    """Returns the backend of this process, also before a state is created."""
     backend: DeviceBackend | None = PartialState._shared_state.get("device_backend")
     return hardware_table.detect() if backend is None else backend
 
 
 StateAccess = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How to get the state of a generator, and how to set it."""
+"""Functions that get and set the state of a generator."""
 
 _HOST_GENERATORS: dict[str, StateAccess] = {
     "python": (random.getstate, random.setstate),
@@ -85,12 +85,14 @@ def _state_access(rng_type: RNGType, generator: torch.Generator | None) -> State
 def synchronize_rng_state(
     rng_type: RNGType | RNGName | None = None, generator: torch.Generator | None = None
 ) -> None:
-    """Give one generator the state that it has on process 0. Called on every rank.
+    """Sets one generator to its state on rank 0.
+
+    Called on all ranks.
 
     Args:
-        rng_type: which generator; None means `generator`. One of hardware that this process does not compute
-            on is left alone.
-        generator: the generator that is meant by "generator".
+        rng_type: type of the generator. None is `generator`. A generator of hardware that this process does
+            not use is ignored.
+        generator: generator of the type "generator".
 
     Raises:
         ConfigurationError: there is no such generator, or `generator` is missing.
@@ -109,11 +111,13 @@ def synchronize_rng_state(
 def synchronize_rng_states(
     rng_types: Iterable[RNGType | RNGName], generator: torch.Generator | None = None
 ) -> None:
-    """Give several generators the states that they have on process 0. Called on every rank.
+    """Sets several generators to their states on rank 0.
+
+    Called on all ranks.
 
     Args:
-        rng_types: which generators.
-        generator: the generator that is meant by "generator".
+        rng_types: types of the generators.
+        generator: generator of the type "generator".
 
     Raises:
         ConfigurationError: there is no such generator, or `generator` is missing.
@@ -123,12 +127,12 @@ def synchronize_rng_states(
 
 
 def capture_on_cpu() -> dict[str, Any]:
-    """Return the states of the generators of Python, numpy and torch, by name."""
+    """Returns the states of the generators of Python, numpy and torch by name."""
     return {name: get_state() for name, (get_state, _) in _HOST_GENERATORS.items()}
 
 
 def capture() -> dict[str, Any]:
-    """Return the states of the generators of Python, numpy, torch and the device, by name."""
+    """Returns the states of the generators of Python, numpy, torch and the device by name."""
     states = capture_on_cpu()
     backend = _device_backend()
     if not backend.is_host:
@@ -137,7 +141,10 @@ def capture() -> dict[str, Any]:
 
 
 def restore(states: dict[str, Any]) -> None:
-    """Set the generators of this process to states that `capture` returned; others keep theirs."""
+    """Sets the generators of this process to states that `capture` returned.
+
+    Generators without a state are not changed.
+    """
     setters = {name: set_state for name, (_, set_state) in _HOST_GENERATORS.items()}
     backend = _device_backend()
     setters.setdefault(backend.name, backend.set_rng_state)

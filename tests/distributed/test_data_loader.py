@@ -344,6 +344,27 @@ def test_an_empty_dispatched_loader_yields_no_batch(run: Run) -> None:
     assert run(read_empty) == [[], []]
 
 
+def draws_after_passes(settings: dict[str, Any]) -> list[float]:
+    torch.manual_seed(0)
+    loader = prepare(DataLoader(Stream(list(range(5))), batch_size=2, **settings))
+    found = []
+    for stop in (1, 9, 9):
+        for _ in zip(range(stop), loader, strict=False):
+            pass
+        found.append(torch.rand(()).item())
+    return found
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_workers": 1, "persistent_workers": True}], ids=["in process", "persistent workers"]
+)
+def test_equally_seeded_ranks_stay_equal_after_a_dispatched_stream(
+    run: Run, settings: dict[str, Any]
+) -> None:
+    ranks = run(draws_after_passes, settings)
+    assert ranks[0] == ranks[1]
+
+
 def test_the_prepared_sampler_is_not_the_users(states: None) -> None:
     loader = DataLoader(list(range(4)), shuffle=True)
     prepare_data_loader(loader, num_processes=2, process_index=0)

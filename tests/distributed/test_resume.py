@@ -54,6 +54,13 @@ class BareStream(IterableDataset[Any]):
         return iter([Numbers()[index] for index in range(SAMPLES)])
 
 
+class DrawingStream(BareStream):
+    """Draws from the generator of torch, from which training draws, too."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((index, inputs + torch.rand(())) for index, inputs in super().__iter__())
+
+
 class Batches:
     """A batch sampler of the user's own: sizes and order from Python's generator."""
 
@@ -83,6 +90,10 @@ def build(kind: str, workers: int = 0) -> DataLoader[Any]:
             return DataLoader(Stream(), **shared)
         case "bare stream":
             return DataLoader(BareStream(), **shared)
+        case "drawing stream":
+            return DataLoader(DrawingStream(), **shared)
+        case "persistent workers":
+            return DataLoader(BareStream(), persistent_workers=True, **shared)
         case "own generator":
             return DataLoader(Numbers(), shuffle=True, generator=torch.Generator().manual_seed(3), **shared)
         case "with replacement":
@@ -188,6 +199,15 @@ def test_a_dispatched_stateful_stream_resumes(run: Run) -> None:
     check(run, "stream", 0, CONFIGS["dispatched, by itself"], 2, [(0, 2)])
 
 
+def test_a_dispatched_stream_with_persistent_workers_resumes(run: Run) -> None:
+    check(run, "persistent workers", 1, {}, 2, [(0, 2)])
+
+
+@pytest.mark.parametrize("name", ["sharded", "sharded, by itself"])
+def test_a_stream_that_draws_random_numbers_resumes(run: Run, name: str) -> None:
+    check(run, "drawing stream", 0, CONFIGS[name], 2, [(0, 2)])
+
+
 def test_a_stateful_loader_resumes(run: Run) -> None:
     check(run, "batch sampler", 0, CONFIGS["resumes by itself"], 2, [(0, 2)])
 
@@ -210,6 +230,7 @@ def test_the_matrix_with_workers(run: Run, kind: str, config: dict[str, Any], pr
 
 def begin(folder: str, kind: str, config: dict[str, Any], batches: int) -> list[float]:
     """Read a part of an epoch and save; the samples of this process."""
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # by torchdata
     set_seed(0)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
     loader = accelerator.prepare(build(kind))
@@ -224,11 +245,13 @@ def begin(folder: str, kind: str, config: dict[str, Any], batches: int) -> list[
 
 def finish(folder: str, kind: str, config: dict[str, Any], batches: int) -> Any:
     """Resume the epoch, and read the next one; the real samples of all processes."""
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # by torchdata
     set_seed(5)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
     loader = accelerator.prepare(build(kind))
     accelerator.load_state(folder)
-    rest = accelerator.skip_first_batches(loader, batches)
+    continues = config.get("use_stateful_dataloader")
+    rest = loader if continues else accelerator.skip_first_batches(loader, batches)
     return [
         [value for index, _ in part for value in accelerator.gather_for_metrics(index).flatten().tolist()]
         for part in (rest, loader)
@@ -242,8 +265,10 @@ def finish(folder: str, kind: str, config: dict[str, Any], batches: int) -> Any:
         ("shuffled", {"use_constant_memory_sampler": True}),
         ("shuffled", {"dispatch_batches": True}),
         ("stream", {"dispatch_batches": False}),
+        ("bare stream", {}),
+        ("bare stream", {"dispatch_batches": False, "use_stateful_dataloader": True}),
     ],
-    ids=["sharded", "constant memory", "dispatched", "stream"],
+    ids=["sharded", "constant memory", "dispatched", "stream", "bare stream", "bare stream, by itself"],
 )
 def test_another_world_size_resumes_at_the_next_sample(
     run: Run, tmp_path: Path, kind: str, config: dict[str, Any]
@@ -256,3 +281,43 @@ def test_another_world_size_resumes_at_the_next_sample(
         for rest, following in run(finish, folder, kind, config, 2, processes=now):
             assert sorted(seen + rest) == list(range(SAMPLES))
             assert sorted(following) == list(range(SAMPLES))
+
+
+def go_on(
+    folder: str, target: str, kind: str, config: dict[str, Any], seen: int, batches: int
+) -> list[float]:
+    """Resume the epoch, read a part of its rest and save; the samples of all processes."""
+    warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # by torchdata
+    set_seed(5)
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
+    loader = accelerator.prepare(build(kind))
+    accelerator.load_state(folder)
+    continues = config.get("use_stateful_dataloader")
+    samples: list[float] = []
+    rest = loader if continues else accelerator.skip_first_batches(loader, seen)
+    for number, (index, _) in enumerate(rest, 1):
+        samples += accelerator.gather_for_metrics(index).flatten().tolist()
+        if number == batches:
+            accelerator.save_state(target)
+            break
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"),
+    [
+        ("shuffled", {"dispatch_batches": True}),
+        ("bare stream", {}),
+        ("bare stream", {"dispatch_batches": False, "use_stateful_dataloader": True}),
+    ],
+    ids=["dispatched", "stream", "stateful stream"],
+)
+def test_a_second_interruption_of_an_epoch_with_another_world_size(
+    run: Run, tmp_path: Path, kind: str, config: dict[str, Any]
+) -> None:
+    first, second = str(tmp_path / "first"), str(tmp_path / "second")
+    seen = [sample for part in run(begin, first, kind, config, 2, processes=3) for sample in part]
+    seen += run(go_on, first, second, kind, config, 2, 1, processes=2)[0]
+    for rest, following in run(finish, second, kind, config, 3, processes=2):
+        assert sorted(seen + rest) == list(range(SAMPLES))
+        assert sorted(following) == list(range(SAMPLES))

@@ -38,10 +38,15 @@ class Draws:
     def __init__(self) -> None:
         self._before: dict[str, Any] | None = None
 
+    def begin(self) -> dict[str, Any]:
+        """Capture the generators, and return their states."""
+        self._before = rng.capture_on_cpu()
+        return self._before
+
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches, and capture the generators after the first one, which also starts the sampler."""
         for batch in batches:
-            self._before = rng.capture_on_cpu()
+            self.begin()
             yield batch
             break
         yield from batches

@@ -12,11 +12,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.base import StateError, is_torchdata_stateful_dataloader_available, require
 from accelerate.data_loader import resume
-from accelerate.data_loader.last_batch import Counts, FirstRound
+from accelerate.data_loader.last_batch import Counts, FirstRound, remainder_ahead
 from accelerate.data_loader.plan import BY_HAND
+from accelerate.data_loader.rank_aware import nested_samplers
 from accelerate.data_loader.reading import open_iterator, settings_of_workers
-from accelerate.data_loader.samplers import IterableDatasetShard, chain_of
-from accelerate.nested import ignorant_find_batch_size
+from accelerate.data_loader.samplers import BatchSamplerShard, IterableDatasetShard, chain_of, shard_of
 from accelerate.ops import current_transport
 from accelerate.state import GradientState
 
@@ -27,12 +27,12 @@ else:
 
 _OF_TORCH = frozenset(inspect.signature(DataLoader).parameters)
 _OF_ORDER = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
-_NOT_COPIED = ("gradient_state", "_route")
+_NOT_COPIED = ("gradient_state", "_route", "iterator")
 
 BatchMetadata = dict[str, Any]  # the attributes of a loader that describe the batch just yielded
 
 _OF_BATCH = ("end_of_dataloader", "remainder", "valid_counts", "batch_rows", "dl_state_dict")
-_OF_POSITION = ("offset", "is_over")
+_OF_POSITION = ("offset", "is_over", "read_states")
 
 
 class DataLoaderStateMixin:
@@ -40,13 +40,14 @@ class DataLoaderStateMixin:
 
     Attributes:
         end_of_dataloader: Whether the batch just yielded is the last one.
-        remainder: With the last batch of a loader of known length, the number of real samples in it over all
-            processes, 0 where the length divides evenly; -1 otherwise.
+        remainder: The number of real samples in the last batch over all processes, 0 where the length divides
+            evenly. During the whole pass where each rank reads a shard of known length, otherwise with the
+            last batch; -1 where it is not known, and with `drop_last`.
         valid_counts: For the batch just yielded, the number of real samples on each data-parallel rank; None
-            when all are real and ranks have equally many.
-        batch_rows: The samples of the batch on this rank, filler included, where `valid_counts` are known,
-            where batches are ready ones, or where ranks share them; None otherwise, and when the batch has no
-            size.
+            when all are real and ranks have equally many, as many as in a full batch.
+        batch_rows: The samples of the batch on this rank, padding included; None when the batch has no size.
+        full_rows: The samples of a full batch on this rank: the declared batch size, or those of the first
+            batch of the pass; None when batches have no size.
         shares_batches: Whether several ranks get the same batch.
         deals_ready_batches: Whether the dataset's own batches are shared whole between the ranks: one may be
             larger than another, and `valid_counts` is right for this rank only.
@@ -56,6 +57,7 @@ class DataLoaderStateMixin:
     remainder: int = -1
     valid_counts: Counts | None = None
     batch_rows: int | None = None
+    full_rows: int | None = None
     deals_ready_batches: bool = False
     shares_batches: bool = False
     gradient_state: GradientState
@@ -64,17 +66,20 @@ class DataLoaderStateMixin:
         """Forget the last pass."""
         self.end_of_dataloader = False
         self.remainder = -1
-        self.note_counts(None, None)
+        self.valid_counts = self.batch_rows = None
+        self.full_rows = getattr(self, "nominal_rows", None)
 
-    def note_counts(self, counts: Counts | None, batch: Any) -> None:
+    def note_counts(self, counts: Counts | None, rows: int | None) -> None:
         """Set `valid_counts` and `batch_rows` for the batch that this rank yields next."""
         self.valid_counts = counts
-        counts_rows = counts is not None or self.deals_ready_batches or self.shares_batches
-        self.batch_rows = ignorant_find_batch_size(batch) if counts_rows else None
+        self.batch_rows = rows
+        if self.full_rows is None:
+            self.full_rows = rows
 
     def begin(self) -> None:
         """A pass starts: this loader becomes the active one."""
         self.reset()
+        self.remainder = remainder_ahead(self)
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
@@ -97,13 +102,17 @@ class DataLoaderAdapter(_Base):
         **kwargs: As for `torch.utils.data.DataLoader`.
     """
 
+    iterator: Any = None
+    """The iterator of torch or torchdata that the current pass reads; not copied with the loader."""
+    reads_in_order: bool = False
+    """Whether map-style data is read in order, too, so that torchdata keeps the position."""
+
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
         self.use_stateful_dataloader = use_stateful_dataloader
-        kind = DataLoader
-        if self.is_by_torchdata and isinstance(dataset, IterableDataset):
-            kind = _stateful_class()
+        is_in_order = isinstance(dataset, IterableDataset) or self.reads_in_order
+        kind = _stateful_class() if self.is_by_torchdata and is_in_order else DataLoader
         self.base_dataloader: DataLoader[Any] = kind(dataset, batch_sampler=batch_sampler, **kwargs)
         self.plan = BY_HAND
         self.position = resume.Position()
@@ -147,13 +156,14 @@ class DataLoaderAdapter(_Base):
         return open_iterator(self)
 
     def __len__(self) -> int:
-        return 0 if self.start.is_over else max(len(self.base_dataloader) - self.skip_batches, 0)
+        skipped = self.skip_batches + self.start.skip_source
+        return 0 if self.start.is_over else max(len(self.base_dataloader) - skipped, 0)
 
     @property
     def counts_batches(self) -> bool:
         """Whether ranks share whole batches: the loader doesn't build batches itself."""
         is_ready_made = self.batch_sampler is None and not isinstance(self.sampler, BatchSampler)
-        return is_ready_made and not self.plan.own_shares
+        return is_ready_made and self.plan.how != "dataset_shards"
 
     @property
     def batches_kept(self) -> int:
@@ -163,9 +173,23 @@ class DataLoaderAdapter(_Base):
         return self.plan.batches_in_round if self.plan.how == "dispatch" and not self._drop_last else 0
 
     @property
+    def nominal_rows(self) -> int | None:
+        """The declared batch size of one rank; None where the loader or its sampler declares none."""
+        size = getattr(self._index_sampler, "batch_size", None)
+        if not isinstance(size, int):
+            return None
+        shard = shard_of(self._index_sampler)
+        if isinstance(shard, BatchSamplerShard):
+            return size // shard.num_processes if shard.split_batches else size
+        return size // self.plan.groups if self.plan.how == "dispatch" and self.plan.split else size
+
+    @property
     def total_dataset_length(self) -> int:
         """Samples in the whole dataset."""
-        return len(self.dataset)  # type: ignore[arg-type]
+        dataset: Any = self.dataset
+        if hasattr(dataset, "total_length"):
+            return int(dataset.total_length)
+        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
     def groups_of_ranks(self) -> Sequence[int]:
         """The data-parallel group of each process; called on all ranks, which exchange them where needed."""
@@ -244,7 +268,7 @@ class DataLoaderAdapter(_Base):
 
     def _with_epoch(self) -> list[Any]:
         """The dataset, batch samplers and sampler that have a `set_epoch`."""
-        owners = [self.dataset, *chain_of(self._index_sampler), self.get_sampler()]
+        owners = [self.dataset, *nested_samplers(self._index_sampler)]
         different = {id(owner): owner for owner in owners}
         return [owner for owner in different.values() if callable(getattr(owner, "set_epoch", None))]
 
@@ -261,6 +285,7 @@ class DataLoaderAdapter(_Base):
 
     def _advance(self, epoch: int) -> None:
         """End the pass at `epoch`, here and in the loader of which this one is a late start."""
+        self.position.was_left_early = not self.position.is_over
         self.position.end()
         for loader in (self, self.start.origin):
             if loader is not None and loader.iteration == epoch:
@@ -279,11 +304,14 @@ class Pass:
 
     def __enter__(self) -> None:
         self.epoch = self.loader._agree_on_epoch()
+        self.num_restored = self.loader.position.num_restored
         self.loader.begin()
 
     def __exit__(self, *error: object) -> None:
         self.loader.end()
-        self.loader._advance(self.epoch)
+        self.loader.iterator = None
+        if self.loader.position.num_restored == self.num_restored:  # else the loader is at a checkpoint
+            self.loader._advance(self.epoch)
         if self.loader.torchdata_resumes and not self.loader.persistent_workers:
             self.loader.base_dataloader._iterator = None  # its workers end with the pass, not with the loader
 

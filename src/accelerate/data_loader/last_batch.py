@@ -59,6 +59,21 @@ def real_per_part(samples: int, part: int, parts: int) -> list[int]:
     return [min(max(samples - index * part, 0), part) for index in range(parts)]
 
 
+def full_rows(nominal: int | None, first: int, *, is_only: bool) -> int:
+    """Return the samples of a full batch, by which a shorter one is recognized.
+
+    Args:
+        nominal: The declared batch size; None without one.
+        first: The samples in the first batch. Where it is not the only one and has not the declared size, the
+            rows of batches are not samples, or sizes vary: then no batch is known to be short, and 0 is
+            returned.
+        is_only: Whether the first batch is the only one.
+    """
+    if nominal is None or first == nominal:
+        return first
+    return nominal if is_only else 0
+
+
 def count_samples(batch: Any) -> int | None:
     """Return the number of samples in a batch: the length of its first tensor or, without one, plain list."""
     if isinstance(batch, torch.Tensor):
@@ -146,9 +161,22 @@ def last_remainder(loader: Any) -> int:
         return -1
     if loader.valid_counts is not None:
         return sum(loader.valid_counts)
+    return -1 if loader.plan.how == "already_sharded" else _remainder_of_length(loader)
+
+
+def remainder_ahead(loader: Any) -> int:
+    """Return what `last_remainder` returns at the end of a pass that begins, where it is known by then."""
+    plan = getattr(loader, "plan", None)
+    if plan is None or loader._drop_last or plan.own_shares or plan.how == "dispatch":
+        return -1
+    return _remainder_of_length(loader)
+
+
+def _remainder_of_length(loader: Any) -> int:
     whole, length = loader.total_batch_size, length_of(loader.get_sampler())
     if length is None:
-        length = length_of(loader.dataset)
+        dataset = loader.dataset
+        length = length_of(dataset.dataset if hasattr(dataset, "part_size") else dataset)
     return -1 if not whole or length is None else length % whole
 
 

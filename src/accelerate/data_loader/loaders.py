@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, default_collate
 
+from accelerate import torch_private
 from accelerate.base import PreparationError, RNGType
 from accelerate.data_loader.background import Draws, ReadAhead
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, Pass, kept_settings
@@ -29,17 +30,19 @@ from accelerate.data_loader.last_batch import (
     count_samples,
     cut_batch,
     first_samples,
+    full_rows,
     join,
     last_remainder,
     real_per_part,
 )
-from accelerate.data_loader.plan import ShardPlan, data_groups
+from accelerate.data_loader.plan import BY_HAND, ShardPlan, data_groups
 from accelerate.data_loader.reading import (
     IteratorWrapper,
     choose_move,
     one_ahead,
     open_batches,
     open_pass,
+    read_past,
     yield_batches,
 )
 from accelerate.data_loader.resume import keep_source_state, source_state, start_where_saved
@@ -55,7 +58,7 @@ from accelerate.monitoring import DATA
 from accelerate.nested import ignorant_find_batch_size
 from accelerate.ops import Transport, current_transport
 from accelerate.rng import synchronize_rng_states
-from accelerate.state import GradientState, PartialState, step_clock
+from accelerate.state import GradientState, PartialState, closed_at_exit, step_clock
 
 _END = object()
 
@@ -68,6 +71,7 @@ class RoundBuilder:
     split: bool = False  # cut each batch in `groups` parts, instead of one batch for each group
     drop_last: bool = False  # drop a last round that has not a batch for each group
     cut: Callable[..., Any] | None = None  # the user's `slice_fn`; None cuts tensors and lists
+    nominal_rows: int | None = None  # the declared batch size of one group
 
     @property
     def take(self) -> int:
@@ -95,8 +99,8 @@ class RoundBuilder:
         is_even_end = len(batches) == self.groups and len(set(sizes)) == 1
         if not self.split and self.cut is None and (is_even_end or not is_last):
             counts = [size for size in sizes if size is not None]
-            is_uneven = len(set(sizes)) > 1 and len(counts) == len(sizes)
-            return Round(batches, is_last, tuple(counts) if is_uneven else None)
+            is_uneven = len(set(sizes)) > 1 or self._is_short(max(counts, default=0), batches, first)
+            return Round(batches, is_last, tuple(counts) if is_uneven and len(counts) == len(sizes) else None)
         whole = join(batches)
         samples = count_samples(whole)
         if samples is None:
@@ -116,7 +120,24 @@ class RoundBuilder:
             else:
                 parts.append(self.cut(whole, span, process_index=group, num_processes=self.groups))
         real = tuple(real_per_part(samples, part, self.groups))
-        return Round(parts, is_last, real if missing else None)
+        return Round(parts, is_last, real if missing or self._is_short(part, batches, first) else None)
+
+    def _is_short(self, rows: int, batches: list[Any], first: list[Any]) -> bool:
+        """Whether parts of this many rows are smaller than those of a full round."""
+        sizes = [size for size in map(count_samples, first) if size is not None]
+        if not sizes:
+            return False
+        whole = -(-sizes[0] // self.groups) if self.split else max(sizes)
+        return rows < full_rows(self.nominal_rows, whole, is_only=batches[0] is first[0])
+
+
+def _read_alone(loader: Any, move: Callable[[Any], Any] | None) -> Iterator[Any]:
+    """Make one pass over a loader that no other process reads."""
+    with Pass(loader):
+        skipped = loader.skip_batches + loader.start.skip_source
+        batches, fillers = open_pass(loader, skipped)
+        number = first_number(loader._index_sampler) + skipped
+        yield from yield_batches(loader, batches, fillers, number, move)
 
 
 class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
@@ -127,7 +148,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     A round is one batch for each data-parallel group or, with `split_batches`, one batch cut in parts. The
     last round is cut in equal parts, filled with samples from the beginning. An exception in the dataset is
-    raised on every process.
+    raised on every process. On one process `prepare` returns one that reads without this thread.
 
     Args:
         dataset: The dataset; read on process 0 only.
@@ -167,16 +188,20 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self._non_blocking = _non_blocking
 
         groups, group = data_groups(torch_device_mesh, self.state.num_processes, self.state.process_index)
-        self.plan = ShardPlan("dispatch", groups, group, split=split_batches, why="asked for")
+        self.plan = ShardPlan("dispatch", groups, group, split=split_batches, why=BY_HAND.why)
 
     @property
     def device(self) -> torch.device:
         """Where batches go."""
         return self.state.device
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    @closed_at_exit
+    def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
         if (late := start_where_saved(self)) is not None:
             yield from late
+            return
+        if self.plan.how == "leave":
+            yield from _read_alone(self, choose_move(self.device, self._non_blocking))
             return
         step_clock.begin_pass()
         given = 0
@@ -195,15 +220,30 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
     def _parts(self, transport: Transport) -> Iterator[Any]:
         """Yield the part of this process of each round, on its device."""
         with Pass(self), closing(self._arrivals(transport)) as arrivals:
-            if transport.rank:  # nothing is drawn here
-                self.position.begin(self, self.start.offset)()
+            if transport.rank:  # no order is drawn here
+                order_is_drawn = self.position.begin(self, self.start.offset)
+                self._draw_base_seed()
+                order_is_drawn()
             move = choose_move(self.device, self._non_blocking)
             for arrival in arrivals:
                 self._describe(arrival)
                 yield arrival.part if move is None else move(arrival.part)
 
+    def _draw_base_seed(self) -> None:
+        """Draw the seed that torch's iterator draws on rank 0: equal generators stay equal on all ranks.
+
+        A run draws the seed of persistent workers once, as in `settings_of_workers`.
+        """
+        position = self.position
+        if self.num_workers and position.workers_epoch is not None:
+            return
+        if self.persistent_workers:
+            position.workers_epoch = self.iteration
+        if not self.start.is_over:
+            torch.empty((), dtype=torch.int64).random_(generator=self.base_dataloader.generator)
+
     def _describe(self, arrival: Arrival) -> None:
-        self.note_counts(arrival.counts, arrival.part)
+        self.note_counts(arrival.counts, ignorant_find_batch_size(arrival.part))
         if arrival.state is not None:
             keep_source_state(self, arrival.state)
         if arrival.is_last:
@@ -212,7 +252,8 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         self.position.advance(self.plan.batches_in_round)
 
     def _builder(self) -> RoundBuilder:
-        return RoundBuilder(self.plan.groups, self.split_batches, self._drop_last, self.slice_fn)
+        groups, split = self.plan.groups, self.split_batches
+        return RoundBuilder(groups, split, self._drop_last, self.slice_fn, self.nominal_rows)
 
     def _arrivals(self, transport: Transport) -> Generator[Arrival, None, None]:
         route = self._route_over(transport)
@@ -273,7 +314,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         return self._route
 
     def __len__(self) -> int:
-        rounds, rest = divmod(len(self.base_dataloader), self._builder().take)
+        if self.start.is_over:
+            return 0
+        batches = max(len(self.base_dataloader) - self.start.skip_source, 0)
+        rounds, rest = divmod(batches, self._builder().take)
         return max(rounds + (rest > 0 and not self._drop_last) - self.skip_batches, 0)
 
     @property
@@ -330,18 +374,20 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         return self.read_through(None)
 
-    def read_through(self, wrap: IteratorWrapper | None) -> Iterator[Any]:
+    @closed_at_exit
+    def read_through(self, wrap: IteratorWrapper | None) -> Generator[Any, None, None]:
         """Make one pass over the batches, which come from torch's iterator, or through what wraps it."""
         if (late := start_where_saved(self)) is not None:
             yield from late.read_through(wrap)
             return
         self._synchronize_generators()
         with Pass(self):
-            number = first_number(self._index_sampler) + self.skip_batches
-            if self.plan.own_shares:
+            skipped = self.skip_batches + self.start.skip_source
+            number = first_number(self._index_sampler) + skipped
+            if self.plan.how == "dataset_shards":
                 batches, fillers = self._open_own_share(number)
             else:
-                batches, fillers = open_pass(self, self.skip_batches, wrap)
+                batches, fillers = open_pass(self, skipped, wrap)
             move = choose_move(self.device, self._non_blocking)
             yield from yield_batches(self, batches, fillers, number, move)
 
@@ -392,14 +438,6 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             return size * self.dataset.num_processes
         return None if isinstance(shard, SamplerShard) else size
 
-    @property
-    def total_dataset_length(self) -> int:
-        """Samples in the whole dataset."""
-        dataset: Any = self.dataset
-        if hasattr(dataset, "total_length"):
-            return int(dataset.total_length)
-        return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
-
 
 class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     """A loader that reads its first batches and drops them: for data that can only be read in order.
@@ -407,9 +445,12 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
     Args:
         dataset: The dataset.
         skip_batches: How many batches to skip at the start of each pass.
-        use_stateful_dataloader: See `DataLoaderAdapter`.
+        use_stateful_dataloader: Read by torchdata's `StatefulDataLoader`. A restored position counts the
+            skipped batches, so that a pass that resumes skips none twice.
         **kwargs: As for `torch.utils.data.DataLoader`.
     """
+
+    reads_in_order = True
 
     def __init__(
         self, dataset: Any, skip_batches: int = 0, use_stateful_dataloader: bool = False, **kwargs: Any
@@ -424,10 +465,13 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
         sizes: dict[str, Any] = {"batch_size": loader.batch_size, "drop_last": loader.drop_last}
         return cls(loader.dataset, skip_batches, **sizes, **kept_settings(loader))
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    @closed_at_exit
+    def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
         with Pass(self):
-            batches, fillers = open_pass(self, self.skip_batches)
-            yield from yield_batches(self, batches, fillers, self.skip_batches, None)
+            batches, fillers = open_pass(self, 0)
+            restored = torch_private.count_yielded(self.base_dataloader) if self.torchdata_resumes else 0
+            rest = read_past(batches, max(self.skip_batches - restored, 0))
+            yield from yield_batches(self, rest, fillers, self.skip_batches, None)
 
     @property
     def total_batch_size(self) -> int | None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, wrong_value
 from accelerate.data_loader.samplers import IterableDatasetShard, check_split
 from accelerate.ops import Transport
 
@@ -36,10 +36,11 @@ class ShardPlan:
     """How the batches of one loader reach the data-parallel groups.
 
     `leave`: one group reads everything. `shard`: each group reads its share. `dataset_shards`: the dataset
-    makes a share for each group, of any length. `dispatch`: process 0 reads, the others receive.
+    makes a share for each group, of any length. `already_sharded`: the sampler of the user does so.
+    `dispatch`: process 0 reads, the others receive.
     """
 
-    how: Literal["leave", "shard", "dataset_shards", "dispatch"] = "leave"
+    how: Literal["leave", "shard", "dataset_shards", "already_sharded", "dispatch"] = "leave"
     groups: int = 1
     group: int = 0
     batch_size: int | None = None  # of one group; None where the loader doesn't build batches of one size
@@ -49,7 +50,7 @@ class ShardPlan:
 
     @property
     def own_shares(self) -> bool:
-        return self.how == "dataset_shards"
+        return self.how in ("dataset_shards", "already_sharded")
 
     @property
     def batches_in_round(self) -> int:
@@ -110,8 +111,12 @@ def plan(
     dispatch: bool | None,
     put_on_device: bool,
     own_share: str | None = None,
+    already_sharded: str | None = None,
 ) -> ShardPlan:
-    """Decide how the batches of a loader are shared; `dispatch=None` decides by the kind of dataset."""
+    """Decide how the batches of a loader are shared; `dispatch=None` decides by the kind of dataset.
+
+    `own_share` and `already_sharded` say why the dataset, or the loader, yields the shard of its rank.
+    """
     iterable = isinstance(loader.dataset, IterableDataset)
     if dispatch and not put_on_device:
         raise ConfigurationError(
@@ -126,6 +131,8 @@ def plan(
         return ShardPlan("shard", groups, group, part, split, why="the dataset is sharded already")
     if own_share is not None:
         return ShardPlan("dataset_shards", groups, group, part, split, why=own_share)
+    if already_sharded is not None:
+        return ShardPlan("already_sharded", groups, group, part, even=even, why=already_sharded)
     if num_processes > 1 and (dispatch or (dispatch is None and iterable and put_on_device)):
         why = (
             "an iterable dataset may differ between processes; where it gives the same samples in the same "
@@ -162,6 +169,14 @@ def own_share(dataset: Any, groups: int, group: int) -> OwnShare | None:
             return OwnShare(share, "the dataset shards itself, by split_dataset_by_node")
         if (given.rank, given.world_size) == (group, groups):
             return OwnShare(dataset, "sharded by split_dataset_by_node", True)
+        if given.world_size > 1:
+            raise wrong_value(
+                "split_dataset_by_node",
+                f"rank={given.rank}, world_size={given.world_size}",
+                f"this process is data-parallel rank {group} of {groups}, so the shards do not fit the run",
+                f"use rank={group} and world_size={groups}, or leave the sharding to prepare; "
+                "already_sharded=True keeps the dataset of each rank as it is",
+            )
     stages = getattr(dataset, "pipeline", None) if library == "webdataset" else None
     stages = stages if isinstance(stages, list) else []
     if any(getattr(stage, "__name__", None) == "split_by_node" for stage in stages):
@@ -175,7 +190,7 @@ def own_share(dataset: Any, groups: int, group: int) -> OwnShare | None:
 def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
     """Whether a dataset yields the same samples in the same order on all ranks; called on all of them.
     Compared are the states of all random generators in it, and the number of its shards."""
-    own = (_num_shards(dataset), _generator_states(dataset))
+    own = (_num_shards(dataset), generator_states(dataset))
     return all(facts == own for facts in transport.gather_object(own))
 
 
@@ -187,7 +202,7 @@ def _num_shards(dataset: Any) -> int | None:
     return None
 
 
-def _generator_states(dataset: Any) -> list[Any]:
+def generator_states(dataset: Any) -> list[Any]:
     """The states of the random generators that a dataset, or what it is made of, holds."""
     package = _package_of(dataset)
     getters: dict[type, Callable[[Any], Any]] = {

@@ -11,7 +11,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from accelerate import torch_private
 from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
-from accelerate.data_loader.last_batch import FirstRound
+from accelerate.data_loader.last_batch import FirstRound, length_of
 from accelerate.data_loader.loaders import DataLoaderDispatcher, DataLoaderShard, wrapper_for_xla
 from accelerate.data_loader.permutation import ConstantMemorySampler, SeedableRandomSampler
 from accelerate.data_loader.plan import (
@@ -24,14 +24,28 @@ from accelerate.data_loader.plan import (
     own_share,
     plan,
 )
+from accelerate.data_loader.rank_aware import (
+    BatchJoin,
+    OrderCheck,
+    check_settings,
+    match_ranks,
+    padding_of,
+    pads_like_torch,
+)
 from accelerate.data_loader.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SamplerShard,
+    shard_of,
 )
+from accelerate.data_loader.stateful_shard import with_state
+from accelerate.data_loader.stream_check import StreamCheck, is_of_library, match_streams
 from accelerate.devices import of_device
-from accelerate.ops import current_transport
+from accelerate.logging import get_logger
+from accelerate.ops import Transport, current_transport
 from accelerate.state import PartialState
+
+logger = get_logger(__name__)
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])
 
@@ -62,6 +76,7 @@ def prepare_data_loader(
     use_stateful_dataloader: bool = False,
     torch_device_mesh: Any = None,
     use_constant_memory_sampler: bool = False,
+    already_sharded: bool | None = None,
 ) -> Loader:
     """Make a loader that gives each process its share, on its device; called on all ranks.
 
@@ -74,9 +89,10 @@ def prepare_data_loader(
             batches.
         put_on_device: Move batches to the device.
         rng_types: Generators to synchronize at each pass, see `DataLoaderShard`.
-        dispatch_batches: Read on process 0 only; None: for iterable datasets that are put on the device and
-            do not shard themselves. False: each process iterates the whole dataset and keeps its share, or
-            reads its own shards where the number of shards divides by that of the processes.
+        dispatch_batches: Read on process 0 only. The loader is a `DataLoaderDispatcher`, also on one process.
+            None: for iterable datasets that are put on the device and do not shard themselves, on several
+            processes. False: each process iterates the whole dataset and keeps its share, or reads its own
+            shards where the number of shards divides by that of the processes.
         even_batches: Fill the short end from the beginning, so that all processes get equal batches. False
             concerns map-style loaders that are sharded; dispatched loaders and iterable datasets are
             always filled.
@@ -89,6 +105,10 @@ def prepare_data_loader(
             pipeline axes only get the same batches.
         use_constant_memory_sampler: Shuffle by `ConstantMemorySampler` where torch's `RandomSampler` does so;
             seeded as with `use_seedable_sampler`, which it includes.
+        already_sharded: Whether the loader of each process already yields the shard of its rank: True keeps
+            it as it is, False shards it. None keeps it where `num_replicas` and `rank` of a sampler, a batch
+            sampler or an iterable dataset are those of this process, see `rank_aware.ATTRIBUTES`, and where
+            an iterable dataset reads the rank in its code.
 
     Returns:
         A `DataLoaderShard` or a `DataLoaderDispatcher`, both `torch.utils.data.DataLoader`s; on an XLA device
@@ -97,7 +117,7 @@ def prepare_data_loader(
     Raises:
         PreparationError: The loader is a prepared one.
         ConfigurationError: Settings that contradict each other, see `plan`; `use_constant_memory_sampler`
-            for a sampler with replacement.
+            for a sampler with replacement; `num_replicas` and `rank` that are not those of this process.
     """
     if isinstance(dataloader, DataLoaderAdapter):
         raise PreparationError(
@@ -108,7 +128,13 @@ def prepare_data_loader(
     process_index = PartialState().process_index if process_index is None else process_index
     groups = data_groups(torch_device_mesh, num_processes, process_index)
     target = (device or PartialState().device) if put_on_device else None
-    share = None if _is_xla(target) else _own_share(dataloader, num_processes, groups, dispatch_batches)
+    why = _find_shards_of_user(dataloader, num_processes, groups, already_sharded)
+    if why is not None:
+        check_settings(dataloader, why, split=split_batches, dispatch=dispatch_batches)
+    share = None
+    if not _is_xla(target):
+        is_checked = already_sharded is None
+        share = _own_share(dataloader, num_processes, groups, dispatch_batches, why, is_checked)
     decided = plan(
         dataloader,
         num_processes,
@@ -118,6 +144,7 @@ def prepare_data_loader(
         dispatch=dispatch_batches,
         put_on_device=put_on_device,
         own_share=None if share is None else share.why,
+        already_sharded=why,
     )
     order = _Order(dataloader, num_processes)
     if use_constant_memory_sampler and type(order.sampler) is RandomSampler:
@@ -133,36 +160,115 @@ def prepare_data_loader(
         **kept_settings(dataloader),
     }
     loader: Any
-    if decided.how == "dispatch":
+    if decided.how == "dispatch" or (num_processes == 1 and dispatch_batches):
         settings |= {"slice_fn": slice_fn_for_dispatch, "split_batches": split_batches}
         loader = DataLoaderDispatcher(dataloader.dataset, **order.arguments(decided), **settings)
     else:
         dataset = order.shard(decided) if share is None else share.dataset
+        transport = None if num_processes == 1 or _is_xla(target) else _reachable(num_processes)
+        if (shard := shard_of(order.index_sampler)) is not None:
+            _connect_ranks(shard, dataloader, decided, transport, already_sharded)
+        elif transport is not None and isinstance(dataset, IterableDatasetShard) and already_sharded is None:
+            _check_stream(dataset, dataloader, transport)
         settings |= {"device": target, "rng_types": rng_types if num_processes > 1 else None}
         settings["synchronized_generator"] = order.generator
         loader = DataLoaderShard(dataset, **order.arguments(decided), **settings)
     loader.use_stateful_dataloader = use_stateful_dataloader
     loader.plan = decided
+    if decided.how == "already_sharded" and not decided.even:
+        loader.deals_ready_batches = not pads_like_torch(dataloader.batch_sampler)
     loader.shares_batches = num_processes > groups[0]
-    if decided.how != "dispatch" and _is_xla(target):  # torch_xla's own loader uploads batches
+    if isinstance(loader, DataLoaderShard) and _is_xla(target):  # torch_xla's own loader uploads batches
         loader.device = None
         loader = wrapper_for_xla()(loader, target)
     return loader  # type: ignore[no-any-return]
 
 
+def _find_shards_of_user(
+    loader: DataLoader[Any], num_processes: int, groups: tuple[int, int], already_sharded: bool | None
+) -> str | None:
+    """Return why the loader already yields the shard of its rank, else None; called on all ranks."""
+    if num_processes == 1 or already_sharded is False or is_sharded(loader, *groups):
+        return None
+    why = "already_sharded=True"
+    if already_sharded is None:
+        transport = _reachable(num_processes)
+        found = match_ranks(loader, *groups, transport)
+        if found is None and transport is not None and _is_unknown_stream(loader, groups[0]):
+            found = match_streams(loader.dataset, transport)
+        if found is None:
+            return None
+        why = found
+        logger.info(f"Each rank reads its own shard of a loader that is already sharded {why}.")
+    return why if groups[0] > 1 else None
+
+
+def _is_unknown_stream(loader: DataLoader[Any], groups: int) -> bool:
+    """Whether the iterable dataset of a loader may read the rank in a way that its attributes do not show."""
+    dataset = loader.dataset
+    is_unknown = isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard)
+    return groups > 1 and is_unknown and not is_of_library(dataset)
+
+
+def _reachable(num_processes: int) -> Transport | None:
+    """The transport to the processes that share a loader; None where it does not connect them."""
+    transport = current_transport()
+    return transport if transport.size == num_processes else None
+
+
 def _own_share(
-    loader: DataLoader[Any], num_processes: int, groups: tuple[int, int], dispatch: bool | None
+    loader: DataLoader[Any],
+    num_processes: int,
+    groups: tuple[int, int],
+    dispatch: bool | None,
+    already_sharded: str | None,
+    is_checked: bool,
 ) -> OwnShare | None:
     """The share that the dataset makes for this group, where that is to be read; called on all ranks."""
     if groups[0] == 1 or not isinstance(loader.dataset, IterableDataset):
         return None
+    if already_sharded is not None:
+        return OwnShare(loader.dataset, already_sharded, True)
     share = own_share(loader.dataset, *groups)
+    if share is not None and share.is_given and is_checked:
+        check_settings(loader, share.why, split=False, dispatch=dispatch)
     if share is None or not may_read_own_share(loader, groups[0], dispatch=dispatch, given=share.is_given):
         return None
-    transport = current_transport()
-    if transport.size != num_processes:  # processes that this one cannot reach
-        return None
-    return share if share.is_given or is_the_same_everywhere(loader.dataset, transport) else None
+    transport = None if share.is_given else _reachable(num_processes)
+    return share if transport is None or is_the_same_everywhere(loader.dataset, transport) else None
+
+
+def _connect_ranks(
+    shard: BatchSamplerShard | SamplerShard,
+    loader: DataLoader[Any],
+    decided: ShardPlan,
+    transport: Transport | None,
+    already_sharded: bool | None,
+) -> None:
+    """Connect the ranks that end together, or whose orders are compared; called on all ranks."""
+    batches = shard.shard if isinstance(shard, SamplerShard) else shard
+    batches.already_sharded = decided.how == "already_sharded"
+    if transport is None:
+        return
+    if not batches.already_sharded:
+        if already_sharded is None:
+            is_torch = type(batches.batch_sampler) is BatchSampler
+            sampler = batches.sampler if is_torch else batches.batch_sampler
+            batches.order_check = OrderCheck(transport, type(sampler).__name__)
+        return
+    batches.join = BatchJoin(transport, decided.group, batches.drop_last, padding_of(loader))
+    if pads_like_torch(batches.batch_sampler):
+        return
+    own = length_of(batches.batch_sampler)
+    lengths = transport.gather_object(own)
+    if None not in lengths:
+        batches.extra_batches = (min if batches.drop_last else max)(lengths) - (own or 0)
+
+
+def _check_stream(shard: IterableDatasetShard, loader: DataLoader[Any], transport: Transport) -> None:
+    """Compare the first samples of the ranks, where the main process reads them."""
+    if shard.dataset is loader.dataset and not loader.num_workers:
+        shard.stream_check = StreamCheck(transport, type(shard.dataset).__name__)
 
 
 def _is_xla(device: Any) -> bool:
@@ -212,7 +318,9 @@ class _Order:
         loader, dataset = self.loader, self.loader.dataset
         if isinstance(dataset, IterableDataset):
             return _shard_of_iterable(loader, decided) if decided.how == "shard" else dataset
-        if self.num_processes > 1:
+        if decided.how == "already_sharded":
+            self._resize_batches(decided.batch_size)
+        elif self.num_processes > 1:
             self._synchronize()
         if decided.how == "leave":
             return dataset
@@ -222,6 +330,12 @@ class _Order:
         else:
             self.index_sampler = BatchSamplerShard(self.index_sampler, groups, group, decided.split, even)
         return dataset
+
+    def _resize_batches(self, size: int | None) -> None:
+        """Set the batch size of torch's batch sampler, which `split_batches` divides."""
+        if type(self.index_sampler) is BatchSampler and size != self.index_sampler.batch_size:
+            self.index_sampler = copy(self.index_sampler)
+            self.index_sampler.batch_size = size
 
     def _synchronize(self) -> None:
         """Give a random sampler without a generator one that has the same seed on all processes."""
@@ -256,7 +370,7 @@ def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableD
         own: IterableDatasetShard = copy(loader.dataset)  # type: ignore[assignment]
         own.tagged = own.part_size == loader.batch_size  # else its batches are not those of the loader
         own.first_round = FirstRound()
-        return own
+        return with_state(own)
     shard = IterableDatasetShard(
         loader.dataset,
         batch_size=decided.batch_size or 1,
@@ -265,4 +379,4 @@ def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableD
         process_index=decided.group,
     )
     shard.tagged = True
-    return shard
+    return with_state(shard)

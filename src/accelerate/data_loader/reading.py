@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -12,10 +12,25 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate import torch_private
+from accelerate import rng, torch_private
 from accelerate.base import stack_dumps
-from accelerate.data_loader.last_batch import CountingCollate, Fillers, in_samples, last_remainder, untagged
-from accelerate.data_loader.resume import keep_source_state, restore_stream, source_state
+from accelerate.data_loader.background import Draws
+from accelerate.data_loader.last_batch import (
+    CountingCollate,
+    Fillers,
+    full_rows,
+    in_samples,
+    last_remainder,
+    untagged,
+)
+from accelerate.data_loader.plan import BY_HAND
+from accelerate.data_loader.resume import (
+    Position,
+    keep_source_state,
+    restore_start,
+    restore_stream,
+    source_state,
+)
 from accelerate.data_loader.samplers import shard_of
 from accelerate.devices import of_device
 from accelerate.display import track
@@ -47,22 +62,25 @@ def yield_batches(
 ) -> Iterator[Any]:
     """Yield batches, with the attributes of the loader set for each; `fillers` may grow meanwhile."""
     position, batches_in_round = loader.position, loader.plan.batches_in_round
-    samples: int | None = None
+    reads_all = loader.plan.how == "leave" and loader.plan != BY_HAND
+    full: int | None = None
     given = 0
     step_clock.begin_pass()
     try:
         for current, is_last in batches:
-            if fillers or loader.deals_ready_batches or loader.shares_batches:
-                loader.note_counts(in_samples(fillers.get(number), loader, current), current)
+            rows = ignorant_find_batch_size(current)
+            counts = in_samples(fillers.get(number), loader, current) if fillers else None
+            if rows is not None and reads_all:
+                full = full_rows(loader.nominal_rows, rows, is_only=is_last) if full is None else full
+                counts = (rows,) if rows < full else None
+            loader.note_counts(counts, rows)
             if is_last:
                 loader.end_of_dataloader = position.is_over = True
                 loader.remainder = last_remainder(loader)
             position.advance(batches_in_round)
             if move is not None:
                 current = move(current)
-            if samples is None:
-                samples = ignorant_find_batch_size(current) or 0
-            given += samples
+            given += rows or 0
             if step_clock.active:
                 step_clock.begin_forward(given)
                 given = 0
@@ -94,14 +112,18 @@ def open_batches(
     in this process, and the record of filler.
     """
     position, start = loader.position, loader.start
-    if start.is_over:
-        position.resume_point, position.offset = None, start.offset
-        return iter(()), None, {}
     restore_stream(loader)
+    if start.is_over:
+        position.end_resumed(start.offset, loader)
+        return iter(()), None, {}
     point = position.resume_point
-    by_torchdata = point is not None and loader.torchdata_resumes and start.origin is None
+    by_torchdata = point is not None and point.by_torchdata and start.origin is None
     order_is_drawn = position.begin(loader, point.offset if by_torchdata else start.offset)
     source: Any = open_iterator(loader)
+    loader.iterator = source
+    if position.stream_may_be_over:
+        position.stream_may_be_over = False
+        source = again_if_empty(source, loader)
     is_map_style = not isinstance(loader.dataset, IterableDataset)
     if type(source) is torch_private.SingleProcessIterator and is_map_style and not skip:
         indices = torch_private.wrap_indices(source, IndexAhead)
@@ -113,20 +135,75 @@ def open_batches(
     fillers = _fillers_of(loader)
     if _is_tagged(loader):
         source = untagged(source, fillers)
-    if skip:
-        source = read_past(source, skip, kept)
-    return after_first(source, order_is_drawn, kept, ahead_by or 1), None, fillers
+    is_resumed = point is not None and position.offset.seen == point.offset.seen
+    read_states = point.read_states if point is not None and is_resumed else None
+    if skip or read_states is not None:
+        source = read_past(source, skip, kept, read_states)
+    source = after_first(source, order_is_drawn, kept, ahead_by or 1)
+    if ahead_by is None and not loader.num_workers:
+        source = watch_draws(source, position)
+    return source, None, fillers
+
+
+def watch_draws(source: Iterator[Any], position: Position) -> Iterator[Any]:
+    """Yield batches that are read one ahead; keep the random states in front of each in `position`.
+
+    A pass whose second batch draws no random numbers in this process is read without.
+    """
+    yield from islice(source, 1)
+    draws, draws_any = Draws(), None
+    while draws_any is not False:
+        before = draws.begin()
+        if (batch := next(source, _END)) is _END:
+            return
+        draws_any = draws.seen() if draws_any is None else draws_any
+        position.read_states = before if draws_any else None
+        yield batch
+    yield from source
+
+
+def again_if_empty(source: Iterator[Any], loader: Any) -> Iterator[Any]:
+    """Yield the batches of a source or, without any, those of a new iterator of the loader: the dataset has
+    its state from the end of an epoch, from which some begin the next epoch and others are at their end."""
+    first = next(source, _END)
+    if first is _END:
+        restore_start(loader)
+        source = loader.iterator = open_iterator(loader)
+    else:
+        yield first
+    yield from source
 
 
 def open_iterator(loader: Any) -> Iterator[Any]:
     base: DataLoader[Any] = loader.base_dataloader
     if base.persistent_workers and base._iterator is not None:
         return iter(base)
-    with settings_of_workers(loader):
+    position, epoch = loader.position, loader.iteration
+    with settings_of_workers(loader), dataset_at(loader, position.workers_epoch):
         iterator = iter(base)
+    if base.persistent_workers and position.workers_epoch is None:
+        position.workers_epoch = epoch
     if base.num_workers:
         services.get(WorkersObserver, WorkersObserver).follow(iterator)
     return iterator
+
+
+@contextmanager
+def dataset_at(loader: Any, epoch: int | None) -> Iterator[None]:
+    """Set the epoch of the dataset that new workers copy; None: that of the pass.
+
+    Persistent workers keep the copy of the dataset that they began with, so those that replace them after a
+    checkpoint was loaded begin with the same.
+    """
+    set_epoch = None if epoch is None else getattr(loader.dataset, "set_epoch", None)
+    if set_epoch is None:
+        yield
+        return
+    set_epoch(epoch)
+    try:
+        yield
+    finally:
+        set_epoch(loader.iteration)
 
 
 @contextmanager
@@ -134,16 +211,19 @@ def settings_of_workers(loader: Any) -> Iterator[None]:
     """Change three settings of the torch loader while it makes an iterator, which reads them.
 
     Filler is counted by the collate function, groups draw different seeds for their workers, and workers
-    write their stacks when asked.
+    write their stacks when asked. A run draws the seed of persistent workers once: for those that replace
+    them after a checkpoint was loaded, it is drawn from a copy of the generator.
     """
     base = loader.base_dataloader
+    has_drawn = loader.position.workers_epoch is not None
     settings = {name: getattr(base, name) for name in ("collate_fn", "generator", "worker_init_fn")}
     if _is_tagged(loader):
         base.collate_fn = CountingCollate(base.collate_fn)
     elif (collate := getattr(loader, "collate_in_memory", None)) is not None:
         base.collate_fn = collate
-    if loader.plan.group and base.num_workers:
-        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=base.generator).item())
+    if base.num_workers and (loader.plan.group or has_drawn):
+        source = copy_generator(base.generator) if has_drawn else base.generator
+        drawn = int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
         base.generator = torch.Generator().manual_seed((drawn + loader.plan.group * _GOLDEN) % 2**64)
     if base.num_workers:
         stack_dumps.offer()
@@ -154,6 +234,13 @@ def settings_of_workers(loader: Any) -> Iterator[None]:
     finally:
         for name, setting in settings.items():
             setattr(base, name, setting)
+
+
+def copy_generator(generator: torch.Generator | None) -> torch.Generator:
+    """Return a generator in the same state; None: that of torch."""
+    copied = torch.Generator()
+    copied.set_state(torch.get_rng_state() if generator is None else generator.get_state())
+    return copied
 
 
 def _forks(loader: DataLoader[Any]) -> bool:
@@ -230,16 +317,21 @@ def after_first(
     yield from source
 
 
-def read_past(source: Iterator[Any], count: int, kept: int = 0) -> Iterator[Any]:
-    """Read batches and drop all but the first `kept`, with a progress bar, for data that is read in order."""
+def read_past(
+    source: Iterator[Any], count: int, kept: int = 0, states: Mapping[str, Any] | None = None
+) -> Iterator[Any]:
+    """Read batches and drop all but the first `kept`, with a progress bar, for data that is read in order;
+    the batch behind them is read with these random states."""
     yield from islice(source, kept)
     message = (
         f"{count} batches of an iterable dataset are read and thrown away, to go on where the run was. A "
         "dataset with `state_dict` and `load_state_dict` goes on at once."
     )
-    for _ in track(range(count - kept), "Skipping batches", message):
+    for _ in track(range(count - kept), "Skipping batches", message) if count > kept else ():
         if next(source, _END) is _END:
             return
+    if states is not None:
+        rng.restore(dict(states))
     yield from source
 
 

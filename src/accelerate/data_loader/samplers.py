@@ -8,14 +8,25 @@ from dataclasses import dataclass
 from itertools import chain, count, dropwhile, islice, takewhile
 from operator import length_hint
 from types import GeneratorType
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
-from accelerate.base import wrong_value
+from accelerate.base import CheckpointError, wrong_value
 from accelerate.data_loader.last_batch import Fillers, FirstRound, Tagged, fill, real_per_part
 from accelerate.data_loader.permutation import BLOCK, ConstantMemorySampler, SeedableRandomSampler
+from accelerate.data_loader.rank_aware import BatchJoin, OrderCheck, count_padding, pads_like_torch
+
+if TYPE_CHECKING:
+    from accelerate.data_loader.stream_check import StreamCheck
 
 Batch = list[Any]
 
@@ -75,6 +86,10 @@ class BatchSamplerShard(BatchSampler):
         self.batch_size = cast(int, getattr(self.batch_sampler, "batch_size", None))
         self.drop_last = bool(getattr(self.batch_sampler, "drop_last", False))
         self.fillers: Fillers = {}
+        self.already_sharded = False  # the batches are those of this rank, and pass unchanged
+        self.extra_batches = 0  # batches that this rank repeats until the other ranks end
+        self.join: BatchJoin | None = None  # None where ranks cannot be reached
+        self.order_check: OrderCheck | None = None  # where the sampler may be rank-aware
         if self.split_batches:
             check_split(self.batch_size, self.num_processes, "Give a batch sampler whose batch_size is")
 
@@ -97,18 +112,34 @@ class BatchSamplerShard(BatchSampler):
         self.fillers = {}
         if self.num_processes == 1:
             return start_at(self.batch_sampler, number)
+        if self.already_sharded:
+            return self._own_batches(number)
         if type(self.batch_sampler) is BatchSampler and type(self.sampler) is ConstantMemorySampler:
             return self._computed(self.sampler, self.fillers, number)
         if type(self.batch_sampler) is BatchSampler and type(self.sampler) in _ORDER_KNOWN_AT_ONCE:
             return self._slices(self.sampler, self.fillers, number)
         share = self._rounds if self.drop_last or not self.even_batches else self._even_rounds
-        batches = (self._parts if self.split_batches else share)(iter(self.batch_sampler), self.fillers)
+        source = iter(self.batch_sampler)
+        if self.order_check is not None:
+            source = self.order_check.watch(source)
+        batches = (self._parts if self.split_batches else share)(source, self.fillers)
         return islice(batches, number, None)
+
+    def _own_batches(self, number: int) -> Iterator[Batch]:
+        """The batches of a rank-aware batch sampler; with `even_batches` all ranks end together."""
+        if pads_like_torch(self.batch_sampler):
+            source = start_at(self.batch_sampler, number)
+            return count_padding(source, number, self.sampler, self.batch_size, self.fillers)
+        if self.join is None or not self.even_batches:
+            return start_at(self.batch_sampler, number)
+        return self.join.take(iter(self.batch_sampler), number, self.fillers)
 
     def __len__(self) -> int:
         batches = len(self.batch_sampler)
         if self.num_processes == 1:
             return batches
+        if self.already_sharded:
+            return batches + self.extra_batches * self.even_batches
         if self.split_batches:
             return batches - self._last_part_is_empty(batches)
         rounds, rest = divmod(batches, self.num_processes)
@@ -173,12 +204,14 @@ class BatchSamplerShard(BatchSampler):
     def _rounds(self, source: Iterator[Batch], fillers: Fillers) -> Iterator[Batch]:
         """Without filler: an incomplete round is dropped, or shared as it is."""
         processes, index = self.num_processes, self.process_index
+        full = self.batch_size
         for number in count():
             current = list(islice(source, processes))
+            full = full or max(map(len, current), default=0)
             if self.drop_last and len(current) < processes:
                 return
             if not self.drop_last:
-                _note_sizes(fillers, number, current, processes)
+                _note_sizes(fillers, number, current, processes, full)
             if index >= len(current):
                 return
             yield current[index]
@@ -192,7 +225,7 @@ class BatchSamplerShard(BatchSampler):
         while upcoming := list(islice(source, processes)):
             if list(map(len, current)) != sizes:
                 uniform = False
-                _note_sizes(fillers, number, current, processes)
+                _note_sizes(fillers, number, current, processes, size)
             yield current[index]
             current, number = upcoming, number + 1
         if not current:
@@ -207,7 +240,7 @@ class BatchSamplerShard(BatchSampler):
         real = [len(batch) for batch in current] + [0] * (processes - len(current))
         if uniform:
             real = real_per_part(sum(real), size, processes)
-        if len(set(real)) > 1 or list(map(len, whole)) != real:
+        if len(set(real)) > 1 or list(map(len, whole)) != real or real[0] < size:
             fillers[number] = tuple(real)
         yield whole[index]
 
@@ -227,7 +260,7 @@ class BatchSamplerShard(BatchSampler):
             if self.even_batches and samples < size_of_round:
                 current = fill(current, first, size_of_round)
             if mine := current[index * part : (index + 1) * part]:
-                if samples < size_of_round:
+                if samples < size_of_round or part * processes < size:
                     fillers[number] = tuple(real)
                 yield mine
                 number += 1  # only batches of which this process has a part are counted
@@ -258,6 +291,13 @@ class SamplerShard(Sampler[Any]):
 
     def __len__(self) -> int:
         return len(self.shard)
+
+
+class Segment(NamedTuple):
+    """A part of an epoch that one number of data-parallel groups has read."""
+
+    rounds: int  # one batch for each group
+    samples: int  # of the dataset, in all rounds
 
 
 @dataclass(eq=False, repr=False)
@@ -298,8 +338,9 @@ class IterableDatasetShard(IterableDataset[Any]):
         self.epoch = 0
         generator = getattr(self.dataset, "generator", None)
         self._seed = generator.initial_seed() if isinstance(generator, torch.Generator) else None
-        self.skip_samples = 0  # samples at the beginning of each pass that an earlier run has used
+        self.used: tuple[Segment, ...] = ()  # parts of each pass that earlier runs have read
         self.first_round = FirstRound()
+        self.stream_check: StreamCheck | None = None  # where the dataset may be rank-aware
         self.tagged = False
         """Whether a batch with filler is tagged with its counts; set where the reader removes the tags."""
 
@@ -316,7 +357,7 @@ class IterableDatasetShard(IterableDataset[Any]):
 
     def __len__(self) -> int:
         whole = self.part_size * self.num_processes
-        rounds, rest = divmod(max(len(self.dataset) - self.skip_samples, 0), whole)
+        rounds, rest = divmod(max(len(self.dataset) - sum(part.samples for part in self.used), 0), whole)
         if self.drop_last:
             return rounds * self.part_size
         if self.even_batches:
@@ -329,7 +370,11 @@ class IterableDatasetShard(IterableDataset[Any]):
         start, stop, whole = self.process_index * part, (self.process_index + 1) * part, part * processes
         if self._seed is not None and not hasattr(self.dataset, "set_epoch"):
             self.dataset.generator.manual_seed((self._seed + self.epoch) % 2**64)
-        source = islice(self.dataset, self.skip_samples, None)
+        source: Iterator[Any] = iter(self.dataset)
+        if self.used:
+            skip_used(source, self.used)
+        if self.stream_check is not None:
+            source = chain(self.stream_check.read(self.dataset, source, whole), source)
         current = list(islice(source, whole))
         self.first_round.items = self.first_round.take_restored() or current
         while len(current) == whole:
@@ -342,6 +387,28 @@ class IterableDatasetShard(IterableDataset[Any]):
         if self.tagged and mine:
             mine[0] = Tagged(mine[0], tuple(real_per_part(len(current), part, processes)))
         yield from mine
+
+
+def skip_used(source: Iterator[Any], used: tuple[Segment, ...]) -> None:
+    """Read the samples of a stream that earlier runs have read, in this worker of the loader.
+
+    Workers take turns in yielding batches, so each of them has read its part of the rounds.
+
+    Raises:
+        CheckpointError: The stream of this worker had ended, and the others have read more than their part.
+    """
+    info = get_worker_info()
+    workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
+    parts = [(-((worker - part.rounds) // workers), part.samples // part.rounds) for part in used]
+    expected = sum(rounds * size for rounds, size in parts)
+    missing = expected - sum(1 for _ in islice(source, expected))
+    last_size = next((size for rounds, size in reversed(parts) if rounds), 0)
+    if workers > 1 and missing and missing >= last_size:
+        raise CheckpointError(
+            f"A loader cannot go on in the middle of this epoch: the samples of worker {worker} of {workers} "
+            "had ended, and how many samples the other workers have read is not known. Go on with the same "
+            "number of processes until the end of the epoch, or from a checkpoint between two epochs."
+        )
 
 
 class SkipBatchSampler(BatchSampler):
@@ -380,7 +447,7 @@ def start_at(batch_sampler: Any, number: int, kept: int = 0) -> Iterator[Batch]:
     """Begin a pass at a later batch, in one step where possible; the first `kept` batches are yielded."""
     if isinstance(batch_sampler, (BatchSamplerShard, SamplerShard)):
         return batch_sampler.iter_from(number)
-    if isinstance(batch_sampler, SkipBatchSampler):
+    if isinstance(batch_sampler, SkipBatchSampler) and kept <= batch_sampler.kept:
         return start_at(batch_sampler.batch_sampler, batch_sampler.skip_batches + number, kept)
     if number and type(batch_sampler) is BatchSampler and type(batch_sampler.sampler) in _SKIPS_AT_ONCE:
         return _batches_from(batch_sampler, number, kept)
@@ -424,9 +491,10 @@ def advance(iterator: Iterator[Any], count: int) -> None:
         deque(islice(iterator, count), maxlen=0)
 
 
-def _note_sizes(fillers: Fillers, number: int, batches: list[Batch], processes: int) -> None:
+def _note_sizes(fillers: Fillers, number: int, batches: list[Batch], processes: int, full: int) -> None:
+    """Note the sizes of a round of batches that are not all alike, or smaller than a full batch."""
     sizes = [len(batch) for batch in batches] + [0] * (processes - len(batches))
-    if len(set(sizes)) > 1:
+    if len(set(sizes)) > 1 or 0 < sizes[0] < full:
         fillers[number] = tuple(sizes)
 
 

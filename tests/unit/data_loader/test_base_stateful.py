@@ -70,3 +70,29 @@ def test_workers_end_with_a_pass_that_is_left_early(kind: Any) -> None:
     iterator.close()
     assert multiprocessing.active_children() == []
     assert sum(map(len, loader)) == 11
+
+
+def skipping(iterable: bool, workers: int) -> Any:
+    data: Any = Stream() if iterable else list(range(11))
+    settings: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "use_stateful_dataloader": True}
+    return SkipDataLoader(data, skip_batches=2, **settings)
+
+
+@pytest.mark.filterwarnings("ignore:Neither dataset nor iter")
+@pytest.mark.parametrize("iterable", [False, True])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("stop", [0, 1, 3])
+def test_a_skipping_loader_is_read_and_resumed_by_torchdata(iterable: bool, workers: int, stop: int) -> None:
+    whole = [[4, 5], [6, 7], [8, 9], [10]]
+    loader = skipping(iterable, workers)
+    assert type(loader.base_dataloader) is stateful.StatefulDataLoader
+    assert isinstance(loader, stateful.StatefulDataLoader)
+    iterator = iter(loader)
+    assert [next(iterator).tolist() for _ in range(stop)] == whole[:stop]
+    position = copy.deepcopy(loader.state_dict())
+    iterator.close()
+    late = skipping(iterable, workers)
+    late.load_state_dict(position)
+    assert [batch.tolist() for batch in late] == whole[stop:]
+    assert [batch.tolist() for batch in late] == whole
+    assert [batch.tolist() for batch in loader] == whole

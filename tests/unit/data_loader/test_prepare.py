@@ -175,7 +175,7 @@ def test_the_state_of_the_pass() -> None:
     for number, _ in enumerate(loader):
         assert state.active_dataloader is loader
         assert state.end_of_dataloader == (number == 2)
-        assert state.remainder == (1 if number == 2 else -1)
+        assert state.remainder == 1
     assert state.active_dataloader is None
     for _ in loader:
         break

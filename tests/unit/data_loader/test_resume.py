@@ -199,7 +199,7 @@ def test_a_stream_with_state_reads_nothing_twice() -> None:
     dataset = StreamWithState()
     loader = accelerator.prepare(DataLoader(dataset, batch_size=BATCH))
     state = {**(resume.capture(loader) or {}), "seen": 5, "consumed": 5}
-    resume.restore(loader, state, {"state": {"index": 15}, "first": []})
+    resume.restore(loader, state, {"dataset": {"state": {"index": 15}, "first": []}})
     assert len(list(accelerator.skip_first_batches(loader, 5))) == 3
     assert dataset.read == SAMPLES - 15
 

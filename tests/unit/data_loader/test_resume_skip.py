@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from accelerate.base import ConfigurationError
 from accelerate.data_loader import (
     BatchSamplerShard,
+    DataLoaderDispatcher,
     DataLoaderShard,
     SkipDataLoader,
     prepare_data_loader,
@@ -106,6 +107,22 @@ def test_a_directly_built_shard_keeps_the_epoch_of_its_sampler(processes: int) -
     assert read(skip_first_batches(loader, 2)) == first[2:]
 
 
+def test_a_directly_built_dispatcher_keeps_the_epoch_of_its_sampler() -> None:
+    sampler = Shuffled()
+    loader = DataLoaderDispatcher(list(range(12)), batch_size=2, sampler=sampler)
+    first, second = read(loader), read(loader)
+    assert first != second
+    assert sampler.epoch == 1
+    assert read(skip_first_batches(loader, 1)) == second[1:]
+    assert sampler.epoch == 1
+    read(loader)
+    assert sampler.epoch == 2
+    sampler.set_epoch(0)
+    assert read(skip_first_batches(skip_first_batches(loader, 1), 1)) == first[2:]
+    loader.set_epoch(1)
+    assert read(skip_first_batches(loader, 3)) == second[3:]
+
+
 @pytest.mark.parametrize("assigned", [False, True])
 def test_the_epoch_of_a_shard_reaches_its_sampler(assigned: bool) -> None:
     sampler = Shuffled()
@@ -128,7 +145,7 @@ def test_iterable_data_is_read_and_left(prepared: bool) -> None:
     for _ in skipping:
         assert state.active_dataloader is skipping
         ends.append((state.end_of_dataloader, state.remainder))
-    assert ends == [(False, -1), (True, 1)]
+    assert ends == [(False, 1), (True, 1)]
     assert len(skipping) == 2
     assert read(skipping) == [[6, 7, 8], [9]]
     assert read(loader) == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]

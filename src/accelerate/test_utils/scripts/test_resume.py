@@ -90,13 +90,16 @@ class Case:
     sampler: Callable[[Any], RandomSampler] | None = None
     workers: int = 0
     config: Mapping[str, Any] = field(default_factory=dict)
+    persistent: bool = False
 
     def build(self, length: int) -> DataLoader[Any]:
         """Return the user's loader: map-style datasets without a sampler are shuffled."""
         dataset = self.dataset(length)
         sampler = None if self.sampler is None else self.sampler(dataset)
         shuffle = self.dataset is numbers and sampler is None
-        return DataLoader(dataset, BATCH, shuffle, sampler, num_workers=self.workers)
+        return DataLoader(
+            dataset, BATCH, shuffle, sampler, num_workers=self.workers, persistent_workers=self.persistent
+        )
 
     @property
     def key(self) -> str:
@@ -112,6 +115,7 @@ class Case:
 CASES = (
     Case("shuffled"),
     Case("shuffled", workers=2),
+    Case("shuffled, persistent workers", workers=1, persistent=True),
     Case("shuffled with a seeded sampler", config={"use_seedable_sampler": True}),
     Case("shuffled in constant memory", config={"use_constant_memory_sampler": True}),
     Case("sampler with its own generator", sampler=sample_again),
