@@ -5,6 +5,8 @@ PYTHON ?= python3
 # How many mutants of each module `make mutate` runs; 0 stands for all.
 SAMPLE ?= 10
 WORKERS ?= 2
+# The trials of `make fuzz`: the first seed and the end of the range.
+SEEDS ?= 0:2000
 # The one environment that `make test-versions` runs: oldest, middle, newest or lowest; all where it is empty.
 ONLY ?=
 # Debian packages that tests of several machines and of pages start; without them those tests skip, and say so.
@@ -24,7 +26,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 .DEFAULT_GOAL := help
 # Arguments of `make gpu`.
 ARGS ?=
-.PHONY: help demo test test-device test-slow test-versions gpu mutate check bench scale reference pictures docs clean
+.PHONY: help demo test test-device test-slow test-versions gpu mutate fuzz check bench scale reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -45,6 +47,8 @@ test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## r
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \
 		echo "not installed: $(PROGRAMS); tests that need them will skip"
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
+	$(ON_SIMULATED_DEVICE) $(BIN)/python -c "import torch"
+	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -m slow tests/device
 
 test-versions: $(VENV)/.versions-installed ## run the tests on the oldest, a middle and the newest torch, and with the lowest versions (ONLY=oldest: one)
 	$(BIN)/python tests/versions/run.py --only "$(ONLY)" --workers $(WORKERS)
@@ -56,6 +60,9 @@ mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which sma
 	rm -rf mutants
 	$(ONE_THREAD) $(BIN)/python tests/mutation/run.py --sample $(SAMPLE) --workers $(WORKERS)
 
+fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones (SEEDS=0:2000)
+	$(ONE_THREAD) $(BIN)/python tests/fuzz/run.py --seeds $(SEEDS) --workers $(WORKERS)
+
 check: $(VENV)/.check-installed ## lint, formatting and types, also as on macOS and Windows
 	$(BIN)/ruff check
 	$(BIN)/ruff check --preview --select PLW1514 src examples
@@ -65,7 +72,7 @@ check: $(VENV)/.check-installed ## lint, formatting and types, also as on macOS 
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 
 bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw call
-	@missed=0; for each in $(filter-out $(addprefix benchmarks/,pairing.py clients.py simulation.py scale.py),$(wildcard benchmarks/*.py)); do \
+	@missed=0; for each in $(filter-out $(addprefix benchmarks/,families.py pairing.py clients.py simulation.py scale.py),$(wildcard benchmarks/*.py)); do \
 		$(BIN)/python $$each || missed=1; echo; done; exit $$missed
 
 scale: $(VENV)/.test-installed ## measure up to 4,096 simulated ranks and 16 processes, and write docs/concepts/scale.md

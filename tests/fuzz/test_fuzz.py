@@ -1,0 +1,18 @@
+"""A short range of the trials of `make fuzz`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+SEEDS = "20:30"
+
+
+def test_interrupted_runs_equal_those_without_a_break() -> None:
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--seeds", SEEDS]
+    ended = subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
