@@ -11,8 +11,9 @@ import gc
 import signal
 import sys
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from operator import attrgetter, methodcaller
 from pkgutil import resolve_name
 from types import FunctionType
@@ -164,6 +165,14 @@ NAMES: dict[str, PrivateName] = {
         "torch.distributed._tools.mem_tracker:MemTracker",
         "Counts the bytes of parameters, gradients, activations, ... while a step runs; no public tool does.",
     ),
+    "TorchDispatchMode": PrivateName(
+        "torch.utils._python_dispatch:TorchDispatchMode",
+        "The base class of modes that see each operator; documented under this name.",
+    ),
+    "no_dispatch": PrivateName(
+        "torch.utils._mode_utils:no_dispatch",
+        "Runs operators on real tensors while a mode of fake tensors is active.",
+    ),
     "default_to_foreach": PrivateName(
         "torch.optim.optimizer:_default_to_fused_or_foreach",
         "Whether an optimizer updates all parameters at once by default, for which it takes more memory.",
@@ -205,9 +214,16 @@ FLAT_PARAMETER = "_flat_param"
 """The name of FSDP 1's flat parameter in its module."""
 
 
+def is_optimized_module(module: object) -> bool:
+    """Return whether a module is what `torch.compile(module)` returns, by its type."""
+    # No module is compiled before dynamo is imported, and importing it takes a second.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
 def uncompiled(module: Any) -> Any:
     """Return the module in torch.compile's wrapper, which has no public name for it, or the module."""
-    return getattr(module, "_orig_mod", module)
+    return module._orig_mod if is_optimized_module(module) else module
 
 
 def num_collectives(group: Any) -> int | None:
@@ -285,20 +301,88 @@ def skip_frozen_gradients(tracker: Any, model: nn.Module) -> None:
             tracker._param_to_grad_hook_handles[parameter] = (none, none)
 
 
-def numbers_assumed() -> AbstractContextManager[Any]:
-    """Return a context in which each number read from a tensor is one: fake tensors have no values."""
-    from torch.utils._python_dispatch import TorchDispatchMode
+def record_moments(tracker: Any, record: Callable[[], None]) -> None:
+    """Let a `MemTracker` call a function after each operator, in place of its records for each module."""
+    tracker._update_peak_stats = lambda state: record()
+    tracker.get_tracker_snapshot = lambda kind="current": {}
 
-    base: Any = TorchDispatchMode
 
-    class Numbers(base):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.aten._local_scalar_dense.default:
-                return 1.0 if args[0].is_floating_point() else 1
-            return func(*args, **(kwargs or {}))
+def tracked_bytes(tracker: Any) -> Mapping[torch.device, Mapping[str, int]]:
+    """Return the bytes that a `MemTracker` counts now, by device and by kind of tensor."""
+    return tracker._curr_mem_snap  # type: ignore[no-any-return]
 
-    context: AbstractContextManager[Any] = Numbers()
-    return context
+
+def operator(name: str) -> Any:
+    """Return an operator of torch, such as that of "_softmax.default"."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of an operator by name, defaults included."""
+    names = [argument.name for argument in func._schema.arguments]
+    defaults = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def mutated_by(func: Any) -> list[str]:
+    """Return the names of the arguments that an operator writes to."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    return [
+        each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
+    ]
+
+
+def peak_on_cpu(work: Callable[[], Any]) -> tuple[Any, int] | None:
+    """Return the result of a function, and the bytes that its operators have allocated at their peak.
+
+    torch's profiler with the same records prints lines about itself.
+
+    Returns:
+        None if this thread is being profiled already, or torch has no such profiler.
+    """
+    module: Any = torch.autograd
+    if not hasattr(module, "_enable_profiler_legacy") or module._profiler_enabled():
+        return None
+    options = module.ProfilerConfig(
+        module.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
+    )
+    module._enable_profiler_legacy(options)
+    try:
+        result = work()
+    finally:
+        threads = module._disable_profiler_legacy()
+    allocated = peak = 0
+    for event in (event for thread in threads for event in thread if event.kind() == "memory_alloc"):
+        allocated += event.cpu_memory_usage()
+        peak = max(peak, allocated)
+    return result, peak
+
+
+@contextmanager
+def fake_parameters_converted() -> Iterator[None]:
+    """Let `Module.to` convert parameters that are fake tensors: torch swaps them, which weak references to
+    them prevent."""
+    original = nn.Module._apply
+
+    def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            convert(child, function)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                with torch.no_grad():
+                    converted = function(tensor)
+                if converted is not tensor:
+                    tensor.data = converted
+        return module
+
+    nn.Module._apply = convert  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
 
 
 # Loaders and samplers
@@ -322,6 +406,18 @@ def loader_progress(iterator: Any) -> tuple[int, int]:
     """Return values that change with each batch and each pass of an iterator with workers."""
     # torchdata asks its workers for states before it has an order
     return getattr(iterator, "_rcvd_idx", 0), id(getattr(iterator, "_sampler_iter", None))
+
+
+def count_yielded(loader: Any) -> int:
+    """Return how many batches the open iterator of a loader has yielded, before a restored state too."""
+    return getattr(getattr(loader, "_iterator", None), "_num_yielded", 0)
+
+
+def dataset_state(state: Any) -> Any:
+    """Return the state of an iterable dataset within that of torchdata's iterator without workers, None
+    without one; a dataset that is its own iterator has it as that of the iterator."""
+    own = state.get("dataset_state")
+    return (state.get("fetcher_state") or {}).get("dataset_iter_state") if own is None else own
 
 
 def loader_tasks(iterator: Any) -> list[Any]:
@@ -509,7 +605,67 @@ def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
             yield path, FlatUnit(unit)
 
 
+# Attention
+
+
+@contextmanager
+def attention_checked(check: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Call the public attention function with the arguments that `check` returns, inside the block.
+
+    `context_parallel`, which is entered before, replaces that function, and shards a mask like a query.
+    """
+    attend = nn.functional.scaled_dot_product_attention
+
+    def checked(*args: Any, **kwargs: Any) -> Tensor:
+        given = check(args, kwargs)
+        heads = [given.pop(name) for name in ("query", "key", "value")]
+        return attend(*heads, **given)
+
+    nn.functional.scaled_dot_product_attention = checked
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = attend
+
+
+def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
+    """Yield what FSDP 2 has for each parameter: it keeps the whole gradient of passes without reduction."""
+    for module in model.modules():
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
+        unit: Any = module
+        state = unit._get_fsdp_state()
+        groups = (
+            state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        )
+        for group in filter(None, groups):
+            yield from group.fsdp_params
+
+
+def unreduced_gradients(model: nn.Module) -> list[Tensor]:
+    """Return the gradients of FSDP 2 that were not reduced yet, to which no public attribute gives access."""
+    parameters = list(_parameters_of_fsdp2(model))
+    kept = [parameter.unsharded_accumulated_grad for parameter in parameters]
+    kept += [
+        parameter._unsharded_param.grad for parameter in parameters if hasattr(parameter, "_unsharded_param")
+    ]
+    return [gradient for gradient in kept if gradient is not None]
+
+
+def drop_unreduced_gradients(model: nn.Module) -> None:
+    """Drop the gradients that `unreduced_gradients` returns."""
+    for parameter in _parameters_of_fsdp2(model):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None
+
+
 # Optimizers and schedulers
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Let a GradScaler forget for which optimizers it has unscaled gradients: only `update` does so."""
+    scaler._per_optimizer_states.clear()
 
 
 @contextmanager
@@ -523,6 +679,15 @@ def step_replaced(optimizer: Any, step: Callable[..., Any], original: Callable[.
         yield
     finally:
         optimizer.step = original
+
+
+def allow_fp16_gradients(scaler: torch.amp.GradScaler) -> None:
+    """Let a gradient scaler unscale float16 gradients, as that of FSDP 1 does; torch has no option for it."""
+    scaler._unscale_grads_ = partial(_unscale_all, scaler._unscale_grads_)  # type: ignore[method-assign]
+
+
+def _unscale_all(unscale: Callable[..., Any], optimizer: Any, *scales: Tensor, **_: Any) -> Any:
+    return unscale(optimizer, *scales[:2], True)
 
 
 def point_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:

@@ -29,7 +29,14 @@ ATTENTIONS = {
     "by module": lambda *heads: F.scaled_dot_product_attention(*heads, is_causal=True),
     "by name": lambda *heads: scaled_dot_product_attention(*heads, is_causal=True),
     "by keyword": lambda q, k, v: scaled_dot_product_attention(query=q, key=k, value=v, is_causal=True),
+    "by causal mask": lambda *heads: F.scaled_dot_product_attention(*heads, attn_mask=_causal(heads[0])),
+    "by window": lambda *heads: scaled_dot_product_attention(*heads, attn_mask=_causal(heads[0]).triu(-1)),
+    "both ways": lambda *heads: F.scaled_dot_product_attention(*heads),
 }
+
+
+def _causal(heads: torch.Tensor) -> torch.Tensor:
+    return torch.ones(heads.shape[-2], heads.shape[-2], dtype=torch.bool).tril()
 
 
 class Reader(nn.Module):
@@ -121,11 +128,26 @@ def test_two_processes_share_each_sequence(run: Run, alone: dict[int, Any], rota
     check(run(train, {"cp_size": 2}, BATCH, rotate), alone[BATCH])
 
 
-@pytest.mark.parametrize("attention", ["by name", pytest.param("by keyword", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "attention", ["by name", "by causal mask", pytest.param("by keyword", marks=pytest.mark.slow)]
+)
 def test_attention_reaches_over_all_however_it_is_called(
     run: Run, alone: dict[int, Any], attention: str
 ) -> None:
     check(run(train, {"cp_size": 2}, BATCH, "allgather", False, attention), alone[BATCH])
+
+
+def train_refused(attention: str) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        train({"cp_size": 2}, BATCH, attention=attention)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("attention", "reason"), [("by window", "attn_mask"), ("both ways", "is_causal=False")]
+)
+def test_attention_that_is_not_causal_is_refused(run: Run, attention: str, reason: str) -> None:
+    assert all(reason in error for error in run(train_refused, attention))
 
 
 def test_parameters_are_sharded_over_the_axis_too(run: Run, alone: dict[int, Any]) -> None:

@@ -3,6 +3,7 @@ from accelerate.precision.amp import (
     MixedPrecision as MixedPrecision,
     Precision as Precision,
     ScaledPrecision as ScaledPrecision,
+    fp16_gradients_explained as fp16_gradients_explained,
     get_fsdp2_grad_scaler as get_fsdp2_grad_scaler,
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,

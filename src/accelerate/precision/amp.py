@@ -5,15 +5,15 @@ Source: https://docs.pytorch.org/docs/stable/amp.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from accelerate.base import DistributedType, FP8BackendType, PreparationError, listed
+from accelerate.base import ConfigurationError, DistributedType, FP8BackendType
 from accelerate.ops import convert_to_fp32
 from accelerate.plugins import AutocastKwargs
 from accelerate.state import AcceleratorState
@@ -41,9 +41,6 @@ class Precision:
 
     def __init__(self, name: str = "no") -> None:
         self.name = name
-
-    def check(self, model: nn.Module) -> None:
-        """Refuse a model that cannot train in this format."""
 
     def initialize(self, models: list[nn.Module], optimizers: list[Any]) -> tuple[list[nn.Module], list[Any]]:
         """Return the new models and optimizers of a `prepare` call, as this format changes them together."""
@@ -130,6 +127,24 @@ class MixedPrecision(Precision):
         return torch.autocast(self.device_type, self.dtype, enabled, cache_enabled)
 
 
+@contextmanager
+def fp16_gradients_explained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Name the option where a gradient scaler refuses float16 gradients inside the block."""
+    try:
+        yield
+    except ValueError as error:
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"]]
+        count = sum(gradient is not None and gradient.dtype == torch.float16 for gradient in gradients)
+        if "unscale FP16 gradients" not in str(error):
+            raise
+        raise ConfigurationError(
+            f"{count} parameters of {type(optimizer).__name__} are float16, and torch does not unscale such "
+            "gradients: small updates are lost in float16 weights. Keep trainable parameters in float32 "
+            "(p.data = p.data.float()), use mixed_precision='no', or pass "
+            "kwargs_handlers=[GradScalerKwargs(allow_fp16_gradients=True)] to Accelerator."
+        ) from error
+
+
 class ScaledPrecision(MixedPrecision):
     """float16 by autocast, with a gradient scaler against underflow.
 
@@ -150,17 +165,6 @@ class ScaledPrecision(MixedPrecision):
         self.scaler = scaler
         self.updates_due: list[GradScaler] = []
         self.optimizers: list[Any] = []
-
-    def check(self, model: nn.Module) -> None:
-        """Refuse float16 parameters that train: their gradients cannot be unscaled."""
-        half = [n for n, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]
-        if half:
-            raise PreparationError(
-                f"{len(half)} trainable parameters of {type(model).__name__} are float16 "
-                f"({listed(half)}), but mixed_precision='fp16' scales gradients and torch cannot unscale "
-                "float16 ones. Keep trainable parameters in float32 (model.float(), or "
-                "p.data = p.data.float() for those that train), or use mixed_precision='no'."
-            )
 
     def adopt(self, optimizers: list[Any]) -> None:
         """Let several optimizers share the scaler: its update then waits until all of them have stepped."""
@@ -184,7 +188,8 @@ class ScaledPrecision(MixedPrecision):
         for optimizer in optimizers:
             if optimizer.gradients_unscaled or optimizer.scaler is None:
                 continue
-            optimizer.scaler.unscale_(optimizer.optimizer)
+            with fp16_gradients_explained(optimizer.optimizer):
+                optimizer.scaler.unscale_(optimizer.optimizer)
             optimizer.gradients_unscaled = True
 
     def gradient_scale(self) -> float:

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from accelerate.base import FP8BackendType, PreparationError, torchao_required, wrong_value
+from accelerate.base import FP8BackendType, PreparationError, listed, torchao_required, wrong_value
+from accelerate.logging import get_logger
 from accelerate.plugins import AORecipeKwargs, AutocastKwargs, MSAMPRecipeKwargs
 from accelerate.precision.amp import MixedPrecision
+from accelerate.state import PartialState
 
 if TYPE_CHECKING:
     from torchao.float8 import Float8LinearConfig
@@ -31,10 +33,23 @@ from accelerate.base import require
 from accelerate.plugins import TERecipeKwargs
 from accelerate.precision.amp import AutocastForward
 
+logger = get_logger(__name__)
+
 Filter = Callable[[nn.Module, str], bool]
 ConvertLayers = Callable[[nn.Module, Any, Any], object]
 TILE = 16
 """FP8 kernels take sizes that are multiples of this."""
+ROUTERS = frozenset({"gate", "router"})
+"""Parts of names of modules that choose experts: rounded to FP8, their scores become NaN or choose others."""
+NUM_EXPERTS = (
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_routed_experts",
+    "moe_num_experts",
+    "n_experts",
+)
+"""Fields of configs with the number of experts, which is the number of outputs of a router."""
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
@@ -52,8 +67,11 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence
         layers_to_filter: names of modules that shall not.
 
     Returns:
-        `False` for those, and for linear layers of sizes that FP8 kernels do not take.
+        `False` for those, for routers (`gate` or `router` in the name), and for linear layers of sizes that
+        FP8 kernels do not take.
     """
+    if ROUTERS & set(fqn.split(".")):
+        return False
     if isinstance(module, nn.Linear) and (module.in_features % TILE or module.out_features % TILE):
         return False
     return fqn not in layers_to_filter
@@ -62,6 +80,36 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
     """Return whether a module shall compute in FP8, if not for the first and last linear layer in it."""
     return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
+
+
+def find_routers(model: nn.Module) -> set[str]:
+    """Return the names of the linear layers that choose experts, by their names or numbers of outputs."""
+    configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
+    configs += [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
+    counts = {getattr(config, field, None) for config in configs for field in NUM_EXPERTS}
+    return {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and (ROUTERS & set(name.split(".")) or (module.out_features > 1 and module.out_features in counts))
+    }
+
+
+def _log_converted(model: nn.Module, linear: Sequence[str]) -> None:
+    """Log which of the layers that were linear layers of torch compute in FP8."""
+    if not PartialState._shared_state:  # nothing says which rank this is
+        return
+    modules = dict(model.named_modules())
+    kept = [name for name in linear if type(modules[name]) is nn.Linear]
+    converted = [name for name in linear if name not in kept]
+    logger.info(
+        f"FP8: {len(converted)} linear layers of {type(model).__name__} are converted ({listed(converted)}), "
+        f"{len(kept)} are not ({listed(kept)})."
+    )
+
+
+def _linear_layers(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if type(module) is nn.Linear]
 
 
 @torchao_required
@@ -82,12 +130,13 @@ def convert_model_to_fp8_ao(
         model: any module.
         config: how; torchao's defaults otherwise.
         module_filter_func: called with a module and its name, whether it is converted. Otherwise all linear
-            layers are, but the first and the last one and those of sizes that FP8 kernels do not take.
+            layers are, but the first and the last one, routers of experts, and those of sizes that FP8
+            kernels do not take.
     """
     from torchao.float8 import convert_to_float8_training
 
-    ends = find_first_last_linear_layers(model)
-    chosen = module_filter_func or partial(filter_linear_layers, layers_to_filter=ends)
+    kept = [*find_first_last_linear_layers(model), *find_routers(model)]
+    chosen = module_filter_func or partial(filter_linear_layers, layers_to_filter=kept)
     convert_to_float8_training(model, module_filter_fn=chosen, config=config)
 
 
@@ -135,7 +184,9 @@ class TorchaoPrecision(Fp8Precision):
             if config is not None and config.enable_fsdp_float8_all_gather and not self.gathers_shards:
                 # All-gathers in float8 make new parameters, which no optimizer knows; nothing is sent here.
                 config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
+            linear = _linear_layers(model)
             self.convert_layers(model, config, self.recipe.module_filter_func)
+            _log_converted(model, linear)
         return super().convert(model)
 
 
@@ -185,7 +236,7 @@ def convert_model(
     """Replace linear layers and layer norms in a model by those of Transformer Engine, or back; in place.
 
     The new layers have the weights of the old ones, as parameters of their own. A linear layer whose sizes
-    are no multiples of 16 stays.
+    are no multiples of 16 stays, and so does a router of experts.
 
     Args:
         model: holds the layers; is not replaced itself.
@@ -196,8 +247,11 @@ def convert_model(
     engine = _layers_of(model)
     source, target = (nn, engine) if to_transformer_engine else (engine, nn)
     kinds = [*(["Linear"] if _convert_linear else []), *(["LayerNorm"] if _convert_ln else [])]
+    routers = {model.get_submodule(name) for name in find_routers(model)}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
+            if to_transformer_engine and child in routers:
+                continue
             for kind in kinds:
                 if isinstance(child, getattr(source, kind)) and (target is nn or _fits(child)):
                     setattr(parent, name, _with_weights_of(child, _like(child, kind, target)))
@@ -268,7 +322,9 @@ class TransformerEnginePrecision(Fp8Precision):
         if isinstance(model.__dict__.get("forward"), AutocastForward):  # it was converted before
             return model
         if not has_transformer_engine_layers(model):
+            linear = _linear_layers(model)
             convert_model(model)
+            _log_converted(model, linear)
             if not has_transformer_engine_layers(model):
                 raise PreparationError(
                     f"{type(model).__name__} has no layer that can compute in FP8: linear layers whose sizes "

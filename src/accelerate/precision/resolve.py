@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.amp import GradScaler
 
+from accelerate import torch_private
 from accelerate.base import is_msamp_available, is_torchao_available, listed, require, wrong_value
 from accelerate.devices import DeviceBackend, is_transformer_engine_available
 from accelerate.logging import get_logger
@@ -51,7 +52,10 @@ class PrecisionRequest:
 def _float16(request: PrecisionRequest) -> Precision:
     arguments = request.scaler.to_kwargs() if request.scaler else {}
     make_scaler = request.make_scaler or request.backend.grad_scaler
-    return ScaledPrecision("fp16", request.backend.name, make_scaler(**arguments), request.autocast)
+    scaler = make_scaler(**arguments)
+    if request.scaler and request.scaler.allow_fp16_gradients:
+        torch_private.allow_fp16_gradients(scaler)
+    return ScaledPrecision("fp16", request.backend.name, scaler, request.autocast)
 
 
 def _by_torchao(request: PrecisionRequest, recipe: AORecipeKwargs) -> Precision:

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from accelerate.base import ConfigurationError, DistributedType, PreparationError
+from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
 from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, Payload, ShardOwner
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.logging import get_logger
+from accelerate.ops import is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
@@ -25,8 +26,10 @@ from accelerate.strategies.session import (
     Bundle,
     Context,
     Kind,
+    as_list,
     find_unrelated_optimizers,
     find_unstepped_models,
+    parameter_ids,
     placeholder_kind,
 )
 from accelerate.weights import move_module
@@ -125,12 +128,13 @@ class Strategy:
         for message in find_unstepped_models(new_models, [*prepared.optimizers, *bundle.optimizers]):
             logger.warning(message)
         models = [*prepared.models, *bundle.models]
-        for message in find_unrelated_optimizers(new_optimizers, models) if models else []:
+        is_single = self.context.topology.size == 1
+        stepped = parameter_ids([*prepared.optimizers, *bundle.optimizers]) if is_single else None
+        for message in find_unrelated_optimizers(new_optimizers, models, stepped) if models else []:
             logger.warning(message)
 
     def check_model(self, model: nn.Module) -> None:
         """Refuse a model that this method cannot train."""
-        self.precision.check(model)
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Refuse an optimizer that this method cannot step, and say what it will not do."""
@@ -206,6 +210,10 @@ class Strategy:
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         """Return `optimizer` in our wrapper, with the scaler of the number format."""
         self.session.remap([optimizer])
+        if self.context.gradients.plugin_kwargs.get("skip_nonfinite_updates") and not self.holds_gradients:
+            raise wrong_value(
+                "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
+            )
         return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=self.precision.scaler)
 
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:
@@ -226,11 +234,24 @@ class Strategy:
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their joint norm is at most `max_norm`; return the norm they had."""
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        parameters = as_list(parameters)
+        if not _any_distributed(parameters):
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+        from accelerate.strategies.fsdp import gradient_norm, scale_down
+
+        norm = gradient_norm(parameters, norm_type, self.context.device)
+        scale_down(parameters, norm, max_norm)
+        return norm
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Cut each gradient element to the range from `-clip_value` to `clip_value`."""
-        torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        parameters = as_list(parameters)
+        if not _any_distributed(parameters):
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+            return
+        from accelerate.strategies.fsdp import clip_values
+
+        clip_values(parameters, clip_value)
 
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
         """Return what saves (to a folder) and loads a model, number `index` of those in engines, with
@@ -290,6 +311,30 @@ def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload
 
 def keep_file(content: Any, path: Path) -> None:
     """Write nothing: the file exists already."""
+
+
+def _any_distributed(parameters: Sequence[Tensor]) -> bool:
+    """Whether some parameters or gradients are DTensors, which torch does not clip with others."""
+    return any(is_dtensor(tensor) for parameter in parameters for tensor in (parameter, parameter.grad))
+
+
+def refuse_sharded_model(model: nn.Module, fix: str) -> None:
+    """Raise for a model that something else has sharded, naming the first of its modules that is."""
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        parameters = list(module.parameters(recurse=False))
+        if "FullyShardedDataParallel" in kinds:
+            how = "wrapped by FullyShardedDataParallel"
+        elif "FSDPModule" in kinds:
+            how = "sharded by fully_shard"
+        elif any(map(is_dtensor, parameters)):
+            how = "distributed over a device mesh: its parameters are DTensors"
+        else:
+            continue
+        where = f"{type(model).__name__}.{name}" if name else type(model).__name__
+        raise PreparationError(
+            f"{where} is already {how}, and `prepare` shards or replicates whole models only. {fix}"
+        )
 
 
 def refuse_split_model(model: nn.Module, reason: str) -> None:

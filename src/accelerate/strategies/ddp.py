@@ -20,12 +20,15 @@ from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import torch_private
-from accelerate.base import wrong_value
+from accelerate.base import listed, wrong_value
+from accelerate.logging import get_logger
 from accelerate.planning import Layout
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
-from accelerate.strategies.base import Strategy, refuse_split_model
-from accelerate.strategies.session import Context
+from accelerate.strategies.base import Strategy, refuse_sharded_model, refuse_split_model
+from accelerate.strategies.session import Context, Kind, kind_of
+
+logger = get_logger(__name__)
 
 _ORDERS = ("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices")
 """torch's names for the order of this pass, and of the next one."""
@@ -129,13 +132,18 @@ class DataParallel(Strategy):
         self.replicas = context.topology.size
 
     def check_model(self, model: nn.Module) -> None:
-        super().check_model(model)
         refuse_split_model(model, "which DistributedDataParallel cannot replicate")
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Return the replica, compiled around DistributedDataParallel so that its buckets shape the graph."""
         if not any(p.requires_grad for p in model.parameters()):
             return self.compile(model)
+        refuse_sharded_model(
+            model,
+            "Pass the model before it is sharded, with fsdp_plugin=FullyShardedDataParallelPlugin(...) or "
+            "parallelism_config=ParallelismConfig(...) of these axes (tp_size for a tp_plan), or keep it out "
+            "of `prepare` and train it as it is.",
+        )
         handler = self.context.request.ddp or DistributedDataParallelKwargs()
         index = self.context.device.index
         devices = {} if index is None else {"device_ids": [index], "output_device": index}
@@ -160,13 +168,31 @@ class DataParallel(Strategy):
         return nullcontext() if replica is None else replica.no_sync()
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Return a context of the joinable objects; what exchanges nothing in its forward is left out."""
+        wrong = [type(obj).__name__ for obj in joinables if kind_of(obj) not in (Kind.MODEL, Kind.OPTIMIZER)]
+        if wrong:
+            reason = "only models and optimizers can be joined"
+            raise wrong_value("joinables", wrong, reason, "Pass the models that `prepare` returned")
         inner = [
-            _replica(obj) if isinstance(obj, nn.Module) else getattr(obj, "optimizer", obj)
+            self._prepared_replica(obj) if isinstance(obj, nn.Module) else getattr(obj, "optimizer", obj)
             for obj in joinables
         ]
         fitting = [obj for obj in inner if isinstance(obj, Joinable)]
-        if len(fitting) < len(inner):
-            reason = "only models prepared for several processes and joinable optimizers can be joined"
-            fix = "Pass the models that `prepare` returned"
-            raise wrong_value("joinables", [type(obj).__name__ for obj in joinables], reason, fix)
-        return Join(fitting)
+        if fitting:
+            return Join(list(dict.fromkeys(fitting)))
+        trained = [type(obj).__name__ for obj in joinables if not _is_frozen(obj)]
+        if trained:
+            logger.warning_once(
+                f"join_uneven_inputs joins nothing: none of {listed(trained)} is a model that `prepare` "
+                "returned for several processes. Pass the models that `prepare` returned."
+            )
+        return nullcontext()
+
+    def _prepared_replica(self, model: nn.Module) -> DistributedDataParallel | None:
+        """Return the replica in a model, or the prepared one around it."""
+        around = filter(None, map(_replica, self.session.prepared.models))
+        return _replica(model) or next((replica for replica in around if replica.module is model), None)
+
+
+def _is_frozen(obj: Any) -> bool:
+    return isinstance(obj, nn.Module) and not any(p.requires_grad for p in obj.parameters())

@@ -99,7 +99,6 @@ class XlaReplicas(Strategy):
         self.average = GradientAverage(1 if self.averages_itself else self.replicas, context.gradients)
 
     def check_model(self, model: nn.Module) -> None:
-        super().check_model(model)
         refuse_split_model(model, "and XLA devices take whole models")
 
     def follow(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.base import PreparationError
+from accelerate.base import ConfigurationError
 from accelerate.precision import AutocastForward, get_grad_scaler, get_mixed_precision_context_manager
 from accelerate.utils import AutocastKwargs, GradScalerKwargs
 
@@ -96,14 +96,53 @@ def test_the_scaler_takes_its_arguments() -> None:
     assert Accelerator(cpu=True, mixed_precision="fp16").native_amp
 
 
-def test_half_parameters_that_train_are_refused_with_their_names() -> None:
-    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+def half_and_reference() -> tuple[torch.nn.Linear, torch.nn.Linear]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2).half()
+    return model, copy.deepcopy(model)
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_float16_gradients_are_refused_with_the_option_that_allows_them(clips: bool) -> None:
+    accelerator, (model, _) = Accelerator(cpu=True, mixed_precision="fp16"), half_and_reference()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum() * 1e-4)
     with pytest.raises(
-        PreparationError, match=r"2 trainable parameters of Linear are float16 \(weight, bias\)"
+        ConfigurationError,
+        match=r"2 parameters of SGD are float16.*GradScalerKwargs\(allow_fp16_gradients=True\)",
     ):
-        accelerator.prepare(torch.nn.Linear(2, 2).half())
-    frozen = torch.nn.Linear(2, 2).half().requires_grad_(False)
-    assert accelerator.prepare(frozen) is frozen
+        accelerator.clip_grad_norm_(model.parameters(), 1.0) if clips else optimizer.step()
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_float16_weights_train_on_request(clips: bool) -> None:
+    handlers = [GradScalerKwargs(init_scale=8.0, allow_fp16_gradients=True)]
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=handlers)
+    model, reference = half_and_reference()
+    expected_optimizer = torch.optim.Adam(reference.parameters(), lr=0.1, eps=1e-4)
+    model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters(), lr=0.1, eps=1e-4))
+    for step in range(4):
+        factor = 1.0 if step != 2 else 1e5  # too large for float16
+        accelerator.backward(model(torch.ones(1, 2)).sum() * factor)
+        if clips:
+            accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.step_was_skipped is (step == 2)
+        if step != 2:
+            (reference(torch.ones(1, 2).half()).float().sum() * 8).backward()
+            for parameter in reference.parameters():
+                parameter.grad = parameter.grad / 8
+            if clips:
+                torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+            expected_optimizer.step()
+            expected_optimizer.zero_grad()
+        for got, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert got.dtype == torch.float16
+            assert torch.equal(got, expected)
+    assert accelerator.scaler is not None
+    copied = pickle.loads(pickle.dumps(accelerator.scaler))
+    assert copied.get_scale() == accelerator.scaler.get_scale() == 4.0
 
 
 def step_two_models(accelerator: Accelerator, scale: float) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -52,6 +54,30 @@ def test_all_layers_but_the_ends_and_odd_sizes_are_converted() -> None:
     precision.convert_model_to_fp8_ao(model)
     assert float8_layers(model) == ["3"]
     assert precision.has_ao_layers(model)
+
+
+class Experts(nn.Module):
+    """A block with a router, a gated layer that is none, and a layer with an output for each expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(num_local_experts=48)
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+        self.mlp = nn.ModuleDict({"gate": nn.Linear(32, 64), "gate_proj": nn.Linear(32, 64)})
+        self.router = nn.ModuleDict({"weigh": nn.Linear(32, 64)})
+        self.scores, self.head = nn.Linear(32, 48), nn.Linear(32, 32)
+
+
+def test_routers_of_experts_stay(states: None, caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[AORecipeKwargs()])
+    model = Experts()
+    assert precision.find_routers(model) == {"mlp.gate", "router.weigh", "scores"}
+    assert not precision.filter_linear_layers(model.mlp["gate"], "mlp.gate", [])
+    with caplog.at_level(logging.INFO, logger="accelerate"):
+        accelerator.prepare_model(model)
+    assert float8_layers(model) == ["last", "mlp.gate_proj"]
+    (line,) = (record.getMessage() for record in caplog.records if "FP8" in record.getMessage())
+    assert "2 linear layers of Experts are converted (last, mlp.gate_proj), 5 are not (first," in line
 
 
 def test_a_filter_of_the_user_decides() -> None:

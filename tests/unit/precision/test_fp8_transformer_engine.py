@@ -68,6 +68,13 @@ def build() -> nn.Sequential:
 
 
 @pytest.mark.usefixtures("contexts")
+def test_routers_of_experts_stay() -> None:
+    model = nn.ModuleDict({"gate": nn.Linear(16, 32), "gate_proj": nn.Linear(16, 32)})
+    precision.convert_model(model)
+    assert [type(layer) for layer in model.values()] == [nn.Linear, Linear]
+
+
+@pytest.mark.usefixtures("contexts")
 def test_layers_are_replaced_with_their_weights_and_back() -> None:
     model = build()
     model[0].bias.requires_grad_(False)

@@ -44,6 +44,28 @@ def test_a_correct_preparation_logs_nothing(caplog: pytest.LogCaptureFixture, to
     assert caplog.text == ""
 
 
+class Adversarial(torch.nn.Module):
+    """Its own parameters are those of the generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.discriminator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+
+    def parameters(self, recurse: bool = True) -> Iterator[torch.nn.Parameter]:
+        return self.generator.parameters(recurse)
+
+
+def test_a_model_may_hide_the_parameters_of_a_second_optimizer(caplog: pytest.LogCaptureFixture) -> None:
+    model = Adversarial()
+    generator = torch.optim.AdamW(model.parameters(), lr=1.0)
+    discriminator = torch.optim.AdamW(model.discriminator.parameters(), lr=1.0)
+    accelerator = Accelerator(cpu=True)
+    with caplog.at_level(logging.WARNING):
+        accelerator.prepare(model, generator)
+        accelerator.prepare(discriminator)
+    assert caplog.text == ""
+
+
 class Tied(torch.nn.Module):
     """Two layers that share one weight."""
 

@@ -18,6 +18,7 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
+from accelerate.strategies.axes.masks import causal_arguments, check_masks, sharded
 from accelerate.strategies.axes.sequence import Axis
 
 logger = get_logger(__name__)
@@ -39,13 +40,10 @@ class ContextAxis(Axis):
         self._is_prepared = False
 
     def transform(self, models: Iterable[nn.Module], micro_batch_size: int = 1) -> None:
-        """Let attention of transformers' models, modules named `self_attn`, be causal without a mask: a mask
-        is that of whole sequences."""
+        """Let models check their attention while sequences are sharded, and compute it without a mask."""
         self._is_prepared = True
         for model in models:
-            for name, module in model.named_modules():
-                if name.endswith("self_attn"):
-                    module.register_forward_pre_hook(_without_mask, with_kwargs=True)
+            check_masks(model)
 
     def batch(
         self,
@@ -67,7 +65,7 @@ class ContextAxis(Axis):
         split = context_parallel(
             mesh, buffers=given, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
-        return _within(split)
+        return _within(split, given, dims)
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
@@ -121,8 +119,9 @@ class _AnyAttention(TorchFunctionMode):
 
 
 @contextmanager
-def _within(split: AbstractContextManager[Any]) -> Iterator[None]:
-    with split, _AnyAttention() as attention:
+def _within(split: AbstractContextManager[Any], buffers: list[Tensor], dims: list[int]) -> Iterator[None]:
+    attention = _AnyAttention()
+    with sharded(buffers, dims), split, torch_private.attention_checked(causal_arguments), attention:
         yield
     if not attention.calls:
         logger.warning_once(
@@ -130,17 +129,6 @@ def _within(split: AbstractContextManager[Any]) -> Iterator[None]:
             "its own part of the sequences only. Choose attention by that function; for transformers' models "
             "that is attn_implementation='sdpa'."
         )
-
-
-def _without_mask(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    if kwargs.get("attention_mask") is not None:
-        logger.warning_once(
-            "Context parallelism knows causal attention without a mask only: the attention_mask of the model "
-            "is not looked at. Pad on the right, and leave padding out of the loss."
-        )
-    if "attention_mask" in kwargs:
-        kwargs = {**kwargs, "attention_mask": None, "is_causal": True}
-    return args, kwargs
 
 
 def register_cpu_kernels() -> None:
@@ -159,7 +147,8 @@ def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
     """`(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None)`."""
     query, key, value, *rest = args
     options = {**dict(zip(("dropout_p", "is_causal"), rest, strict=False)), **kwargs}
-    options.pop("attn_mask", None)
+    if options.pop("attn_mask", None) is not None:
+        raise ConfigurationError("Context parallelism computes attention without a mask only: leave it out.")
     options = {"is_causal": False, **options, **_local(query=query, key=key, value=value)}
     mesh = query.device_mesh
     results = torch_private.ring_attention(

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import compress
 from typing import Any
 
 import torch
@@ -234,9 +235,13 @@ def _problems_of_parameters(model: Any, optimizer: Any, config: Mapping[str, Any
     frozen = [
         str(number)
         for number, group in enumerate(groups)
-        if not any(parameter.requires_grad for parameter in group["params"])
+        if group["params"] and not any(parameter.requires_grad for parameter in group["params"])
     ]
     return _first(
+        (
+            bool(groups) and not any(group["params"] for group in groups),
+            f"{name} has no parameters. Build it from the parameters of {type(model).__name__}",
+        ),
         (
             not any(parameter.requires_grad for parameter in model.parameters()),
             f"{type(model).__name__} has no parameter that is trained (requires_grad). Prepare it without an "
@@ -342,6 +347,32 @@ def complete(plugin: Any, given: Given) -> dict[str, Any]:
     filling.check_filled()
     plugin.hf_ds_config.set_stage_and_offload()
     return config
+
+
+_BY_GROUP = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs", "max_lrs", "base_momentums", "max_momentums")
+"""Attributes of torch's schedulers that have an element for each parameter group."""
+
+
+def drop_empty_groups(optimizer: Any, schedulers: Iterable[Any]) -> None:
+    """Remove parameter groups without parameters, as DeepSpeed does, from schedulers too.
+
+    Args:
+        optimizer: the optimizer that the engine is built from.
+        schedulers: those of this optimizer change, also inside `SequentialLR` and `ChainedScheduler`.
+    """
+    groups = optimizer.param_groups
+    keeps = [bool(group["params"]) for group in groups]
+    if all(keeps):
+        return
+    groups[:] = compress(groups, keeps)
+    pending = [s for s in schedulers if getattr(s, "optimizer", None) is optimizer]
+    while pending:
+        scheduler = pending.pop()
+        pending += getattr(scheduler, "_schedulers", ())
+        for name in _BY_GROUP:
+            values = getattr(scheduler, name, None)
+            if isinstance(values, (list, tuple)) and len(values) == len(keeps):
+                setattr(scheduler, name, list(compress(values, keeps)))
 
 
 def choose_optimizer(optimizer: Any, config: dict[str, Any]) -> Any:

@@ -125,6 +125,8 @@ class DeepSpeed(Strategy):
         sizes = batch_sizes_of(bundle.of(Kind.LOADER))
         schedulers = (obj for obj in bundle.of(Kind.SCHEDULER) if isinstance(obj, DummyScheduler))
         optimizer = next(iter(bundle.new(Kind.OPTIMIZER)), None)
+        if isinstance(optimizer, torch.optim.Optimizer):
+            building.drop_empty_groups(optimizer, bundle.new(Kind.SCHEDULER))
         self.given = Given(None, optimizer, next(schedulers, None), sizes)
         try:
             bundle.replace(Kind.MODEL, preparer.prepare_model)

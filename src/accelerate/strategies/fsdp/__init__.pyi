@@ -8,6 +8,13 @@ from accelerate.strategies.fsdp.merge import (
     SAFETENSORS as SAFETENSORS,
     merge_fsdp_weights as merge_fsdp_weights,
 )
+from accelerate.strategies.fsdp.norms import (
+    clip_values as clip_values,
+    gradient_norm as gradient_norm,
+    groups_of as groups_of,
+    local_parts as local_parts,
+    scale_down as scale_down,
+)
 from accelerate.strategies.fsdp.parameters import (
     MainWeights as MainWeights,
     ParameterRemapper as ParameterRemapper,
@@ -42,11 +49,6 @@ from accelerate.strategies.fsdp.strategies import (
     FullyShard as FullyShard,
     TensorParallel as TensorParallel,
     WholeOptimizer as WholeOptimizer,
-    clip_values as clip_values,
     gather_state as gather_state,
-    gradient_norm as gradient_norm,
-    groups_of as groups_of,
-    local_parts as local_parts,
-    scale_down as scale_down,
 )
 from accelerate.strategies.fsdp.v1 import FullySharded as FullySharded

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -135,17 +135,21 @@ class ParameterRemapper:
         self._old = WeakIdKeyDictionary({p: names[id(p)] for p in model.parameters()})
         # Optimizer -> for each group its members: names of this model's parameters, or other parameters.
         self._members: dict[Any, list[list[Any]]] = {}
+        self._states: dict[Any, dict[str, dict[str, Any]] | None] = {}
         for optimizer in (getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers):
             groups = [[names.get(id(p), p) for p in group["params"]] for group in optimizer.param_groups]
             if not any(isinstance(member, str) for group in groups for member in group):
                 continue
-            if optimizer.state:
+            self._states[optimizer] = states = _constant_states(optimizer, names)
+            if states is None:
                 raise PreparationError(
                     f"{type(optimizer).__name__} holds the state of {len(optimizer.state)} parameters, which "
                     "cannot be sharded with them. Prepare model and optimizer before the first step, and "
                     "load an optimizer's state afterwards."
                 )
             self._members[optimizer] = groups
+            for parameter in [p for p in optimizer.state if id(p) in names]:
+                del optimizer.state[parameter]
         for group in (group for optimizer in self._members for group in optimizer.param_groups):
             group["params"] = []
 
@@ -163,6 +167,11 @@ class ParameterRemapper:
                     )
                 new = [parameters[member] if isinstance(member, str) else member for member in members]
                 _put(optimizer, group, new, seen)
+            for name, state in (self._states[optimizer] or {}).items():
+                optimizer.state[parameters[name]] = {
+                    key: value.like(parameters[name]) if isinstance(value, _Constant) else value
+                    for key, value in state.items()
+                }
 
     def names_by_group(self) -> dict[Any, list[list[str]]]:
         """Return for each optimizer of this model alone the names that each group had, in order."""
@@ -178,6 +187,43 @@ class ParameterRemapper:
             new = parameters.get(name)
             if new is not None:
                 yield old, new
+
+
+class _Constant(NamedTuple):
+    """A state of the shape of its parameter, with the same value everywhere."""
+
+    value: float
+    dtype: torch.dtype
+
+    def like(self, parameter: Tensor) -> Tensor:
+        return torch.full_like(parameter.detach(), self.value, dtype=self.dtype)
+
+
+def _constant_states(optimizer: Any, names: Mapping[int, str]) -> dict[str, dict[str, Any]] | None:
+    """Return the states that an optimizer has made for a model's parameters when it was built, as Adagrad
+    does, by name; None if they depend on elements. Called on all ranks: those of rank 0 count."""
+    states = {names[id(p)]: (p.shape, state) for p, state in optimizer.state.items() if id(p) in names}
+    if not states:
+        return {}
+    read: dict[str, dict[str, Any]] | None = None
+    if all(_is_constant(value, shape) for shape, state in states.values() for value in state.values()):
+        read = {
+            name: {key: _read_constant(value, shape) for key, value in state.items()}
+            for name, (shape, state) in states.items()
+        }
+    return current_transport().broadcast_object(read, MAIN)  # type: ignore[no-any-return]
+
+
+def _is_constant(value: Any, shape: torch.Size) -> bool:
+    if not isinstance(value, Tensor) or value.numel() < 2:
+        return True
+    return value.shape == shape and not value.is_meta and bool((value == value.flatten()[0]).all())
+
+
+def _read_constant(value: Any, shape: torch.Size) -> Any:
+    if not isinstance(value, Tensor) or value.shape != shape or not value.numel():
+        return value
+    return _Constant(value.flatten()[0].item(), value.dtype)
 
 
 def _put(optimizer: Any, group: dict[str, Any], parameters: list[Any], seen: set[int]) -> None:

@@ -55,7 +55,11 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     streams = plugin.cpu_ram_efficient_loading
     # Ignored parameters are moved before anything goes to the meta device; the rest follows unit by unit.
     ignored, chosen, exact = plan_units(
-        plugin, model, accelerator.mixed_precision, None if streams else accelerator.device
+        plugin,
+        model,
+        accelerator.mixed_precision,
+        None if streams else accelerator.device,
+        getattr(accelerator, "scaler_handler", None),
     )
     units = split_by_dtype(model, [*exact, *chosen], ignored)
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
@@ -74,11 +78,12 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
 
 
 def plan_units(
-    plugin: Any, model: nn.Module, mixed_precision: str, device: torch.device | None
+    plugin: Any, model: nn.Module, mixed_precision: str, device: torch.device | None, scaler: Any = None
 ) -> tuple[set[nn.Parameter], list[nn.Module], list[nn.Module]]:
     """Return a model's ignored parameters, maybe moved to a device, its units, and those in float32."""
+    keeps_fp16 = scaler is not None and scaler.allow_fp16_gradients
     if mixed_precision != "no":
-        keep_master_weights(model)
+        keep_master_weights(model, keeps_fp16)
     check_ignored(plugin.ignored_modules, model)
     ignored = get_parameters_from_modules(plugin.ignored_modules, model, device)
     names = [name for name, p in model.named_parameters() if p.requires_grad and p in ignored]
@@ -150,13 +155,10 @@ def offload_policy(policy: Any, mesh: DeviceMesh) -> Any:
     return policy
 
 
-def keep_master_weights(model: nn.Module) -> None:
+def keep_master_weights(model: nn.Module, keeps_fp16: bool = False) -> None:
     """Turn trainable parameters of low precision to float32, in place: updates would be lost in them."""
-    low = {
-        name: p
-        for name, p in model.named_parameters()
-        if p.requires_grad and p.dtype in (torch.float16, torch.bfloat16)
-    }
+    dtypes = (torch.bfloat16,) if keeps_fp16 else (torch.float16, torch.bfloat16)
+    low = {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype in dtypes}
     for parameter in low.values():
         parameter.data = parameter.data.float()
     if low:

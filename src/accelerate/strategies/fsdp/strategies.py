@@ -14,26 +14,24 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, DistributedType, wrong_value
+from accelerate.base import ConfigurationError, DistributedType
+from accelerate.checkpointing import refuse_unnamed_state
 from accelerate.ops import whole_tensor
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
 from accelerate.strategies.axes import share_layers
-from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
+from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_sharded_model, refuse_split_model
 from accelerate.strategies.ddp import exchanging
+from accelerate.strategies.fsdp.norms import Groups, clip_values, gradient_norm, groups_of, scale_down
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
-from accelerate.strategies.fsdp.sharding import split_by_dtype
+from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.session import Bundle, Context, Kind, as_list
-
-Groups = tuple[dist.ProcessGroup, ...]
-"""The groups of ranks over which a parameter is sharded; none for a replicated one."""
 
 
 class Sharded(Strategy, ABC):
@@ -184,9 +182,28 @@ class FullyShard(DistributedTensors):
 
     def split(self, model: nn.Module) -> nn.Module:
         """Return the very model, with distributed tensors as parameters."""
+        self._check_unsharded(model)
         session = self.session
         shard = partial(session.functions().fsdp2_prepare_model, session.preparer, model)
         return self.follow(model, shard, named_parameters)
+
+    def _check_unsharded(self, model: nn.Module) -> None:
+        """Refuse a model that is sharded, unless by FSDP 2 or over the axis "tp" of this run."""
+        mesh = self.context.mesh
+        has_axis = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
+        units: list[Any] = list(units_of(model))
+        in_units = {id(parameter) for unit in units for parameter in unit.parameters()}
+        wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+        others = [p for p in model.parameters() if isinstance(p, DTensor) and id(p) not in in_units]
+        # torch shards a module once
+        again = not isinstance(model, FSDPModule) and set(units) & set(
+            choose_units(self.plugin, model) if units else []
+        )
+        if wrapped or again or (others and not has_axis):
+            fix = "Pass it before it is sharded; fsdp_plugin says how this run shards it"
+            refuse_sharded_model(
+                model, f"{fix}, and parallelism_config=ParallelismConfig(tp_size=...) its tp_plan."
+            )
 
     def check(self, bundle: Bundle) -> None:
         """Let optimizers that were built on gathered parameters step the shards; then check as all do."""
@@ -284,6 +301,7 @@ class WholeOptimizer(GatheredOptimizer):
 def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
     """Return the whole state of an optimizer on the CPU, empty unless kept; called on all ranks."""
     state: dict[str, Any] = optimizer.state_dict()
+    refuse_unnamed_state(optimizer, state)
 
     def gather(value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -311,83 +329,3 @@ def offloads(policy: Any) -> bool:
 def saves_shards(plugin: Any) -> bool:
     """Whether states are saved in shards, as a plugin says."""
     return plugin.state_dict_type.name in ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT")
-
-
-def local_parts(parameters: Parameters) -> list[Tensor]:
-    """Return the local shards of the gradients that exist; writing to them changes the gradients.
-
-    The backward pass leaves some gradients replicated, or as partial sums: these get the placements of their
-    parameters first, in place, so all ranks call this.
-    """
-    parts = []
-    for parameter in parameters:
-        gradient = parameter.grad
-        if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
-            if gradient.placements != parameter.placements:
-                parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
-            gradient = gradient.to_local()
-        if gradient is not None:
-            parts.append(gradient)
-    return parts
-
-
-def groups_of(parameter: Tensor) -> Groups:
-    """Return the groups of ranks over which a distributed tensor is sharded."""
-    if not isinstance(parameter, DTensor):
-        return ()
-    mesh = parameter.device_mesh
-    sharded = (dim for dim, placement in enumerate(parameter.placements) if not placement.is_replicate())
-    return tuple(mesh.get_group(dim) for dim in sharded)
-
-
-@torch.no_grad()
-def gradient_norm(
-    parameters: Sequence[Tensor],
-    norm_type: float,
-    device: torch.device,
-    find_groups: Callable[[Tensor], Groups] = groups_of,
-) -> Tensor:
-    """Return the p-norm of all gradients together, as if each were whole: a 0-d float32 tensor.
-
-    Called on all ranks, with the same parameters in the same order; gradients may be missing. There is one
-    collective for each set of groups, however many gradients there are.
-    """
-    if norm_type <= 0:
-        raise wrong_value("norm_type", norm_type, "it is no p of a p-norm", "Give a number above 0, or inf")
-    # A rank without gradients must call the same collectives as the others: parameters decide which.
-    by_groups: dict[tuple[str, ...], tuple[Groups, list[Tensor]]] = {}
-    for parameter in parameters:
-        groups = find_groups(parameter)
-        names = tuple(group.group_name for group in groups)
-        by_groups.setdefault(names, (groups, []))[1].append(parameter)
-    is_max = norm_type == float("inf")
-    powers = [torch.zeros((), device=device)]
-    for groups, members in by_groups.values():
-        shards = [shard for shard in local_parts(members) if shard.numel()]
-        power = torch.zeros((), device=device)
-        if shards:
-            norm = torch.nn.utils.get_total_norm(shards, norm_type).to(device=device, dtype=torch.float32)
-            power = norm if is_max else norm**norm_type
-        for group in groups:
-            dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
-        powers.append(power)
-    stacked = torch.stack(powers)
-    return stacked.max() if is_max else stacked.sum() ** (1.0 / norm_type)
-
-
-@torch.no_grad()
-def scale_down(parameters: Parameters, norm: Tensor, max_norm: float) -> None:
-    """Scale gradients so that a norm they have together is at most `max_norm`, in place."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    by_device: dict[torch.device, list[Tensor]] = {}
-    for part in local_parts(parameters):
-        by_device.setdefault(part.device, []).append(part)
-    for device, parts in by_device.items():
-        torch._foreach_mul_(parts, factor.to(device))
-
-
-@torch.no_grad()
-def clip_values(parameters: Tensor | Parameters, clip_value: float) -> None:
-    """Cut each gradient element to the range from `-clip_value` to `clip_value`, in place."""
-    for part in local_parts(as_list(parameters)):
-        part.clamp_(-clip_value, clip_value)

@@ -25,8 +25,9 @@ from accelerate.base import ConfigurationError, PreparationError, listed
 from accelerate.checkpointing import ShardOwner
 from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
-from accelerate.strategies.base import Fill
+from accelerate.strategies.base import Fill, refuse_sharded_model
 from accelerate.strategies.fsdp import flat_states
+from accelerate.strategies.fsdp.norms import Groups
 from accelerate.strategies.fsdp.parameters import (
     clean_name,
     ensure_weights_retied,
@@ -36,7 +37,7 @@ from accelerate.strategies.fsdp.parameters import (
     send_from_main,
 )
 from accelerate.strategies.fsdp.sharding import Holding, holdings, plan_units, recompute
-from accelerate.strategies.fsdp.strategies import Groups, Sharded
+from accelerate.strategies.fsdp.strategies import Sharded
 from accelerate.strategies.session import Context, parameter_ids
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
@@ -60,8 +61,11 @@ class FullySharded(Sharded):
 
     def split(self, model: nn.Module) -> nn.Module:
         """Return the model in torch's wrapper, its units in wrappers of their own."""
+        refuse_sharded_model(model, "Pass it before it is sharded; fsdp_plugin says how this run shards it.")
         plugin = self.plugin
-        ignored, chosen, exact = plan_units(plugin, model, self.context.mixed_precision, None)
+        ignored, chosen, exact = plan_units(
+            plugin, model, self.context.mixed_precision, None, self.context.request.scaler
+        )
         for module in exact:
             module.register_forward_hook(partial(_in_dtype, plugin.mixed_precision_policy.param_dtype))
         units = [*exact, *chosen]

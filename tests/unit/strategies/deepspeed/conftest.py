@@ -75,6 +75,8 @@ class Package(ModuleType):
         optimizer = arguments.get("optimizer")
         if optimizer is None and "model_parameters" in arguments:
             optimizer = torch.optim.SGD(arguments["model_parameters"], lr=0.1)
+        if optimizer is not None:
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
         make_rate = arguments.get("lr_scheduler")
         rate = None
         if make_rate is not None:

@@ -14,6 +14,8 @@ STAND_IN = DummyOptim([])
 OTHER, FROZEN = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1).requires_grad_(False)
 PARTLY = torch.nn.Sequential(torch.nn.Linear(1, 1).requires_grad_(False), torch.nn.Linear(1, 1))
 GROUPS = torch.optim.SGD([{"params": each.parameters()} for each in PARTLY], lr=0.1)
+ALL_EMPTY = torch.optim.SGD([{"params": []}, {"params": []}], lr=0.1)
+WITH_EMPTY = torch.optim.SGD([{"params": MODEL.parameters()}, {"params": []}], lr=0.1)
 
 
 class Lomo(torch.optim.SGD):
@@ -43,6 +45,8 @@ TABLE = [
     ([FROZEN], [STAND_IN], [], OPTIMIZER, ["no parameter that is trained"]),
     ([PARTLY], [GROUPS], [], {"zero_optimization": {"stage": 2}}, ["(0), which ZeRO stage 2 cannot share"]),
     ([PARTLY], [GROUPS], [], {"zero_optimization": {"stage": 3}}, []),
+    ([MODEL], [WITH_EMPTY], [], {"zero_optimization": {"stage": 2}}, []),  # DeepSpeed drops empty groups
+    ([MODEL], [ALL_EMPTY], [], {}, ["SGD has no parameters"]),
     ([MODEL], [Lomo(MODEL.parameters())], [], {}, ["Lomo updates parameters in the backward pass"]),
 ]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.optim import lr_scheduler as rates
 
 from accelerate import Accelerator, DeepSpeedPlugin
 from accelerate.base import ConfigurationError, DistributedType, PreparationError, StateError
@@ -170,6 +171,45 @@ def test_a_scheduler_of_torch_follows_the_engines_steps(start, parts):
     scheduler.step()
     assert optimizer.param_groups[0]["lr"] == 0.05
     assert optimizer.num_updates == 1
+
+
+def warmup_then_decay(optimizer):
+    parts = [rates.LinearLR(optimizer, 0.5, total_iters=2), rates.LambdaLR(optimizer, [lambda step: 1.0] * 3)]
+    return rates.SequentialLR(optimizer, parts, milestones=[1])
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda optimizer: rates.LambdaLR(optimizer, [lambda step, rate=rate: rate for rate in (1, 2, 3)]),
+        lambda optimizer: rates.ExponentialLR(optimizer, 0.5),
+        lambda optimizer: rates.CyclicLR(optimizer, [0.1, 0.2, 0.3], [0.4, 0.5, 0.6], step_size_up=2),
+        lambda optimizer: rates.OneCycleLR(optimizer, [0.1, 0.2, 0.3], total_steps=9),
+        warmup_then_decay,
+        lambda optimizer: rates.ChainedScheduler([rates.StepLR(optimizer, 1), rates.ConstantLR(optimizer)]),
+    ],
+    ids=["lambda", "exponential", "cyclic", "one cycle", "sequential", "chained"],
+)
+def test_parameter_groups_without_parameters_are_dropped(start, schedule):
+    def grouped(model):
+        groups = [{"params": [model.weight]}, {"params": []}, {"params": [model.bias], "lr": 0.3}]
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.5)
+
+    expected_optimizer = grouped(nn.Linear(3, 1))
+    expected = schedule(expected_optimizer)
+    plugin = configured(train_micro_batch_size_per_gpu=1)
+    accelerator, model = start(plugin, step_scheduler_with_optimizer=False), nn.Linear(3, 1)
+    optimizer = grouped(model)
+    model, optimizer, scheduler = accelerator.prepare(model, optimizer, schedule(optimizer))
+    for _ in range(3):
+        accelerator.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+        scheduler.step()
+        expected_optimizer.step()
+        expected.step()
+        first, _, last = (group["lr"] for group in expected_optimizer.param_groups)
+        assert [group["lr"] for group in optimizer.param_groups] == [first, last]
+        assert scheduler.get_last_lr() == [first, last]
 
 
 def test_each_model_has_its_engine_and_plugin(start, parts):

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from accelerate.base import PreparationError
+from accelerate.state import PartialState
 from accelerate.strategies.fsdp import (
     ParameterRemapper,
     fsdp2_canonicalize_names,
@@ -90,12 +91,14 @@ def test_a_parameter_missing_after_sharding_is_named() -> None:
         remapper.rejoin({"weight": model.weight})
 
 
-def test_an_optimizer_that_has_stepped_is_refused() -> None:
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.Adafactor])
+def test_an_optimizer_that_has_stepped_is_refused(states: None, kind: type[torch.optim.Optimizer]) -> None:
+    PartialState(cpu=True)
     model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
+    optimizer = kind(model.parameters())
+    model(torch.tensor([[1.0, 2.0]])).square().sum().backward()
     optimizer.step()
-    with pytest.raises(PreparationError, match="Adam holds the state of 2 parameters"):
+    with pytest.raises(PreparationError, match="holds the state of 2 parameters"):
         ParameterRemapper(model, [optimizer])
     ParameterRemapper(nn.Linear(2, 2), [optimizer])  # not its model
 
