@@ -1,4 +1,4 @@
-"""Local SGD: processes train on their own for some steps, then average their parameters."""
+"""Local SGD, in which processes train separately and average their parameters every few steps."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from accelerate.accelerator import Accelerator
 from accelerate.base import (
-    DistributedType as DistributedType,  # the import path has always offered it
+    DistributedType as DistributedType,  # exported for compatibility
     PreparationError,
     wrong_value,
 )
 
 
 class LocalSGD:
-    """A context in which gradients stay local and the parameters are averaged every few steps.
+    """Context manager that averages the parameters every few steps, instead of the gradients in each step.
 
     ```python
     with LocalSGD(accelerator, model, local_sgd_steps=8) as local_sgd:
@@ -28,30 +28,30 @@ class LocalSGD:
                 local_sgd.step()
     ```
 
-    On one process it does nothing. Buffers, such as the statistics of batch normalisation, stay local.
+    On one process it has no effect. Buffers, such as the statistics of batch normalization, are not averaged.
 
     Args:
-        accelerator: The one that prepared the model.
-        model: A prepared model; each process holds all of its parameters.
+        accelerator: `Accelerator` that prepared the model.
+        model: Prepared model, of which each rank has all parameters.
         local_sgd_steps: Calls of `step` between two averages.
-        enabled: False makes it do nothing.
+        enabled: False disables it.
 
     Raises:
-        ConfigurationError: Fewer than one step.
-        PreparationError: The model is split over the processes.
+        ConfigurationError: `local_sgd_steps` is less than 1.
+        PreparationError: The model is sharded over the ranks.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         if local_sgd_steps < 1:
-            reason = "there is no such interval"
+            reason = "not an interval"
             raise wrong_value("local_sgd_steps", local_sgd_steps, reason, "Give at least 1")
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and not accelerator._runtime.strategy.holds_whole_models:
             raise PreparationError(
-                f"LocalSGD averages whole models, and under {accelerator.distributed_type} a process holds "
-                "a part. Train without it, or with plain data parallelism."
+                f"LocalSGD averages whole models, and under {accelerator.distributed_type} a rank has "
+                "only a shard. Train without it, or with plain data parallelism."
             )
         self.num_steps = 0
         self.accelerator = accelerator
@@ -68,7 +68,7 @@ class LocalSGD:
     def __exit__(
         self, type: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
     ) -> None:
-        """Average once more, unless the block failed: then the other processes may not come."""
+        """Averages once more, unless the block has failed, because other ranks may not call it."""
         if self.model_sync_obj is None:
             return
         try:
@@ -79,7 +79,10 @@ class LocalSGD:
             self.model_sync_obj = None
 
     def step(self) -> None:
-        """Count one step, and average the parameters when it is time. Called on all ranks, each step."""
+        """Counts one step, and averages the parameters at the end of each interval.
+
+        Called on all ranks in each step.
+        """
         self.num_steps += 1
         if self.enabled and self.num_steps % self.local_sgd_steps == 0:
             self._sync_and_avg_model_params()

@@ -10,8 +10,13 @@ import torch
 from accelerate import torch_private
 from accelerate.base import DistributedType as DistributedType, is_lomo_available as is_lomo_available
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
+from accelerate.logging import get_logger
 from accelerate.nested import honor_type as honor_type, recursively_apply
+from accelerate.ops import reduce
+from accelerate.precision import fp16_gradients_explained
 from accelerate.state import AcceleratorState, GradientState, step_clock
+
+logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -49,6 +54,19 @@ def patch_optimizer_step(
     return patched_step
 
 
+def _no_step(*args: Any, **kwargs: Any) -> None:
+    """Leave the parameters as they are."""
+
+
+@torch.no_grad()
+def are_finite(gradients: Iterable[torch.Tensor | None]) -> bool:
+    """Return whether all elements on this rank are finite, of gradients that may be sharded or missing."""
+    local: list[Any] = [g.to_local() if hasattr(g, "to_local") else g for g in gradients if g is not None]
+    local = [g.coalesce().values() if g.is_sparse else g for g in local]
+    local = [g for g in local if g.numel()]
+    return not local or bool(torch.nn.utils.get_total_norm(local, float("inf")).isfinite())
+
+
 def steps_in_backward(optimizer: Any) -> bool:
     """Return whether an optimizer updates parameters while gradients appear, and has no step (LOMO)."""
     return callable(getattr(optimizer, "fused_backward", None))
@@ -69,6 +87,15 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     num_updates: int = 0
     """How many times the parameters were updated, over all interruptions of a run."""
 
+    num_skipped: int = 0
+    """How many updates were skipped for gradients that were not finite, by `skip_nonfinite_updates`."""
+
+    skips_nonfinite: bool = False
+    """Whether an update is skipped on all ranks if a gradient of any rank is not finite."""
+
+    is_joined: bool = False
+    """Whether the optimizer steps inside `join_uneven_inputs`, where other ranks may have no batches left."""
+
     steps_in_backward: bool = False
     """Whether the inner optimizer does its work in `Accelerator.backward` (LOMO); `step` only counts."""
 
@@ -86,6 +113,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.device_placement = device_placement
         self.gradients_unscaled = False
         self.steps_in_backward = steps_in_backward(optimizer)
+        self.skips_nonfinite = bool(self.gradient_state.plugin_kwargs.get("skip_nonfinite_updates"))
         self.note_scaled_step: Callable[[torch.amp.GradScaler], None] | None = None
         self._is_overflow = False
         if scaler is not None:
@@ -176,7 +204,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         if self.num_updates >= step_clock.measured_from:
             return self._measured_step(closure)
-        if self.scaler is not None or self.steps_in_backward:
+        if self.scaler is not None or self.steps_in_backward or self.skips_nonfinite:
             return self._step(closure)
         self.num_updates += 1
         return self.optimizer.step(closure)
@@ -191,23 +219,54 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self.scaler is not None and not self.steps_in_backward:
             return self._scaled_step(closure)
+        if self.skips_nonfinite and not self.steps_in_backward:
+            self._is_overflow = self._must_skip()
+            if self._is_overflow:
+                return None
         self.num_updates += 1
         return None if self.steps_in_backward else self.optimizer.step(closure)
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]
         step, original = self._optimizer_patched_step_method, self._optimizer_original_step_method
-        with torch_private.step_replaced(self.optimizer, step, original):
+        must_skip = self.skips_nonfinite and self._must_skip()
+        if must_skip:
+            step = _no_step
+        with (
+            torch_private.step_replaced(self.optimizer, step, original),
+            fp16_gradients_explained(self.optimizer),
+        ):
             result = scaler.step(self.optimizer, *(() if closure is None else (closure,)))
         self._is_overflow = not self._accelerate_step_called
         self._accelerate_step_called = False
         self.num_updates += not self._is_overflow
         self.gradients_unscaled = False
-        if self.note_scaled_step is None:
+        if must_skip:  # on this rank gradients may be finite, and its scaler would grow
+            scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
+        elif self.note_scaled_step is None:
             scaler.update()
         else:
             self.note_scaled_step(scaler)
         return result
+
+    def _must_skip(self) -> bool:
+        """Returns whether a gradient of any rank is not finite, and logs that.
+
+        All ranks must call it. Inside `join_uneven_inputs` only ranks with batches call it; the gradients
+        that DistributedDataParallel has averaged are the same on all of them.
+        """
+        is_bad = not are_finite(p.grad for p in self.parameters())
+        if not self.is_joined:
+            device = self.accelerator_state.device
+            is_bad = bool(float(reduce(torch.tensor(float(is_bad), device=device), "sum")))
+        if not is_bad:
+            return False
+        self.num_skipped += 1
+        logger.warning(
+            f"Update {self.num_updates + 1} of {type(self.optimizer).__name__} is skipped on all ranks: a "
+            f"gradient is infinite or NaN. Skipped so far: {self.num_skipped}."
+        )
+        return True
 
     @property
     def step_was_skipped(self) -> bool:

@@ -22,6 +22,7 @@ from accelerate.plugins import (
     TorchTensorParallelConfig,
     at_least,
     one_of,
+    plain_fields,
 )
 from accelerate.settings import decode
 from accelerate.settings.sections import ParallelismSection
@@ -70,6 +71,7 @@ class ParallelismConfig:
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         self.device_mesh: DeviceMesh | None = None
         section = decode(ParallelismSection, current())
         for name in (*(f"{axis}_size" for axis in AXES), *BACKENDS):

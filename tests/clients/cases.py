@@ -63,6 +63,7 @@ CASES: dict[str, Case] = {
     "Trainer, streamed": Case("trainer", (*TRAINER, "datasets"), ("streamed=true",)),
     "Trainer, device_map": Case("trainer", TRAINER, ('device_map="auto"',)),
     "Trainer, device_map, two processes": Case("trainer", TRAINER, ('device_map="auto"',), 2),
+    "Trainer, evaluating": Case("evaluating", TRAINER),
     "by hand": Case("by_hand", ("sklearn",)),
     "by hand, two processes": Case("by_hand", ("sklearn",), WHOLE, 2),
     "by hand, bf16, two processes": Case("by_hand", ("sklearn",), ("amp=true", *WHOLE), 2),

@@ -94,6 +94,16 @@ def test_the_trainer_reads_streams_on_two_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_the_trainer_evaluates_the_mean_over_all_samples(tmp_path: Path, processes: int) -> None:
+    found = found_by(Case("evaluating", ("transformers",), (), processes), tmp_path, launcher=processes > 1)
+    assert len(found) == 18
+    for name, (loss, mean, has_all_labels) in found.items():
+        assert loss == pytest.approx(mean), name
+        assert has_all_labels, name
+
+
+@pytest.mark.slow
 def test_the_trainer_in_half_precision_and_with_a_device_map(joined: dict[str, Any], tmp_path: Path) -> None:
     plain = found_by(CASES["Trainer"], tmp_path / "plain")
     placed = found_by(CASES["Trainer, device_map"], tmp_path / "placed")

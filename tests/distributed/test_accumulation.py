@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import StateError
-from accelerate.utils import GradientAccumulationPlugin, GradScalerKwargs, gather_object
+from accelerate.utils import (
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    gather_object,
+)
 
 WIDTH = 4
 Run = Callable[..., list[Any]]
@@ -167,12 +173,13 @@ def flags_in_windows(dispatch: bool) -> list[list[Any]]:
 
 @pytest.mark.parametrize("dispatch", [False, True])
 def test_loader_flags_are_those_of_the_batch_in_use(run: Run, dispatch: bool) -> None:
+    ahead = -1 if dispatch else 1  # the remainder is known before the last batch
     for found in run(flags_in_windows, dispatch):
         assert found == [
-            [False, -1, False, [0, 1]],
-            [False, -1, True, [2, 3]],
-            [False, -1, False, [4, 5]],
-            [False, -1, True, [6, 7]],
+            [False, ahead, False, [0, 1]],
+            [False, ahead, True, [2, 3]],
+            [False, ahead, False, [4, 5]],
+            [False, ahead, True, [6, 7]],
             [True, 1, True, [8]],
         ]
 
@@ -252,3 +259,41 @@ def without_items() -> list[str]:
 def test_a_window_without_items_is_refused_on_all_processes(run: Run) -> None:
     for found in run(without_items):
         assert all("no items" in text for text in found)
+
+
+def windows_of_fsdp2(folder: str) -> list[list[float]]:
+    """Gradients of windows with several numbers of items, the last one after a load in the middle of one."""
+    torch.manual_seed(0)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    models = [torch.nn.Linear(3, 1, bias=False) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.0) for model in models]
+    *models, optimizers[0], optimizers[1] = accelerator.prepare(*models, *optimizers)
+    accelerator.save_state(folder)
+
+    def accumulate(items: int) -> None:
+        with accelerator.accumulate(*models, num_items=items):
+            for model in models:  # the second one is not gathered when the items of a window are known
+                accelerator.backward(model(torch.ones(items, 3)).sum())
+
+    def gradients() -> list[float]:
+        found = [model.weight.grad.full_tensor().flatten().tolist() for model in models]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        return [value for values in found for value in values]
+
+    found = []
+    for items in ((1, 1), (3, 4 + accelerator.process_index)):
+        for count in items:
+            accumulate(count)
+        found.append(gradients())
+    accumulate(5)
+    accelerator.load_state(folder)
+    for count in (2, 3):
+        accumulate(count)
+    return [*found, gradients()]
+
+
+def test_fsdp2_weighs_and_drops_gradients_that_were_not_reduced_yet(run: Run, tmp_path: Path) -> None:
+    for found in run(windows_of_fsdp2, str(tmp_path / "checkpoint")):
+        assert found == [pytest.approx([1.0] * 6)] * 3

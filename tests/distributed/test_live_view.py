@@ -217,7 +217,7 @@ def test_without_a_terminal_one_line_says_so(tmp_path: Path) -> None:
     )
     assert ended.stdout == "trained\n"
     assert ended.stderr.splitlines()[-1] == (
-        "accelerate launch: --monitor shows nothing: standard error is no terminal."
+        "accelerate launch: --monitor shows nothing: standard error is not a terminal."
     )
 
 

@@ -283,14 +283,58 @@ def test_values_that_are_not_per_sample_are_gathered_fully_with_one_warning(run:
 
 
 def gather_by_chance() -> list[list[float]]:
-    """Three classes on both ranks, and by chance three samples on one of them."""
+    """Two classes on both ranks, and by chance two samples on one of them."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))
     loader = accelerator.prepare(DataLoader(torch.arange(5.0), batch_size=3))  # type: ignore[arg-type]
-    return [accelerator.gather_for_metrics(torch.ones(3)).tolist() for _ in loader]
+    return [accelerator.gather_for_metrics(torch.ones(2)).tolist() for _ in loader]
 
 
 def test_a_length_that_fits_by_chance_is_not_that_of_samples(run: Run) -> None:
-    assert run(gather_by_chance) == [[[1.0] * 6]] * 2
+    assert run(gather_by_chance) == [[[1.0] * 4]] * 2
+
+
+def gather_repeated(cases: tuple[tuple[str, int, dict[str, Any]], ...]) -> list[Any]:
+    """Means that are repeated for each row of a full batch, in a tree and as objects, and the samples."""
+    found = []
+    for kind, samples, settings in cases:
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
+        loader = accelerator.prepare(make_loader(kind, samples, 8))
+        full, means, words, seen = 0, [], [], []
+        for batch in loader:
+            full = full or len(batch)
+            mean = batch.float().mean()
+            tree = {"loss": mean.repeat(full), "rows": [batch], "classes": torch.ones(5, device=batch.device)}
+            gathered = accelerator.gather_for_metrics(tree)
+            means.append(gathered["loss"])
+            seen += gathered["rows"][0].tolist()
+            words += accelerator.gather_for_metrics([str(float(mean))] * full)
+            assert len(gathered["classes"]) == 5 * accelerator.num_processes
+        assert list(map(float, words)) == pytest.approx(torch.cat(means).tolist())
+        found.append((torch.cat(means).double().mean().item(), sorted(seen)))
+    return found
+
+
+DISPATCH, SHARD = {"dispatch_batches": True}, {"dispatch_batches": False}
+REPEATED: tuple[tuple[str, int, dict[str, Any]], ...] = (
+    ("plain", 66, DISPATCH),
+    ("plain", 56, {}),
+    ("plain", 68, {**DISPATCH, "split_batches": True}),
+    ("plain", 62, {"even_batches": False}),
+    ("batch sampler", 66, DISPATCH),
+    ("stream", 66, {}),
+    ("stream", 56, SHARD),
+    ("stream", 68, {**SHARD, "split_batches": True}),
+    ("sized stream", 66, {}),
+    ("sized stream", 64, SHARD),
+    ("ready batches", 60, {}),
+)
+
+
+def test_a_mean_repeated_for_each_row_counts_as_often_as_there_are_samples(run: Run) -> None:
+    for found in run(gather_repeated, REPEATED, processes=2, timeout=120):
+        for case, (mean, seen) in zip(REPEATED, found, strict=True):
+            assert seen == list(range(case[1])), case
+            assert mean == pytest.approx((case[1] - 1) / 2), case
 
 
 def gather_around_breaks(workers: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -544,3 +545,101 @@ def test_groups_that_share_a_distributed_tensor_count_once(run: Run) -> None:
         assert found["mean"][1].item() == 5.0
         torch.testing.assert_close(found["sum"], (first + third) / 2)
         assert found["same"]
+
+
+def gather_uneven_tensors() -> dict[str, Any]:
+    mine = torch.arange(float(2 * rank())).view(-1, 2) + 10 * rank()  # no row on rank 0
+    half = mine.to(torch.bfloat16).requires_grad_()
+    accelerator = Accelerator()
+    with pytest.raises(DistributedOperationException) as shapes:
+        gather(torch.ones(2, rank() + 1), uneven=True)
+    with pytest.raises(DistributedOperationException) as calls:
+        gather(torch.ones(1), uneven=rank() == 0)
+    joined = gather({"half": [half], "number": torch.tensor(rank())}, uneven=True)
+    return {
+        "float": accelerator.gather(mine, uneven=True).tolist(),
+        "half": joined["half"][0],
+        "number": joined["number"].tolist(),
+        "shapes": str(shapes.value),
+        "calls": str(calls.value),
+    }
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("debug", [False, True])
+def test_gather_takes_uneven_tensors(run: Run, debug: bool) -> None:
+    expected = [[10.0, 11.0], [20.0, 21.0], [22.0, 23.0]]
+    environ = {"ACCELERATE_DEBUG_MODE": "1"} if debug else {}
+    for result in run(gather_uneven_tensors, processes=3, env=environ):
+        assert result["float"] == expected
+        assert result["half"].dtype is torch.bfloat16
+        assert not result["half"].requires_grad
+        assert result["half"].tolist() == expected
+        assert result["number"] == [0, 1, 2]
+        assert "Operation: `accelerate.utils.operations.gather`" in result["shapes"]
+        assert "  - Process 0: [2, 1]\n  - Process 1: [2, 2]\n  - Process 2: [2, 3]\n" in result["shapes"]
+        assert "  - Process 0: uneven=True\n  - Process 1: \n" in result["calls"]
+
+
+def test_one_process_gathers_uneven_tensors_as_they_are(states: None) -> None:
+    tensors = [torch.ones(2)]
+    assert gather(tensors, uneven=True) is tensors
+    assert Accelerator(cpu=True).gather(tensors, uneven=True) is tensors
+
+
+def special_tensors() -> dict[str, torch.Tensor]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls these kinds prototypes
+        return _special_tensors()
+
+
+def _special_tensors() -> dict[str, torch.Tensor]:
+    rows = [torch.ones(2, 3), torch.ones(3, 3)]
+    return {
+        "a nested tensor": torch.nested.nested_tensor(rows),
+        "a nested tensor (jagged)": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "the layout torch.sparse_coo": torch.eye(3).to_sparse(),
+        "the layout torch.sparse_csr": torch.eye(3).to_sparse_csr(),
+        "a quantized tensor": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "the meta device": torch.empty(2, device="meta"),
+        "a masked tensor": torch.masked.masked_tensor(torch.ones(2), torch.tensor([True, False])),
+    }
+
+
+def refuse_special_tensors() -> list[tuple[str, str]]:
+    calls = (gather, broadcast, reduce, partial(gather, uneven=True))
+    cases = special_tensors()
+    return [(name, failing(call, {"x": [tensor]})) for name, tensor in cases.items() for call in calls]
+
+
+def failing(call: Callable[..., Any], *args: Any) -> str:
+    with pytest.raises((RuntimeError, TypeError)) as error:
+        call(*args)
+    return str(error.value)
+
+
+def test_tensors_that_are_not_dense_are_refused_with_their_path(run: Run) -> None:
+    for refusals in run(refuse_special_tensors):
+        assert len(refusals) == 28
+        for name, text in refusals:
+            assert name.removesuffix(" (jagged)") in text
+            assert "at ['x'][0]" in text
+
+
+def pad_special_tensors() -> list[str]:
+    cases = special_tensors()
+    wrong = [
+        name
+        for name, tensor in cases.items()
+        if "nested" not in name and pad_across_processes([tensor])[0] is not tensor
+    ]
+    for name in ("a nested tensor", "a nested tensor (jagged)"):
+        with pytest.warns(CannotPadNestedTensorWarning):
+            assert pad_across_processes({"x": cases[name]})["x"] is cases[name]
+    assert "given str at ['x'][1]" in failing(pad_across_processes, {"x": [torch.ones(1), "name"]})
+    assert "given str at ['x'][1]" in failing(gather, {"x": [torch.ones(1), "name"]})
+    return wrong
+
+
+def test_padding_returns_tensors_that_are_not_dense_as_they_are(run: Run) -> None:
+    assert run(pad_special_tensors) == [[], []]

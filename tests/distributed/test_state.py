@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.base import environ
+from accelerate.base import detached_environment, environ
 from accelerate.logging import get_logger
 from accelerate.rng import set_seed, synchronize_rng_states
 from accelerate.state import (
@@ -418,3 +418,19 @@ def test_the_exit_code_of_a_script_is_kept(ending: str, port: int) -> None:
     answers = end_two(textwrap.dedent(SCRIPT).format(ending=lines), port)
     assert tuple(code for code, _ in answers) == codes, answers
     assert all("terminate called" not in errors for _, errors in answers)
+
+
+def start_child() -> tuple[str, bool]:
+    """Start a process that creates a state: rank 0 passes the environment, rank 1 lets it be inherited."""
+    PartialState()
+    program = "from accelerate import PartialState as S; print(S().num_processes, S().process_index)"
+    with detached_environment() as detached:
+        env = detached if PartialState().is_main_process else None
+        child = subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True
+        )
+    return child.stdout.strip(), "RANK" in environ.current()
+
+
+def test_a_child_of_a_detached_environment_is_one_process(run: Run) -> None:
+    assert run(start_child) == [("1 0", True), ("1 0", True)]

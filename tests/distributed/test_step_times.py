@@ -7,8 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor.debug import CommDebugMode
 
 from accelerate import Accelerator
+from accelerate.accelerator.measured import local_scalar
 
 
 def train_with_a_slow_rank() -> dict[str, float]:
@@ -51,3 +55,19 @@ def test_barriers_and_collectives_of_the_program_are_counted(run: Callable[..., 
     fast, slow = run(wait_for_a_slow_rank, processes=2)
     assert fast["collectives"] > 0.2
     assert slow["rest"] > 0.25
+
+
+def read_distributed_losses() -> tuple[float, bool, int]:
+    Accelerator(cpu=True)
+    mesh = init_device_mesh("cpu", (2,))
+    with CommDebugMode() as counter:
+        replicated, partial = (
+            local_scalar(DTensor.from_local(torch.tensor(1.5), mesh, [placement], run_check=False))
+            for placement in (Replicate(), Partial())
+        )
+    assert type(replicated) is torch.Tensor
+    return float(replicated), partial is None, counter.get_total_counts()
+
+
+def test_a_distributed_loss_is_recorded_only_where_it_needs_no_collective(run: Callable[..., Any]) -> None:
+    assert run(read_distributed_losses, processes=2) == [(1.5, True, 0)] * 2

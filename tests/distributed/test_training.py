@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
+from accelerate.base import ConfigurationError
 from accelerate.utils import extract_model_from_parallel
 
 SAMPLES, BATCH = 48, 4
@@ -236,6 +238,48 @@ def test_ranks_may_run_out_of_batches_at_different_times(run: Run) -> None:
     (first, ours), (second, theirs) = run(join_uneven)
     assert (first, second) == (2, 1)
     equal([ours], theirs)
+
+
+def join_others() -> tuple[list[int], list[str]]:
+    """Joins with each kind of object; returns how many batches there were, and what was logged."""
+    accelerator = Accelerator()
+    inner, frozen = network(), network().requires_grad_(False)
+    model, evaluated, optimizer, loader = accelerator.prepare(
+        inner, frozen, torch.optim.SGD(inner.parameters(), lr=0.1), DataLoader(dataset(), batch_size=16)
+    )
+    raw, counts = network().to(accelerator.device), []
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate.strategies").addHandler(handler)
+    try:
+        for joined in (
+            [frozen],
+            [evaluated],
+            [model, raw, optimizer],
+            [inner],
+            [raw],
+            [raw],
+            [optimizer],
+            [],
+        ):
+            with accelerator.join_uneven_inputs(joined, even_batches=False):
+                used = model if joined and joined[0] in (model, inner) else raw
+                losses = [used(inputs).sum().backward() for inputs, _ in loader]
+                counts.append(len(losses))
+    finally:
+        logging.getLogger("accelerate.strategies").removeHandler(handler)
+    with pytest.raises(ConfigurationError, match="only models and optimizers can be joined"):
+        accelerator.join_uneven_inputs(["model"]).__enter__()
+    return counts, lines
+
+
+def test_what_was_not_prepared_is_left_out_of_a_join(run: Run) -> None:
+    for (counts, lines), batches in zip(run(join_others), (2, 1), strict=True):
+        assert counts == [batches] * 8
+        joined_nothing = [line for line in lines if "join_uneven_inputs joins nothing" in line]
+        assert lines == joined_nothing
+        assert len(lines) == (2 if batches == 2 else 0)  # the main process, once for each list
 
 
 def skip_together() -> tuple[bool, list[torch.Tensor], float]:

@@ -8,6 +8,7 @@ from accelerate.accelerator.windows import (
     CountedWeights as CountedWeights,
     drop_gradients as drop_gradients,
     factor_of as factor_of,
+    forget_gradients as forget_gradients,
     read_items as read_items,
     rescale_gradients as rescale_gradients,
     sum_items as sum_items,

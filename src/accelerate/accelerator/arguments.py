@@ -16,6 +16,7 @@ from accelerate.base import (
     PrecisionType,
     RNGName,
     RNGType,
+    plain_value,
     read_flag,
     whole_number,
     wrong_value,
@@ -97,6 +98,7 @@ def build_request(arguments: Arguments, environ: Mapping[str, str]) -> strategie
 
     Arguments win over the environment; where both are set and differ, one line of the log names both.
     """
+    arguments = Arguments(*map(plain_value, arguments))
     _refuse_older_plugin(arguments, environ)
     for name, alternative, effect in _EXCLUSIVE:
         value = getattr(arguments, name)
@@ -150,7 +152,7 @@ def _prefer_argument(
 
 
 def _member(name: str, value: Any, known: Sequence[str]) -> str:
-    text = str(getattr(value, "value", value)).lower()
+    text = str(plain_value(value)).lower()
     if text not in known:
         raise wrong_value(name, value, f"it is none of {', '.join(known)}", "Choose one of them")
     return text

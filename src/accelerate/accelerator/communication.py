@@ -29,17 +29,18 @@ class Communication:
 
     _runtime: Runtime
 
-    def gather(self, tensor: T) -> T:
+    def gather(self, tensor: T, *, uneven: bool = False) -> T:
         """Return the tensors of all ranks, joined on dimension 0.
 
         Args:
             tensor: a tensor, or lists, tuples and dictionaries of tensors, of the same shapes on all ranks;
                 0-d tensors count as length 1.
+            uneven: whether dimension 0 may differ between ranks; nothing is padded.
 
         Returns:
-            The same structure on every rank.
+            The same structure on every rank, in rank order.
         """
-        return ops.gather(tensor)
+        return ops.gather(tensor, uneven=uneven)
 
     @overload
     def gather_for_metrics(self, input_data: list[T], use_gather_object: bool = False) -> list[T]: ...
@@ -59,8 +60,8 @@ class Communication:
 
         Returns:
             The same structure on every rank; over a whole loader exactly its dataset, in order when not
-            shuffled. On one process what was given; but with a short last batch, what is as long as a full
-            one (a loss repeated for each sample) is cut to the samples that there are.
+            shuffled. A value that has as many rows as a full batch, such as a loss repeated for each sample,
+            is cut to the samples of a shorter batch. On one process, everything else is returned as it is.
         """
         loader = self._runtime.gradient_state.active_dataloader
         if not self._runtime.state.use_distributed:
@@ -154,49 +155,59 @@ def _gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
     if counts is None:
         return ops.gather_object(data) if as_objects else ops.gather(data)
     if as_objects:
-        return _gather_objects(data, counts, loader.batch_rows)
-    return _gather_tensors(ops.whole_tensors(data), counts, loader.batch_rows)
+        return _gather_objects(data, counts, loader)
+    return _gather_tensors(ops.whole_tensors(data), counts, loader)
 
 
 def _last_samples(data: Any, loader: Any) -> Any:
-    """Cut on one process what is as long as a full batch, where the last batch is shorter.
+    """Cut on one process what is as long as a full batch, where the batch is shorter.
 
     Loops of clients repeat the loss for each sample of a full batch, to weight batches by their samples.
     """
-    if loader is None or not loader.end_of_dataloader or loader.remainder <= 0:
+    if loader is None or loader.full_rows is None:
         return data
-    full, real = loader.total_batch_size, loader.remainder
+    full, counts = loader.full_rows, loader.valid_counts
+    if counts is not None:
+        real = sum(counts)
+    else:  # the batch may have other rows than samples
+        real = loader.remainder if loader.end_of_dataloader and loader.remainder > 0 else full
+    if real >= full:
+        return data
     if isinstance(data, (list, tuple)) and not contains_tensor(data):
         return data[:real] if len(data) == full else data
-    return recursively_apply(lambda leaf: leaf[:real] if _has_rows(leaf, full) else leaf, data)
+    return recursively_apply(lambda leaf: leaf[:real] if _num_rows(leaf) == full else leaf, data)
 
 
 def _counts_of(loader: Any) -> _Counts | None:
-    """Samples of the batch just given that count on each rank; None where all do and ranks have equally many.
+    """Samples of the batch just given that count on each rank; None where all ranks have a full batch.
 
     Of ranks that share a batch, the first one's count.
     """
     counts: _Counts | None = loader.valid_counts
+    if counts is not None and len(counts) == 1 and not loader.shares_batches:
+        counts = None  # each rank reads all samples
     if counts is not None:
         _refuse_absent_ranks(loader, counts)
     if not (loader.deals_ready_batches or loader.shares_batches):
         return counts
     rows = loader.batch_rows if counts is None else counts[loader.plan.group]
-    sizes = ops.gather_object([rows])
+    found = ops.gather_object([(rows, loader.full_rows)])
+    sizes = [size for size, _ in found]
     if None in sizes:
         return None
     group_of = loader.groups_of_ranks()
     sizes = [0 if group in group_of[:rank] else sizes[rank] for rank, group in enumerate(group_of)]
-    return None if counts is None and len(set(sizes)) == 1 else tuple(sizes)
+    is_full = counts is None and all(size == full for size, full in found)
+    return None if is_full and len(set(sizes)) == 1 else tuple(sizes)
 
 
-def _gather_tensors(data: Any, counts: _Counts, rows: int | None) -> Any:
+def _gather_tensors(data: Any, counts: _Counts, loader: Any) -> Any:
     """Gather tensors with one row per sample without filler, any others whole: two messages at most."""
     leaves: list[torch.Tensor] = []
     recursively_apply(leaves.append, data, error_on_other_type=True)
-    flags = _true_on_all([_has_rows(leaf, rows) for leaf in leaves], counts)
+    flags = _true_on_all([_is_per_sample(_num_rows(leaf), counts, loader) for leaf in leaves])
     if not all(flags):
-        _warn_not_per_sample(counts, rows)
+        _warn_not_per_sample(counts, loader.batch_rows)
     gathered: dict[bool, Iterator[Any]] = {}
     for flag in set(flags):
         chosen = [leaf for leaf, per_sample in zip(leaves, flags, strict=True) if per_sample == flag]
@@ -205,25 +216,30 @@ def _gather_tensors(data: Any, counts: _Counts, rows: int | None) -> Any:
     return recursively_apply(lambda leaf: next(gathered[next(order)]), data)
 
 
-def _gather_objects(data: Any, counts: _Counts, rows: int | None) -> Any:
+def _gather_objects(data: Any, counts: _Counts, loader: Any) -> Any:
     """Gather a list with one object per sample without filler, anything else whole."""
-    is_list = isinstance(data, (list, tuple))
-    (flag,) = _true_on_all([is_list and (rows is None or len(data) == rows)], counts)
+    length = len(data) if isinstance(data, (list, tuple)) else None
+    (flag,) = _true_on_all([_is_per_sample(length, counts, loader)])
     if flag:
         return ops.gather_valid_objects(data, counts)
-    _warn_not_per_sample(counts, rows)
+    _warn_not_per_sample(counts, loader.batch_rows)
     return ops.gather_object(data)
 
 
-def _true_on_all(flags: list[bool], counts: _Counts) -> list[bool]:
+def _true_on_all(flags: list[bool]) -> list[bool]:
     """Return which leaves have one row per sample on every rank: a length can be equal by chance on one."""
-    if len(set(counts)) == 1:
-        return flags
     return [all(column) for column in zip(*ops.gather_object([flags]), strict=True)]
 
 
-def _has_rows(leaf: torch.Tensor, rows: int | None) -> bool:
-    return leaf.ndim > 0 and (rows is None or leaf.shape[0] == rows)
+def _is_per_sample(length: int | None, counts: _Counts, loader: Any) -> bool:
+    """Whether a value has a row for each sample of the batch, or is repeated for each of a full batch."""
+    if length is None or loader.batch_rows in (None, length):
+        return length is not None
+    return length == loader.full_rows and length >= counts[ops.current_transport().rank]
+
+
+def _num_rows(leaf: torch.Tensor) -> int | None:
+    return leaf.shape[0] if leaf.ndim else None
 
 
 def _warn_not_per_sample(counts: _Counts, rows: int | None) -> None:

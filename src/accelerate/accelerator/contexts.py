@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch.profiler import profile
 from accelerate import diagnostics, ops, plugins
 from accelerate.accelerator.runtime import Runtime
 from accelerate.logging import get_logger
+from accelerate.state import closed_at_exit
 
 logger = get_logger(__name__)
 
@@ -36,7 +37,8 @@ class Contexts:
         return self._runtime.strategy.precision.autocast(settings.enabled, settings.cache_enabled)
 
     @contextmanager
-    def profile(self, profile_handler: plugins.ProfileKwargs | None = None) -> Iterator[profile]:
+    @closed_at_exit
+    def profile(self, profile_handler: plugins.ProfileKwargs | None = None) -> Generator[profile, None, None]:
         """Profile the block; each rank writes its trace when the handler names a folder.
 
         Args:
@@ -81,6 +83,7 @@ class Contexts:
 
         Args:
             joinables: prepared models (and joinable optimizers) that are used in the block, on all ranks.
+                Models that exchange nothing, such as frozen and not prepared ones, have no effect.
             even_batches: overrides, inside the block, whether prepared map-style loaders are filled up to the
                 same number of batches; `None` leaves them.
         """
@@ -88,11 +91,11 @@ class Contexts:
             yield
             return
         with _even_batches_set_to(self._runtime, even_batches), self._runtime.strategy.join(joinables):
-            self._runtime.joins = True
+            _set_joined(self._runtime, True)
             try:
                 yield
             finally:
-                self._runtime.joins = False
+                _set_joined(self._runtime, False)
 
     @contextmanager
     def unsharded(self, *models: nn.Module) -> Iterator[None]:
@@ -128,6 +131,12 @@ class Contexts:
         return self._cp_context(
             buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
         )
+
+
+def _set_joined(runtime: Runtime, value: bool) -> None:
+    runtime.joins = value
+    for optimizer in runtime.prepared.optimizers:
+        optimizer.is_joined = value
 
 
 @contextmanager

@@ -299,6 +299,7 @@ class Accelerator(
                 use_stateful_dataloader=config.use_stateful_dataloader,
                 torch_device_mesh=self._runtime.strategy.loader_mesh,
                 use_constant_memory_sampler=config.use_constant_memory_sampler,
+                already_sharded=config.already_sharded,
             )
         )
         self._dataloaders.append(loader)

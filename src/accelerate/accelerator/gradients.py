@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from accelerate import ops, strategies
+from accelerate.accelerator.measured import local_scalar
 from accelerate.accelerator.runtime import Runtime
 from accelerate.accelerator.windows import Count, Window, Windows, exchange, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
@@ -152,7 +153,7 @@ class Gradients:
                 weighed already.
         """
         if step_clock.wanted:
-            step_clock.keep("loss", loss)
+            step_clock.keep("loss", local_scalar(loss))
         learning_rate = kwargs.pop("learning_rate", None)
         if kwargs.pop("scale_wrt_gas", None) is not False:
             loss = self._weigh(loss)
@@ -231,7 +232,7 @@ class Gradients:
         norm = self._runtime.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
         norm = norm if scale == 1 else norm / scale
         if step_clock.wanted:
-            step_clock.keep("gradient_norm", norm)
+            step_clock.keep("gradient_norm", local_scalar(norm))
         return norm
 
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:

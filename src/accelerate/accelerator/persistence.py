@@ -14,7 +14,15 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate import accelerator, checkpointing, hooks, plugins, weights
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base import CheckpointError, ConfigurationError, as_builtin, describe, progress_bar, size_of
+from accelerate.base import (
+    CheckpointError,
+    ConfigurationError,
+    as_builtin,
+    describe,
+    progress_bar,
+    refuse_path,
+    size_of,
+)
 from accelerate.logging import get_logger
 from accelerate.monitoring import SAVING, Checkpoint
 from accelerate.state import run_records, step_clock
@@ -240,6 +248,7 @@ class Persistence:
             ConfigurationError: the folder is a file, the size is none, or the model is on several devices
                 in parts that have no values.
         """
+        refuse_path("save_directory", save_directory)
         is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
         if is_empty and not hooks.is_any_offloaded(model):
             raise ConfigurationError(
@@ -271,6 +280,7 @@ class Persistence:
             raise as_builtin(_no_folder("save_state", "save to", "output_dir"), TypeError)
         session = runtime.checkpoints
         iteration = None
+        refuse_path("output_dir", output_dir or "")
         target = Path(output_dir or "").expanduser()
         if numbered:
             iteration = project.iteration
@@ -336,6 +346,7 @@ class Persistence:
             runtime.gradient_state._set_sync_gradients(progress.sync_gradients)
         for optimizer, updates in zip(runtime.prepared.optimizers, progress.updates, strict=False):
             optimizer.num_updates = updates
+        accelerator.forget_gradients(runtime)
         step_clock.follow_anew()
         step = max(progress.updates, default=0)
         folder = str(source.folder)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from numbers import Real
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import nn
 
-from accelerate import data_loader, ops
+from accelerate import data_loader, ops, torch_private
 from accelerate.base import StateError, wrong_value
 from accelerate.logging import get_logger
 from accelerate.state import GradientState
@@ -245,9 +245,9 @@ def _warn_left_out(having: float, size: int) -> None:
 class CountedWeights:
     """Items are counted as rounds come, and the total is known in the last round only.
 
-    Until then losses weigh as in the window before. When the total is known, and before the last backward
-    pass exchanges anything, the accumulated gradients are rescaled, so that the exchange, the scaler,
-    clipping and the optimizer read the right ones.
+    Until then losses weigh about as in the window before. When the total is known, and before the last
+    backward pass exchanges anything, the accumulated gradients are rescaled, so that the exchange, the
+    scaler, clipping and the optimizer read the right ones.
     """
 
     def __init__(self, replicas: int) -> None:
@@ -257,6 +257,8 @@ class CountedWeights:
 
     def begin(self) -> None:
         """Start a window."""
+        # By a power of two no gradient is rounded, so the result does not depend on the window before.
+        self._factor = 2.0 ** (math.frexp(self._factor)[1] - 1)
         self._items: list[Any] = []
         self._models: dict[int, nn.Module] = {}
         self._answer: ops.Answer | None = None
@@ -302,6 +304,20 @@ def exchange(
     return contexts
 
 
+def forget_gradients(runtime: Runtime) -> None:
+    """Forget the gradients of the window that a loaded checkpoint has ended; engines keep theirs."""
+    runtime.weights = None
+    if not runtime.strategy.holds_gradients:
+        return
+    drop_gradients(runtime.prepared.models)
+    for optimizer in runtime.prepared.optimizers:
+        optimizer.gradients_unscaled = False
+        for parameter in optimizer.parameters():
+            parameter.grad = None
+    if runtime.strategy.precision.scaler is not None:
+        torch_private.forget_unscaled(runtime.strategy.precision.scaler)
+
+
 def factor_of(total: float, replicas: int) -> float:
     """Return the factor from a sum over items of one rank to its part of the mean over all in the window.
 
@@ -337,12 +353,14 @@ def sum_items(values: Sequence[Any]) -> float:
     return sum(map(read_items, values))
 
 
-def rescale_gradients(models: Iterable[nn.Module], factor: float) -> None:
+def rescale_gradients(models: Collection[nn.Module], factor: float) -> None:
     """Multiply the gradients of models by a factor, those of shared parameters once."""
     if factor == 1.0:
         return
     parameters = {id(p): p for model in models for p in model.parameters()}
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
+    gradients += [gradient for model in models for gradient in torch_private.unreduced_gradients(model)]
+    gradients = list({id(gradient): gradient for gradient in gradients}.values())  # some units are gathered
     with torch.no_grad():
         # torch multiplies no list of distributed and plain tensors
         dense = [ops.local_tensor(gradient) for gradient in gradients if not gradient.is_sparse]
@@ -356,5 +374,6 @@ def rescale_gradients(models: Iterable[nn.Module], factor: float) -> None:
 def drop_gradients(models: Iterable[nn.Module]) -> None:
     """Forget the gradients of models."""
     for model in models:
+        torch_private.drop_unreduced_gradients(model)
         for parameter in model.parameters():
             parameter.grad = None

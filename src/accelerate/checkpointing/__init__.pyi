@@ -110,6 +110,7 @@ from accelerate.checkpointing.sharded import (
     optimizer_change as optimizer_change,
     read_shards as read_shards,
     refuse_other_optimizer as refuse_other_optimizer,
+    refuse_unnamed_state as refuse_unnamed_state,
     rejoin as rejoin,
     shards_of_range as shards_of_range,
     spread as spread,

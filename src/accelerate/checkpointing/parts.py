@@ -407,10 +407,7 @@ class LoaderPart:
 
         def apply() -> None:
             with options.fitting(self.name, kind):
-                resume.restore(self.loader, state, stream.get("dataset"))
-                if "torchdata" in stream and state["seen"] and not state["is_over"]:
-                    self.loader.first_round.restored = stream.get("first", [])
-                    self.loader.load_state_dict(stream["torchdata"])
+                resume.restore(self.loader, {**state, **stream.get("order", {})}, stream)
 
         return Change(apply, f"{kind} ({self.name})", partial(changes.keep_loader, self.loader))
 
@@ -439,6 +436,8 @@ def _check_position(state: Any, stream: Any) -> None:
     start = state.get("start")
     if start is not None:
         try_on_cpu(start["global"])
+    if "read" in stream:
+        try_on_cpu(stream["read"])
     drawn = [*state["generators"], *([] if start is None else start["generators"])]
     if not all(isinstance(state, Tensor) and state.dtype == torch.uint8 for state in drawn):
         raise CheckpointError("it holds states of random generators that are none")

@@ -293,7 +293,9 @@ class OptimizerShards:
     root: str = OPTIMIZER
 
     def state(self) -> dict[KeyPath, Any]:
-        named = by_name(self.optimizer.state_dict(), self.names)
+        whole = self.optimizer.state_dict()
+        refuse_unnamed_state(self.optimizer, whole)
+        named = by_name(whole, self.names)
         states = {
             (OPTIMIZER, STATE, name, key): value
             for name, values in named[STATE].items()
@@ -399,6 +401,17 @@ def optimizer_change(
                 check_optimizer(inner)
 
     return Change(apply, f"{type(optimizer).__name__} ({OPTIMIZER})", partial(keep_optimizer, optimizer))
+
+
+def refuse_unnamed_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Refuse a state dict with state that belongs to no parameter: it would not be loaded again."""
+    unknown = [str(key) for key in state[STATE] if not isinstance(key, int)]
+    if unknown:
+        kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        raise CheckpointError(
+            f"{kind} holds state that belongs to no parameter ({listed(unknown)}), which a sharded "
+            "run cannot save. Keep it in param_groups or in the state of a parameter, or use another one."
+        )
 
 
 def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:

@@ -86,11 +86,14 @@ def claim(name: str, parent: Path, kind: str) -> Path:
 
 
 def spell(name: str) -> str:
-    """Return a name as it is written in hidden names: of a long one, its beginning and a checksum."""
+    """Return a name as it is written in hidden names.
+
+    Of one that is long or not printable: its beginning with other characters replaced, and a checksum.
+    """
     whole = os.fsencode(name)
-    if len(whole) <= LONGEST_NAME:
+    if len(whole) <= LONGEST_NAME and name.isprintable():
         return name
-    start = name[:BYTES_OF_A_LONG_NAME]
+    start = "".join(letter if letter.isprintable() else "_" for letter in name[:BYTES_OF_A_LONG_NAME])
     while len(os.fsencode(start)) > BYTES_OF_A_LONG_NAME:
         start = start[:-1]
     return f"{start}~{checksum_of(whole)}"

@@ -13,10 +13,11 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args, overload
 import torch
 from torch import Tensor
 
-from accelerate.base import ConfigurationError, as_builtin, wrong_value
+from accelerate.base import ConfigurationError, as_builtin, plain_value, wrong_value
 from accelerate.nested import (
     get_data_structure,
     initialize_tensors,
+    is_torch_tensor,
     iterate_tensors,
     recursively_apply,
     send_to_device,
@@ -31,6 +32,7 @@ from accelerate.ops.packed import (
     reduce_packed,
     share_numbers,
 )
+from accelerate.ops.packing import check_leaves, is_dense
 from accelerate.ops.transport import current_transport
 from accelerate.ops.verify import PUBLIC_MODULE, Call, chained_operation, operation, outline
 from accelerate.state import PartialState, services
@@ -45,23 +47,29 @@ _LEFT_ALONE = -1
 
 
 @operation
-def gather(tensor: T) -> T:
+def gather(tensor: T, *, uneven: bool = False) -> T:
     """Join the tensors of all processes along their first dimension.
 
     Args:
-        tensor: Tensors in any nesting of lists, tuples and dictionaries; equal shapes and dtypes on all
-            ranks. 0-d tensors count as `[1]`. Batches of different length: `gather_uneven`.
+        tensor: Tensors in any nesting of lists, tuples and dictionaries; equal dtypes and shapes on all
+            ranks. 0-d tensors count as `[1]`.
+        uneven: Whether the first dimension may differ between ranks, also be 0. Tensors are joined without
+            padding; their sizes take one more collective.
 
     Returns:
-        The same nesting with tensors of `num_processes` times the length, in rank order, on every process.
+        The same nesting on every process, in rank order. Without `uneven`, tensors have `num_processes` times
+        the length. On one process the argument itself. Nothing is differentiable.
 
     Raises:
         DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
         TypeError: A leaf is not a tensor.
+        ConfigurationError: A leaf is not a dense tensor.
     """
     transport = current_transport()
     if transport.size == 1:
         return tensor
+    if uneven:
+        return gather_uneven(tensor)  # type: ignore[no-any-return]
     return gather_packed(tensor, transport, Call(f"{PUBLIC_MODULE}.gather", data=tensor))  # type: ignore[no-any-return]
 
 
@@ -152,6 +160,7 @@ def reduce(tensor: T, reduction: ReductionName = "mean", scale: float = 1.0) -> 
         ConfigurationError: No such reduction, or the maximum or minimum of complex numbers.
         DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
     """
+    reduction = plain_value(reduction)
     if reduction not in _REDUCTIONS:
         fix = f"Use one of {', '.join(map(repr, _REDUCTIONS))}"
         raise wrong_value("reduction", reduction, "no such reduction", fix)
@@ -175,7 +184,8 @@ def gather_uneven(tensor: Any) -> Any:
     transport = current_transport()
     if transport.size == 1:
         return tensor
-    call = Call(f"{__name__}.gather_uneven", data=tensor, rows_only=True)
+    check_leaves(tensor)
+    call = Call(f"{PUBLIC_MODULE}.gather", "uneven=True", tensor, rows_only=True)
     tensor = recursively_apply(at_least_1d, tensor, error_on_other_type=True)
     lengths: list[int] = []
     recursively_apply(lambda leaf: lengths.append(leaf.shape[0]), tensor)
@@ -247,6 +257,8 @@ def copy_tensor_to_devices(tensor: Any = None) -> Any:
         ConfigurationError: Not exactly one process has a tensor.
     """
     transport = current_transport()
+    if tensor is not None and transport.size > 1:
+        check_leaves(tensor)
     structure = None if tensor is None else get_data_structure(tensor)
     call = Call(f"{PUBLIC_MODULE}.copy_tensor_to_devices")
     owner, structure = _owner_and_object(structure, transport, call)
@@ -287,6 +299,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
     transport = current_transport()
     if transport.size == 1:
         return tensor
+    check_leaves(tensor, accepts=is_torch_tensor)
     sizes: list[int] = []
     recursively_apply(lambda leaf: sizes.append(_size_to_pad(leaf, dim)), tensor, error_on_other_type=True)
     call = Call(f"{PUBLIC_MODULE}.pad_across_processes", f"dim={dim}", tensor)
@@ -378,6 +391,7 @@ def _size_to_pad(tensor: Tensor, dim: int) -> int:
 def _pad(tensor: Tensor, dim: int, longest: int, pad_index: int = 0, pad_first: bool = False) -> Tensor:
     if not _can_pad(tensor, dim) or tensor.shape[dim] == longest:
         return tensor
+    check_leaves(tensor, accepts=is_dense)
     shape = list(tensor.shape)
     shape[dim] = longest - tensor.shape[dim]
     filling = tensor.new_full(shape, pad_index)

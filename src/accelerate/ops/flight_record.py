@@ -161,7 +161,9 @@ def recorded(function: Callable[P, R], argument: int = 0) -> Callable[P, R]:
 
 def _facts_of(argument: object) -> object:
     """What is recorded of an argument, without a reference to it."""
-    return (argument.shape, argument.dtype) if isinstance(argument, Tensor) else type(argument)
+    if not isinstance(argument, Tensor):
+        return type(argument)
+    return f"nested {argument.dtype}" if argument.is_nested else (argument.shape, argument.dtype)
 
 
 def _entry(raw: _Raw) -> Entry:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, as_builtin
 from accelerate.nested import honor_mapping, honor_type
 from accelerate.ops.base import Header
 
@@ -225,7 +225,10 @@ class Parts:
 def take_apart(data: Any) -> Parts:
     """List the tensors of nested data, and note what they look like."""
     parts = Parts([], [], [])
-    _collect(data, parts.leaves, parts.facts, parts.skeleton)
+    try:
+        _collect(data, parts.leaves, parts.facts, parts.skeleton)
+    except _NotSendableError:
+        check_leaves(data)
     if parts.leaves:
         device = parts.leaves[0].device
         for leaf in parts.leaves:
@@ -235,6 +238,8 @@ def take_apart(data: Any) -> Parts:
                     f"The tensors of one structure are on {devices}, and a collective takes them from one "
                     "device. Move them to one with `send_to_device`, or make one call for each device."
                 )
+        if device.type == "meta":
+            check_leaves(data)
     return parts
 
 
@@ -248,6 +253,8 @@ def put_together(data: Any, leaves: Iterator[Any]) -> Any:
 
 def _collect(data: Any, leaves: list[Tensor], facts: list[Any], skeleton: list[Any]) -> None:
     if isinstance(data, Tensor):
+        if not is_dense(data):
+            raise _NotSendableError
         leaves.append(data)
         facts += (data.shape, data.dtype)
     elif isinstance(data, (list, tuple)):
@@ -259,14 +266,74 @@ def _collect(data: Any, leaves: list[Tensor], facts: list[Any], skeleton: list[A
         for item in data.values():
             _collect(item, leaves, facts, skeleton)
     else:
-        raise not_a_tensor(data)
+        raise _NotSendableError
 
 
-def not_a_tensor(data: object) -> TypeError:
+class _NotSendableError(TypeError):
+    """A leaf is not a dense tensor; `check_leaves` raises the error for the user."""
+
+
+def _is_masked(tensor: Tensor) -> bool:
+    return isinstance(tensor, torch.masked.MaskedTensor)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether a tensor is no more than its elements, which torch can view, cut and join."""
+    if tensor.layout is not torch.strided or (type(tensor) is not Tensor and _is_masked(tensor)):
+        return False
+    return not (tensor.is_nested or tensor.is_quantized)
+
+
+def _is_sendable(tensor: Tensor) -> bool:
+    return is_dense(tensor) and not tensor.is_meta
+
+
+_FIXES: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
+    (
+        lambda leaf: leaf.is_nested,
+        "a nested tensor",
+        "Pad it with `torch.nested.to_padded_tensor`, or pass the list of its parts, `tensor.unbind()`, to "
+        "`gather_object`",
+    ),
+    (lambda leaf: leaf.is_meta, "a tensor on the meta device, without data", "Move it to a device first"),
+    (
+        _is_masked,
+        "a masked tensor",
+        "Pass its data and its mask, `tensor.get_data()` and `tensor.get_mask()`",
+    ),
+    (lambda leaf: leaf.is_quantized, "a quantized tensor", "Pass `tensor.dequantize()`"),
+)
+
+
+def check_leaves(data: Any, path: str = "", accepts: Callable[[Tensor], bool] = _is_sendable) -> None:
+    """Raise unless all leaves are tensors, by default dense ones with data; the error names the path."""
+    if isinstance(data, Tensor):
+        if not accepts(data):
+            raise _not_dense(data, path)
+    elif isinstance(data, (list, tuple)):
+        for index, item in enumerate(data):
+            check_leaves(item, f"{path}[{index}]", accepts)
+    elif isinstance(data, Mapping):
+        for key, value in data.items():
+            check_leaves(value, f"{path}[{key!r}]", accepts)
+    else:
+        raise not_a_tensor(data, path)
+
+
+def not_a_tensor(data: object, path: str = "") -> TypeError:
+    place = f" at {path}" if path else ""
     return TypeError(
-        f"A collective takes tensors in lists, tuples and dictionaries, and was given {type(data).__name__}: "
-        "use `gather_object` or `broadcast_object_list` for other objects."
+        f"A collective takes tensors in lists, tuples and dictionaries, and was given {type(data).__name__}"
+        f"{place}: use `gather_object` or `broadcast_object_list` for other objects."
     )
+
+
+def _not_dense(leaf: Tensor, path: str) -> ConfigurationError:
+    sparse = f"a tensor with the layout {leaf.layout}", "Pass `tensor.to_dense()`"
+    what, fix = next(((what, fix) for applies, what, fix in _FIXES if applies(leaf)), sparse)
+    place = f" at {path}" if path else ""
+    text = f"A collective takes dense tensors, and was given {what}{place}. {fix}."
+    return as_builtin(ConfigurationError(text), RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)

@@ -184,8 +184,9 @@ def mismatch(summaries: Sequence[CallSummary]) -> DistributedOperationException:
             f"The {what} differ between the processes, and this operation needs the same ones on all of them."
         )
         fix = (
-            "Bring them together first: `pad_across_processes` makes tensors equally long, "
-            "`gather_for_metrics` takes batches of different length, `gather_object` takes anything."
+            "Bring them together first: `gather(tensor, uneven=True)` joins tensors of different length, "
+            "`pad_across_processes` makes tensors equally long, `gather_for_metrics` takes "
+            "batches of different length, `gather_object` takes anything."
         )
         rows = [f"Operation: `{summaries[0].operation}`", _listed(f"Input {what}", entries)]
     rows.append(_listed("Called from", [summary.location for summary in summaries]))

@@ -3,6 +3,7 @@ from accelerate.plugins.checks import (
     fill as fill,
     member as member,
     one_of as one_of,
+    plain_fields as plain_fields,
     read_flag as read_flag,
 )
 from accelerate.plugins.comm_hooks import HOOKS as HOOKS, WRAPPERS as WRAPPERS, renamed as renamed

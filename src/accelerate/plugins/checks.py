@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
 from numbers import Number
 from typing import Any, TypeVar
 
-from accelerate.base import FALSE_WORDS, TRUE_WORDS, current, wrong_value
+from accelerate.base import FALSE_WORDS, TRUE_WORDS, current, plain_value, wrong_value
 from accelerate.settings import Section, decode
 
 Choice = TypeVar("Choice")
@@ -21,7 +22,7 @@ def one_of(
 
     `given` is what the user wrote, where `value` is another spelling of it.
     """
-    choices = list(choices)
+    choices, value = list(choices), plain_value(value)
     if value not in choices:
         fix = f"Choose one of {', '.join(map(str, choices))}"
         raise wrong_value(name, value if given is None else given, "it is not a known choice", fix, *kinds)
@@ -30,7 +31,7 @@ def one_of(
 
 def read_flag(name: str, value: object) -> bool:
     """Return a truth value that may be written as a word, such as "true"."""
-    word = str(value).strip().lower()
+    word = str(plain_value(value)).strip().lower()
     if word not in TRUE_WORDS | FALSE_WORDS:
         raise wrong_value(name, value, "it is neither a yes nor a no", "Give True or False")
     return word in TRUE_WORDS
@@ -39,10 +40,16 @@ def read_flag(name: str, value: object) -> bool:
 def member(name: str, value: object, kind: type[Member]) -> Member:
     """Return the member of an enumeration, given itself or by its value."""
     for candidate in kind:
-        if value in (candidate, candidate.value):
+        if plain_value(value) in (candidate, candidate.value):
             return candidate
     fix = f"Choose one of {', '.join(str(candidate.value) for candidate in kind)}"
     raise wrong_value(name, value, "it is not a known choice", fix)
+
+
+def plain_fields(plugin: Any) -> None:
+    """Replace members of string enumerations in the fields of a dataclass by plain strings."""
+    for entry in dataclasses.fields(plugin):
+        setattr(plugin, entry.name, plain_value(getattr(plugin, entry.name)))
 
 
 def at_least(name: str, value: float, minimum: float) -> None:

@@ -9,9 +9,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from accelerate.base import ConfigurationError, StateError, as_builtin, environ, require, wrong_value
+from accelerate.base import (
+    ConfigurationError,
+    StateError,
+    as_builtin,
+    environ,
+    plain_value,
+    require,
+    wrong_value,
+)
 from accelerate.plugins import deepspeed_config as configs
-from accelerate.plugins.checks import fill, read_flag
+from accelerate.plugins.checks import fill, plain_fields, read_flag
 from accelerate.plugins.deepspeed_config import Filling, HfDeepSpeedConfig, show_to_transformers
 from accelerate.plugins.fsdp import find_classes
 from accelerate.settings import AUTO, KEYS, USUAL, deepspeed_checks as checks, refuse_config
@@ -75,6 +83,7 @@ class DeepSpeedPlugin:
     msamp_opt_level: Literal["O1", "O2"] | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         self._selected = False
         self.dschf: Any = None
         self.filled: dict[str, Any] = {}
@@ -196,7 +205,7 @@ class DeepSpeedPlugin:
         Raises:
             ConfigurationError: The configuration asks for the other format.
         """
-        configs.set_format(self.deepspeed_config, str(mixed_precision).lower())
+        configs.set_format(self.deepspeed_config, str(plain_value(mixed_precision)).lower())
 
     def set_deepspeed_weakref(self) -> None:
         """Let transformers know whether models are built in shards."""

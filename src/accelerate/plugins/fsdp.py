@@ -13,9 +13,10 @@ from accelerate.base import (
     FSDP_STATE_DICT_TYPE,
     ConfigurationError,
     environ,
+    plain_value,
     wrong_value,
 )
-from accelerate.plugins.checks import at_least, fill, one_of
+from accelerate.plugins.checks import at_least, fill, one_of, plain_fields
 from accelerate.plugins.fsdp_versions import (
     VERSIONS,
     PrefetchName,
@@ -123,6 +124,7 @@ class FullyShardedDataParallelPlugin:
     min_num_params: int | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         options = read(environ.current(), (FsdpSection,))
         variables = {field: options[option] for field, option in _OPTIONS.items() if option in options}
         names = ("fsdp_version", "auto_wrap_policy", "ignored_modules", "cpu_offload")
@@ -278,7 +280,7 @@ def read_policy(value: Any) -> Policy | None:
 
     policies = (transformer_auto_wrap_policy, size_based_auto_wrap_policy, None)
     table = dict(zip(FSDP_AUTO_WRAP_POLICY, policies, strict=True))
-    name = str(value).upper()
+    name = str(plain_value(value)).upper()
     if name not in table:
         fix = f"Choose one of {', '.join(table)}, or give a callable"
         raise wrong_value("auto_wrap_policy", value, "it is neither a policy nor the name of one", fix)

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias, TypeVar
 
-from accelerate.base import FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY, ConfigurationError, wrong_value
+from accelerate.base import (
+    FSDP_BACKWARD_PREFETCH,
+    FSDP_SHARDING_STRATEGY,
+    ConfigurationError,
+    plain_value,
+    wrong_value,
+)
 from accelerate.plugins.checks import fill, one_of, read_flag
 from accelerate.settings import ARGUMENT_KEY_MAPPING, ARGUMENT_VALUE_MAPPING, STRATEGY_NOTES
 
@@ -70,22 +76,22 @@ def read_member(field: str, value: Any, class_name: str, names: list[str]) -> An
     kind = torch_class(class_name)
     if isinstance(value, kind):
         return value
-    return kind[one_of(field, str(value).upper(), names, value, KeyError)]
+    return kind[one_of(field, str(plain_value(value)).upper(), names, value, KeyError)]
 
 
 def read_strategy(field: str, value: Any) -> ShardingStrategy:
     """Return the sharding strategy of FSDP 1 for a name in any case, or for a number from 1."""
-    text = str(value).upper()
+    text = str(plain_value(value)).upper()
     if text.isdecimal() and 1 <= int(text) <= len(FSDP_SHARDING_STRATEGY):
-        value = FSDP_SHARDING_STRATEGY[int(text) - 1]
-    if str(value).upper() == "HYBRID_SHARD_ZERO2":
+        value = text = FSDP_SHARDING_STRATEGY[int(text) - 1]
+    if text == "HYBRID_SHARD_ZERO2":
         value = torch_class("ShardingStrategy")["_HYBRID_SHARD_ZERO2"]
     return read_member(field, value, "ShardingStrategy", FSDP_SHARDING_STRATEGY)  # type: ignore[no-any-return]
 
 
 def read_prefetch(value: Any) -> BackwardPrefetch | None:
     """Return when FSDP 1 fetches the next unit in backward; None for never."""
-    if value is None or str(value).upper() == "NO_PREFETCH":
+    if value is None or str(plain_value(value)).upper() == "NO_PREFETCH":
         return None
     return read_member("backward_prefetch", value, "BackwardPrefetch", FSDP_BACKWARD_PREFETCH)  # type: ignore[no-any-return]
 
@@ -107,7 +113,7 @@ def read_dtype(value: Any) -> torch.dtype:
 
     if isinstance(value, torch.dtype):
         return value
-    text = str(getattr(value, "value", value)).lower()
+    text = str(plain_value(value)).lower()
     one_of("mixed_precision", text, LOW_PRECISIONS, value, KeyError)
     return getattr(torch, LOW_PRECISIONS[text])  # type: ignore[no-any-return]
 
@@ -118,7 +124,7 @@ def dtype_of_field(name: str, value: Any) -> Any:
 
     if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):
         return value
-    dtype = getattr(torch, str(value).removeprefix("torch."), None)
+    dtype = getattr(torch, str(plain_value(value)).removeprefix("torch."), None)
     return dtype if isinstance(dtype, torch.dtype) else read_dtype(value)
 
 
@@ -230,7 +236,8 @@ class VersionOne(FsdpVersion):
         strategy = plugin.sharding_strategy or plugin.reshard_after_forward
         strategy = strategy or variables.get("sharding_strategy", "FULL_SHARD")
         plugin.sharding_strategy = read_strategy("sharding_strategy", strategy)
-        if plugin.reshard_after_forward not in (None, plugin.sharding_strategy):
+        default = torch_class("ShardingStrategy").FULL_SHARD  # transformers always passes it
+        if plugin.reshard_after_forward not in (None, default, plugin.sharding_strategy):
             raise refuse(
                 f"sharding_strategy={plugin.sharding_strategy.name} and reshard_after_forward="
                 f"{plugin.reshard_after_forward.name} say two different things",

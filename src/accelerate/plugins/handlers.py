@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from accelerate.base import PROFILE_PATTERN_NAME, CommunicationHookName, DDPCommunicationHookType, wrong_value
-from accelerate.plugins.checks import at_least, member, one_of
+from accelerate.plugins.checks import at_least, member, one_of, plain_fields
 
 if TYPE_CHECKING:
     import torch
@@ -60,7 +60,7 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Arguments of the gradient scaler that fp16 training uses.
+    """Arguments of the gradient scaler that fp16 training uses, and whether it unscales float16 gradients.
 
     Args:
         init_scale: first factor that losses are multiplied with.
@@ -68,6 +68,8 @@ class GradScalerKwargs(KwargsHandler):
         backoff_factor: what the factor is multiplied with after a step with infinite gradients.
         growth_interval: number of consecutive good steps before the factor grows.
         enabled: False makes the scaler do nothing.
+        allow_fp16_gradients: whether gradients of float16 weights are unscaled; torch refuses them, because
+            small updates are lost in float16 weights, and the `eps` of Adam is 0 in float16 below 6e-8.
 
     Raises:
         ConfigurationError: the numbers cannot work as a scale.
@@ -78,6 +80,11 @@ class GradScalerKwargs(KwargsHandler):
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     enabled: bool = True
+    allow_fp16_gradients: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments of `torch.amp.GradScaler` by name."""
+        return {name: value for name, value in super().to_dict().items() if name != "allow_fp16_gradients"}
 
     def __post_init__(self) -> None:
         for name, is_valid, reason, span in (
@@ -109,6 +116,7 @@ class InitProcessGroupKwargs(KwargsHandler):
     timeout: timedelta | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         self._timeout_was_given = self.timeout is not None
         if self.timeout is None:
             self.timeout = timedelta(minutes=10 if self.backend == "nccl" else 30)
@@ -232,8 +240,10 @@ class ProfileKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if isinstance(self.activities, str):
             raise wrong_value("activities", self.activities, "names in a list are needed", 'write ["cpu"]')
-        for activity in self.activities or ():
-            one_of("activities", activity, _ACTIVITIES)
+        if self.activities is not None:
+            self.activities = [
+                one_of("activities", activity, get_args(ProfilerActivity)) for activity in self.activities
+            ]
         if self.schedule_option is not None:
             _check_schedule(self.schedule_option)
 

@@ -15,7 +15,7 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import is_transformer_engine_available
-from accelerate.plugins.checks import at_least, fill, fill_from, one_of
+from accelerate.plugins.checks import at_least, fill, fill_from, one_of, plain_fields
 from accelerate.plugins.handlers import KwargsHandler
 from accelerate.settings.sections import Fp8Section
 
@@ -107,6 +107,7 @@ class TERecipeKwargs(KwargsHandler):
     use_mxfp8_block_scaling: bool | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         self.fp8_format = _upper(self.fp8_format)
         fill_from(self, Fp8Section, "fp8_")
         fill(self, {"use_mxfp8_block_scaling": parse_flag_from_env(_MXFP8_VARIABLE)})
@@ -131,6 +132,7 @@ class MSAMPRecipeKwargs(KwargsHandler):
     opt_level: OptLevel | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         fill_from(self, Fp8Section, "fp8_")
         one_of("opt_level", self.opt_level, get_args(OptLevel))
 
@@ -152,6 +154,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
     backend: Backend | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         fill_from(self, Fp8Section, "fp8_")
         has_only_msamp = is_msamp_available() and not is_transformer_engine_available()
         self.backend = _upper(self.backend) or ("MSAMP" if has_only_msamp else "TE")
@@ -201,6 +204,7 @@ class BnbQuantizationConfig:
     def __post_init__(self) -> None:
         import torch
 
+        plain_fields(self)
         self._check()
         self.bnb_4bit_compute_dtype = _dtype_of("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
         if self.torch_dtype is None:

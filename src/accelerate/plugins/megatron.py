@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from accelerate.base import environ, shown, wrong_value
-from accelerate.plugins.checks import fill
+from accelerate.plugins.checks import fill, plain_fields
 from accelerate.plugins.megatron_models import MODEL_CONFIGS_TO_MEGATRON_PARSERS
 from accelerate.settings import read_with_problems, refuse_all
 from accelerate.settings.sections import MegatronSection
@@ -268,6 +268,7 @@ class MegatronLMPlugin:
     other_megatron_args: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         options, problems = read_with_problems(environ.current(), (MegatronSection,))
         variables = {field: options[row.name] for field, row in _OPTIONS.items() if row.name in options}
         fill(self, {**_DEFAULTS, **variables})

@@ -6,8 +6,8 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from accelerate.base import ConfigurationError, DynamoBackend, DynamoName, environ
-from accelerate.plugins.checks import at_least, fill, fill_from, member, one_of
+from accelerate.base import ConfigurationError, DynamoBackend, DynamoName, environ, refuse_path
+from accelerate.plugins.checks import at_least, fill, fill_from, member, one_of, plain_fields
 from accelerate.plugins.handlers import KwargsHandler
 from accelerate.settings import read
 from accelerate.settings.sections import ContextParallelSection, DynamoSection, SequenceParallelSection
@@ -27,6 +27,8 @@ class GradientAccumulationPlugin(KwargsHandler):
         sync_with_dataloader: whether the last batch of a loader ends the window early.
         sync_each_batch: whether gradients are exchanged after every pass: less memory with sharded
             parameters, more traffic.
+        skip_nonfinite_updates: whether optimizers skip an update on all ranks if a gradient of any rank is
+            infinite or NaN, as a gradient scaler does; reads one number from the device in each update.
 
     Raises:
         ConfigurationError: fewer than one pass.
@@ -36,6 +38,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     adjust_scheduler: bool = True
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
+    skip_nonfinite_updates: bool = False
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:
@@ -64,6 +67,10 @@ class DataLoaderConfiguration:
             `data_seed` and the epoch, instead of storing it: memory and the time to the first batch do not
             grow with the number of samples, also where an epoch resumes. Includes `use_seedable_sampler`
             with another order. Other samplers stay as they are.
+        already_sharded: whether the loaders of each process already yield the shard of its rank: True keeps
+            them as they are, False shards them. None keeps a loader as it is if `num_replicas` and `rank` of
+            its sampler, batch sampler or iterable dataset are those of the process, as with
+            `torch.utils.data.DistributedSampler`, and shards it otherwise.
     """
 
     split_batches: bool = False
@@ -74,6 +81,7 @@ class DataLoaderConfiguration:
     non_blocking: bool = False
     use_stateful_dataloader: bool = False
     use_constant_memory_sampler: bool = False
+    already_sharded: bool | None = None
 
 
 @dataclass
@@ -106,6 +114,8 @@ class ProjectConfiguration:
         if self.total_limit is not None:
             at_least("total_limit", self.total_limit, 1)
         at_least("iteration", self.iteration, 0)
+        if self.logging_dir is not None:
+            refuse_path("logging_dir", self.logging_dir)
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
@@ -114,6 +124,8 @@ class ProjectConfiguration:
         Args:
             project_dir: the new project folder.
         """
+        if project_dir is not None:
+            refuse_path("project_dir", project_dir)
         self.project_dir = project_dir
         if self.logging_dir is None:
             self.logging_dir = project_dir
@@ -160,6 +172,7 @@ class TorchDynamoPlugin(KwargsHandler):
             self, {_FIELDS.get(name, name.removeprefix("dynamo_")): value for name, value in options.items()}
         )
         fill(self, _DEFAULTS)
+        plain_fields(self)
         name = str(self.backend).upper().replace("TORHCHXLA", "TORCHXLA")  # as older launchers spell it
         self.backend = member("dynamo backend", name, DynamoBackend)
         one_of("dynamo mode", self.mode, get_args(DynamoMode))
@@ -228,6 +241,7 @@ class TorchContextParallelConfig:
     cp_comm_strategy: str | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         fill_from(self, ContextParallelSection, "parallelism_config_")
         one_of("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
 
@@ -254,6 +268,7 @@ class DeepSpeedSequenceParallelConfig:
     sp_attn_implementation: str | None = None
 
     def __post_init__(self) -> None:
+        plain_fields(self)
         fill_from(self, SequenceParallelSection, "parallelism_config_")
         kernels = ("sdpa", "flash_attention_2", "flash_attention_3")
         one_of("sp_attn_implementation", self.sp_attn_implementation, kernels)

@@ -18,6 +18,7 @@ from accelerate.base import (
     current,
     environ,
     parse_flag_from_env,
+    plain_value,
     wrong_value,
 )
 from accelerate.devices import of_device
@@ -127,9 +128,9 @@ class AcceleratorState(RunState):
         self, mixed_precision: PrecisionType | PrecisionName | None = None, cpu: bool | None = None
     ) -> None:
         """Refuse what the run cannot change any more."""
-        if mixed_precision is not None and str(mixed_precision).lower() != self._mixed_precision:
+        if mixed_precision is not None and str(plain_value(mixed_precision)).lower() != self._mixed_precision:
             reason = f"this process already runs with mixed_precision={self._mixed_precision!r}"
-            raise wrong_value("mixed_precision", str(mixed_precision), reason, ONE_STATE)
+            raise wrong_value("mixed_precision", plain_value(mixed_precision), reason, ONE_STATE)
         if cpu and not of_device(self.device).is_host:
             raise wrong_value("cpu", cpu, f"this process already runs on {self.device}", ONE_STATE)
 
@@ -247,7 +248,7 @@ def _precision_asked_for(
 ) -> PrecisionType | PrecisionName:
     """Return the number format, from the argument or else the environment."""
     values = {
-        "mixed_precision": None if mixed_precision is None else str(mixed_precision),
+        "mixed_precision": None if mixed_precision is None else str(plain_value(mixed_precision)),
         "ACCELERATE_MIXED_PRECISION": current().get("ACCELERATE_MIXED_PRECISION"),
         "MIXED_PRECISION": current().get("MIXED_PRECISION"),
     }

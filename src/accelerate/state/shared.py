@@ -63,7 +63,8 @@ class SharedState:
             raise AttributeError(f"{cls!r} object has no attribute {name!r}")
         raise AttributeError(
             f"{cls!r} object has no attribute {name!r}: the shared state is empty, most likely because "
-            f"`{cls}._reset_state()` was called after this object was made. Build a new one."
+            f"`{cls}._reset_state()` was called after this object was made. Create a new `Accelerator` or "
+            f"`{cls}`."
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

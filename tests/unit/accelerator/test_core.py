@@ -10,6 +10,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -349,3 +350,22 @@ def test_a_second_accelerator_takes_the_number_format_of_the_run(
     with pytest.raises(ValueError, match="already runs with mixed_precision='bf16'") as error:
         Accelerator(mixed_precision="no")
     assert "_reset_state" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["num_processes", "device", "mixed_precision", "distributed_type", "state.num_processes", "state.device"]
+    + ["state.mixed_precision", "state.distributed_type"],
+)
+def test_the_state_of_an_accelerator_from_before_a_reset_raises_an_error_with_the_fix(name: str) -> None:
+    accelerator = Accelerator(cpu=True)
+    before = attrgetter(name)(accelerator)
+    AcceleratorState._reset_state()
+    fix = (
+        r"`AcceleratorState\._reset_state\(\)` was called .* Create a new `Accelerator` or `AcceleratorState`"
+    )
+    with pytest.raises(AttributeError, match=fix) as error:
+        attrgetter(name)(accelerator)
+    assert f"has no attribute {name.rpartition('.')[2]!r}" in str(error.value)
+    Accelerator(cpu=True)
+    assert attrgetter(name)(accelerator) == before

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from accelerate import Accelerator
+from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import ConfigurationError
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -33,6 +34,33 @@ def test_values_repeated_for_each_sample_are_cut_to_the_last_batch(drop_last: bo
     assert names == ["name"] * count
     assert [len(each) for each in whole] == [5, 2] * len(loader)
     assert len(accelerator.gather_for_metrics(torch.ones(4))) == 4  # of no batch any more
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(11.0))
+
+
+@pytest.mark.parametrize("dispatch", [None, True, False])
+def test_repeated_values_of_a_stream_without_length_are_cut_to_its_last_batch(dispatch: bool | None) -> None:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    loader = accelerator.prepare(DataLoader(Stream(), batch_size=4))
+    losses = [accelerator.gather_for_metrics(batch.mean().repeat(4)) for batch in loader]
+    assert torch.cat(losses).mean().item() == 5
+    whole = accelerator.prepare(DataLoader(Stream(), batch_size=4, collate_fn=join_in_one_row))
+    assert [len(accelerator.gather_for_metrics(torch.ones(4))) for _ in whole] == [4, 4, 4]
+
+
+def join_in_one_row(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples)[None]
+
+
+def test_repeated_values_are_cut_to_short_batches_in_the_middle() -> None:
+    accelerator = Accelerator(cpu=True)
+    order: Any = [[0, 1, 2, 3], [4], [5, 6], [7, 8, 9, 10]]
+    loader = accelerator.prepare(DataLoader(torch.arange(11.0), batch_sampler=order))  # type: ignore[arg-type]
+    losses = [accelerator.gather_for_metrics(batch.mean().repeat(4)) for batch in loader]
+    assert torch.cat(losses).mean().item() == 5
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])

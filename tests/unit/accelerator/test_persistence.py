@@ -276,3 +276,20 @@ def test_an_interrupted_save_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         accelerator.save_state(tmp_path / "one")
     assert os.listdir(tmp_path) == []
+
+
+def test_a_load_drops_the_gradients_of_the_lost_window(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, outside = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([*model.parameters(), outside], 0.1)
+    model, optimizer = accelerator.prepare(model, inner)
+    accelerator.save_state(tmp_path)
+    with accelerator.accumulate(model, num_items=2):
+        accelerator.backward((model(torch.ones(1, 2)) * outside).sum())
+    accelerator.load_state(tmp_path)
+    assert all(parameter.grad is None for parameter in optimizer.parameters())
+    assert accelerator.sync_gradients
+    for value in (2.0, 3.0):
+        with accelerator.accumulate(model):
+            accelerator.backward((model(torch.full((1, 2), value)) * outside).sum())
+    assert torch.equal(model.bias.grad, torch.ones(2))

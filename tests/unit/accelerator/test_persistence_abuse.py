@@ -238,3 +238,44 @@ def test_weights_without_values_are_an_error_and_leave_nothing(tmp_path: Path) -
     with pytest.raises(ConfigurationError, match="meta device"):
         accelerator.save_state(tmp_path / "one")
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nb", "a\tb", "\x01", "a\x7f", "\u202eabc", "a\u2028b", "x" * 255, "line\n/below"]
+)
+def test_a_checkpoint_with_an_unusual_name_is_saved_replaced_and_loaded(name: str, tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    for value in (1.0, 2.0):
+        nn.init.constant_(model.weight, value)
+        accelerator.save_state(tmp_path / name)
+    nn.init.zeros_(model.weight)
+    accelerator.load_state(tmp_path / name)
+    assert model.weight.tolist() == [[2.0, 2.0]]
+    assert os.listdir((tmp_path / name).parent) == [Path(name).name]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("a\0b", "it contains a NUL character"),
+        ("a\ud800b", "which has no encoding"),
+        ("new/" + "x" * 256, "a part of it has 256 bytes, and file systems take 255"),
+        ("new/" + "ü" * 128, "a part of it has 256 bytes, and file systems take 255"),
+    ],
+)
+def test_a_path_that_no_file_system_has_is_refused_before_anything_is_written(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    path = f"{tmp_path}/{name}"
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError, match=f"(?s)output_dir=.*{reason}"):
+        accelerator.save_state(path)
+    with pytest.raises(ConfigurationError, match=f"(?s)save_directory=.*{reason}"):
+        accelerator.save_model(nn.Linear(2, 1), path)
+    for argument in ("project_dir", "logging_dir"):
+        with pytest.raises(ConfigurationError, match=f"(?s){argument}=.*{reason}"):
+            ProjectConfiguration(**{argument: path})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=f"(?s)project_dir=.*{reason}"):
+        Accelerator(cpu=True, project_dir=path)
+    assert os.listdir(tmp_path) == []

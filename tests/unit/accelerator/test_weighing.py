@@ -92,3 +92,19 @@ def test_a_model_without_gradients_is_left_alone() -> None:
     model = torch.nn.Linear(1, 1)
     rescale_gradients([model], 2.0)
     assert model.weight.grad is None
+
+
+def test_gradients_do_not_depend_on_the_number_of_items_in_the_window_before() -> None:
+    def train(items: list[int]) -> torch.Tensor:
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 3)
+        for round_items in (*items, 3, 4):
+            model.zero_grad()
+            for inputs in torch.rand(2, round_items, 3, generator=torch.Generator().manual_seed(1)):
+                with accelerator.accumulate(model, num_items=round_items):
+                    accelerator.backward(model(inputs).pow(2).sum())
+        return model.weight.grad  # type: ignore[return-value]
+
+    assert torch.equal(train([]), train([7]))
+    assert torch.equal(train([5]), train([7, 11]))

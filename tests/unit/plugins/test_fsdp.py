@@ -92,6 +92,11 @@ def test_version_two_has_none_of_the_fields_of_one() -> None:
         ({"sharding_strategy": 3}, "sharding_strategy", ShardingStrategy.NO_SHARD),
         ({"sharding_strategy": "2"}, "sharding_strategy", ShardingStrategy.SHARD_GRAD_OP),
         ({"reshard_after_forward": "shard_grad_op"}, "sharding_strategy", ShardingStrategy.SHARD_GRAD_OP),
+        (
+            {"sharding_strategy": "no_shard", "reshard_after_forward": "FULL_SHARD"},  # as transformers 5.0
+            "sharding_strategy",
+            ShardingStrategy.NO_SHARD,
+        ),
         ({"backward_prefetch": "backward_post"}, "backward_prefetch", BackwardPrefetch.BACKWARD_POST),
         ({"backward_prefetch": "NO_PREFETCH"}, "backward_prefetch", None),
         ({"cpu_offload": True}, "cpu_offload", CPUOffload(offload_params=True)),
@@ -153,7 +158,7 @@ def test_the_launcher_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"cpu_offload": CPUOffload(True), "fsdp_version": 2}, "fsdp_version=2 takes"),
         ({"reshard_after_forward": True}, "FSDP 1 takes a sharding strategy"),
         (
-            {"reshard_after_forward": "FULL_SHARD", "sharding_strategy": "NO_SHARD"},
+            {"reshard_after_forward": "SHARD_GRAD_OP", "sharding_strategy": "NO_SHARD"},
             "say two different things",
         ),
         ({"reshard_after_forward": "FULL_SHARD", "fsdp_version": 2}, "neither a yes nor a no"),

@@ -75,7 +75,9 @@ def test_the_comm_hook_is_no_argument_of_the_model() -> None:
 
 
 def test_the_scaler_takes_these_arguments() -> None:
-    scaler = torch.amp.GradScaler("cpu", **GradScalerKwargs(init_scale=8.0, growth_factor=4.0).to_kwargs())
+    scaler = torch.amp.GradScaler(
+        "cpu", **GradScalerKwargs(init_scale=8.0, growth_factor=4.0, allow_fp16_gradients=True).to_kwargs()
+    )
     assert scaler.get_scale() == 8.0
     assert scaler.get_growth_factor() == 4.0
 

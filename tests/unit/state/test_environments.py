@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from accelerate.base import ConfigurationError, patch_environment
+from accelerate.base import ConfigurationError, current, detached_environment, patch_environment
 from accelerate.devices import hardware_table
 from accelerate.state import CPUInformation, Topology, environments, get_cpu_distributed_information
 
@@ -224,3 +224,14 @@ def test_numbers_that_are_none_are_refused_by_name(text: str) -> None:
 def test_flags_that_are_neither_true_nor_false_are_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="^ACCELERATE_USE_SAGEMAKER='perhaps'"):
         environments.detect({"ACCELERATE_USE_SAGEMAKER": "perhaps"})
+
+
+@pytest.mark.parametrize(
+    "launch", [TORCHRUN, OPEN_MPI, SLURM, SAGEMAKER], ids=["torchrun", "mpi", "slurm", "aws"]
+)
+def test_a_detached_environment_describes_a_single_process(launch: dict[str, str]) -> None:
+    with patch_environment(**launch):
+        assert environments.detect(current()).size > 1
+        with detached_environment() as detached:
+            assert environments.detect(detached) == environments.detect(current()) == Topology()
+        assert environments.detect(current()).size > 1
