@@ -1,4 +1,4 @@
-"""What a run shows on the terminal: one progress bar, readable tracebacks."""
+"""Progress bars and tracebacks on the terminal."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from accelerate.state import PartialState
 
 
 def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
-    """Return a `tqdm.auto.tqdm` bar that is shown on the first process of each machine.
+    """Returns a `tqdm.auto.tqdm` bar that is shown on local rank 0 of each node.
 
     Args:
         *args: arguments of `tqdm`.
-        main_process_only: False shows one bar for each process.
-        **kwargs: keywords of `tqdm`; an explicit `disable=True` hides the bar everywhere.
+        main_process_only: False shows a bar on each rank.
+        **kwargs: keyword arguments of `tqdm`. `disable=True` hides the bar on all ranks.
 
     Raises:
         MissingPackageError: tqdm is not installed.
-        ConfigurationError: the first argument is True or False, which is not something to iterate.
+        ConfigurationError: the first argument is a bool, which is not iterable.
     """
     require("tqdm", "A progress bar")
     if args and isinstance(args[0], bool):
@@ -36,9 +36,9 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 def track(items: Iterable[Any], what: str, warning: str) -> Iterable[Any]:
-    """Return `items` with a warning, why it takes long, and where tqdm is installed a bar named `what`.
+    """Returns `items` after a warning, with a progress bar named `what` where tqdm is installed.
 
-    Both are shown on the first process of each machine.
+    Both are shown on local rank 0 of each node. `warning` gives the reason why the iteration is slow.
     """
     if PartialState._shared_state and not PartialState().is_local_main_process:
         return items
@@ -52,7 +52,7 @@ def track(items: Iterable[Any], what: str, warning: str) -> Iterable[Any]:
 
 
 def install_rich_tracebacks() -> bool:
-    """Show tracebacks through rich where `ACCELERATE_ENABLE_RICH` asks for it; return whether they are."""
+    """Installs tracebacks of rich if `ACCELERATE_ENABLE_RICH` is set, and returns whether it did."""
     if not is_rich_available():
         return False
     from rich.traceback import install

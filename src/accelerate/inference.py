@@ -1,4 +1,4 @@
-"""Run a model in stages, one on each process: each works on another part of the batch at a time."""
+"""Pipeline-parallel inference, with one stage of the model on each rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from accelerate.big_modeling import (
     fill,
     get_max_memory,
     infer_auto_device_map as infer_auto_device_map,
-    smallest_share,
+    smallest_limit,
     split_into_units,
     total,
 )
@@ -55,34 +55,35 @@ def generate_device_map(
     no_split_module_classes: str | Collection[str] | None = None,
     max_memory: Memory | None = None,
 ) -> OrderedDict[str, int]:
-    """Return which process works with which module, so that their shares are as even as modules allow.
+    """Returns the rank of each module, such that the stages are as even as possible.
 
     Args:
         model: the module; it may be on the meta device.
-        num_processes: number of stages; each gets a module at least.
-        no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
-        max_memory: bytes, or texts such as "10GB", by process; None sets no limit.
+        num_processes: number of stages, each with at least one module.
+        no_split_module_classes: names of classes that are not split. None: `_no_split_modules` of the model.
+        max_memory: bytes, or strings such as "10GB", by rank. None sets no limit.
 
     Returns:
-        Processes by module, in the order of the model.
+        Rank of each module, in the order of the model.
 
     Raises:
         ConfigurationError: the model has fewer modules than there are processes, or does not fit the limits.
     """
-    units = split_into_units(model, no_split_module_classes, join_tied=False)  # a stage has its own copy
+    # each stage has a copy of a tied parameter
+    units = split_into_units(model, no_split_module_classes, join_tied=False)
     if len(units) < num_processes:
-        reason = f"{type(model).__name__} has {len(units)} parts that stay whole, and each stage needs one"
+        reason = f"{type(model).__name__} has {len(units)} parts that are not split, and each stage needs one"
         fix = "start fewer processes, or name smaller modules in no_split_module_classes"
         raise wrong_value("num_processes", num_processes, reason, fix)
     memory = None if max_memory is None else get_max_memory(max_memory)
     ranks = range(num_processes)
     limits = [total(units) if memory is None else memory.get(rank, 0) for rank in ranks]
-    share = smallest_share(units, limits)
-    full = fill(units, [min(limit, share) for limit in limits])
-    if full[-1] < len(units):
-        reason = f"{units[full[-1]].names[0]} fits no process"
+    limit_per_stage = smallest_limit(units, limits)
+    filled = fill(units, [min(limit, limit_per_stage) for limit in limits])
+    if filled[-1] < len(units):
+        reason = f"{units[filled[-1]].names[0]} fits no process"
         raise wrong_value("max_memory", max_memory, reason, "raise the limits")
-    ends = [min(end, len(units) - num_processes + rank + 1) for rank, end in enumerate(full)]
+    ends = [min(end, len(units) - num_processes + rank + 1) for rank, end in enumerate(filled)]
     return OrderedDict(
         (unit.names[0], next(rank for rank, end in enumerate(ends) if index < end))
         for index, unit in enumerate(units)
@@ -90,11 +91,12 @@ def generate_device_map(
 
 
 def find_pippy_batch_size(args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None) -> int | None:
-    """Return the batch size of the first argument that has one; None when none has.
+    """Returns the batch size of the first argument that has one, or None.
 
     Args:
-        args: of a forward.
-        kwargs: of a forward.
+
+        args: positional arguments of a forward.
+        kwargs: keyword arguments of a forward.
     """
     sizes = (ignorant_find_batch_size(value) for value in (*(args or ()), *(kwargs or {}).values()))
     return next((size for size in sizes if size is not None), None)
@@ -107,14 +109,17 @@ def build_pipeline(
     kwargs: Mapping[str, Any] | None,
     num_chunks: int,
 ) -> Any:
-    """Cut a model into stages and return that of this process. Called on all ranks.
+    """Splits a model into stages, and returns that of this rank.
+
+    Called on all ranks.
 
     Args:
         model: the module.
-        split_points: names of the modules with which stages begin, all but the first.
-        args: an example of positional arguments, a whole batch that divides by `num_chunks`.
-        kwargs: an example of keyword arguments.
-        num_chunks: parts in which a batch goes through the stages.
+        split_points: names of the first modules of all stages but the first.
+        args: example of positional arguments, with a batch size that is divisible by `num_chunks`.
+
+        kwargs: example of keyword arguments.
+        num_chunks: number of micro-batches.
 
     Returns:
         A `torch.distributed.pipelining.PipelineStage`.
@@ -135,7 +140,8 @@ def build_pipeline(
     try:
         with torch.no_grad(), warnings.catch_warnings():
             for call in ("`isinstance.treespec, LeafSpec.`", "`torch.export.export_for_training`"):
-                warnings.filterwarnings("ignore", call, FutureWarning)  # torch calls what it deprecates
+                # torch calls functions that it deprecates
+                warnings.filterwarnings("ignore", call, FutureWarning)
             pipe = pipeline(_Entry(model, example), tuple(iterate_tensors(example)), split_spec=spec)
     except (RuntimeError, ValueError, AssertionError) as error:
         first = str(error).strip().split("\n")[0]
@@ -156,34 +162,34 @@ def build_pipeline(
 
 
 def _make_sendable(stage: Any, index: int, last: int) -> None:
-    """Let contiguous memory cross the borders of a traced stage: expanded tensors cannot be sent."""
+    """Makes tensors between traced stages contiguous, because expanded tensors cannot be sent."""
     from torch.fx.node import map_arg
 
-    crossing: list[Any] = []
+    boundary_nodes: list[Any] = []
     if index:
-        taken = [node for node in stage.graph.nodes if node.op == "placeholder"]
-        strides = [torch.empty_like(node.meta["val"]).stride() for node in taken]
-        crossing += taken
+        placeholders = [node for node in stage.graph.nodes if node.op == "placeholder"]
+        strides = [torch.empty_like(node.meta["val"]).stride() for node in placeholders]
+        boundary_nodes += placeholders
         stage.register_forward_pre_hook(lambda _, inputs: tuple(map(_with_strides, inputs, strides)))
     if index < last:
         (output,) = [node for node in stage.graph.nodes if node.op == "output"]
-        map_arg(output.args, crossing.append)
+        map_arg(output.args, boundary_nodes.append)
         stage.register_forward_hook(lambda *call: recursively_apply(torch.Tensor.contiguous, call[-1]))
-    for node in crossing:  # torch makes the memory to receive into after these
+    for node in boundary_nodes:  # torch allocates receive buffers like these
         node.meta["val"] = node.meta["val"].contiguous()
 
 
 def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Lay a tensor out as it was when the model was traced: what follows may have been traced as views."""
+    """Returns a tensor with the strides of the trace, because later operations may be traced as views."""
     if tensor.stride() == strides:
         return tensor
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 class _Entry(nn.Module):
-    """A model that takes its tensors one by one, and all of them in its first stage.
+    """Model that accepts its tensors one by one, all of them in its first stage.
 
-    Other stages get only what stages made; so the first one copies the inputs, and sends the copies on.
+    Other stages only receive outputs of stages, so the first stage clones the inputs and sends the clones.
     """
 
     def __init__(self, model: nn.Module, example: Any) -> None:
@@ -192,13 +198,13 @@ class _Entry(nn.Module):
         self._structure = get_data_structure(example)
 
     def forward(self, *tensors: torch.Tensor) -> Any:
-        copies = iter([tensor.clone() for tensor in tensors])
-        data = recursively_apply(lambda _: next(copies), self._structure, test_type=is_tensor_information)
+        clones = iter([tensor.clone() for tensor in tensors])
+        data = recursively_apply(lambda _: next(clones), self._structure, test_type=is_tensor_information)
         return self.model(*data[0], **data[1])
 
 
 class Schedule:
-    """The stages of a pipeline, which work on parts of one batch whose size is that of the example."""
+    """Pipeline schedule for batches of the size of the example."""
 
     def __init__(self, stage: Any, num_chunks: int, example: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         from torch.distributed.pipelining import ScheduleGPipe
@@ -208,12 +214,12 @@ class Schedule:
         self._steps = ScheduleGPipe(stage, num_chunks)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Send a batch through; arguments on the first process, outputs on the last, each on its device."""
+        """Runs a batch with arguments on the first rank, and outputs on the last rank, each on its device."""
         tensors = send_to_device(list(iterate_tensors((args, kwargs))), PartialState().device)
         return self._steps.step(*tensors)
 
     def find_mismatch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
-        """Return why a batch does not fit the stages, which are made for one kind; "" where it does."""
+        """Returns the reason why a batch does not fit the stages, or "" if it fits."""
         sizes = {tensor.shape[:1] for tensor in iterate_tensors((args, kwargs))}
         if len(sizes) > 1:
             shapes = sorted(map(tuple, sizes))
@@ -231,20 +237,23 @@ class Schedule:
 def pippy_forward(
     forward: Callable[..., Any], num_chunks: int, gather_output: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Send a batch of any size through the stages. Called on all ranks.
+    """Runs a batch of any size through the stages.
+
+    Called on all ranks.
 
     Args:
-        forward: sends one batch through; a `Schedule` also says of what size, and what is wrong with others.
-        num_chunks: parts in which a batch goes through; batches are padded to a multiple, and outputs cut.
-        gather_output: whether all ranks get the output.
-        *args: of the model; those of rank 0 count.
-        **kwargs: of the model; those of rank 0 count.
+        forward: runs one batch. A `Schedule` also has the batch size, and checks batches.
+        num_chunks: number of micro-batches. Batches are padded to a multiple, and outputs truncated.
+
+        gather_output: whether to send the output to all ranks.
+        *args: positional arguments of the model, used from rank 0.
+        **kwargs: keyword arguments of the model, used from rank 0.
 
     Returns:
         The output on the last rank, or on all; None on other ranks.
 
     Raises:
-        ConfigurationError: on all ranks: the arguments of rank 0 have no batch size, or are not like the
+        ConfigurationError: on all ranks, if the arguments of rank 0 have no batch size, or differ from the
             example.
     """
     state = PartialState()
@@ -278,26 +287,25 @@ def prepare_pippy(
     num_chunks: int | None = None,
     gather_output: bool = False,
 ) -> Model:
-    """Cut a model into stages, one for each process, for inference. Called on all ranks.
+    """Splits a model into stages for inference, one for each rank.
 
-    The model is then called as before, on all ranks: arguments of rank 0 count. Batches may have any size; in
-    all other dimensions they must be like the example.
+    Called on all ranks. The model is then called as before on all ranks, with the arguments of rank 0.
+    Batches may have any size. In all other dimensions they must match the example.
 
     Args:
         model: the module, the same on all ranks.
-        split_points: names of the modules with which stages begin, all but the first; "auto" makes even
-            shares.
-        no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
-        example_args: an example of positional arguments.
-        example_kwargs: an example of keyword arguments.
-        num_chunks: parts in which a batch goes through; None: as many as there are processes.
-        gather_output: whether all ranks get the output; otherwise the last one alone.
+        split_points: names of the first modules of all stages but the first. "auto" makes even stages.
+        no_split_module_classes: names of classes that are not split. None: `_no_split_modules` of the model.
+        example_args: example of positional arguments.
+        example_kwargs: example of keyword arguments.
+        num_chunks: number of micro-batches. None: the number of ranks.
+        gather_output: whether to send the output to all ranks, and not only to the last one.
 
     Returns:
         The model, with the names as its `hf_split_points`.
 
     Raises:
-        ConfigurationError: arguments cannot work, or torch cannot trace the model.
+        ConfigurationError: arguments are invalid, or torch cannot trace the model.
     """
     state = PartialState()
     points = _find_split_points(model, split_points, no_split_module_classes, state.num_processes)
@@ -322,13 +330,13 @@ def prepare_pippy(
 
 
 def _find_split_points(
-    model: nn.Module, given: str | Sequence[str], whole: str | Collection[str] | None, processes: int
+    model: nn.Module, points: str | Sequence[str], whole: str | Collection[str] | None, processes: int
 ) -> list[str]:
-    if not isinstance(given, str):
-        return list(given)
-    if given != AUTO:
-        reason, fix = "this is no list of names", 'pass one, or "auto"'
-        raise wrong_value("split_points", given, reason, fix, AttributeError)
+    if not isinstance(points, str):
+        return list(points)
+    if points != AUTO:
+        reason, fix = "it is not a list of names", 'pass one, or "auto"'
+        raise wrong_value("split_points", points, reason, fix, AttributeError)
     if processes == 1:
         return []
     device_map = generate_device_map(model, processes, whole)

@@ -1,4 +1,4 @@
-"""Logging that knows which process it is in: one line for the run instead of one for each process."""
+"""Loggers that log on rank 0 by default, instead of on each rank."""
 
 from __future__ import annotations
 
@@ -6,53 +6,50 @@ import logging
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from accelerate.base import StateError, current, wrong_value
-from accelerate.state import PartialState, note_event, services
+from accelerate.base import current, plain_value, wrong_value
+from accelerate.state import PartialState, get_cpu_distributed_information, note_event, services
 
-FRAMES_HERE = 2  # between the caller and Python's logger: the line that is logged is the caller's
+FRAMES_HERE = (
+    2  # frames between the caller and the logger of Python, so that the line of the caller is logged
+)
 
 
 if TYPE_CHECKING:
     _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
-else:  # Python 3.10 has no parameter for it
+else:  # in Python 3.10 the class is not generic
     _LoggerAdapter = logging.LoggerAdapter
 
 
 class _Warned(set[tuple[str, str]]):
-    """The warnings that `warning_once` has logged in this process: name of the logger, and text."""
+    """Warnings that `warning_once` has logged in this process, as logger name and text."""
 
 
 class MultiProcessAdapter(_LoggerAdapter):
-    """A logger whose calls take two more keywords.
+    """Logger whose methods have the keyword arguments `main_process_only` and `in_order`.
 
-    `main_process_only` (default True) logs on the first process only. With `main_process_only=False` every
-    process logs, in rank order when `in_order=True` (default False); then the call is made on every rank.
-    Each message begins with `[RANK n] `, the rank that logs it.
+    `main_process_only` (default True) logs on rank 0 only. With `main_process_only=False` every rank logs, in
+    rank order if `in_order=True` (default False), which is then called on every rank. Each message begins
+    with `[RANK n] `, the rank that logs it.
     """
 
     def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        """Put the rank of this process in front of a message."""
+        """Adds the rank of this process before a message."""
         text, keywords = super().process(msg, kwargs)
-        return f"[RANK {PartialState().process_index}] {text}", keywords
+        return f"[RANK {_rank()}] {text}", keywords
 
     def log(self, level: int, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a message on the processes that are meant, with keywords of `Logger.log` and of this class.
+        """Logs a message on the selected ranks, with keyword arguments of `Logger.log` and of this class.
 
-        Raises:
-            StateError: no state was made yet, so the process does not know its rank.
+        Before a `PartialState` or `Accelerator` exists, the rank is that of the environment variables, and
+        `in_order` has no effect.
         """
-        if not PartialState._shared_state:
-            raise StateError(
-                f"Cannot log {msg!r}: this process does not know yet which one it is. Build a "
-                "`PartialState()` or an `Accelerator()` before you log, or use Python's own `logging`."
-            )
         main_process_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        state = PartialState()
-        if main_process_only or not in_order:
-            if state.is_main_process or not main_process_only:
+        if main_process_only or not in_order or not PartialState._shared_state:
+            if not main_process_only or _rank() == 0:
                 self._emit(level, msg, args, kwargs)
             return
+        state = PartialState()
         # Every rank takes every turn, also one whose level drops the message: the others wait for it.
         for turn in range(state.num_processes):
             if turn == state.process_index:
@@ -68,12 +65,12 @@ class MultiProcessAdapter(_LoggerAdapter):
             self.logger.log(level, text, *args, **keywords)
 
     def warning_once(self, msg: object, *args: Any, **kwargs: Any) -> None:
-        """Log a warning the first time it is given in this process; the same text is left out afterwards.
+        """Logs a warning the first time in this process, and ignores the same text afterwards.
 
         Args:
             msg: the message, with the placeholders of `args`.
-            *args: what its placeholders stand for.
-            **kwargs: keywords of `log`.
+            *args: values of the placeholders.
+            **kwargs: keyword arguments of `log`.
         """
         key = (self.logger.name, f"{msg} {args!r}")
         warned = services.of_process(_Warned)
@@ -84,12 +81,19 @@ class MultiProcessAdapter(_LoggerAdapter):
         warned.add(key)
 
 
+def _rank() -> int:
+    """Returns the rank of this process, from the environment before there is a state."""
+    if PartialState._shared_state:
+        return PartialState().process_index
+    return get_cpu_distributed_information().rank
+
+
 def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
-    """Return the logger of a module, with `main_process_only` and `in_order` in each of its calls.
+    """Returns the logger of a module, whose methods accept `main_process_only` and `in_order`.
 
     Args:
         name: usually `__name__`.
-        log_level: level of this logger, such as "INFO"; None takes `ACCELERATE_LOG_LEVEL`, if it is set.
+        log_level: level of this logger, such as "INFO". None: `ACCELERATE_LOG_LEVEL`, if set.
 
     Raises:
         ConfigurationError: there is no such level.
@@ -104,7 +108,7 @@ def get_logger(name: str, log_level: str | None = None) -> MultiProcessAdapter:
 
 
 def _known_level(source: str, level: str) -> str:
-    name = str(level).upper()
+    name = str(plain_value(level)).upper()
     if not isinstance(logging.getLevelName(name), int):
         levels = "DEBUG, INFO, WARNING, ERROR, CRITICAL"
         raise wrong_value(source, level, "no such level", f"choose one of {levels}", AttributeError)

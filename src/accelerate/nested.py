@@ -1,7 +1,7 @@
-"""Apply a function through lists, tuples, dictionaries and named tuples; move, measure, slice, join.
+"""Functions that apply to tensors in nested lists, tuples, dictionaries and named tuples.
 
-Nothing here talks to another process. A structure is rebuilt in its own types; other leaves than tensors pass
-unchanged.
+These functions do not communicate. A structure is rebuilt in its own types, and leaves other than tensors are
+not changed.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from accelerate.base import as_builtin, wrong_value
 
 T = TypeVar("T")
 
-# Codes with which a dtype is sent to processes that do not know it; the numbers are public.
+# Codes of dtypes that are sent to other ranks. The numbers are public.
 _FLOATS = (torch.float, torch.double, torch.half, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
 TENSOR_INT_TO_DTYPE: dict[int, torch.dtype] = dict(enumerate((*_FLOATS, *_INTEGERS), 1))
@@ -27,37 +27,37 @@ TENSOR_TYPE_TO_INT: dict[torch.dtype, int] = {dtype: code for code, dtype in TEN
 
 @dataclass
 class TensorInformation:
-    """The outline of a tensor: enough to build an empty one like it."""
+    """Shape and dtype of a tensor."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
 def is_torch_tensor(tensor: Any) -> bool:
-    """Return whether an object is a tensor."""
+    """Returns whether an object is a tensor."""
     return isinstance(tensor, torch.Tensor)
 
 
 def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Return whether an object is a tensor on an Intel XPU."""
+    """Returns whether an object is a tensor on an Intel XPU."""
     return isinstance(tensor, torch.Tensor) and tensor.is_xpu
 
 
 def is_tensor_information(tensor_info: Any) -> bool:
-    """Return whether an object is the outline of a tensor."""
+    """Returns whether an object is a `TensorInformation`."""
     return isinstance(tensor_info, TensorInformation)
 
 
 def is_namedtuple(data: Any) -> bool:
-    """Return whether an object is a named tuple."""
+    """Returns whether an object is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
 
 
 def honor_type(obj: T, generator: Iterable[Any]) -> T:
-    """Return the items in the type of a list, tuple or named tuple.
+    """Converts items to the type of a list, tuple or named tuple.
 
     Args:
-        obj: An object of the wanted type.
+        obj: An object of the target type.
         generator: The items.
     """
     kind: Any = type(obj)
@@ -66,10 +66,10 @@ def honor_type(obj: T, generator: Iterable[Any]) -> T:
 
 
 def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return the items in the type of a mapping."""
+    """Converts items to the type of a mapping."""
     if isinstance(obj, defaultdict):
         return type(obj)(obj.default_factory, items)
-    return type(obj)(items)  # type: ignore[call-arg]  # every mapping in use takes a dict
+    return type(obj)(items)  # type: ignore[call-arg]  # all mappings in use accept a dict
 
 
 def recursively_apply(
@@ -80,35 +80,35 @@ def recursively_apply(
     error_on_other_type: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """Apply a function to the leaves of a structure.
+    """Applies a function to the leaves of a structure.
 
     Args:
         func: Called as `func(leaf, *args, **kwargs)`.
-        data: A leaf, or lists, tuples, named tuples and mappings of them, in any depth.
-        *args: Handed on.
-        test_type: Which leaves are meant.
-        error_on_other_type: Raise on any other leaf, instead of leaving it as it is.
-        **kwargs: Handed on.
+        data: A leaf, or nested lists, tuples, named tuples and mappings of leaves.
+        *args: Further arguments of `func`.
+        test_type: Predicate that selects leaves.
+        error_on_other_type: Raise an error for any other leaf, instead of keeping it.
+        **kwargs: Further keyword arguments of `func`.
 
     Returns:
-        The same structure with the results in place of the leaves.
+        The same structure with the results instead of the leaves.
 
     Raises:
         TypeError: If there is another leaf and `error_on_other_type`.
     """
     if test_type(data):
         return func(data, *args, **kwargs)
-    below: Callable[..., Any] = partial(
+    apply: Callable[..., Any] = partial(
         recursively_apply, func, test_type=test_type, error_on_other_type=error_on_other_type, **kwargs
     )
     if isinstance(data, (tuple, list)):
-        return honor_type(data, (below(item, *args) for item in data))
+        return honor_type(data, (apply(item, *args) for item in data))
     if isinstance(data, Mapping):
-        return honor_mapping(data, {key: below(value, *args) for key, value in data.items()})
+        return honor_mapping(data, {key: apply(value, *args) for key, value in data.items()})
     if error_on_other_type:
         raise TypeError(
             f"`{getattr(func, '__name__', func)}` takes tensors, and lists, tuples and dictionaries of them, "
-            f"but was given a {type(data).__name__}. Convert it to a tensor or leave it out."
+            f"but was passed a {type(data).__name__}. Convert it to a tensor or leave it out."
         )
     return data
 
@@ -125,16 +125,16 @@ def send_to_device(
     non_blocking: bool = False,
     skip_keys: str | list[str] | None = None,
 ) -> T:
-    """Move everything in a structure that can be moved to a device.
+    """Moves all tensors of a structure to a device, and other objects with a method `to`.
 
     Args:
         tensor: A tensor, an object with a method `to`, or lists, tuples and mappings of them.
-        device: Where to.
+        device: The target device.
         non_blocking: Do not wait for copies from pinned memory.
-        skip_keys: Keys of mappings whose values stay where they are.
+        skip_keys: Keys of mappings whose values are not moved.
 
     Returns:
-        The same structure; what is there already is the same object.
+        The same structure. Tensors that are already on the device are the same objects.
     """
     moved: T = _send(tensor, device, non_blocking, skip_keys)
     return moved
@@ -160,17 +160,17 @@ def _send(tensor: Any, device: Any, non_blocking: bool, skip_keys: str | list[st
 
 
 def get_data_structure(data: Any) -> Any:
-    """Return the structure with a `TensorInformation` in place of each tensor."""
+    """Returns the structure with a `TensorInformation` for each tensor."""
     return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
 
 
 def get_shape(data: Any) -> Any:
-    """Return the structure with the shape of each tensor, as a list, in its place."""
+    """Returns the structure with the shape of each tensor as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
 
 
 def initialize_tensors(data_structure: Any) -> Any:
-    """Return the structure with an empty CPU tensor in place of each `TensorInformation`."""
+    """Returns the structure with an empty CPU tensor for each `TensorInformation`."""
     return recursively_apply(
         lambda info: torch.empty(info.shape, dtype=info.dtype),
         data_structure,
@@ -179,7 +179,7 @@ def initialize_tensors(data_structure: Any) -> Any:
 
 
 def iterate_tensors(data: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a structure, in order."""
+    """Yields the tensors of a structure in order."""
     if isinstance(data, torch.Tensor):
         yield data
     elif isinstance(data, (tuple, list)):
@@ -191,12 +191,12 @@ def iterate_tensors(data: Any) -> Iterator[torch.Tensor]:
 
 
 def contains_tensor(data: Any) -> bool:
-    """Return whether a structure holds at least one tensor."""
+    """Returns whether a structure contains a tensor."""
     return next(iterate_tensors(data), None) is not None
 
 
 def find_batch_size(data: Any) -> int:
-    """Return the length of the first dimension of the first tensor that has one.
+    """Returns the size of the first dimension of the first tensor that has one.
 
     Raises:
         ConfigurationError: If the structure is empty.
@@ -204,7 +204,7 @@ def find_batch_size(data: Any) -> int:
     """
     for tensor in iterate_tensors(data):
         if tensor.ndim:
-            return int(tensor.shape[0])
+            return int(tensor.size(0))
     if isinstance(data, (tuple, list, Mapping)) and not data:
         raise wrong_value("data", data, "empty, so it has no batch size", "give at least one tensor")
     error = TypeError(
@@ -215,44 +215,66 @@ def find_batch_size(data: Any) -> int:
 
 
 def ignorant_find_batch_size(data: Any) -> int | None:
-    """Return the batch size of a structure, or None when it has none."""
-    return next((int(tensor.shape[0]) for tensor in iterate_tensors(data) if tensor.ndim), None)
+    """Returns the batch size of a structure, or None when it has none."""
+    return next((int(tensor.size(0)) for tensor in iterate_tensors(data) if tensor.ndim), None)
 
 
 def listify(data: Any) -> Any:
-    """Return the structure with each tensor as nested lists of Python numbers."""
-    return recursively_apply(lambda tensor: tensor.tolist(), data)
+    """Returns the structure with each tensor as nested lists of Python numbers."""
+    return recursively_apply(_as_list, data)
+
+
+def _as_list(tensor: torch.Tensor) -> Any:
+    if tensor.is_nested:
+        return [part.tolist() for part in tensor.unbind()]
+    if tensor.is_quantized:
+        return tensor.dequantize().tolist()
+    return (tensor if tensor.layout is torch.strided else tensor.to_dense()).tolist()
 
 
 def slice_tensors(
     data: T, tensor_slice: slice, process_index: int | None = None, num_processes: int | None = None
 ) -> T:
-    """Return the structure with a slice of each tensor's first dimension.
+    """Returns the structure with a slice of the first dimension of each tensor.
 
     Args:
-        data: Tensors, or lists, tuples and mappings of them; a tensor without dimensions stays as it is.
-        tensor_slice: Which part.
-        process_index: Part of the interface; the slice alone decides.
-        num_processes: Part of the interface; the slice alone decides.
+        data: Tensors, or lists, tuples and mappings of them; a tensor without dimensions is not sliced.
+        tensor_slice: The slice.
+        process_index: Ignored, for compatibility.
+        num_processes: Ignored, for compatibility.
     """
-    part: T = recursively_apply(lambda tensor: tensor[tensor_slice] if tensor.ndim else tensor, data)
+    part: T = recursively_apply(_slice_rows, data, tensor_slice)
     return part
 
 
-def _joins_deeper(item: Any) -> bool:
+def _slice_rows(tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+    if tensor.is_nested:
+        return torch.nested.as_nested_tensor(list(tensor.unbind()[rows]), layout=tensor.layout)
+    if tensor.layout is torch.strided:
+        return tensor[rows] if tensor.ndim else tensor
+    indices = torch.arange(tensor.size(0), device=tensor.device)[rows]
+    return _as_coo(tensor).index_select(0, indices).to_sparse(layout=tensor.layout)
+
+
+def _as_coo(tensor: torch.Tensor) -> torch.Tensor:
+    coo: torch.Tensor = tensor.to_sparse_coo()  # type: ignore[no-untyped-call]
+    return coo
+
+
+def _is_nested(item: Any) -> bool:
     return isinstance(item, (torch.Tensor, tuple, list, Mapping))
 
 
 def concatenate(data: Sequence[T], dim: int = 0) -> T:
-    """Join structures of the same form into one, tensor by tensor.
+    """Concatenates the tensors of structures of the same form.
 
     Args:
         data: A list or tuple of structures. Lists of plain objects in them, such as strings, become one list.
             A leaf that is the only one to join, of any type, is returned as it is.
-        dim: The dimension along which tensors are joined.
+        dim: Dimension along which tensors are concatenated.
 
     Raises:
-        TypeError: If a leaf can be joined in neither way.
+        TypeError: If a leaf cannot be concatenated.
     """
     joined: T = _join(data, dim)
     return joined
@@ -261,9 +283,9 @@ def concatenate(data: Sequence[T], dim: int = 0) -> T:
 def _join(data: Any, dim: int) -> Any:
     first = data[0]
     if isinstance(first, torch.Tensor):
-        return torch.cat(tuple(data), dim=dim)
+        return _cat(data, dim)
     if isinstance(first, (tuple, list)):
-        if not is_namedtuple(first) and not any(map(_joins_deeper, first)):
+        if not is_namedtuple(first) and not any(map(_is_nested, first)):
             return honor_type(first, chain.from_iterable(data))
         return honor_type(first, (_join(items, dim) for items in zip(*data, strict=True)))
     if isinstance(first, Mapping):
@@ -276,6 +298,17 @@ def _join(data: Any, dim: int) -> Any:
     )
 
 
+def _cat(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    layout = tensors[0].layout
+    if layout is torch.jagged and dim == 0:
+        return torch.nested.as_nested_tensor(
+            [row for each in tensors for row in each.unbind()], layout=layout
+        )
+    if layout is torch.sparse_csr:
+        return torch.cat([_as_coo(tensor) for tensor in tensors], dim=dim).to_sparse_csr()
+    return torch.cat(tuple(tensors), dim=dim)
+
+
 def find_device(data: Any) -> torch.device | None:
-    """Return the device of the first tensor of a structure, or None when it has none."""
+    """Returns the device of the first tensor of a structure, or None without tensors."""
     return next((tensor.device for tensor in iterate_tensors(data)), None)

@@ -1,4 +1,4 @@
-"""The wrappers of a model: put torch.compile on it or on its repeated blocks, and take every wrapper off."""
+"""Compilation of a model or its repeated blocks with `torch.compile`, and removal of wrappers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 Compiler = Callable[[nn.Module], nn.Module]
 
-# Module and class of what wraps a model and keeps it as `.module`; one that was never imported wraps nothing.
+# Module and class of wrappers with the attribute `.module`. A class that is not imported wraps nothing.
 PARALLEL_WRAPPERS = (
     ("torch.nn.parallel", "DistributedDataParallel"),
     ("torch.nn.parallel", "DataParallel"),
@@ -30,7 +30,7 @@ PARALLEL_WRAPPERS = (
 
 
 def compiler_for(plugin: TorchDynamoPlugin) -> Compiler:
-    """Return what compiles a model the way a plugin says; without a backend it returns the model as it is."""
+    """Returns a function that compiles a model as a plugin sets, or returns it unchanged."""
     if plugin.backend == DynamoBackend.NO:
         return lambda module: module
     arguments = plugin.to_kwargs()
@@ -42,36 +42,34 @@ def compiler_for(plugin: TorchDynamoPlugin) -> Compiler:
 
 
 def is_compiled_module(module: nn.Module) -> bool:
-    """Return whether a module is what `torch.compile(module)` returns, and not compiled in place."""
-    # No module is compiled before dynamo is imported, and importing it takes a second.
-    dynamo = sys.modules.get("torch._dynamo.eval_frame")
-    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+    """Returns whether a module is what `torch.compile(module)` returns, and not compiled in place."""
+    return torch_private.is_optimized_module(module)
 
 
 def has_compiled_regions(module: nn.Module) -> bool:
-    """Return whether a module or any module inside it is compiled, as a wrapper or in place."""
+    """Returns whether a module or one of its submodules is compiled, as a wrapper or in place."""
     return any(map(_is_compiled, module.modules()))
 
 
 def is_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is a list of blocks that are all of one class."""
+    """Returns whether a module is a list of blocks of one class."""
     blocks = map(torch_private.uncompiled, module) if isinstance(module, nn.ModuleList) else ()
     return len({type(block) for block in blocks}) == 1
 
 
 def has_repeated_blocks(module: nn.Module) -> bool:
-    """Return whether a module is or holds a list of blocks of one class."""
+    """Returns whether a module is or contains a list of blocks of one class."""
     return any(is_repeated_blocks(inner) for inner in module.modules())
 
 
 def compile_regions(module: Model, **compile_kwargs: Any) -> Model:
-    """Compile a model by region: blocks of one class share one compilation, so the first step starts sooner.
+    """Compiles a model by region, so that blocks of one class share one compilation.
 
-    The regions are compiled in place, as by `nn.Module.compile`: the model stays the same object, and the
-    names in its state dict stay as they are.
+    The first step then starts sooner. The regions are compiled in place, as by `nn.Module.compile`, so that
+    the model object and the names in its state dict do not change.
 
     Args:
-        module: The model; without repeated blocks it is one region.
+        module: The model, which is one region if it has no repeated blocks.
         **compile_kwargs: Arguments of torch.compile.
 
     Returns:
@@ -89,7 +87,7 @@ def compile_regions(module: Model, **compile_kwargs: Any) -> Model:
 
 
 def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Compile by region, in place, the model inside a DeepSpeed engine or one that `fully_shard` shards.
+    """Compiles by region, in place, a model in a DeepSpeed engine or a model sharded by `fully_shard`.
 
     Args:
         module: The engine or its model, or the model.
@@ -110,33 +108,32 @@ def _is_compiled(module: nn.Module) -> bool:
     return is_compiled_module(module) or torch_private.is_compiled_in_place(module)
 
 
-# Taking them off
+# Removal of wrappers
 
 
 @runtime_checkable
 class WrappedForward(Protocol):
-    """A callable in a model's `__dict__` as `forward`, which can be removed again."""
+    """Callable in the `__dict__` of a model as `forward`, which can be removed."""
 
     def restore(self, module: nn.Module) -> None:
-        """Restore the forward that the module had before."""
+        """Restores the previous forward of the module."""
 
 
 def extract_model_from_parallel(
     model: Model, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Model:
-    """Return the model inside its wrappers: the very same object when there are none.
+    """Returns the model inside its wrappers, which is the same object if there are none.
 
     Args:
-        model: A model as `prepare` returns it, or any other.
-        keep_fp32_wrapper: Whether its forward still runs under mixed precision; False takes that off the
-            model itself, also for those who hold it wrapped.
-        keep_torch_compile: Whether what was compiled is returned compiled.
-        recursive: Whether the modules inside the model are unwrapped too, and put in the place of their
-            wrappers.
+        model: A prepared model, or any other.
+        keep_fp32_wrapper: Whether to keep the forward that runs under mixed precision. False removes it from
+            the model itself, which also affects its wrappers.
+        keep_torch_compile: Whether to keep the compiled module.
+        recursive: Whether to replace wrapped submodules by the modules inside them, too.
 
     Returns:
-        The model. Only where torch.compile is outside another wrapper, and is kept, it is a new compiled
-        module around the model, which shares its parameters.
+        The model. If torch.compile wraps another wrapper and is kept, it is a new compiled module with the
+        same parameters.
     """
     bare: Any
     bare, compiled = _peel(model)
@@ -151,7 +148,7 @@ def extract_model_from_parallel(
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Return whether the model inside all wrappers is one of the peft package."""
+    """Returns whether the model inside all wrappers is a `PeftModel`."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(
         extract_model_from_parallel(model, keep_torch_compile=False), peft.PeftModel
@@ -159,7 +156,7 @@ def is_peft_model(model: nn.Module) -> bool:
 
 
 def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
-    """Return the bare model and the innermost compiled module around it."""
+    """Returns the bare model and the innermost compiled module around it."""
     known = [(name, kind) for name, kind in PARALLEL_WRAPPERS if name in sys.modules]
     wrappers = tuple(getattr(sys.modules[name], kind) for name, kind in known)
     compiled = None
@@ -173,17 +170,17 @@ def _peel(model: nn.Module) -> tuple[nn.Module, nn.Module | None]:
 
 
 def _restore_forward(model: nn.Module) -> None:
-    own = vars(model)
-    if "_original_forward" in own:  # kept there by programs that wrap forward themselves
-        own["forward"] = own.pop("_original_forward")
-    while isinstance(forward := own.get("forward"), WrappedForward):
+    attributes = vars(model)
+    if "_original_forward" in attributes:  # stored by programs that wrap the forward
+        attributes["forward"] = attributes.pop("_original_forward")
+    while isinstance(forward := attributes.get("forward"), WrappedForward):
         forward.restore(model)
     if getattr(forward, "__func__", None) is type(model).forward:
-        del own["forward"]
+        del attributes["forward"]
 
 
 def _unwrap_inside(model: nn.Module, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> nn.Module:
-    # Wrappers of any library hold nothing but another module, called `module`.
+    # A wrapper of any library contains only a submodule with the name `module`.
     while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
         model = model.module  # type: ignore[assignment]
     for name, child in list(model.named_children()):

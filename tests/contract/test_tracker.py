@@ -493,13 +493,13 @@ def test_parameters_of_mlflow_are_sent_in_batches_and_long_ones_give_a_warning(
         ("mlflow.log_params", ({"a": 1, "b": 2},), {}),
         ("mlflow.log_params", ({"c": 3},), {}),
     ]
-    assert "MLflow leaves out 'long': its text is longer than 10 characters" in caplog.text
+    assert "MLflow does not log 'long': its text is longer than 10 characters" in caplog.text
 
 
 def test_only_numbers_are_metrics_of_mlflow(tmp_path: Any, caplog: Any) -> None:
     started("mlflow", tmp_path).log({"loss": 1.0, "note": "warm"})
     assert recorded()[0][1] == ({"loss": 1.0},)
-    assert "MLflow leaves out 'note': a str is no number" in caplog.text
+    assert "MLflow does not log 'note': a str is not a number" in caplog.text
 
 
 def test_files_and_figures_of_mlflow(tmp_path: Any) -> None:
@@ -545,5 +545,5 @@ def test_variables_of_mlflow_take_precedence(tmp_path: Any, monkeypatch: pytest.
 
 @pytest.mark.parametrize("tags", ["{", "[1]"])
 def test_tags_of_mlflow_are_an_object(tags: str, tmp_path: Any) -> None:
-    with pytest.raises(ConfigurationError, match="tags=.*it is no JSON object"):
+    with pytest.raises(ConfigurationError, match="tags=.*it is not a JSON object"):
         build("mlflow", tmp_path, tags=tags)

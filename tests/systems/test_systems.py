@@ -120,6 +120,7 @@ def test_launched_processes_train_save_load_and_resume(windows: System, count: i
     assert "Failed to register signal handler" not in text
 
 
+@pytest.mark.slow
 def test_processes_on_macos_train_save_load_and_resume(macos: System) -> None:
     code, text = macos.run(*launched("--num_processes", 2, HERE / "train.py", macos.folder / "run", 1))
     assert code == 0, text

@@ -67,7 +67,7 @@ def test_the_state_that_one_process_made_ends_with_it(on: Any) -> None:
         notebook_launcher(train, (True,))
     assert seen == [1, 1]
     assert not any((AcceleratorState._shared_state, GradientState._shared_state, PartialState._shared_state))
-    notebook._refuse_used_notebook(hardware_table.CPU)
+    notebook._check_notebook(hardware_table.CPU)
 
 
 @pytest.mark.usefixtures("states")
@@ -77,8 +77,8 @@ def test_an_earlier_state_is_kept(on: Any) -> None:
     notebook_launcher(lambda: Accelerator(cpu=True))
     assert state.num_processes == 1
     assert not AcceleratorState._shared_state
-    with pytest.raises(ConfigurationError, match="was already made"):
-        notebook._refuse_used_notebook(hardware_table.CPU)
+    with pytest.raises(ConfigurationError, match="was already created"):
+        notebook._check_notebook(hardware_table.CPU)
 
 
 def test_the_environment_is_restored_after_an_error(on: Any) -> None:
@@ -170,7 +170,7 @@ def test_xla_replicas_are_started_by_its_runtime(on: Any, monkeypatch: pytest.Mo
     [
         ({"mixed_precision": "fp32"}, "mixed_precision='fp32': no such precision"),
         ({"num_processes": 0}, "num_processes=0: at least one process is needed"),
-        ({"num_processes": 3}, "num_processes=3: GPU .* has room for 2 here"),
+        ({"num_processes": 3}, "num_processes=3: the limit of GPU .* is 2 here"),
         ({"node_rank": 2, "num_nodes": 2}, "node_rank=2: there are 2 machines"),
     ],
 )
@@ -196,7 +196,7 @@ def test_one_process_on_an_apple_gpu(on: Any) -> None:
     seen = []
     notebook_launcher(lambda: seen.append(os.environ["PYTORCH_ENABLE_MPS_FALLBACK"]))
     assert seen == ["1"]
-    with pytest.raises(ConfigurationError, match="Apple GPU .* has room for 1 here"):
+    with pytest.raises(ConfigurationError, match="the limit of Apple GPU .* is 1 here"):
         notebook_launcher(print, num_processes=2)
 
 
@@ -204,7 +204,7 @@ def test_one_process_on_an_apple_gpu(on: Any) -> None:
 @pytest.mark.parametrize("launch", [notebook_launcher, debug_launcher])
 def test_an_accelerator_in_the_notebook_is_refused(launch: Any) -> None:
     PartialState(cpu=True)
-    with pytest.raises(ConfigurationError, match="Make it inside the function only"):
+    with pytest.raises(ConfigurationError, match="Create it inside the function only"):
         launch(print, num_processes=2)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.base import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, patch_environment
 from accelerate.logging import MultiProcessAdapter, get_logger
 from accelerate.state import PartialState, process_group
 
@@ -27,10 +27,24 @@ def become(rank: int, size: int = 2) -> None:
     PartialState._shared_state.update(process_index=rank, num_processes=size)
 
 
-def test_without_a_state_it_is_an_error() -> None:
-    with pytest.raises(RuntimeError, match=r"Cannot log 'hello'.*Build a `PartialState\(\)`") as error:
-        get_logger("test.early").warning("hello")
-    assert isinstance(error.value, StateError)
+@pytest.mark.parametrize(("rank", "keywords"), [(0, {}), (1, {}), (1, {"main_process_only": False})])
+def test_without_a_state_the_rank_is_that_of_the_environment(
+    caplog: pytest.LogCaptureFixture, rank: int, keywords: dict[str, Any]
+) -> None:
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2}
+    with patch_environment(RANK=rank, WORLD_SIZE=2, **variables):
+        get_logger("test.early").warning("hello", **keywords)
+        get_logger("test.early").warning("in order", in_order=True, **keywords)
+    texts = [record.getMessage() for record in caplog.records]
+    is_logged = rank == 0 or bool(keywords)
+    assert texts == ([f"[RANK {rank}] hello", f"[RANK {rank}] in order"] if is_logged else [])
+    assert not PartialState._shared_state
+
+
+def test_a_single_process_logs_without_a_state(caplog: pytest.LogCaptureFixture) -> None:
+    get_logger("test.early").warning("hello")
+    assert [record.getMessage() for record in caplog.records] == ["[RANK 0] hello"]
+    assert not PartialState._shared_state
 
 
 @pytest.mark.parametrize(

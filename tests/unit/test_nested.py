@@ -80,7 +80,7 @@ def test_recursively_apply_on_other_leaves():
         "A",
         1,
     ]
-    with pytest.raises(TypeError, match="was given a str"):
+    with pytest.raises(TypeError, match="was passed a str"):
         nested.recursively_apply(torch.neg, [torch.ones(1), "text"], error_on_other_type=True)
 
 
@@ -232,3 +232,29 @@ def test_codes_of_dtypes_are_the_interface():
     assert nested.TENSOR_TYPE_TO_INT[torch.float32] == 1
     assert nested.TENSOR_TYPE_TO_INT[torch.bool] == 10
     assert all(nested.TENSOR_INT_TO_DTYPE[code] == dtype for dtype, code in nested.TENSOR_TYPE_TO_INT.items())
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:.*prototype")
+def test_nested_tensors_are_measured_cut_and_joined(layout: torch.layout) -> None:
+    rows = [torch.ones(2, 3), torch.zeros(1, 3), torch.ones(3, 3)]
+    batch = {"x": torch.nested.nested_tensor(rows, layout=layout)}
+    assert nested.find_batch_size(batch) == 3
+    first, rest = nested.slice_tensors(batch, slice(0, 1)), nested.slice_tensors(batch, slice(1, None))
+    assert [part.tolist() for part in rest["x"].unbind()] == [row.tolist() for row in rows[1:]]
+    joined = nested.concatenate([first, rest])
+    assert joined["x"].layout is layout
+    assert nested.listify(joined) == {"x": [row.tolist() for row in rows]}
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.filterwarnings("ignore:.*(beta|Sparse)")
+def test_sparse_tensors_are_measured_cut_and_joined(layout: torch.layout) -> None:
+    dense = torch.arange(8.0).view(4, 2)
+    batch = [dense.to_sparse(layout=layout)]
+    assert nested.find_batch_size(batch) == 4
+    parts = [nested.slice_tensors(batch, slice(0, 1)), nested.slice_tensors(batch, slice(1, None))]
+    assert parts[1][0].layout is layout
+    joined = nested.concatenate(parts)
+    assert joined[0].layout is layout
+    assert nested.listify(joined) == [dense.tolist()]

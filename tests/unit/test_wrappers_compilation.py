@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from accelerate import torch_private
 from accelerate.plugins import TorchDynamoPlugin
 from accelerate.wrappers import (
     compile_regions,
     compile_regions_deepspeed,
     compile_regions_fsdp2,
     compiler_for,
+    extract_model_from_parallel,
     has_compiled_regions,
     has_repeated_blocks,
     is_compiled_module,
@@ -189,3 +191,16 @@ def test_inductor_gives_the_same_numbers() -> None:
     expected = model(x)
     compiled = compiler_for(TorchDynamoPlugin(backend="inductor"))(model)
     torch.testing.assert_close(compiled(x), expected)
+
+
+def test_a_module_with_the_attribute_of_a_compiled_one_is_not_compiled() -> None:
+    planted = nn.Sequential(nn.Linear(2, 2))
+    planted.__dict__["_orig_mod"] = nn.Linear(2, 2)
+    compiled = torch.compile(planted, backend="eager")
+    assert torch_private.uncompiled(planted) is planted
+    assert torch_private.uncompiled(compiled) is planted
+    assert not is_compiled_module(planted)
+    assert not has_compiled_regions(planted)
+    assert extract_model_from_parallel(compiled, keep_torch_compile=False) is planted
+    assert is_repeated_blocks(nn.ModuleList([planted, nn.Sequential()]))
+    assert not is_repeated_blocks(nn.ModuleList([planted, nn.Linear(2, 2)]))

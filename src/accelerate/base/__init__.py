@@ -1,4 +1,4 @@
-"""Vocabulary of the package: imports nothing of ours and no torch."""
+"""Building blocks without torch that all other packages import."""
 
 from accelerate.base.lazy import attach
 

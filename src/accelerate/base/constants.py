@@ -1,4 +1,4 @@
-"""File names, version floors and accepted choices: values other projects import by name."""
+"""File names, minimum versions and accepted choices that other projects import by name."""
 
 import operator
 from collections.abc import Callable
@@ -45,7 +45,7 @@ FSDP2_STATE_DICT_TYPE = ["SHARDED_STATE_DICT", "FULL_STATE_DICT"]
 DEEPSPEED_MULTINODE_LAUNCHERS = ["pdsh", "standard", "openmpi", "mvapich", "mpich", "nossh", "slurm"]
 TORCH_DYNAMO_MODES = ["default", "reduce-overhead", "max-autotune"]
 
-# Version floors
+# Minimum versions
 FSDP_PYTORCH_VERSION = "2.1.0.a0+32f93b1"
 FSDP2_PYTORCH_VERSION = "2.6.0"
 DTENSOR_PYTORCH_VERSION = "2.5.0"
@@ -66,7 +66,7 @@ STR_OPERATION_TO_FUNC: dict[str, Callable[[Any, Any], bool]] = {
     "<": operator.lt,
 }
 
-# Flags of torchrun that `accelerate launch` hands on under the same name
+# Flags of torchrun that `accelerate launch` passes on under the same name
 TORCH_LAUNCH_PARAMS = [
     *("nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),
     *("max_restarts", "monitor_interval", "start_method", "role", "module", "m", "no_python", "run_path"),
@@ -81,7 +81,7 @@ TORCH_DISTRIBUTED_OPERATION_TYPES = [
 
 
 def __getattr__(name: str) -> Any:
-    # The one constant made of torch classes: built on demand, so that this file does not import torch.
+    # The constant contains torch classes. It is built on demand, so this file does not import torch.
     if name != "SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from torch import nn

@@ -1,4 +1,4 @@
-"""Every enumeration users pass or compare.
+"""Enumerations that users pass to functions or compare with.
 
 Members that mix in `str` equal their plain string; compare with `==`, because other libraries assign
 plain strings. Where plain strings are accepted too, a `Literal` below the enumeration lists them for type
@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 
 class EnumWithContains(EnumMeta):
-    """Metaclass that lets `"fp16" in PrecisionType` ask for a value, on every supported Python."""
+    """Metaclass whose `in` tests for a value, as in `"fp16" in PrecisionType`, on every supported Python."""
 
     def __contains__(cls, item: Any) -> bool:
         try:
@@ -21,19 +21,19 @@ class EnumWithContains(EnumMeta):
 
 
 class BaseEnum(Enum, metaclass=EnumWithContains):
-    """An enumeration that prints as its value and can list its values."""
+    """Enumeration that prints as its value and lists its values."""
 
     def __str__(self) -> str:
         return str(self.value)
 
     @classmethod
     def list(cls) -> list[Any]:
-        """Return the values of all members, in the order of their declaration."""
+        """Returns the values of all members in the order of their declaration."""
         return [member.value for member in cls]
 
 
 class DistributedType(str, Enum):
-    """How the processes of a run work together: the label users see."""
+    """Type of the distributed setup, as `PartialState.distributed_type` reports it."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -52,7 +52,7 @@ class DistributedType(str, Enum):
 
 
 class SageMakerDistributedType(str, Enum):
-    """How the processes of an Amazon SageMaker job work together."""
+    """Type of parallelism within an Amazon SageMaker job."""
 
     NO = "NO"
     DATA_PARALLEL = "DATA_PARALLEL"
@@ -60,7 +60,7 @@ class SageMakerDistributedType(str, Enum):
 
 
 class FP8BackendType(str, Enum):
-    """Which library computes in FP8."""
+    """Library that computes in FP8."""
 
     NO = "NO"
     TE = "TE"
@@ -69,14 +69,14 @@ class FP8BackendType(str, Enum):
 
 
 class ComputeEnvironment(str, Enum):
-    """Where a run takes place."""
+    """Environment in which a run takes place."""
 
     LOCAL_MACHINE = "LOCAL_MACHINE"
     AMAZON_SAGEMAKER = "AMAZON_SAGEMAKER"
 
 
 class DynamoBackend(str, BaseEnum):
-    """The `torch.compile` back end."""
+    """Backend of `torch.compile`."""
 
     NO = "NO"
     EAGER = "EAGER"
@@ -107,7 +107,7 @@ DynamoName: TypeAlias = Literal[
 
 
 class LoggerType(BaseEnum):
-    """Which experiment tracker."""
+    """Experiment tracker."""
 
     ALL = "all"
     AIM = "aim"
@@ -122,7 +122,7 @@ class LoggerType(BaseEnum):
 
 
 class PrecisionType(str, BaseEnum):
-    """The number format of mixed-precision training."""
+    """Mixed-precision dtype."""
 
     NO = "no"
     FP8 = "fp8"
@@ -134,7 +134,7 @@ PrecisionName: TypeAlias = Literal["no", "fp8", "fp16", "bf16"]
 
 
 class RNGType(BaseEnum):
-    """A random generator that processes can synchronise."""
+    """Random number generator that processes can synchronize."""
 
     TORCH = "torch"
     CUDA = "cuda"
@@ -155,7 +155,7 @@ RNGName: TypeAlias = Literal[
 
 
 class CustomDtype(Enum):
-    """A number format torch has no dtype for, used to measure quantized models."""
+    """Storage dtype of quantized weights that torch has no dtype for."""
 
     FP8 = "fp8"
     INT4 = "int4"
@@ -163,7 +163,7 @@ class CustomDtype(Enum):
 
 
 class DDPCommunicationHookType(BaseEnum):
-    """How gradients are compressed for communication under DistributedDataParallel."""
+    """Communication hook that compresses gradients under DistributedDataParallel."""
 
     NO = "no"
     FP16 = "fp16"

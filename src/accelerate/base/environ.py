@@ -1,6 +1,6 @@
-"""Environment variables: read, write, patch and clear. The only module that touches `os.environ`.
+"""Access to environment variables, and the only module that touches `os.environ`.
 
-Code that decides something takes a `Mapping[str, str]`; `current()` gives it the one of this process.
+Functions that make a decision take a `Mapping[str, str]`. `current()` returns that of this process.
 """
 
 import functools
@@ -16,28 +16,80 @@ from accelerate.base.text import whole_number
 
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 FAILURE_FOLDER = "ACCELERATE_FAILURE_DIR"
-"""Variable with the folder in which processes leave what the launcher reads after a failure."""
+"""Variable with the folder in which processes record the failures that the launcher reports."""
 MONITOR_FOLDER = "ACCELERATE_MONITOR_DIR"
-"""Variable with the folder in which ranks write their states; without it there are none."""
+"""Variable with the folder in which ranks write their states. Without it they write none."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
+_LAUNCH_VARIABLES = frozenset(
+    [
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "NODE_RANK",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "ROLE_RANK",
+        "ROLE_WORLD_SIZE",
+        "ROLE_NAME",
+        "MIXED_PRECISION",
+        "JOB_COMPLETION_INDEX",
+        "TORCH_FR_DUMP_TEMP_FILE",
+        "NCCL_DEBUG_FILE",
+        "SLURM_PROCID",
+        "SLURM_LOCALID",
+        "SLURM_NODEID",
+        "SLURM_STEPID",
+    ]
+)
+_LAUNCH_PREFIXES = (
+    "ACCELERATE_",
+    "FSDP_",
+    "MEGATRON_LM_",
+    "PARALLELISM_CONFIG_",
+    "TORCHELASTIC_",
+    "TORCH_ELASTIC_",
+    "PET_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "MPI_LOCAL",
+    "MV2_COMM_WORLD_",
+    "SMDATAPARALLEL_",
+    "SLURM_STEP_",
+)
+_NOT_OF_THE_LAUNCH = frozenset(
+    [
+        "ACCELERATE_USE_CPU",
+        "ACCELERATE_USE_XPU",
+        "ACCELERATE_USE_IPEX",
+        "ACCELERATE_TORCH_DEVICE",
+        "ACCELERATE_LOG_LEVEL",
+        "ACCELERATE_ENABLE_RICH",
+        "ACCELERATE_INIT_INCLUDE_BUFFERS",
+    ]
+)
+"""Variables with a prefix of the launch that name hardware, or how a program is to behave."""
 UNSAFE_CHARACTERS = frozenset(";\n<> ")
-OWN_PREFIX = "ACCELERATE_"
+ACCELERATE_PREFIX = "ACCELERATE_"
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 
 def current() -> Mapping[str, str]:
-    """Return a live, read-only view of this process's variables."""
+    """Returns a live, read-only view of the variables of this process."""
     return MappingProxyType(os.environ)
 
 
 def assign(values: Mapping[str, str]) -> None:
-    """Set variables of this process, and of the processes it starts from now on."""
+    """Sets variables of this process and of the processes that it starts from now on."""
     os.environ.update(values)
 
 
 def unset(*names: str) -> None:
-    """Remove variables of this process; those that are not set are left alone."""
+    """Removes variables of this process and ignores those that are not set."""
     for name in names:
         os.environ.pop(name, None)
 
@@ -47,7 +99,7 @@ def str_to_bool(value: str, to_bool: Literal[True]) -> bool: ...
 @overload
 def str_to_bool(value: str, to_bool: bool = False) -> int: ...
 def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
-    """Read a yes-or-no word.
+    """Converts a yes-or-no word to a boolean.
 
     Args:
         value: `y`, `yes`, `t`, `true`, `on`, `1` or `n`, `no`, `f`, `false`, `off`, `0`, in any case.
@@ -61,11 +113,11 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
 
 
 def get_int_from_env(env_keys: str | Iterable[str], default: int) -> int:
-    """Return the first variable that holds a number that is not negative.
+    """Returns the value of the first variable that holds a non-negative number.
 
     Args:
-        env_keys: Names of variables, in the order they are tried; a string is one name.
-        default: The answer when none is set; a negative number counts as not set.
+        env_keys: Names of variables in the order they are tried. A string is one name.
+        default: The result when none is set. A negative number counts as not set.
 
     Raises:
         ConfigurationError: If a variable holds something that is not a whole number.
@@ -85,7 +137,7 @@ def get_int_from_env(env_keys: str | Iterable[str], default: int) -> int:
 
 
 def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """Read a yes-or-no variable; unset and empty mean the default.
+    """Returns the value of a yes-or-no variable, or the default when it is unset or empty.
 
     Raises:
         ConfigurationError: If it holds neither a yes nor a no.
@@ -94,7 +146,7 @@ def parse_flag_from_env(key: str, default: bool = False) -> bool:
 
 
 def read_flag(environ: Mapping[str, str], key: str, default: bool = False) -> bool:
-    """Read a yes-or-no variable of a mapping; absent and empty mean the default."""
+    """Returns the value of a yes-or-no variable of a mapping, or the default when it is absent or empty."""
     value = environ.get(key, "")
     return _is_yes(key, value, f"set {key} to true or false") if value.strip() else default
 
@@ -107,21 +159,22 @@ def _is_yes(name: str, value: str, fix: str) -> bool:
 
 
 def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return a variable's text, or the default when it is unset."""
+    """Returns the text of a variable, or the default when it is unset."""
     return os.environ.get(key, str(default))
 
 
 def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
-    """Write variables as the lines of an environment file, leaving out what a shell would misread.
+    """Returns variables as the lines of an environment file, without those that a shell would misread.
 
     Args:
-        current_env: Names and values; an empty one, or one with `;`, `<`, `>`, a space or a line break in
-            it, is logged and left out.
+        current_env: Names and values. An empty one, or one that contains `;`, `<`, `>`, a space or a line
+            break, is logged and left out.
 
     Returns:
         One `NAME=value` line with its line break for each pair that is kept.
     """
-    import logging  # heavy, and few programs get here
+
+    import logging  # slow to import, and few programs call this function
 
     lines = []
     for key, value in current_env.items():
@@ -135,19 +188,19 @@ def convert_dict_to_env_variables(current_env: Mapping[str, str]) -> list[str]:
 
 
 @contextmanager
-def _restored(is_meant: Callable[[str], bool]) -> Iterator[None]:
-    """Give the variables whose names are meant the values back, after the block, that they had before it."""
-    saved = {name: value for name, value in os.environ.items() if is_meant(name)}
+def _restored(is_selected: Callable[[str], bool]) -> Iterator[None]:
+    """Restores the variables with selected names to their previous values after the block."""
+    saved = {name: value for name, value in os.environ.items() if is_selected(name)}
     try:
         yield
     finally:
-        unset(*(name for name in os.environ if is_meant(name) and name not in saved))
+        unset(*(name for name in os.environ if is_selected(name) and name not in saved))
         os.environ.update(saved)
 
 
 @contextmanager
 def clear_environment() -> Iterator[None]:
-    """Empty the environment for the block; afterwards it is as before, whatever the block did to it."""
+    """Empties the environment for the block and restores it afterwards."""
     with _restored(lambda name: True):
         os.environ.clear()
         yield
@@ -155,27 +208,53 @@ def clear_environment() -> Iterator[None]:
 
 @contextmanager
 def patch_environment(**kwargs: Any) -> Iterator[None]:
-    """Set variables for the block; afterwards they have their old values, also when the block raises.
+    """Sets variables for the block and restores their old values afterwards, also when the block raises.
 
     Args:
-        **kwargs: Names in any case (they are set in upper case) and values (they are set as text).
+        **kwargs: Names in any case, which are set in upper case, and values, which are set as text.
     """
-    wanted = {name.upper(): str(value) for name, value in kwargs.items()}
-    with _restored(wanted.__contains__):
-        os.environ.update(wanted)
+    values = {name.upper(): str(value) for name, value in kwargs.items()}
+    with _restored(values.__contains__):
+        os.environ.update(values)
         yield
 
 
-def _purged(function: Decorated) -> Decorated:
-    import inspect  # heavy, and few programs get here
+def _is_of_launch(name: str) -> bool:
+    if name in _NOT_OF_THE_LAUNCH:
+        return False
+    return name in _LAUNCH_VARIABLES or name.startswith(_LAUNCH_PREFIXES)
 
-    own = methodcaller("startswith", OWN_PREFIX)
+
+@contextmanager
+def detached_environment() -> Iterator[dict[str, str]]:
+    """Removes the variables of a distributed launch inside the block, so that child processes do not join it.
+
+    A child process started inside the block, by `subprocess` or by `multiprocessing` with the start method
+    "spawn", is a single process: it can create an `Accelerator`, or launch a run. The variables are those of
+    the ranks and of the rendezvous, as `accelerate launch`, torchrun, MPI and srun set them, and the settings
+    of the launch. Variables that select the device remain. The environment of the whole process changes, so
+    no other thread may start ranks inside the block.
+
+    Yields:
+        A copy of the environment without these variables, for the argument `env` of `subprocess`; it can
+        be used after the block too.
+    """
+    with _restored(_is_of_launch):
+        unset(*filter(_is_of_launch, list(os.environ)))
+        yield dict(os.environ)
+
+
+def _purged(function: Decorated) -> Decorated:
+
+    import inspect  # slow to import, and few programs call this function
+
+    has_prefix = methodcaller("startswith", ACCELERATE_PREFIX)
     if not inspect.iscoroutinefunction(function):
-        return _restored(own)(function)
+        return _restored(has_prefix)(function)
 
     @functools.wraps(function)
     async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _restored(own):
+        with _restored(has_prefix):
             return await function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]  # same call signature, by functools.wraps
@@ -188,10 +267,10 @@ def _purge_tests(cls: type) -> None:
 
 
 def purge_accelerate_environment(func_or_cls: Decorated) -> Decorated:
-    """Undo, after each call, every change to variables that start with `ACCELERATE_`.
+    """Undoes every change to variables that start with `ACCELERATE_` after each call.
 
     Args:
-        func_or_cls: A function, or a class whose `test*` methods are meant; those of its subclasses too.
+        func_or_cls: A function, or a class. Of a class and its subclasses, the `test*` methods are wrapped.
 
     Returns:
         The function wrapped, or the same class with its methods wrapped.
@@ -200,7 +279,7 @@ def purge_accelerate_environment(func_or_cls: Decorated) -> Decorated:
         return _purged(func_or_cls)
     cls: Any = func_or_cls
     _purge_tests(cls)
-    # Read from the class's own dict, so that it can be called with the child and not with the parent.
+    # Read from the dict of the class, so that it is called with the child and not with the parent.
     inherited = vars(cls).get("__init_subclass__")
 
     def purge_subclass(child: type, /, **kwargs: Any) -> None:

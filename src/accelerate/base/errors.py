@@ -1,4 +1,4 @@
-"""The errors this package raises.
+"""Exceptions that this package raises.
 
 ```
 AccelerateError
@@ -25,78 +25,79 @@ ErrorT = TypeVar("ErrorT", bound=Exception)
 
 
 class AccelerateError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of the errors that this package raises."""
 
 
 class ConfigurationError(AccelerateError, ValueError):
-    """A flag, file key, environment variable or argument has a value that cannot work."""
+    """Error for a flag, file key, environment variable or argument with an invalid value."""
 
 
 class PreparationError(ConfigurationError):
-    """An object given to `prepare()` cannot be trained the way it was asked for."""
+    """Error for an object passed to `prepare()` that cannot be trained as requested."""
 
 
 class MissingPackageError(AccelerateError, ModuleNotFoundError):
-    """A feature needs an optional package that is not installed."""
+    """Error for a feature whose optional package is not installed."""
 
 
 class StateError(AccelerateError, RuntimeError):
-    """Something was called too early, too late, or twice."""
+    """Error for a call that comes too early, too late, or twice."""
 
 
 class CheckpointError(AccelerateError, RuntimeError):
-    """A checkpoint, or a file of one, is missing, damaged, incomplete, or could not be written."""
+    """Error for a checkpoint that is missing, damaged or incomplete, or could not be written."""
 
 
 class LaunchError(AccelerateError, RuntimeError):
-    """Processes could not be started, or failed once started."""
+    """Error for processes that could not be started or that failed."""
 
 
 LONGEST = 160
-"""Characters of a value that a message shows."""
+"""Maximum number of characters of a value in a message."""
 _END = 40
 
 
 def shortened(text: str, longest: int = LONGEST) -> str:
-    """Return text for a message: as it is, or its beginning and its end where it is long."""
+    """Returns the text, or its beginning and end where it is long."""
     return text if len(text) <= longest else f"{text[: longest - _END]}...{text[-_END:]}"
 
 
 def shown(value: object) -> str:
-    """Return the `repr` of a value for a message, shortened; of values that have none, the type."""
+    """Returns the shortened `repr` of a value for a message, or its type where `repr` fails."""
     try:
         return shortened(repr(value))
-    except (ValueError, RecursionError):  # an integer of more digits than Python writes, or nesting
+    except (ValueError, RecursionError):  # an integer with too many digits for Python, or deep nesting
         return f"<{type(value).__name__}>"
 
 
 def as_builtin(error: ErrorT, *kinds: type[BaseException]) -> ErrorT:
-    """Return an error of the same name and message that is an instance of further classes, to be raised."""
+    """Returns an error with the same name and message that is also an instance of other classes."""
     missing = tuple(kind for kind in kinds if not isinstance(error, kind))
-    own: type[Exception] = type(error)
-    return _joined(own, missing)(*error.args) if missing else error  # type: ignore[arg-type]
+
+    error_type: type[Exception] = type(error)
+    return _joined(error_type, missing)(*error.args) if missing else error  # type: ignore[arg-type]
 
 
-_NOT_OF_A_MESSAGE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
-"""Built-in errors that are not made of a message alone; `UnicodeError`, their base, is."""
+_NOT_MADE_OF_MESSAGE = (UnicodeDecodeError, UnicodeEncodeError, UnicodeTranslateError)
+"""Built-in errors whose constructor takes more than a message."""
 
 
 def like(error: ErrorT, cause: BaseException) -> ErrorT:
-    """Return an error that is an instance of the built-in classes of its cause too, to be raised."""
+    """Returns an error that is also an instance of the built-in classes of its cause."""
     kinds = [
         kind
         for kind in type(cause).__mro__
-        if vars(builtins).get(kind.__name__) is kind and kind not in _NOT_OF_A_MESSAGE
+        if vars(builtins).get(kind.__name__) is kind and kind not in _NOT_MADE_OF_MESSAGE
     ]
-    narrow = [
+    most_derived = [
         kind for kind in kinds if not any(child is not kind and issubclass(child, kind) for child in kinds)
     ]
-    return as_builtin(error, *narrow)
+    return as_builtin(error, *most_derived)
 
 
 @cache
 def _joined(kind: type[Exception], further: tuple[type[BaseException], ...]) -> Any:
-    """Return a subclass; an instance is pickled as one of its parent, and its other parents."""
+    """Returns a subclass whose instances are pickled as an instance of `kind` and the further classes."""
 
     def reduce(self: Exception) -> tuple[Any, ...]:
         return as_builtin, (kind(*self.args), *further)
@@ -113,9 +114,10 @@ def _joined(kind: type[Exception], further: tuple[type[BaseException], ...]) -> 
 def wrong_value(
     name: str, value: object, reason: str, fix: str, *kinds: type[BaseException]
 ) -> ConfigurationError:
-    """Return the error `NAME=VALUE: reason. Fix.` for one wrong value, to be raised; see `as_builtin`.
+    """Returns the error `NAME=VALUE: reason. Fix.` for one wrong value.
 
     The name is that of a flag, a file key, a variable or an argument, as the user wrote it.
+    `kinds` are further classes of the error (`as_builtin`).
     """
     fix = fix[:1].upper() + fix[1:]
     text = f"{name}={shown(value)}: {reason.rstrip('.')}. {fix.rstrip('.')}."

@@ -1,4 +1,4 @@
-"""Load names on first use: those of a package or module from its one table, the stub (`.pyi`) beside it."""
+"""Lazy imports of the names that the stub (`.pyi`) of a package or module lists."""
 
 import ast
 import gc
@@ -14,12 +14,12 @@ from typing import Any
 def attach(
     module: str, imports: Mapping[str, Iterable[str]] | None = None
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return a module's `__getattr__` and `__dir__`, which load names on first use, and its `__all__`.
+    """Returns the `__getattr__`, `__dir__` and `__all__` of a module that imports its names on first use.
 
     Args:
         module: The module's `__name__`.
-        imports: Module -> the names that are imported from it. Default: what the stub beside the module
-            imports, so that type checkers and the interpreter read the same table.
+        imports: Module -> the names that are imported from it. Default: the imports of the stub beside the
+            module, so that type checkers and the interpreter read the same table.
     """
     if imports is None:
         table = {name: (source, attribute) for source, attribute, name in read_table(module)}
@@ -35,7 +35,7 @@ def attach(
                 value: Any = _import(f"{module}.{attribute}")
             else:
                 value = getattr(_import(source), attribute)
-        setattr(sys.modules[module], name, value)  # the next look-up finds it without coming here
+        setattr(sys.modules[module], name, value)  # the next lookup does not call this function
         return value
 
     def list_names() -> list[str]:
@@ -47,12 +47,12 @@ def attach(
 def _import(module: str) -> ModuleType:
     try:
         return import_module(module)
-    except AttributeError as error:  # `from ... import` takes it for an unknown name, and hides it
+    except AttributeError as error:  # `from ... import` would report an unknown name and hide it
         raise ImportError(f"{module} cannot be imported: {error}", name=module) from error
 
 
 def read_table(module: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the source, the name in it, and the name in the module, of each import in a module's stub.
+    """Yields the source module, the name in it, and the exported name of each import in the stub of a module.
 
     `from package import *` is replaced by the table of that package, without its submodules.
     """
@@ -70,7 +70,7 @@ def read_table(module: str) -> Iterator[tuple[str, str, str]]:
 
 @contextmanager
 def without_collection() -> Iterator[None]:
-    """Keep the garbage collector from walking over all of torch's objects while modules are imported."""
+    """Disables the garbage collector while modules are imported, which create many objects."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,6 +1,6 @@
-"""One table of optional third-party packages; every `is_x_available` is a row of it.
+"""Table of optional third-party packages with one probe, `is_NAME_available`, for each row.
 
-An answer is kept after the first question, so that asking on every step costs nothing.
+The result of a probe is cached, so that calling it on every step costs nothing.
 """
 
 import functools
@@ -22,28 +22,28 @@ Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class Package:
-    """One optional package."""
+    """Optional third-party package."""
 
     module: str
-    distributions: tuple[str, ...]  # names on the package index that bring it, the usual one first
+    distributions: tuple[str, ...]  # names on the package index that provide it, the usual one first
     minimum: str | None = None  # the oldest version that works
 
     def version(self) -> str | None:
-        """Return the installed version, or None when the package cannot be imported or has no metadata."""
+        """Returns the installed version, or None when the package cannot be imported or has no metadata."""
         return _version(self.module, self.distributions)
 
     def available(self) -> bool:
-        """Return whether the package is installed, in a version that works."""
+        """Returns whether the package is installed in a supported version."""
         version = self.version()
         return version is not None and (self.minimum is None or parse(version) >= parse(self.minimum))
 
 
 @functools.cache
 def _version(module: str, distributions: tuple[str, ...]) -> str | None:
-    # A folder that happens to have a package's name can be imported too: metadata proves an installation.
+    # A folder with the name of a package can be imported too. Only metadata proves an installation.
     if not _importable(module):
         return None
-    from importlib import metadata  # slow, and a launch asks for no package
+    from importlib import metadata  # slow to import, and a launch checks no package
 
     for distribution in distributions:
         try:
@@ -56,7 +56,7 @@ def _version(module: str, distributions: tuple[str, ...]) -> str | None:
 def _importable(module: str) -> bool:
     try:
         return find_spec(module) is not None
-    except (ModuleNotFoundError, ValueError):  # no parent package; a module put into sys.modules by hand
+    except (ModuleNotFoundError, ValueError):  # no parent package, or a module put into sys.modules by hand
         return module in sys.modules
 
 
@@ -67,7 +67,7 @@ PACKAGES: dict[str, Package] = {}
 def _package(
     module: str, *distributions: str, minimum: str | None = None, name: str | None = None
 ) -> Callable[[], bool]:
-    """Add a row to `PACKAGES`, and return its probe, `is_NAME_available`; NAME is the module by default."""
+    """Adds a row to `PACKAGES` and returns its probe, which is named after the module by default."""
     package = Package(module, distributions or (module,), minimum)
     PACKAGES.setdefault(module, package)
 
@@ -75,7 +75,7 @@ def _package(
         return package.available()
 
     probe.__name__ = probe.__qualname__ = f"is_{name or module}_available"
-    probe.__doc__ = f"Return whether {package.distributions[0]} is installed."
+    probe.__doc__ = f"Returns whether {package.distributions[0]} is installed."
     return probe
 
 
@@ -125,73 +125,79 @@ _package("tensorboardX")
 
 
 def is_package_available(pkg_name: str, metadata_name: str | None = None) -> bool:
-    """Return whether any package is installed; `metadata_name` is its name on the package index, if another
-    one.
+    """Returns whether a package is installed.
+
+    `metadata_name` is its name on the package index if that differs.
     """
     return _version(pkg_name, (metadata_name or pkg_name,)) is not None
 
 
 def require(package: str, feature: str) -> None:
-    """Raise unless a package of `PACKAGES` is installed; `feature` is what needs it, as messages begin."""
+    """Raises an error if a package of `PACKAGES` is not installed.
+
+    `feature` names what requires the package, and begins the message.
+    """
     row = PACKAGES[package]
     if row.available():
         return
-    wanted = row.distributions[0] + (f">={row.minimum}" if row.minimum else "")
+    requirement = row.distributions[0] + (f">={row.minimum}" if row.minimum else "")
     version = row.version()
     state = f"version {version} is installed" if version else "it is not installed"
-    raise MissingPackageError(f"{feature} needs {wanted}, but {state}. Run `pip install '{wanted}'`.")
+    raise MissingPackageError(
+        f"{feature} needs {requirement}, but {state}. Run `pip install '{requirement}'`."
+    )
 
 
 def are_libraries_initialized(*library_names: str) -> list[str]:
-    """Return which of these libraries, by the names they are imported by, this process has imported."""
+    """Returns the libraries, by import name, that this process has imported."""
     return [name for name in library_names if name in sys.modules]
 
 
 def is_tensorboard_available() -> bool:
-    """Return whether TensorBoard or tensorboardX is installed."""
+    """Returns whether TensorBoard or tensorboardX is installed."""
     return PACKAGES["tensorboard"].available() or PACKAGES["tensorboardX"].available()
 
 
 def is_bnb_available(min_version: str | None = None) -> bool:
-    """Return whether bitsandbytes is installed, of at least this version when one is given."""
+    """Returns whether bitsandbytes is installed, optionally in a minimum version."""
     return replace(PACKAGES["bitsandbytes"], minimum=min_version).available()
 
 
 def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    """Return whether numpy is installed, of at least this version."""
+    """Returns whether numpy is installed in a minimum version."""
     return replace(PACKAGES["numpy"], minimum=min_version).available()
 
 
 @functools.cache
 def is_bitsandbytes_multi_backend_available() -> bool:
-    """Return whether the installed bitsandbytes says that it supports more than CUDA; imports it."""
+    """Returns whether the installed bitsandbytes, which is imported, supports backends besides CUDA."""
     if not PACKAGES["bitsandbytes"].available():
         return False
     return "multi_backend" in getattr(import_module("bitsandbytes"), "features", ())
 
 
 def is_megatron_lm_available() -> bool:
-    """Return whether Megatron-LM was asked for (`ACCELERATE_USE_MEGATRON_LM`) and can be imported."""
+    """Returns whether Megatron-LM is requested (`ACCELERATE_USE_MEGATRON_LM`) and can be imported."""
     return parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM") and _importable("megatron.training")
 
 
 def is_pippy_available() -> bool:
-    """Return whether torch brings pipeline parallelism; true of every torch we support."""
+    """Returns whether torch provides pipeline parallelism, as every supported torch does."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_weights_only_available() -> bool:
-    """Return whether `torch.load` can be restricted to weights; true of every torch we support."""
+    """Returns whether `torch.load` accepts `weights_only`, as it does in every supported torch."""
     return is_torch_version(">=", "2.4.0")
 
 
 def is_rich_available() -> bool:
-    """Return whether rich is installed and asked for (`ACCELERATE_ENABLE_RICH`)."""
+    """Returns whether rich is installed and requested (`ACCELERATE_ENABLE_RICH`)."""
     return parse_flag_from_env("ACCELERATE_ENABLE_RICH") and PACKAGES["rich"].available()
 
 
 def torchao_required(func: Decorated) -> Decorated:
-    """Make a function raise `MissingPackageError` when it is called without torchao."""
+    """Wraps a function so that it raises `MissingPackageError` without torchao."""
 
     @functools.wraps(func)
     def wrapper(*args: Any, **kwargs: Any) -> Any:

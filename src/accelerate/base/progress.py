@@ -1,4 +1,4 @@
-"""How far a long task is: a bar on the terminal of rank 0, for tasks that take more than two seconds."""
+"""Progress bar on the terminal of rank 0 for tasks that take more than two seconds."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 DELAY = 2.0
-"""Seconds after which a task is shown."""
+"""Seconds after which the bar appears."""
 
 
 class Bar:
-    """Counts the bytes of a task; a timer draws it, so that a short task costs no more than the timer."""
+    """Progress bar of one task, which counts bytes and is drawn by a timer thread."""
 
     def __init__(self, task: str, written: Callable[[], int] | None = None) -> None:
         self._task = task
@@ -38,19 +38,19 @@ class Bar:
 
     def __exit__(self, *exception: object) -> None:
         self._timer.cancel()
-        self._timer.join()  # it may be drawing now
+        self._timer.join()  # it may be drawing at this moment
         if self._display is not None:
             self._display.stop()
 
     def count(self, done: int, more: int) -> None:
-        """Add to the bytes that are done, and to those of the whole task."""
+        """Adds to the completed bytes and to the total bytes."""
         with self._lock:
             self._done += done
             self.total += more
 
     @property
     def done(self) -> int:
-        """Bytes that are done."""
+        """Number of completed bytes."""
         return self._done + (self._written() if self._written else 0)
 
     def _draw(self) -> None:
@@ -58,7 +58,7 @@ class Bar:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
         console = Console(file=sys.stderr)
-        if not console.is_interactive:  # a terminal that cannot redraw a line
+        if not console.is_interactive:  # this terminal cannot redraw a line
             return
         bar = self
 
@@ -79,10 +79,10 @@ _shown: ContextVar[Bar | None] = ContextVar("shown", default=None)
 
 @contextmanager
 def progress_bar(task: str, nbytes: int = 0, written: Callable[[], int] | None = None) -> Iterator[None]:
-    """Show on the terminal how far a task is: on rank 0 only, and nothing for the first two seconds.
+    """Shows the progress of a task on the terminal of rank 0, after two seconds.
 
-    A task within another one adds to the outer bar. `nbytes` is the size of the task as far as it is known,
-    `expect` adds to it; `written` returns what is done beside the bytes that `advance` counts.
+    A nested task adds to the outer bar. `nbytes` is the size of the task as far as it is known, and `expect`
+    adds to it. `written` returns the completed bytes that `advance` does not count.
     """
     if _shown.get() is not None or not is_visible():
         expect(nbytes)
@@ -98,43 +98,43 @@ def progress_bar(task: str, nbytes: int = 0, written: Callable[[], int] | None =
 
 
 def expect(nbytes: int) -> None:
-    """Add bytes to the task that is shown, if one is."""
+    """Adds bytes to the total of the current task, if one is shown."""
     if bar := _shown.get():
         bar.count(0, nbytes)
 
 
 def is_shown() -> bool:
-    """Return whether a task is shown, so that its bytes are worth counting."""
+    """Returns whether a task is shown."""
     return _shown.get() is not None
 
 
 def advance(nbytes: int) -> None:
-    """Count bytes as done of the task that is shown, if one is."""
+    """Adds completed bytes to the current task, if one is shown."""
     if bar := _shown.get():
         bar.count(nbytes, 0)
 
 
 def for_threads() -> dict[str, Any]:
-    """Return arguments of `ThreadPoolExecutor` whose threads count for the task that is shown here."""
+    """Returns arguments for `ThreadPoolExecutor` whose threads count for the current task."""
     initializer: Callable[[Bar | None], object] = _shown.set
     return {"initializer": initializer, "initargs": (_shown.get(),)}
 
 
 def size_of(paths: Iterable[Path]) -> int:
-    """Return the bytes that files hold, as far as they can be counted: others may write and rename them now.
+    """Returns the total size of files in bytes while other processes may write or rename them.
 
-    A file that got its whole size before its content counts as far as blocks of the disk hold it.
+    A file that was preallocated counts only with the disk blocks that hold data.
     """
     total = 0
     with suppress(OSError):
         for path in paths:
             status = path.stat()
-            held = 512 * getattr(status, "st_blocks", status.st_size)
-            total += min(status.st_size, held) if stat.S_ISREG(status.st_mode) else 0
+            allocated = 512 * getattr(status, "st_blocks", status.st_size)
+            total += min(status.st_size, allocated) if stat.S_ISREG(status.st_mode) else 0
     return total
 
 
 def is_visible() -> bool:
-    """Return whether a bar can be seen: on rank 0, with a terminal."""
+    """Returns whether this process is rank 0 and has a terminal."""
     is_main = environ.current().get("RANK", "0") == "0"
     return is_main and sys.stderr is not None and sys.stderr.isatty()

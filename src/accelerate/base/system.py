@@ -1,4 +1,4 @@
-"""The machine without its devices: kernel, process numbers, paths, and files that are replaced as a whole."""
+"""Operating system functions for the kernel, process ids, paths, and atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Processes that use many threads were seen to hang on kernels older than this one.
+from accelerate.base.errors import wrong_value
+
+# Processes with many threads can hang on older kernels.
 MINIMUM_LINUX_KERNEL = (5, 5, 0)
 
-UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""What file systems answer that cannot sync a folder."""
+LONGEST_NAME = 255
+"""Bytes of the name of a file or folder, at most."""
 
-_MADV_POPULATE_READ = 22  # of Linux 5.14; the module mmap has no such name
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+"""Error numbers of file systems that cannot sync a folder."""
+
+_MADV_POPULATE_READ = 22  # added in Linux 5.14, missing in the module `mmap`
 
 _logger = logging.getLogger(__name__)
 
 
 def check_os_kernel() -> None:
-    """Warn, in the log, when the Linux kernel is older than 5.5; say nothing on other systems.
+    """Logs a warning when the Linux kernel is older than 5.5.
 
-    To be called on one process of a machine: each process would say the same.
+    Called on one process of each node, because each process would log the same.
     """
     if platform.system() != "Linux":
         return
@@ -41,15 +46,15 @@ def check_os_kernel() -> None:
     version = tuple(int(part or 0) for part in match.groups())
     if version >= MINIMUM_LINUX_KERNEL:
         return
-    wanted = ".".join(map(str, MINIMUM_LINUX_KERNEL))
+    oldest = ".".join(map(str, MINIMUM_LINUX_KERNEL))
     _logger.warning(
-        f"Linux kernel {release} is older than {wanted}, the oldest that is recommended: processes may hang. "
-        f"Upgrade the kernel to {wanted} or newer."
+        f"Linux kernel {release} is older than {oldest}, the oldest that is recommended: processes may hang. "
+        f"Upgrade the kernel to {oldest} or newer."
     )
 
 
 def process_home() -> str | None:
-    """Return the run of this kernel and the container that process numbers belong to; None where unknown."""
+    """Returns the boot id and PID namespace that process ids belong to, or None where unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -58,12 +63,12 @@ def process_home() -> str | None:
 
 
 def populate_pages(address: int, size: int) -> bool:
-    """Map all pages of a part of memory in one call, reading those of a file.
+    """Maps all pages of a memory range in one call, and reads those of a file.
 
-    Other threads of Python run meanwhile; `mmap.madvise` would stop them.
+    Other Python threads run meanwhile, which they do not during `mmap.madvise`.
 
     Returns:
-        Whether it is done; False where the system cannot.
+        Whether the pages are mapped. False where the system does not support it.
     """
     advise = _madvise()
     start = address - address % mmap.PAGESIZE
@@ -74,7 +79,7 @@ def populate_pages(address: int, size: int) -> bool:
 def _madvise() -> Any:
     if platform.system() != "Linux":
         return None
-    import ctypes  # most commands do not need it
+    import ctypes  # slow to import, and most commands do not need it
 
     call = ctypes.CDLL(None).madvise
     call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -82,27 +87,50 @@ def _madvise() -> Any:
 
 
 def expanded(text: str | os.PathLike[str]) -> Path:
-    """Return a path with a leading `~` replaced; where that home is unknown, it stays as it is."""
+    """Returns a path with a leading `~` expanded, or unchanged where the home folder is unknown."""
     try:
         return Path(os.path.expanduser(text))
-    except ValueError:  # characters that no name of a user has
+    except ValueError:  # characters that no user name contains
         return Path(text)
 
 
+def refuse_path(argument: str, path: str | os.PathLike[str]) -> None:
+    """Raises an error for a path that no file system has.
+
+    Raises:
+        ConfigurationError: It contains a NUL character or text without an encoding, or a part is too long.
+    """
+    text, fix = os.fspath(path), "choose another name"
+    if "\0" in text:
+        raise wrong_value(argument, text, "it contains a NUL character", fix)
+    try:
+        sizes = [len(os.fsencode(part)) for part in Path(text).parts]
+    except UnicodeEncodeError as error:
+        reason = f"it contains {text[error.start]!r}, which has no encoding"
+        raise wrong_value(argument, text, reason, fix) from error
+    if max(sizes, default=0) > LONGEST_NAME:
+        reason = f"a part of it has {max(sizes)} bytes, and file systems take {LONGEST_NAME}"
+        raise wrong_value(argument, text, reason, "choose a shorter name", OSError)
+
+
 def is_file(path: str | os.PathLike[str]) -> bool:
-    """Return whether there is a file at a path; raise OSError where this process may not look."""
+    """Returns whether a path is a file.
+
+    Raises OSError where this process has no permission to check.
+    """
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: characters that no path has
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        # ValueError: characters that no path contains
         return False
 
 
 @contextmanager
 def replace_files(paths: Sequence[Path], *, sync: bool = True) -> Iterator[list[Path]]:
-    """Yield temporary files to write to in the block; each takes the name of its file when the block ends.
+    """Yields temporary files that replace the given files when the block ends.
 
-    They are hidden and in the same folders, which exist. If the block fails, they are removed. `sync` brings
-    the content to the disk before; only files that are worth nothing after a crash do without.
+    They are hidden files in the same folders, which must exist. If the block fails, they are removed. `sync`
+    flushes the content to disk first. Only files that are worthless after a crash do without.
     """
     temporary = [path.with_name(f".{path.name}.{os.getpid()}") for path in paths]
     try:
@@ -127,14 +155,18 @@ def _replace(new: Path, path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring the names in a folder to the disk, where its file system can."""
-    if sys.platform != "win32":  # which opens no folder
+    """Flushes the directory entries of a folder to disk, where the file system supports it."""
+    if sys.platform != "win32":  # Windows cannot open a folder
         sync_file(folder, UNSUPPORTED)
 
 
 def sync_file(path: Path, ignored: tuple[int, ...] = ()) -> None:
-    """Bring the content of a written file to the disk; error numbers in `ignored` are no errors."""
-    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)  # it has to be writable
+    """Flushes the content of a written file to disk.
+
+    Error numbers in `ignored` are not raised.
+    """
+    # Windows requires write access
+    descriptor = os.open(path, os.O_RDWR if sys.platform == "win32" else os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:

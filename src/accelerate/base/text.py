@@ -1,9 +1,10 @@
-"""Sizes, times, names and dictionaries as text: pure functions without torch."""
+"""Conversion of sizes, times, names and dictionaries to and from text."""
 
 import math
 import os
 import re
 from collections.abc import Sequence
+from enum import Enum
 from functools import reduce
 from pathlib import PurePath
 from typing import Any
@@ -13,14 +14,14 @@ from accelerate.base.errors import AccelerateError, wrong_value
 BYTE_UNITS = ("bytes", "KB", "MB", "GB", "TB", "PB")
 SIZE_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE)
 SMALLEST, LARGEST = -(2**63), 2**63 - 1
-"""Whole numbers that 64 bits hold: what torch and operating systems count with."""
+"""Range of signed 64-bit integers."""
 _CLOCK = re.compile(r"(?:(?P<days>\d+)-)?(?:(?:(?P<hours>\d+):)?(?P<minutes>\d+):)?(?P<seconds>\d+)")
 _UNITS = {"days": 86400, "hours": 3600, "minutes": 60, "seconds": 1}
 PREFIX_POWER = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def convert_bytes(size: float) -> str:
-    """Write a number of bytes for people: `convert_bytes(1536)` is `"1.5 KB"` (1 KB = 1024 bytes)."""
+    """Formats a number of bytes, such as 1536 as `"1.5 KB"` (1 KB = 1024 bytes)."""
     for unit in BYTE_UNITS[:-1]:
         if abs(size) < 1024:
             return f"{round(size, 2)} {unit}"
@@ -29,7 +30,7 @@ def convert_bytes(size: float) -> str:
 
 
 def convert_file_size_to_int(size: int | str) -> int:
-    """Read a size in bytes.
+    """Converts a size to a number of bytes.
 
     Args:
         size: A number of bytes, or a number and a unit: `"5GB"` is 5 * 10^9 bytes, `"5GiB"` is
@@ -58,10 +59,13 @@ def convert_file_size_to_int(size: int | str) -> int:
 
 
 def read_seconds(text: str) -> float:
-    """Return in seconds a time like `5400`, `90.5`, `MM:SS`, `HH:MM:SS` or `D-HH:MM:SS`; else ValueError."""
+    """Converts a time like `5400`, `90.5`, `MM:SS`, `HH:MM:SS` or `D-HH:MM:SS` to seconds.
+
+    Raises ValueError for other text.
+    """
     clock = _CLOCK.fullmatch(text.strip())
     if clock:
-        seconds = float(sum(float(clock[unit] or 0) * worth for unit, worth in _UNITS.items()))
+        seconds = float(sum(float(clock[unit] or 0) * factor for unit, factor in _UNITS.items()))
     else:
         seconds = float(text)
     if not 0 <= seconds < math.inf:
@@ -70,7 +74,10 @@ def read_seconds(text: str) -> float:
 
 
 def whole_number(text: str) -> int:
-    """Read a whole number of at most 64 bits, with a sign or without; raise ValueError for others."""
+    """Converts text to a signed 64-bit integer.
+
+    Raises ValueError for other text.
+    """
     number = int(text)
     if not SMALLEST <= number <= LARGEST:
         raise ValueError("more than 64 bits")
@@ -78,52 +85,64 @@ def whole_number(text: str) -> int:
 
 
 def get_pretty_name(obj: Any) -> str:
-    """Return the name of a class or function, or of the class of any other object, for messages."""
-    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
-    return str(getattr(named, "__qualname__", None) or named.__name__)
+    """Returns the name of a class or function, or of the class of another object, for messages."""
+    target = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
+    return str(getattr(target, "__qualname__", None) or target.__name__)
 
 
 def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """Lay one dictionary over another, in place and through nested dictionaries.
+    """Merges one dictionary into another in place, including nested dictionaries.
 
     Args:
-        source: Its values win.
+        source: Its values take precedence.
         destination: The dictionary that is changed.
 
     Returns:
         `destination`.
     """
     for key, value in source.items():
-        below = destination.get(key)
+        current = destination.get(key)
         if isinstance(value, dict):
-            destination[key] = merge_dicts(value, below if isinstance(below, dict) else {})
+            destination[key] = merge_dicts(value, current if isinstance(current, dict) else {})
         else:
             destination[key] = value
     return destination
 
 
 def recursive_getattr(obj: Any, attr: str) -> Any:
-    """Return an attribute by its dotted path: `recursive_getattr(model, "encoder.layer")`."""
+    """Returns an attribute by its dotted path, as in `recursive_getattr(model, "encoder.layer")`."""
     return reduce(getattr, attr.split("."), obj)
 
 
+def plain_value(value: Any) -> Any:
+    """Returns the plain string or number of an enumeration member or a subclass of `str`.
+
+    Libraries pass choices as members of their own enumerations, and `str()` of those gives the class name.
+    """
+    if isinstance(value, Enum) and isinstance(value.value, str):
+        return plain_value(value.value)
+    if isinstance(value, Enum) and isinstance(value, int):
+        return int(value)
+    return str.__str__(value) if isinstance(value, str) else value
+
+
 def listed(names: Sequence[str], shown: int = 5) -> str:
-    """Return names for a message: the first few, and how many more there are."""
+    """Joins names for a message, and counts those after the first few."""
     rest = len(names) - shown
     return ", ".join(names[:shown]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def itemized(problems: Sequence[str], heading: str) -> str:
-    """Return one problem as it is, and several as a list below their number and a heading."""
+    """Returns one problem as it is, and several as a list below their count and a heading."""
     if len(problems) == 1:
         return problems[0]
     return "\n".join([f"{len(problems)} {heading}:", *(f"  - {problem}" for problem in problems)])
 
 
 def refuse_outside(name: object) -> str | None:
-    """Return why a name read from a file does not stay inside the folder that it is relative to, or None.
+    """Returns the reason why a relative name from a file leaves its folder or is invalid, or None.
 
-    Only the name, any value that JSON can hold, is judged: a link of that name may lead to another folder.
+    Only the name, which is any JSON value, is checked. A link of that name may lead to another folder.
     """
     if not isinstance(name, str):
         return f"is not text but of type {type(name).__name__}"
@@ -142,19 +161,19 @@ def refuse_outside(name: object) -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return what an error says: its text, after its type where the text alone does not tell."""
+    """Returns the message of an error, after its type where the message alone is unclear."""
     if str(error) and isinstance(error, (AccelerateError, OSError)):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def spell_ranks(ranks: Sequence[int]) -> str:
-    """Write rising ranks with their runs: `spell_ranks([0, 2, 3, 4])` is `"ranks 0, 2-4"`."""
+    """Formats sorted ranks with ranges, such as `[0, 2, 3, 4]` as `"ranks 0, 2-4"`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
             runs[-1].append(rank)
         else:
             runs.append([rank])
-    spelled = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-    return f"rank {spelled}" if len(ranks) == 1 else f"ranks {spelled}"
+    text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"

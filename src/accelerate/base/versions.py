@@ -1,4 +1,4 @@
-"""Compare an installed version with a requirement."""
+"""Comparison of installed versions with requirements."""
 
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 @cache
 def installed_version(distribution: str) -> Version:
-    """Return the version of an installed distribution, read from its metadata without importing it."""
-    from importlib import metadata  # heavy: only for those who ask
+    """Returns the version of an installed distribution, read from its metadata without importing it."""
+    from importlib import metadata  # slow to import, and needed only here
 
     try:
         return parse(metadata.version(distribution))
@@ -27,7 +27,7 @@ def installed_version(distribution: str) -> Version:
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
-    """Compare a version with a requirement.
+    """Compares a version with a requirement.
 
     Args:
         library_or_version: Name of an installed distribution, or a version already parsed.
@@ -51,7 +51,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 @cache
 def is_torch_version(operation: str, version: str) -> bool:
-    """Compare the installed torch with a version, without importing torch.
+    """Compares the installed torch with a version, without importing torch.
 
     Args:
         operation: One of `>`, `>=`, `==`, `!=`, `<=`, `<`.
@@ -61,7 +61,7 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    # Reading metadata costs milliseconds: only for those who ask.
+    # Reading metadata takes milliseconds, so the version is read on first access.
     if name != "torch_version":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return installed_version("torch")

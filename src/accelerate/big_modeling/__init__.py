@@ -1,4 +1,4 @@
-"""Models larger than a device: plan, load, dispatch."""
+"""Planning, loading and dispatching of models that are larger than a device."""
 
 from accelerate.base import attach
 

@@ -6,14 +6,14 @@ from accelerate.base import (
 from accelerate.big_modeling.budget import (
     Memory as Memory,
     Unit as Unit,
-    even_shares as even_shares,
+    even_limits as even_limits,
     fill as fill,
     fits as fits,
     get_balanced_memory as get_balanced_memory,
     get_max_memory as get_max_memory,
-    least_for_first as least_for_first,
+    min_units_on_first as min_units_on_first,
     plan_memory as plan_memory,
-    smallest_share as smallest_share,
+    smallest_limit as smallest_limit,
     split_into_units as split_into_units,
     total as total,
 )

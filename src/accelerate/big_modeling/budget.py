@@ -1,4 +1,4 @@
-"""The units of a model that are assigned to devices, and the memory that each device has for them."""
+"""Units of a model that are assigned to devices, and the memory limits of the devices."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from accelerate.weights import Dtype, all_tensors, find_blocks, tensor_bytes
 
 @dataclass(frozen=True)
 class Unit:
-    """One or several modules, or single tensors, that go to one device."""
+    """One or several modules or tensors that are assigned to the same device."""
 
     names: tuple[str, ...]
-    size: float  # bytes of all their tensors that no unit before has
+    size: float  # bytes of all their tensors that are in no earlier unit
     buffers: float  # bytes of the buffers among them
-    # Bytes of the largest block that one of their tensors is part of: what a device must have free to compute
-    # with them when they are offloaded.
+    # Bytes of the largest block with one of their tensors. A device needs this memory to compute with them
+    # when they are offloaded.
     block: float
 
 
@@ -41,8 +41,11 @@ def split_into_units(
     special_dtypes: Mapping[str, Dtype] | None = None,
     join_tied: bool = True,
 ) -> list[Unit]:
-    """Return the units of a model in the order of its modules; with `join_tied` tied parts are one unit."""
-    parts = list(_walk(model, "", whole_classes(model, no_split_module_classes)))
+    """Returns the units of a model in the order of its modules.
+
+    With `join_tied`, parts with tied parameters form one unit.
+    """
+    parts = list(_walk(model, "", unsplit_classes(model, no_split_module_classes)))
     blocks = _block_sizes(model, dtype, special_dtypes)
     counted: set[int] = set()
     units = []
@@ -63,9 +66,9 @@ def split_into_units(
     return units
 
 
-def whole_classes(model: nn.Module, named: str | Collection[str] | None) -> frozenset[str]:
-    """Return the names of the classes that stay whole; None leaves it to the model's `_no_split_modules`."""
-    chosen = getattr(model, "_no_split_modules", None) if named is None else named
+def unsplit_classes(model: nn.Module, names: str | Collection[str] | None) -> frozenset[str]:
+    """Returns the names of classes that are not split, by default the `_no_split_modules` of the model."""
+    chosen = getattr(model, "_no_split_modules", None) if names is None else names
     return frozenset([chosen] if isinstance(chosen, str) else chosen or ())
 
 
@@ -73,24 +76,24 @@ def _walk(module: nn.Module, name: str, whole: frozenset[str]) -> Iterator[_Part
     children = {key: child for key, child in module._modules.items() if child is not None}
     is_unit = bool(name) and (not children or type(module).__name__ in whole)
     prefix = f"{name}." if name else ""
-    own = {f"{prefix}{key}": tensor for key, tensor in all_tensors(module, recurse=is_unit).items()}
+    direct = {f"{prefix}{key}": tensor for key, tensor in all_tensors(module, recurse=is_unit).items()}
     if is_unit:
-        yield from [_Part(name, own)] if own else []
+        yield from [_Part(name, direct)] if direct else []
         return
-    yield from (_Part(key, {key: tensor}) for key, tensor in own.items())
+    yield from (_Part(key, {key: tensor}) for key, tensor in direct.items())
     for key, child in children.items():
         yield from _walk(child, f"{prefix}{key}", whole)
 
 
 def _join_tied(parts: Sequence[_Part]) -> list[list[_Part]]:
-    """Group parts that share a parameter; a group is at the position of its first part."""
+    """Groups parts that share a parameter, and keeps each group at the position of its first part."""
     groups = list(range(len(parts)))
     owner: dict[int, int] = {}
     for index, part in enumerate(parts):
         shared = [id(tensor) for tensor in part.tensors.values() if isinstance(tensor, nn.Parameter)]
-        joined = {groups[owner[key]] for key in shared if key in owner} | {index}
-        if len(joined) > 1:
-            groups = [min(joined) if group in joined else group for group in groups]
+        tied_groups = {groups[owner[key]] for key in shared if key in owner} | {index}
+        if len(tied_groups) > 1:
+            groups = [min(tied_groups) if group in tied_groups else group for group in groups]
         owner.update(dict.fromkeys(shared, index))
     joined_parts: dict[int, list[_Part]] = defaultdict(list)
     for group, part in zip(groups, parts, strict=True):
@@ -101,7 +104,7 @@ def _join_tied(parts: Sequence[_Part]) -> list[list[_Part]]:
 def _block_sizes(
     model: nn.Module, dtype: Dtype | None, special_dtypes: Mapping[str, Dtype] | None
 ) -> dict[str, float]:
-    """Return, for each tensor, the bytes of the block that it is part of."""
+    """Returns the bytes of the block of each tensor."""
     sizes: dict[str, float] = {}
     for path, module, with_inner in find_blocks(model):
         prefix = f"{path}." if path else ""
@@ -112,48 +115,54 @@ def _block_sizes(
 
 
 DeviceName = int | str
-"""Number of an accelerator, or "mps", "cpu", "disk"."""
+"""Index of an accelerator, or "mps", "cpu", "disk"."""
 Memory = Mapping[DeviceName, float | str]
 
 LAST = ("mps", "cpu", "disk")
-"""Places without a number, in the order in which they are filled after those that have one."""
+"""Devices without an index, in the order in which they are filled after those with an index."""
 OFFLOAD_DEVICES = ("cpu", "disk")
-"""Places that keep weights for the accelerators and do not work with them."""
-ROOM = 0.1
-"""Part of the free memory that is left to activations where the user gives no numbers."""
+"""Devices that store offloaded weights and do not compute with them."""
+RESERVED_FRACTION = 0.1
+"""Fraction of the free memory reserved for activations where the user sets no limits."""
 
 
 def get_max_memory(max_memory: Memory | None = None) -> dict[DeviceName, int]:
-    """Return how many bytes each device has for a model, in the order in which they are filled.
+    """Returns the memory limit of each device in bytes, in the order in which the devices are filled.
 
     Args:
-        max_memory: bytes, or texts such as "10GB", by device; None takes what is free on all devices now.
-            In a dict texts are replaced by their bytes.
+        max_memory: bytes, or strings such as "10GB", by device. None is the free memory of all devices.
+            Strings in a dict are replaced by their bytes.
 
     Raises:
-        ConfigurationError: a size cannot be read, or a device is called otherwise than 0, 1, ..., "mps",
-            "cpu" or "disk".
+        ConfigurationError: a size is invalid, or a device is not 0, 1, ..., "mps", "cpu" or "disk".
     """
     limits: Memory = _free_memory() if max_memory is None else max_memory
     if not isinstance(limits, Mapping):
         raise wrong_value(
-            "max_memory", limits, "sizes by device are needed", 'pass a dict, like {0: "5GB"}', TypeError
+            "max_memory", limits, "it must map devices to sizes", 'pass a dict, like {0: "5GB"}', TypeError
         )
     for device in limits:
         is_number = isinstance(device, int) and not isinstance(device, bool) and device >= 0
         if not is_number and device not in LAST:
             fix = f"name devices 0, 1, ... or {', '.join(LAST)}"
-            raise wrong_value("max_memory", device, "this is no device", fix)
+            raise wrong_value("max_memory", device, "it is not a device", fix)
     sizes = {device: _read_size(device, limits[device]) for device in sorted(limits, key=_position)}
-    if isinstance(max_memory, dict):  # clients read numbers from the dict in which they passed texts
+    if isinstance(max_memory, dict):  # clients read numbers from the dict in which they passed strings
         max_memory.update({device: size for device, size in sizes.items() if isinstance(limits[device], str)})
     return sizes
 
 
 def plan_memory(max_memory: Memory | None) -> dict[DeviceName, int]:
-    """Return the memory for a plan: what the user says, or what is free without the room for activations."""
+    """Returns the memory limits for a plan.
+
+    They are those of the user, or the free memory without the reserve for activations.
+    """
     bytes_ = get_max_memory(max_memory)
-    return bytes_ if max_memory is not None else {device: int(b * (1 - ROOM)) for device, b in bytes_.items()}
+    return (
+        bytes_
+        if max_memory is not None
+        else {device: int(b * (1 - RESERVED_FRACTION)) for device, b in bytes_.items()}
+    )
 
 
 def get_balanced_memory(
@@ -164,19 +173,20 @@ def get_balanced_memory(
     special_dtypes: Mapping[str, Dtype] | None = None,
     low_zero: bool = False,
 ) -> dict[DeviceName, int]:
-    """Return limits under which a model that fits the accelerators is spread evenly over them.
+    """Returns memory limits that distribute a model evenly over the accelerators.
 
-    Modules that stay whole keep their order. The largest share is as small as that allows, then the largest
-    on the devices behind it, and so on. The last accelerator keeps all of its memory; where the model does
-    not fit, all keep theirs, as nothing can be spared.
+    Modules that are not split keep their order. The largest load is minimized, then the largest load of the
+    devices after it, and so on. The last accelerator keeps its full limit. If the model does not fit, all
+    devices keep their full limits.
 
     Args:
         model: the module; it may be on the meta device.
-        max_memory: as in `get_max_memory`; None leaves a tenth of what is free to activations.
-        no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
-        dtype: of the model once it is loaded; None: as it is.
-        special_dtypes: those of single tensors, by name.
-        low_zero: whether accelerator 0 takes as little as possible, as it is used for other things.
+        max_memory: as in `get_max_memory`. None reserves a tenth of the free memory for activations.
+        no_split_module_classes: names of classes that are not split. None: `_no_split_modules` of the model.
+
+        dtype: dtype of the model after it is loaded. None: the current dtype.
+        special_dtypes: dtypes of single tensors by name.
+        low_zero: whether to put as little as possible on accelerator 0, which is used for other things.
     """
     memory = plan_memory(max_memory)
     workers = [device for device in memory if device not in OFFLOAD_DEVICES]
@@ -184,53 +194,56 @@ def get_balanced_memory(
     units = split_into_units(model, no_split_module_classes, dtype, special_dtypes)
     if not fits(units, limits):
         return memory
-    kept = least_for_first(units, limits) if low_zero else 0
-    shares = [total(units[:kept])] if low_zero else []
-    shares += even_shares(units[kept:], limits[len(shares) :])
-    return {**memory, **dict(zip(workers[:-1], shares, strict=False))}
+    first_count = min_units_on_first(units, limits) if low_zero else 0
+    new_limits = [total(units[:first_count])] if low_zero else []
+    new_limits += even_limits(units[first_count:], limits[len(new_limits) :])
+    return {**memory, **dict(zip(workers[:-1], new_limits, strict=False))}
 
 
-def even_shares(units: Sequence[Unit], limits: Sequence[int]) -> list[int]:
-    """Return the bytes of units that each device gets, in their order, so that the largest share is least.
+def even_limits(units: Sequence[Unit], limits: Sequence[int]) -> list[int]:
+    """Returns the bytes of units for each device, in order, such that the largest load is minimal.
 
-    A device takes what the smallest share lets it take; those behind it divide the rest in the same way.
-    The units fit the limits.
+    Each device takes as much as the minimal limit allows, and the devices after it divide the rest in the
+    same way. The units must fit the limits.
     """
-    shares = []
+    loads = []
     for index, limit in enumerate(limits):
-        share = min(limit, smallest_share(units, limits[index:]))
-        (taken,) = fill(units, [share])
-        shares.append(total(units[:taken]))
-        units = units[taken:]
-    return shares
+        minimal = min(limit, smallest_limit(units, limits[index:]))
+        (count,) = fill(units, [minimal])
+        loads.append(total(units[:count]))
+        units = units[count:]
+    return loads
 
 
-def least_for_first(units: Sequence[Unit], limits: Sequence[int]) -> int:
-    """Return how many units the first device must take for the rest to fit the others."""
+def min_units_on_first(units: Sequence[Unit], limits: Sequence[int]) -> int:
+    """Returns the minimal number of units on the first device for which the rest fits the others."""
     return bisect_left(range(len(units)), True, key=lambda count: fits(units[count:], limits[1:]))
 
 
-def smallest_share(units: Sequence[Unit], limits: Sequence[int]) -> int:
-    """Return the smallest limit under which units fit; more than all units take if there is none."""
+def smallest_limit(units: Sequence[Unit], limits: Sequence[int]) -> int:
+    """Returns the smallest limit per device under which the units fit.
 
-    def is_enough(share: int) -> bool:
-        return fits(units, [min(limit, share) for limit in limits])
+    If there is none, the result is larger than all units.
+    """
+
+    def is_enough(size: int) -> bool:
+        return fits(units, [min(limit, size) for limit in limits])
 
     return bisect_left(range(total(units) + 1), True, key=is_enough)
 
 
 def total(units: Sequence[Unit]) -> int:
-    """Return the bytes of units, rounded up: packed formats take parts of one."""
+    """Returns the bytes of units, rounded up because packed formats take fractions of bytes."""
     return math.ceil(sum(unit.size for unit in units))
 
 
 def fits(units: Sequence[Unit], limits: Sequence[float]) -> bool:
-    """Return whether units fit devices that are filled one after the other."""
+    """Returns whether units fit devices that are filled in order."""
     return fill(units, limits)[-1:] == [len(units)] or not units
 
 
 def fill(units: Sequence[Unit], limits: Sequence[float]) -> list[int]:
-    """Return, for each device, behind which unit it is full when they are filled one after the other."""
+    """Returns, for each device, the index after its last unit when devices are filled in order."""
     sums = [0, *accumulate(unit.size for unit in units)]
     first, ends = 0, []
     for limit in limits:
@@ -251,7 +264,9 @@ def _free_memory() -> dict[DeviceName, int]:
 
 def _read_size(device: DeviceName, size: float | str) -> int:
     if not isinstance(size, (int, float, str)) or size != size or size == math.inf:
-        raise wrong_value(f"max_memory[{device!r}]", size, "not a size", 'write bytes, or a text like "5GB"')
+        raise wrong_value(
+            f"max_memory[{device!r}]", size, "not a size", 'write bytes, or a string like "5GB"'
+        )
     return convert_file_size_to_int(size if isinstance(size, str) else int(size))
 
 

@@ -1,4 +1,4 @@
-"""Device maps: which module of a model goes where; planned, explained as a table, shortened and checked."""
+"""Device maps of models, which are planned, checked, shortened and shown as a table."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ from accelerate.weights import (
     tensor_bytes,
 )
 
-logger = logging.getLogger(__name__)  # also used where no run is set up
+logger = logging.getLogger(__name__)  # also used without a `PartialState`
 
 CPU, DISK = "cpu", "disk"
 METHODS = ("auto", "balanced", "balanced_low_0", "sequential")
-"""How to plan a device map."""
+"""Methods of `plan_device_map`."""
 
 
 def fill_empty_devices(
     units: Sequence[Unit],
     devices: Sequence[DeviceName | None],
     limits: Mapping[DeviceName, float],
-    room: float,
+    reserve: float,
 ) -> list[DeviceName | None]:
-    """Give each accelerator without a unit the first units without a device that fit it.
+    """Assigns the first unassigned units that fit to each accelerator without a unit.
 
-    `room` is what the first accelerator in use keeps free for offloaded units, in bytes.
+    `reserve` is the number of bytes that the first used accelerator reserves for offloaded units.
     """
     assigned = list(devices)
     for device, limit in limits.items():
         if device in assigned:
             continue
-        free = limit if any(entry is not None for entry in assigned) else limit - room
+        free = limit if any(entry is not None for entry in assigned) else limit - reserve
         for index, unit in enumerate(units):
             if assigned[index] is None and unit.size <= free:
                 assigned[index] = device
@@ -74,19 +74,19 @@ def fallback_allocate(
     no_split_module_classes: Collection[str] | None = None,
     tied_parameters: Sequence[Sequence[str]] | None = None,
 ) -> tuple[str | None, nn.Module | Tensor | None, list[NamedModule]]:
-    """Find the first module that fits a device; larger ones are opened until one of their parts does.
+    """Finds the first module that fits a device, and splits larger ones until a part fits.
 
     Args:
-        modules: modules, or single tensors, by name, in their order.
+        modules: modules or single tensors with their names, in order.
         module_sizes: as `compute_module_sizes` returns them.
-        size_limit: bytes that are free.
-        no_split_module_classes: names of classes that are not opened.
-        tied_parameters: groups of names of one parameter each: a module that has one of several is not
-            taken, as the others would be on another device.
+        size_limit: free bytes.
+        no_split_module_classes: names of classes that are not split.
+        tied_parameters: groups of names, each of one parameter. A module is skipped if it has only a
+            part of a group, because the rest would be on another device.
 
     Returns:
-        Name and module that fits, None twice if there is none; and the modules that are left. A module that
-        was opened is replaced by its other parts.
+        Name and module that fits, or None and None if there is none, and the remaining modules, where a
+        module that was split is replaced by its other parts.
     """
     whole = frozenset(no_split_module_classes or ())
     tied = [group for group in tied_parameters or () if len(group) > 1]
@@ -95,16 +95,16 @@ def fallback_allocate(
         for (name, module), before, after in level:
             if module_sizes.get(name, 0) <= size_limit and not _is_tied_outside(name, tied):
                 return name, module, [*before, *after]
-        opened = ((_open(name, module, whole), before, after) for (name, module), before, after in level)
+        splits = ((_split(name, module, whole), before, after) for (name, module), before, after in level)
         level = [
             (part, [*before, *parts[:i]], [*parts[i + 1 :], *after])
-            for parts, before, after in opened
+            for parts, before, after in splits
             for i, part in enumerate(parts)
         ]
     return None, None, list(modules)
 
 
-def _open(name: str, module: nn.Module | Tensor, whole: frozenset[str]) -> list[NamedModule]:
+def _split(name: str, module: nn.Module | Tensor, whole: frozenset[str]) -> list[NamedModule]:
     if isinstance(module, Tensor) or type(module).__name__ in whole:
         return []
     children = list(module.named_children())
@@ -119,7 +119,7 @@ def _is_tied_outside(name: str, tied: Sequence[Sequence[str]]) -> bool:
 
 NUMBERED = re.compile(r"(.*?)(\d+)((?:\.\D.*)?)")
 WIDEST = 60
-"""Characters that the names of modules may take in a row."""
+"""Maximum width of the column of module names, in characters."""
 
 
 def explain_device_map(
@@ -129,17 +129,18 @@ def explain_device_map(
     dtype: Dtype | None = None,
     special_dtypes: Mapping[str, Dtype] | None = None,
 ) -> str:
-    """Return a device map as a table with a row for each device.
+    """Formats a device map as a table with a row for each device.
 
     Args:
         model: the module; it may be on the meta device.
-        device_map: devices by module, or by tensor.
-        max_memory: bytes by device, as `get_max_memory` returns them; None leaves that column empty.
-        dtype: of the model once it is loaded; None: as it is.
-        special_dtypes: those of single tensors, by name.
+        device_map: device of each module or tensor.
+        max_memory: bytes by device, as `get_max_memory` returns them. None leaves that column empty.
+
+        dtype: dtype of the model after it is loaded. None: the current dtype.
+        special_dtypes: dtypes of single tensors by name.
 
     Returns:
-        Lines of text; what several names share is counted once, at the first of them.
+        Lines of text. A tensor with several names counts once, under the first.
     """
     limits = max_memory or {}
     names: dict[Any, list[str]] = {device: [] for device in limits}
@@ -147,10 +148,10 @@ def explain_device_map(
         names.setdefault(device, []).append(name)
     measured: dict[Any, list[float]] = {device: [0, 0] for device in (*names, None)}
     tensors = {id(tensor): (name, tensor) for name, tensor in reversed(all_tensors(model).items())}
-    for name, tensor in tensors.values():  # the first name of each
+    for name, tensor in tensors.values():  # under the first name of each
         size = tensor_bytes(name, tensor, dtype, special_dtypes)
         measured[mapped_device(name, device_map)][not isinstance(tensor, nn.Parameter)] += size
-    rows = [["device", "parameters", "buffers", "in all", "of its limit", "modules"]]
+    rows = [["device", "parameters", "buffers", "total", "of limit", "modules"]]
     for device, modules in names.items():
         parameters, buffers = measured[device]
         size, limit = parameters + buffers, limits.get(device)
@@ -168,7 +169,7 @@ def explain_device_map(
 
 
 def shorten(names: list[str]) -> str:
-    """Write names in a row, those that differ in one number as a range: "layers.0-11, norm"."""
+    """Joins names, and combines those that differ in one number into a range, as in "layers.0-11, norm"."""
     runs: list[tuple[str, int, int, str] | str] = []
     for name in names:
         match = NUMBERED.fullmatch(name)
@@ -176,9 +177,13 @@ def shorten(names: list[str]) -> str:
             runs.append(name or "all")
             continue
         start, number, end = match[1], int(match[2]), match[3]
-        before = runs[-1] if runs else ""
-        if isinstance(before, tuple) and (before[0], before[2] + 1, before[3]) == (start, number, end):
-            runs[-1] = (start, before[1], number, end)
+        previous = runs[-1] if runs else ""
+        if isinstance(previous, tuple) and (previous[0], previous[2] + 1, previous[3]) == (
+            start,
+            number,
+            end,
+        ):
+            runs[-1] = (start, previous[1], number, end)
         else:
             runs.append((start, number, number, end))
     text = ", ".join(
@@ -199,33 +204,35 @@ def infer_auto_device_map(
     offload_buffers: bool = False,
     fallback_allocation: bool = False,
 ) -> OrderedDict[str, DeviceName]:
-    """Plan where each module goes: accelerators are filled first, then the CPU, then the disk.
+    """Plans the device of each module, filling accelerators first, then the CPU, then the disk.
 
-    Modules keep their order, so that a forward crosses from device to device once. As much as possible is
-    on the accelerators: where something is offloaded, the first of them keeps room to load it, which is two
-    of its largest blocks (one that computes and one that is prefetched; one where nothing would fit beside
-    two) and its buffers, and nothing more.
+    Modules keep their order, so that a forward crosses each device boundary once. As much as possible is on
+    the accelerators. Where modules are offloaded, the first accelerator reserves memory to load them, which
+    is two of their largest blocks (one that computes and one that is prefetched, or a single one where
+    nothing would fit beside two) and their buffers.
 
     Args:
         model: the module; it may be on the meta device.
-        max_memory: bytes, or texts such as "10GB", by device (0, 1, ..., "mps", "cpu", "disk"); None takes
-            what is free now, and leaves a tenth of it to activations.
-        no_split_module_classes: names of classes that stay whole, as those with a residual connection must;
+        max_memory: bytes, or strings such as "10GB", by device (0, 1, ..., "mps", "cpu", "disk"). None is the
+            free memory, of which a tenth is reserved for activations.
+        no_split_module_classes: names of classes that are not split, such as those with a residual
+            connection.
             None: `_no_split_modules` of the model.
-        dtype: of the model once it is loaded; None: as it is.
-        special_dtypes: those of single tensors, by name.
-        verbose: whether the plan is printed as a table.
-        clean_result: whether modules of one device are named by the module around them.
-        offload_buffers: whether buffers of offloaded modules are loaded with the weights; otherwise
-            they stay on the first accelerator.
-        fallback_allocation: whether an accelerator that would stay empty, because the next module is too
-            large, takes later ones that fit. The forward then crosses more often.
+
+        dtype: dtype of the model after it is loaded. None: the current dtype.
+        special_dtypes: dtypes of single tensors by name.
+        verbose: whether to print the plan as a table.
+        clean_result: whether to replace the modules of one device by their common parent.
+        offload_buffers: whether to offload the buffers of offloaded modules, too. Otherwise they stay on
+            the first accelerator.
+        fallback_allocation: whether an accelerator that is too small for the next module takes later
+            modules that fit. The forward then crosses more device boundaries.
 
     Returns:
-        Devices by module, or by tensor, in the order of the model. What fits nowhere goes to "disk".
+        Device of each module or tensor in the order of the model. What does not fit goes to "disk".
 
     Raises:
-        ConfigurationError: a limit or name in `max_memory` cannot work, or a limit for "disk" is too low.
+        ConfigurationError: a limit or name in `max_memory` is invalid, or the limit for "disk" is too low.
     """
     memory = plan_memory(max_memory)
     units = split_into_units(model, no_split_module_classes, dtype, special_dtypes)
@@ -246,7 +253,10 @@ def plan_device_map(
     offload_buffers: bool = False,
     **sizes: Any,
 ) -> Mapping[str, Any]:
-    """Plan a device map by one of `METHODS`; `sizes` are further arguments of both planning functions."""
+    """Plans a device map by one of `METHODS`.
+
+    `sizes` are further arguments of both planning functions.
+    """
     if one_of("device_map", method, METHODS) != "sequential":
         max_memory = get_balanced_memory(model, max_memory, low_zero=method == "balanced_low_0", **sizes)
     return infer_auto_device_map(model, max_memory, offload_buffers=offload_buffers, **sizes)
@@ -258,20 +268,24 @@ def assign_units(
     offload_buffers: bool = False,
     fallback: bool = False,
 ) -> list[DeviceName]:
-    """Return the device of each unit; `memory` is in the order in which devices are filled."""
+    """Returns the device of each unit.
+
+    `memory` is in the order in which the devices are filled.
+    """
     accelerators = {device: limit for device, limit in memory.items() if device not in (CPU, DISK)}
     devices = _pack(units, accelerators, offload_buffers)
     if fallback:
-        room = _room_for(units, 1, offload_buffers)
-        devices = fill_empty_devices(units, devices, accelerators, room)
-    left = [index for index, device in enumerate(devices) if device is None]
-    rest = [units[index] for index in left]
+        reserve = _reserve_for(units, 1, offload_buffers)
+        devices = fill_empty_devices(units, devices, accelerators, reserve)
+    unassigned = [index for index, device in enumerate(devices) if device is None]
+    rest = [units[index] for index in unassigned]
     cpu: dict[DeviceName, float] = {CPU: memory.get(CPU, 0)}
-    if len(left) == len(units):  # the CPU computes: no accelerator could load modules from the disk
+    # the CPU computes, because no accelerator could load modules from the disk
+    if len(unassigned) == len(units):
         on_cpu = _pack(rest, cpu, offload_buffers)
     else:
         on_cpu = _spread(rest, cpu, fill(rest, [*cpu.values()]))
-    for index, device in zip(left, on_cpu, strict=True):
+    for index, device in zip(unassigned, on_cpu, strict=True):
         devices[index] = device or DISK
     assigned = [device for device in devices if device is not None]
     _check_result(units, assigned, memory, fallback)
@@ -281,44 +295,46 @@ def assign_units(
 def _pack(
     units: Sequence[Unit], limits: Mapping[DeviceName, float], offload_buffers: bool
 ) -> list[DeviceName | None]:
-    """Assign as many units as possible to the devices that compute; None is for offloaded ones.
+    """Assigns as many units as possible to the devices that compute, and None to offloaded ones.
 
-    The first device that takes a unit keeps room for two offloaded blocks, or for one where no unit would fit
-    beside two. The room depends on what is offloaded. With more room, fewer units fit; with fewer units, no
-    less room is needed. So the count goes down from what fits without room, and the first count that fits
-    with its own room is the largest one.
+    The first device that takes a unit reserves memory for two offloaded blocks, or for one where no unit
+    would fit beside two. The reserve depends on the offloaded units. With a larger reserve fewer units fit,
+    and with fewer units the reserve does not shrink. So the count decreases from the units that fit without a
+    reserve, and the first count that fits with its own reserve is the largest.
     """
     ends: list[int] = []
     for num_blocks in (2, 1):
         count = len(units)
-        ends = _fill_with_room(units, limits, 0)
+        ends = _fill_with_reserve(units, limits, 0)
         while ends and ends[-1] < count:
             count = ends[-1]
-            ends = _fill_with_room(units, limits, _room_for(units[count:], num_blocks, offload_buffers))
+            ends = _fill_with_reserve(units, limits, _reserve_for(units[count:], num_blocks, offload_buffers))
         if ends and ends[-1] > 0:
             break
     return _spread(units, limits, ends)
 
 
-def _room_for(offloaded: Sequence[Unit], num_blocks: int, offload_buffers: bool) -> float:
-    """Return the bytes that must stay free on the device that computes with offloaded units."""
+def _reserve_for(offloaded: Sequence[Unit], num_blocks: int, offload_buffers: bool) -> float:
+    """Returns the bytes that the device that computes with offloaded units must reserve."""
     blocks = sorted((unit.block for unit in offloaded), reverse=True)[:num_blocks]
     return sum(blocks) + (0 if offload_buffers else sum(unit.buffers for unit in offloaded))
 
 
-def _fill_with_room(units: Sequence[Unit], limits: Mapping[DeviceName, float], room: float) -> list[int]:
-    needed = units[0].size + room if units else 0
+def _fill_with_reserve(
+    units: Sequence[Unit], limits: Mapping[DeviceName, float], reserve: float
+) -> list[int]:
+    needed = units[0].size + reserve if units else 0
     sizes = list(limits.values())
     first = next((index for index, limit in enumerate(sizes) if limit >= needed), len(sizes))
     if first == len(sizes):
         return [0] * first
-    return [0] * first + fill(units, [sizes[first] - room, *sizes[first + 1 :]])
+    return [0] * first + fill(units, [sizes[first] - reserve, *sizes[first + 1 :]])
 
 
 def _spread(
     units: Sequence[Unit], limits: Mapping[DeviceName, float], ends: Sequence[int]
 ) -> list[DeviceName | None]:
-    """Return the device of each unit, from the unit behind which each device is full."""
+    """Returns the device of each unit from the end index of each device."""
     return [
         next((device for device, end in zip(limits, ends, strict=True) if index < end), None)
         for index in range(len(units))
@@ -334,20 +350,20 @@ def _check_result(
         names = [name for unit in on_disk for name in unit.names]
         raise ConfigurationError(
             f"max_memory leaves {listed(names)} without a device: {convert_bytes(needed)} would go to the "
-            f"disk, which may take {convert_bytes(memory[DISK])}. Raise a limit."
+            f"disk, whose limit is {convert_bytes(memory[DISK])}. Raise a limit."
         )
     unused = [device for device in memory if device not in LAST and memory[device] and device not in devices]
     if unused and on_disk + [unit for unit, device in zip(units, devices, strict=True) if device == CPU]:
-        further = "" if fallback else ", or pass fallback_allocation=True"
+        option = "" if fallback else ", or pass fallback_allocation=True"
         logger.warning(
-            f"No module goes to device {listed([str(device) for device in unused])}: the next one does not "
-            "fit, with the room that is kept to load offloaded modules. Raise its limit, or name smaller "
-            f"modules in no_split_module_classes{further}."
+            f"No module is on device {listed([str(device) for device in unused])}: the next one does not "
+            "fit beside the memory reserved to load offloaded modules. Raise its limit, or name smaller "
+            f"modules in no_split_module_classes{option}."
         )
 
 
 def _in_model_order(model: nn.Module, names: Mapping[str, Any]) -> list[str]:
-    """Return names of units in the order of the model's tensors: parameters, then buffers of each module."""
+    """Returns names of units in the order of the tensors of the model."""
     ordered: dict[str, None] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         for key in (*module._parameters, *module._buffers):
@@ -357,11 +373,11 @@ def _in_model_order(model: nn.Module, names: Mapping[str, Any]) -> list[str]:
 
 
 def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[str, Any]:
-    """Name modules of one device by the module around them, in place.
+    """Replaces modules on one device by their common parent, in place.
 
     Args:
-        device_map: devices by module; all parts of a module are named.
-        module_name: the module in which names are shortened; `""` is the whole model.
+        device_map: device of each module, with all parts of a module.
+        module_name: the module in which names are replaced. `""` is the whole model.
 
     Returns:
         The same map.
@@ -382,12 +398,12 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def check_devices(device_map: Mapping[str, Any]) -> None:
-    """Refuse a device map that is no mapping, or names devices that this machine does not have."""
+    """Raises an error for a device map that is not a mapping, or names devices this machine lacks."""
     if not isinstance(device_map, Mapping):
         raise wrong_value(
             "device_map",
             device_map,
-            "devices by module are needed",
+            "it must map modules to devices",
             "pass a dict, such as {'': 'cpu'}; infer_auto_device_map() plans one",
             TypeError,
             AttributeError,
@@ -397,15 +413,16 @@ def check_devices(device_map: Mapping[str, Any]) -> None:
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
-    """Refuse a map that does not fit a model, before anything is moved; warn of names that the model lacks.
+    """Raises an error for a map that does not fit a model, before anything is moved.
+
+    Names that the model does not have cause a warning.
 
     Args:
         model: the module.
-        device_map: devices by module, or by tensor.
+        device_map: device of each module or tensor.
 
     Raises:
-        ConfigurationError: with the parameters and buffers that have no device, and the tied parameters that
-            are apart.
+        ConfigurationError: parameters or buffers have no device, or tied parameters have different devices.
     """
     tensors = all_tensors(model)
     modules = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -416,22 +433,22 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, Any]) -> None:
             "They have no effect.",
             stacklevel=2,
         )
-    left = [name for name in tensors if mapped_device(name, device_map) is None]
-    apart = []
+    unmapped = [name for name in tensors if mapped_device(name, device_map) is None]
+    separated = []
     for group in find_tied_parameters(model):
         devices = {name: mapped_device(name, device_map) for name in group}
         if len({device_key(device) for device in devices.values() if device is not None}) > 1:
-            apart.append(" and ".join(f"{name} ({device})" for name, device in devices.items()))
+            separated.append(" and ".join(f"{name} ({device})" for name, device in devices.items()))
     rows = (
-        (left, f"it gives no device to {listed(left)}: add their modules, or '' for all that is left"),
-        (apart, f"it parts tied parameters, which are one: {listed(apart)}; give them one device"),
+        (unmapped, f"it gives no device to {listed(unmapped)}: add their modules, or '' for all others"),
+        (separated, f"it separates tied parameters: {listed(separated)}; give them one device"),
     )
-    if left or apart:
+    if unmapped or separated:
         problems = "; ".join(text for names, text in rows if names)
         raise ConfigurationError(f"device_map does not fit this {type(model).__name__}: {problems}.")
 
 
 def device_key(device: Any) -> str:
-    """Return one text for all ways to write a device: 0, "cuda:0" and `torch.device("cuda", 0)` are "0"."""
+    """Returns the same string for equal devices, such as "0" for 0 and `torch.device("cuda", 0)`."""
     kind, _, index = str(device).partition(":")
     return kind if kind in (*LAST, "meta") or kind.isdigit() else index or "0"

@@ -1,4 +1,4 @@
-"""Dispatch a model by a device map: hooks move inputs, and weights from the CPU or the disk, to a device."""
+"""Dispatch of a model by a device map, with hooks that move inputs and load offloaded weights."""
 
 from __future__ import annotations
 
@@ -53,50 +53,56 @@ from accelerate.weights import (
 )
 
 PINNED_PART = 0.5
-"""Part of the free memory that weights on their way to accelerators may lock."""
+"""Maximum fraction of the free memory for pinned weights."""
 
 
 def find_offloaded(
     model: nn.Module, device_map: Mapping[str, Any], offload_devices: Collection[str], offload_buffers: bool
 ) -> dict[str, str]:
-    """Return the offloaded tensors of a model with their devices: a hook loads all of a module's own."""
-    stay = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    """Returns the offloaded tensors of a model with their devices.
+
+    The direct tensors of a module are offloaded together, because one hook loads them.
+    """
+    non_persistent = get_non_persistent_buffers(model, recurse=True, fqns=True)
     values = {
         name: device_key(mapped_device(name, device_map))
         for name, tensor in all_tensors(model).items()
-        if isinstance(tensor, nn.Parameter) or (offload_buffers and name not in stay)
+        if isinstance(tensor, nn.Parameter) or (offload_buffers and name not in non_persistent)
     }
-    away = {name.rpartition(".")[0]: device for name, device in values.items() if device in offload_devices}
-    return {name: away[owner] for name in values if (owner := name.rpartition(".")[0]) in away}
+    owners = {name.rpartition(".")[0]: device for name, device in values.items() if device in offload_devices}
+    return {name: owners[owner] for name in values if (owner := name.rpartition(".")[0]) in owners}
 
 
 def keep_in_memory(
     model: nn.Module, names: Collection[str], state_dict: Mapping[str, Tensor] | None, main: Device
 ) -> dict[str, Tensor]:
-    """Return weights of `state_dict` or the model on the CPU, pinned for accelerators; tied ones once."""
-    own = all_tensors(model)
-    given = state_dict or {}
-    values = {name: given.get(name, own[name]).detach() for name in names}
+    """Returns the offloaded weights on the CPU, pinned for accelerators, where tied ones share memory.
+
+    They come from `state_dict` or from the model.
+    """
+    tensors = all_tensors(model)
+    state = state_dict or {}
+    values = {name: state.get(name, tensors[name]).detach() for name in names}
     check_values(values, "keep on the CPU", "Load the model first, or pass state_dict.")
-    kept: dict[Any, Tensor] = {}
-    lock = _may_lock(values, resolve_device(main))
+    by_memory: dict[Any, Tensor] = {}
+    pin = _may_pin(values, resolve_device(main))
     for name, tensor in values.items():
         key = memory_of(tensor)
-        if key not in kept:
+        if key not in by_memory:
             on_cpu = tensor.to(CPU)
-            kept[key] = on_cpu.pin_memory() if lock and not on_cpu.is_pinned() else on_cpu
-        values[name] = kept[key]
+            by_memory[key] = on_cpu.pin_memory() if pin and not on_cpu.is_pinned() else on_cpu
+        values[name] = by_memory[key]
     return {**values, **_scales(model, names)}
 
 
 def _scales(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
-    """Return the scales of those weights that are in 8 bits."""
+    """Returns the scales of those weights that are in 8 bits."""
     owners = {name: model.get_submodule(name.rpartition(".")[0]) for name in names}
     scales = {scales_name(name): scales_of(owner) for name, owner in owners.items()}
     return {name: value.to(CPU) for name, value in scales.items() if name and value is not None}
 
 
-def _may_lock(weights: Mapping[str, Tensor], main: torch.device) -> bool:
+def _may_pin(weights: Mapping[str, Tensor], main: torch.device) -> bool:
     if main.type == "meta" or of_device(main).shares_host_memory:
         return False
     import psutil
@@ -108,30 +114,30 @@ def keep_on_disk(
     model: nn.Module,
     names: Collection[str],
     folder: Folder | None,
-    given: Index | None,
+    known: Index | None,
     tied: Collection[Collection[str]],
     device_map: Mapping[str, Any],
 ) -> Index:
-    """Return where weights on the disk are; those that `given` lacks are written to the folder."""
+    """Returns the index entries of weights on the disk, and writes those missing in `known` to the folder."""
     if not names:
         return {}
-    own = all_tensors(model)
-    index = dict(given or {})
-    fresh = {name: own[name] for name in names if name not in index and not own[name].is_meta}
-    if folder is None and (fresh or given is None):
+    tensors = all_tensors(model)
+    index = dict(known or {})
+    new = {name: tensors[name] for name in names if name not in index and not tensors[name].is_meta}
+    if folder is None and (new or known is None):
         modules = [name or "all modules" for name, device in device_map.items() if device == DISK]
         raise ConfigurationError(
             f"device_map puts {listed(modules)} on the disk, and there is no folder for them. "
             "Pass offload_dir."
         )
     if folder is not None:
-        if fresh:
-            offload_state_dict(folder, {**fresh, **_scales(model, fresh)})
+        if new:
+            offload_state_dict(folder, {**new, **_scales(model, new)})
         path = Path(folder) / INDEX
         index = {**(read_index(path) if os.path.isfile(path) else {}), **index}
     for group in tied:
-        known = next((index[name] for name in group if "safetensors_file" in index.get(name, {})), None)
-        index.update({name: known for name in group if known is not None and name not in index})
+        stored = next((index[name] for name in group if "safetensors_file" in index.get(name, {})), None)
+        index.update({name: stored for name in group if stored is not None and name not in index})
     missing = [name for name in names if name not in index]
     if missing:
         error = ConfigurationError(
@@ -143,14 +149,14 @@ def keep_on_disk(
     return used if folder is None else add_write_times(used, folder)
 
 
-logger = logging.getLogger(__name__)  # also used where no run is set up
+logger = logging.getLogger(__name__)  # also used without a `PartialState`
 
 MOVES = ("to", *(backend.name for backend in BACKENDS))
-"""Methods of a module that would move it; packages of vendors add theirs to `torch.nn.Module`."""
+"""Methods of a module that move it, to which packages of vendors add theirs."""
 
 
 def remove_old_hooks(model: nn.Module) -> None:
-    """Remove the hooks of an earlier map, which would load weights a second time."""
+    """Removes the hooks of an earlier device map, which would load weights a second time."""
     for module in model.modules():
         if any(isinstance(hook, AlignDevicesHook) for hook in hooks_of(module)):
             remove_hook_from_module(module)
@@ -187,7 +193,7 @@ def _move_guarded(model: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any
     if any(hook.offload for hook in hooks):
         raise StateError(
             f"You can't move a model that has some modules offloaded to cpu or disk, as {call} does. Load it "
-            "with another device_map, or take its hooks off with remove_hook_from_submodules()."
+            "with another device_map, or remove its hooks with remove_hook_from_submodules()."
         )
     return getattr(type(model), name)(model, *args, **kwargs)
 
@@ -207,25 +213,25 @@ def dispatch_model(
     preload_module_classes: Collection[str] | None = None,
     force_hooks: bool = False,
 ) -> Model:
-    """Put each module of a model where a device map says, so that the model can be called as before.
+    """Moves each module of a model to its device in a device map, and keeps the model callable as before.
 
-    Modules on accelerators compute there, and inputs follow them. Those on the "cpu", where there are
-    accelerators, and on the "disk" compute on the main device: the weights of each block are loaded for its
-    forward, and those of the next one are prefetched meanwhile.
+    Modules on accelerators compute there, and inputs are moved to them. Modules on the "cpu" (if there are
+    accelerators) and on the "disk" compute on the main device. The weights of each block are loaded for its
+    forward, and those of the next block are prefetched meanwhile.
 
     Args:
         model: the module.
-        device_map: devices by module or tensor: numbers, names, "cpu" or "disk".
-        main_device: that computes for offloaded modules; None: the first accelerator in the map, or
-            the CPU.
-        state_dict: weights of modules on the "cpu"; None takes those of the model.
-        offload_dir: folder with weights of modules on the "disk": those with values are written there.
-        offload_index: where weights on the "disk" are, by name: files of safetensors, or raw ones in
-            `offload_dir`; None reads the index of that folder.
-        offload_buffers: whether buffers of offloaded modules are offloaded, too.
+        device_map: device of each module or tensor, which is an index, a name, "cpu" or "disk".
+        main_device: device of the forward of offloaded modules. None: the first accelerator in the map,
+            or the CPU.
+        state_dict: weights of modules on the "cpu". None: those of the model.
+        offload_dir: folder of weights of modules on the "disk". Those with values are written there.
+        offload_index: index entries of weights on the "disk", in safetensors files or in raw files of
+            `offload_dir`. None reads the index of that folder.
+        offload_buffers: whether to offload the buffers of offloaded modules, too.
         skip_keys: keyword arguments and keys of outputs that are not moved.
-        preload_module_classes: names of classes whose weights come as a whole.
-        force_hooks: whether a model on one device gets hooks, too.
+        preload_module_classes: names of classes whose weights are loaded as a whole.
+        force_hooks: whether to attach hooks also to a model on one device.
 
     Returns:
         The model, with the map as its `hf_device_map`.
@@ -234,7 +240,7 @@ def dispatch_model(
         ConfigurationError: the map does not fit the model, or weights have no values or no folder.
     """
     check_devices(device_map)
-    # Clients replace the function in the package, so it is looked up there.
+    # Clients replace this function in the package, so it is looked up there.
     sys.modules["accelerate.big_modeling"].check_device_map(model, device_map)
     remove_old_hooks(model)
     targets = {device_key(target): target for target in device_map.values()}
@@ -261,7 +267,7 @@ def dispatch_model(
         model,
         execution_device={"": main, **{n: main if offload[n] else p for n, p in device_map.items()}},
         offload=offload,
-        weights_map=loader.open_files(),  # programs save where they have loaded from
+        weights_map=loader.open_files(),  # programs may overwrite the files from which they load
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,
@@ -279,14 +285,14 @@ def cpu_offload(
     state_dict: Mapping[str, Tensor] | None = None,
     preload_module_classes: Collection[str] | None = None,
 ) -> Model:
-    """Keep all weights of a model on the CPU; those of each block come for its forward.
+    """Offloads all weights of a model to the CPU, and loads those of each block for its forward.
 
     Args:
         model: the module.
-        execution_device: that computes; None: where the first parameter is.
-        offload_buffers: whether buffers are kept on the CPU, too.
-        state_dict: the weights; None takes those of the model.
-        preload_module_classes: names of classes whose weights come as a whole.
+        execution_device: device of the forward. None: that of the first parameter.
+        offload_buffers: whether to offload buffers, too.
+        state_dict: the weights. None: those of the model.
+        preload_module_classes: names of classes whose weights are loaded as a whole.
 
     Returns:
         The model.
@@ -300,15 +306,15 @@ def cpu_offload(
 def cpu_offload_with_hook(
     model: Model, execution_device: Device | None = None, prev_module_hook: UserCpuOffloadHook | None = None
 ) -> tuple[Model, UserCpuOffloadHook]:
-    """Keep a whole model on the CPU until it is called; it then stays on the device that computes.
+    """Keeps a whole model on the CPU until it is called, and then on the execution device.
 
     Args:
         model: the module.
-        execution_device: that computes; None: the accelerator of this process, or the CPU.
-        prev_module_hook: of the model that is called before, which then goes back to the CPU.
+        execution_device: device of the forward. None: the accelerator of this process, or the CPU.
+        prev_module_hook: hook of the previous model, which is offloaded first.
 
     Returns:
-        The model, and its hook, which sends it back or takes itself off.
+        The model, and a handle that offloads it or removes the hook.
     """
     hook = CpuOffload(execution_device, prev_module_hook)
     add_hook_to_module(model, hook, append=True)
@@ -322,20 +328,20 @@ def disk_offload(
     offload_buffers: bool = False,
     preload_module_classes: Collection[str] | None = None,
 ) -> Model:
-    """Keep all weights of a model in files; those of each block come for its forward.
+    """Offloads all weights of a model to files, and loads those of each block for its forward.
 
     Args:
         model: the module.
-        offload_dir: folder of the files; weights with values are written there.
-        execution_device: that computes; None: where the first parameter is, or the CPU.
-        offload_buffers: whether buffers are kept in files, too.
-        preload_module_classes: names of classes whose weights come as a whole.
+        offload_dir: folder of the files. Weights with values are written there.
+        execution_device: device of the forward. None: that of the first parameter, or the CPU.
+        offload_buffers: whether to offload buffers, too.
+        preload_module_classes: names of classes whose weights are loaded as a whole.
 
     Returns:
         The model.
 
     Raises:
-        ConfigurationError: weights have no values, and the folder does not have them, either.
+        ConfigurationError: weights have no values, neither in the model nor in the folder.
     """
     main = _device_of(model) if execution_device is None else execution_device
     names = list(find_offloaded(model, {"": DISK}, {DISK}, offload_buffers))
@@ -361,35 +367,37 @@ def load_checkpoint_and_dispatch(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> Model:
-    """Fill a model from files, each module on its device; it may be on the meta device.
+    """Loads the weights of a model from files, and dispatches it by a device map.
 
-    Weights that go to the "disk" stay in their safetensors files, and are mapped from them.
+    The model may be on the meta device. Weights on the "disk" stay in their safetensors files, from which
+    they are mapped.
 
     Args:
         model: the module.
         checkpoint: `*.safetensors`, a file of torch, an index, or a folder with either.
-        device_map: devices by module; or "auto" or "balanced" for even parts on all accelerators,
-            "balanced_low_0" for as little as possible on the first, "sequential" for one after the other;
-            None loads without hooks.
-        max_memory: bytes, or texts such as "10GB", by device; None: what is free.
-        no_split_module_classes: names of classes that stay whole; None: `_no_split_modules` of the model.
-        offload_folder: where weights on the "disk" go that are not in files of safetensors.
-        offload_buffers: whether buffers of offloaded modules are offloaded, too.
-        dtype: of floating-point tensors; None keeps those of the model.
-        offload_state_dict: taken for compatibility: tensors are read one by one.
+        device_map: device of each module, or a method. "auto" and "balanced" distribute the model evenly over
+            all accelerators, "balanced_low_0" puts as little as possible on the first, "sequential" fills one
+            after the other. None loads without hooks.
+        max_memory: bytes, or strings such as "10GB", by device. None: the free memory.
+        no_split_module_classes: names of classes that are not split. None: `_no_split_modules` of the model.
+        offload_folder: folder of weights on the "disk" that are not in safetensors files.
+        offload_buffers: whether to offload the buffers of offloaded modules, too.
+        dtype: dtype of floating-point tensors. None keeps those of the model.
+        offload_state_dict: ignored, for compatibility. Tensors are read one by one.
         skip_keys: keyword arguments and keys of outputs that are not moved.
-        preload_module_classes: names of classes whose weights come as a whole.
-        force_hooks: whether a model on one device gets hooks, too.
-        strict: whether missing and unexpected names are an error; otherwise they are a warning.
-        full_state_dict: for a sharded model: whether the files hold whole tensors, or parts of this rank.
-        broadcast_from_rank0: whether rank 0 alone reads the files, and sends; called on all ranks.
+        preload_module_classes: names of classes whose weights are loaded as a whole.
+        force_hooks: whether to attach hooks also to a model on one device.
+        strict: whether missing and unexpected names are an error, and not only a warning.
+        full_state_dict: whether the files have full tensors, and not the shards of this rank, for a sharded
+            model.
+        broadcast_from_rank0: whether only rank 0 reads the files and broadcasts. Then called on all ranks.
 
     Returns:
         The model.
 
     Raises:
-        ConfigurationError: an argument cannot work, or the device map does not fit the model.
-        CheckpointError: a file is missing or broken, or does not fit the model.
+        ConfigurationError: an argument is invalid, or the device map does not fit the model.
+        CheckpointError: a file is missing or damaged, or does not fit the model.
     """
     if isinstance(device_map, str):
         sizes = {"no_split_module_classes": no_split_module_classes, "dtype": dtype}
@@ -402,7 +410,7 @@ def load_checkpoint_and_dispatch(
         full_state_dict=full_state_dict,
         broadcast=broadcast_from_rank0,
     )
-    written, left = fill_model(model, Path(checkpoint), options, offload_folder, leave=True)
+    written, unmoved = fill_model(model, Path(checkpoint), options, offload_folder, leave=True)
     if offload_folder is not None:
         save_offload_index(written, offload_folder)
     if device_map is None:
@@ -411,7 +419,7 @@ def load_checkpoint_and_dispatch(
         model,
         device_map,
         offload_dir=offload_folder,
-        offload_index={**written, **left} or None,
+        offload_index={**written, **unmoved} or None,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
         preload_module_classes=preload_module_classes,

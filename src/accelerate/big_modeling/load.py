@@ -1,4 +1,4 @@
-"""Build a model without memory, and fill it from files, tensor by tensor: it is never in memory twice."""
+"""Creation of models on the meta device, and loading of their weights tensor by tensor."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ from accelerate.weights import (
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextManager[None]:
-    """Let the models built inside have parameters on the meta device: shapes without memory.
+    """Returns a context manager that creates the parameters of modules on the meta device.
 
     Args:
-        include_buffers: whether buffers, and all other tensors made inside, have no memory, either; default:
-            the environment variable ACCELERATE_INIT_INCLUDE_BUFFERS, otherwise no.
+        include_buffers: whether to create buffers and all other tensors there, too. Default: the environment
+            variable ACCELERATE_INIT_INCLUDE_BUFFERS, or False.
 
     Returns:
         A context manager.
@@ -75,12 +75,12 @@ def init_empty_weights(include_buffers: bool | None = None) -> AbstractContextMa
 
 @contextmanager
 def init_on_device(device: Device, include_buffers: bool | None = None) -> Iterator[None]:
-    """Let the models built inside have their parameters on a device.
+    """Creates the parameters of modules on a device inside the context.
 
     Args:
-        device: where; an integer is the index of an accelerator.
-        include_buffers: whether buffers, and all other tensors made inside, are there, too; default: the
-            environment variable ACCELERATE_INIT_INCLUDE_BUFFERS, otherwise no.
+        device: the device. An integer is the index of an accelerator.
+        include_buffers: whether to create buffers and all other tensors there, too. Default: the environment
+            variable ACCELERATE_INIT_INCLUDE_BUFFERS, or False.
 
     Raises:
         ConfigurationError: there is no such device.
@@ -95,11 +95,11 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
 
     def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device == target:
-            return None  # torch keeps the parameter: one that is shared stays so
+            return None  # torch keeps the parameter, so that a shared one stays shared
         moved: nn.Parameter = replacement_for(parameter, parameter.detach().to(target))  # type: ignore[assignment]
         return moved
 
-    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # it may return
+    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # it may return None
     try:
         yield
     finally:
@@ -107,10 +107,10 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
 
 
 def check_options(model: nn.Module, options: LoadOptions) -> None:
-    """Refuse options that cannot work with parameters that are sharded over processes."""
+    """Raises an error for options that do not work with sharded parameters."""
     devices = set((options.device_map or {}).values())
     if len(devices) > 1 or "disk" in devices:
-        reason = "the parameters of this model are sharded over processes, and stay where they are"
+        reason = "the parameters of this model are sharded over processes, and are not moved"
         raise wrong_value("device_map", options.device_map, reason, "leave device_map out")
     floats = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     if options.dtype is not None and floats - {options.dtype}:
@@ -120,24 +120,24 @@ def check_options(model: nn.Module, options: LoadOptions) -> None:
 
 
 @dataclass(frozen=True)
-class Opened:
-    """The weights of a model, from files or from rank 0, and the files that this rank has opened."""
+class WeightSource:
+    """Weights of a model, from files or from rank 0, and the files that this rank has opened."""
 
     path: Path
     weights: StoredWeights
-    own: StoredWeights | None
+    opened: StoredWeights | None
 
 
 @dataclass
-class SentFile(WeightFile):
-    """All files of a model as one: rank 0 reads and broadcasts, and all ranks read in one order."""
+class BroadcastFile(WeightFile):
+    """All files of a model as one file, which rank 0 reads and broadcasts to all ranks."""
 
     path: Path
     shapes: Mapping[str, torch.Size]
     dtypes: Mapping[str, torch.dtype]
     extra: Collection[str]
     transport: Transport
-    own: StoredWeights | None = None
+    opened: StoredWeights | None = None
 
     def read(self, name: str, device: torch.device) -> Any:
         value = run_on_rank_0(partial(self._read_on_rank_0, name))
@@ -147,57 +147,63 @@ class SentFile(WeightFile):
         return (self.transport.broadcast(tensor) if tensor.numel() else tensor).to(device)
 
     def release(self) -> None:
-        for file in () if self.own is None else self.own.files.values():
+        for file in () if self.opened is None else self.opened.files.values():
             file.release()
 
     def _read_on_rank_0(self, name: str) -> Any:
-        assert self.own is not None
-        value = (self.own.extra if name in self.extra else self.own.files)[name].read(name, CPU)
+        assert self.opened is not None
+        value = (self.opened.extra if name in self.extra else self.opened.files)[name].read(name, CPU)
         return value.contiguous() if isinstance(value, Tensor) else value
 
 
-def receive_weights(path: Path, open_files: Callable[[Path], StoredWeights]) -> Opened:
-    """Return the weights of files that rank 0 alone reads; called on all ranks."""
+def receive_weights(path: Path, open_files: Callable[[Path], StoredWeights]) -> WeightSource:
+    """Returns the weights of files that only rank 0 reads.
+
+    Called on all ranks.
+    """
     transport = current_transport()
-    own = run_on_rank_0(partial(open_files, path))
-    described = None
-    if own is not None:
-        shapes = {name: own.shape(name) for name in own.files}
-        dtypes = {name: own.read(name, CPU).dtype for name in own.files}  # mapped, not read
-        described = path, shapes, dtypes, list(own.extra)
-    path, shapes, dtypes, extra = transport.broadcast_object(described)
-    file = SentFile(path, shapes, dtypes, extra, transport, own)
+    opened = run_on_rank_0(partial(open_files, path))
+    header = None
+    if opened is not None:
+        shapes = {name: opened.shape(name) for name in opened.files}
+        dtypes = {name: opened.read(name, CPU).dtype for name in opened.files}  # mapped, not read
+        header = path, shapes, dtypes, list(opened.extra)
+    path, shapes, dtypes, extra = transport.broadcast_object(header)
+    file = BroadcastFile(path, shapes, dtypes, extra, transport, opened)
     weights = StoredWeights(dict.fromkeys(file.shapes, file), dict.fromkeys(file.extra, file))
-    return Opened(path, weights, own)
+    return WeightSource(path, weights, opened)
 
 
-def fill_from_whole(model: nn.Module, opened: Opened, strict: bool) -> None:
-    """Give each rank its shards of whole tensors; called on all ranks."""
+def load_full_tensors(model: nn.Module, source: WeightSource, strict: bool) -> None:
+    """Loads the shards of each rank from full tensors.
+
+    Called on all ranks.
+    """
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
-    own = opened.own
-    plan = plan_moves(model, opened.weights, LoadOptions(), find_tied_parameters(model))
-    check_fit(plan, opened.path, type(model).__name__, strict)
+    opened = source.opened
+    plan = plan_moves(model, source.weights, LoadOptions(), find_tied_parameters(model))
+    check_fit(plan, source.path, type(model).__name__, strict)
     state: dict[str, Any] = (
-        {} if own is None else {move.name: own.read(move.source, CPU) for move in plan.moves}
+        {} if opened is None else {move.name: opened.read(move.source, CPU) for move in plan.moves}
     )
-    is_sent = own is not opened.weights
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_sent, strict=False)
+    is_broadcast = opened is not source.weights
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=is_broadcast, strict=False)
     set_model_state_dict(model, state, options=options)
 
 
-def fill_local_parts(model: nn.Module, path: Path, weights: StoredWeights, strict: bool) -> None:
-    """Overwrite the local shards of this rank, which the files of `path` hold and nothing else."""
-    own = all_tensors(model)
-    check_values(own, "fill", "Call model.to_empty(device=...) first.")
-    plan = plan_moves(model, weights, LoadOptions(), find_tied_parameters(model), part_of=local_part)
+def load_local_shards(model: nn.Module, path: Path, weights: StoredWeights, strict: bool) -> None:
+    """Loads the local shards of this rank from files that contain only these shards."""
+    tensors = all_tensors(model)
+    check_values(tensors, "fill", "Call model.to_empty(device=...) first.")
+    plan = plan_moves(model, weights, LoadOptions(), find_tied_parameters(model), shard_of=local_part)
     check_fit(plan, path, f"part of a {type(model).__name__}", strict)
     for move in plan.moves:
-        local_part(own[move.name]).detach().copy_(weights.read(move.source, CPU))
+        local_part(tensors[move.name]).detach().copy_(weights.read(move.source, CPU))
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Return what this rank has of a tensor: the local shard of a DTensor, or the whole of any other."""
+    """Returns the local shard of a DTensor, or any other tensor unchanged."""
     return tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -215,31 +221,33 @@ def load_checkpoint_in_model(
     full_state_dict: bool = True,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Fill a model, also one on the meta device, from a file of weights or several with an index.
+    """Loads the weights of a model from one file, or from several files with an index.
 
-    Names, shapes and devices of all tensors are checked before one is changed. Those of safetensors on the
-    CPU are mapped from the files, and cost memory only once they are used.
+    The model may be on the meta device. Names, shapes and devices of all tensors are checked before one is
+    changed. Tensors of safetensors on the CPU are mapped from the files, and take memory only when they are
+    used.
 
     Args:
         model: the module.
         checkpoint: `*.safetensors`, a file of torch, an index, or a folder with either.
-        device_map: devices by module: a number, a name such as "cpu", or "disk". None leaves each tensor
-            where it is; those on the meta device go to the CPU.
-        offload_folder: where weights on the "disk" go: a file each, and an index.
-        dtype: dtype of floating-point tensors; None keeps those of the model.
-        offload_state_dict: taken for compatibility: tensors are read one by one, so that there is no second
-            copy in memory that could be offloaded.
-        offload_buffers: whether buffers of modules on the "disk" go there, too, and not to the CPU.
-        keep_in_fp32_modules: names of modules whose tensors are float32 whatever `dtype` says.
-        offload_8bit_bnb: whether weights on the "disk" that belong to layers in 8 bits are quantized before
-            they go there.
-        strict: whether missing and unexpected names are an error; otherwise they are a warning.
-        full_state_dict: for a sharded model: whether the files hold whole tensors, or parts of this rank.
-        broadcast_from_rank0: whether rank 0 alone reads the files, and sends; called on all ranks.
+        device_map: device of each module, which is an index, a name such as "cpu", or "disk". None keeps the
+            device of each tensor, and moves those on the meta device to the CPU.
+        offload_folder: folder of weights on the "disk", with a file for each and an index.
+        dtype: dtype of floating-point tensors. None keeps those of the model.
+        offload_state_dict: ignored, for compatibility. Tensors are read one by one, so that there is no
+            second copy in memory to offload.
+        offload_buffers: whether to offload buffers of modules on the "disk" there, and not to the CPU.
+        keep_in_fp32_modules: names of modules whose tensors are float32 regardless of `dtype`.
+        offload_8bit_bnb: whether to quantize weights on the "disk" of layers in 8 bits before they are
+            written.
+        strict: whether missing and unexpected names are an error, and not only a warning.
+        full_state_dict: whether the files have full tensors, and not the shards of this rank, for a sharded
+            model.
+        broadcast_from_rank0: whether only rank 0 reads the files and broadcasts. Then called on all ranks.
 
     Raises:
-        ConfigurationError: an argument cannot work, or the device map has no device for a tensor.
-        CheckpointError: a file is missing or broken, or does not fit the model.
+        ConfigurationError: an argument is invalid, or the device map has no device for a tensor.
+        CheckpointError: a file is missing or damaged, or does not fit the model.
     """
     options = LoadOptions(
         device_map,
@@ -257,7 +265,7 @@ def load_checkpoint_in_model(
 
 
 def read_floating(dtype: str | torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype that floating-point tensors are converted to; None keeps theirs."""
+    """Returns the dtype for floating-point tensors, or None to keep theirs."""
     resolved = None if dtype is None else read_dtype(dtype)
     if resolved is not None and not (resolved.is_floating_point or resolved.is_complex):
         reason = "parameters are floating-point numbers"
@@ -273,7 +281,9 @@ def fill_model(
     folder: str | os.PathLike[str] | None,
     leave: bool = False,
 ) -> tuple[Index, Index]:
-    """Fill a model from files; weights on the disk go to `folder`, or with `leave` stay in safetensors files.
+    """Loads the weights of a model from files, and offloads those on the disk to `folder`.
+
+    With `leave`, those in safetensors files stay there.
 
     Returns:
         Entries of the weights that were written to the folder, and of those that stay in their files.
@@ -281,20 +291,20 @@ def fill_model(
     if model_has_dtensor(model):
         check_options(model, options)
         if options.full_state_dict:
-            fill_from_whole(model, _open_or_receive(path, options), options.strict)
+            load_full_tensors(model, _open_or_receive(path, options), options.strict)
         else:
-            fill_local_parts(model, path, _open(path), options.strict)
+            load_local_shards(model, path, _open(path), options.strict)
         return {}, {}
     tied = find_tied_parameters(model)
     if options.device_map is not None:
         check_devices(options.device_map)
         check_device_map(model, options.device_map)
-    opened = _open_or_receive(path, options)
-    weights = opened.weights
+    source = _open_or_receive(path, options)
+    weights = source.weights
     plan = plan_moves(model, weights, options, tied)
-    check_fit(plan, opened.path, type(model).__name__, options.strict)
-    left = _leave_in_files(plan, weights) if leave else {}
-    if any(move.on_disk and move.name not in left for move in plan.moves):
+    check_fit(plan, source.path, type(model).__name__, options.strict)
+    unmoved = _leave_in_files(plan, weights) if leave else {}
+    if any(move.on_disk and move.name not in unmoved for move in plan.moves):
         if folder is None:
             raise ConfigurationError(
                 'device_map puts modules on the "disk", and there is no folder for them. Pass offload_folder.'
@@ -303,29 +313,29 @@ def fill_model(
     written: Index = {}
     for file, moves in _by_file(plan, weights):
         for move in moves:
-            _carry_out(model, move, weights, None if move.name in left else folder, written)
+            _apply(model, move, weights, None if move.name in unmoved else folder, written)
         file.release()
     retie_on_same_device(model, tied)
     for name, file in weights.extra.items():
         if takes_extra_state(model, name):
             model.get_submodule(name.rpartition(".")[0]).set_extra_state(file.read(name, CPU))
-    return written, left
+    return written, unmoved
 
 
 def _open(path: Path) -> StoredWeights:
     return StoredWeights.open(find_shards(path))
 
 
-def _open_or_receive(path: Path, options: LoadOptions) -> Opened:
+def _open_or_receive(path: Path, options: LoadOptions) -> WeightSource:
     if options.broadcast:
         return receive_weights(path, _open)
     weights = _open(path)
     expect(sum(file.stat().st_size for file in find_shards(path)))
-    return Opened(path, weights, weights)
+    return WeightSource(path, weights, weights)
 
 
 def _by_file(plan: LoadPlan, weights: StoredWeights) -> Iterable[tuple[WeightFile, list[Move]]]:
-    """Return the moves file by file, so that no more than one file is in memory."""
+    """Returns the moves file by file, so that only one file is in memory at a time."""
     groups: dict[int, tuple[WeightFile, list[Move]]] = {}
     for move in plan.moves:
         file = weights.files[move.source]
@@ -334,19 +344,19 @@ def _by_file(plan: LoadPlan, weights: StoredWeights) -> Iterable[tuple[WeightFil
 
 
 def _leave_in_files(plan: LoadPlan, weights: StoredWeights) -> Index:
-    """Return entries of the weights for the disk that can be mapped from where they are."""
+    """Returns index entries of the weights for the disk that can be mapped from their files."""
     index: Index = {}
     for move in plan.moves:
-        where = weights.files[move.source].locate(move.source)
-        if move.on_disk and not move.in_8_bits and where is not None:
-            path, name = where
+        location = weights.files[move.source].locate(move.source)
+        if move.on_disk and not move.in_8_bits and location is not None:
+            path, name = location
             index[move.name] = {"safetensors_file": str(path), "weight_name": name}
             if move.dtype is not None:
                 index[move.name]["dtype"] = str(move.dtype).removeprefix("torch.")
     return index
 
 
-def _carry_out(
+def _apply(
     model: nn.Module, move: Move, weights: StoredWeights, folder: str | os.PathLike[str] | None, index: Index
 ) -> None:
     value = weights.read(move.source, CPU if move.in_place or move.device == META else move.device)

@@ -1,4 +1,4 @@
-"""What filling a model from files does with each tensor: decided before anything is changed."""
+"""Moves of weights from files into a model, planned and checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -29,44 +29,43 @@ from accelerate.weights import (
     unpacked_shape,
 )
 
-logger = logging.getLogger(__name__)  # also used where no run is set up
+logger = logging.getLogger(__name__)  # also used without a `PartialState`
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
 DISK = "disk"
 LAYOUT = "weight_format"
-"""Last part of the name under which bitsandbytes stores the layout of a weight in 8 bits; there is one."""
+"""Last part of the name of the layout of a weight in 8 bits of bitsandbytes, which has only one layout."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Where one tensor of the model comes from, and where it goes."""
+    """Source and destination of one tensor of the model."""
 
     name: str
-    source: str  # its name in the files; that of another tied parameter where it is stored under that
+    source: str  # its name in the files, which may be that of a tied parameter
     device: torch.device
-    on_disk: bool = (
-        False  # it goes to the folder of offloaded weights, and the model gets one without a value
-    )
+
+    on_disk: bool = False  # it is offloaded to the folder, and becomes a meta tensor in the model
     dtype: torch.dtype | None = None
-    in_place: bool = False  # the tensor that the model has is filled, and not replaced
-    in_8_bits: bool = False  # it is quantized before it goes to the disk
-    parts: Sequence[str] = ()  # names in the files of the scales of a weight that is stored in 4 bits
+    in_place: bool = False  # the tensor of the model is filled instead of replaced
+    in_8_bits: bool = False  # it is quantized before it is written to the disk
+    parts: Sequence[str] = ()  # names in the files of the scales of a weight in 4 bits
 
 
 @dataclass(frozen=True)
 class LoadPlan:
-    """What is done with each tensor of the files, the names that differ, and texts on shapes that differ."""
+    """Moves of all tensors of the files, names that differ, and descriptions of shapes that differ."""
 
     moves: Sequence[Move]
     missing: Sequence[str]
     unexpected: Sequence[str]
-    misshapen: Sequence[str]
+    mismatched: Sequence[str]
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """The arguments of `load_checkpoint_in_model` that say what is done with tensors."""
+    """Arguments of `load_checkpoint_in_model` that determine the moves."""
 
     device_map: Mapping[str, Any] | None = None
     dtype: torch.dtype | None = None
@@ -83,66 +82,74 @@ def plan_moves(
     weights: StoredWeights,
     options: LoadOptions,
     tied: Sequence[Sequence[str]],
-    part_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+    shard_of: Callable[[Tensor], Tensor] = lambda tensor: tensor,
 ) -> LoadPlan:
-    """Decide what is done with each tensor; `part_of` returns what of a tensor the files hold."""
-    own = all_tensors(model)
-    sources = _find_sources(own, weights.files, tied)
+    """Plans the move of each tensor.
+
+    `shard_of` returns the part of a tensor that the files contain.
+    """
+    tensors = all_tensors(model)
+    sources = _find_sources(tensors, weights.files, tied)
     quantized = {name.partition(QUANT_STATE)[0] for name in weights.files if QUANT_STATE in name}
     parts = {name: quant_state_names(name, weights.files) for name in quantized}
     moves = [
-        _plan_move(name, source, own[name], options, parts.get(source, ()))
+        _plan_move(name, source, tensors[name], options, parts.get(source, ()))
         for name, source in sources.items()
     ]
-    differences = [_difference(move, own, weights, part_of(own[move.name])) for move in moves]
-    unknown = weights.files.keys() - own.keys() - {part for move in moves for part in move.parts}
-    unexpected = [name for name in unknown if not _belongs_to_weight_in_8_bits(name, own)]
+    differences = [_difference(move, tensors, weights, shard_of(tensors[move.name])) for move in moves]
+    unknown = weights.files.keys() - tensors.keys() - {part for move in moves for part in move.parts}
+    unexpected = [name for name in unknown if not _belongs_to_weight_in_8_bits(name, tensors)]
     unexpected += [name for name in weights.extra if not takes_extra_state(model, name)]
     optional = get_non_persistent_buffers(model, recurse=True, fqns=True)
     return LoadPlan(
         moves=moves,
-        missing=[name for name in own if name not in optional and name not in sources],
+        missing=[name for name in tensors if name not in optional and name not in sources],
         unexpected=sorted(unexpected),
-        misshapen=[difference for difference in differences if difference],
+        mismatched=[difference for difference in differences if difference],
     )
 
 
-def _difference(move: Move, own: Mapping[str, Tensor], weights: StoredWeights, part: Tensor) -> str | None:
-    """Return how a tensor of the files does not fit the one of the model; None where it does."""
+def _difference(
+    move: Move, tensors: Mapping[str, Tensor], weights: StoredWeights, shard: Tensor
+) -> str | None:
+    """Returns the mismatch between a tensor of the files and the model, or None where it fits."""
     name, scales = move.name, scales_name(move.name)
-    in_8_bits = bool(scales) and scales not in own and sibling_name(move.source, SCALES) in weights.files
+    in_8_bits = bool(scales) and scales not in tensors and sibling_name(move.source, SCALES) in weights.files
     for bits, is_stored, layer in ((4, bool(move.parts), INT4), (8, in_8_bits, INT8)):
-        if is_stored and type(own[name]).__name__ != layer:
-            wanted = f"load_and_quantize_model, load_in_{bits}bit"
-            return f"{name} is stored in {bits} bits, and its layer is not ({wanted})"
-    stored, shape = tuple(weights.shape(move.source)), tuple(part.shape)
+        if is_stored and type(tensors[name]).__name__ != layer:
+            fix = f"load_and_quantize_model, load_in_{bits}bit"
+            return f"{name} is stored in {bits} bits, and its layer is not ({fix})"
+    stored, shape = tuple(weights.shape(move.source)), tuple(shard.shape)
     if move.parts:
         stored = unpacked_shape({key: weights.read(key, CPU) for key in move.parts if QUANT_STATE in key})
-        shape = tuple(getattr(getattr(part, "quant_state", None), "shape", None) or shape)
+        shape = tuple(getattr(getattr(shard, "quant_state", None), "shape", None) or shape)
     return None if stored == shape else f"{name} is {stored} and not {shape}"
 
 
 def check_fit(plan: LoadPlan, path: Path, kind: str, strict: bool) -> None:
-    """Refuse files that do not fit a model of class `kind`; different names are a warning unless `strict`."""
+    """Raises an error for files that do not fit a model of class `kind`.
+
+    Different names are a warning unless `strict`.
+    """
     rows = (
-        ("", plan.misshapen),
+        ("", plan.mismatched),
         ("it lacks ", plan.missing),
         ("the model does not have ", plan.unexpected),
     )
     problems = "; ".join(f"{text}{listed(names)}" for text, names in rows if names)
-    if plan.misshapen or (strict and problems):
+    if plan.mismatched or (strict and problems):
         raise CheckpointError(f"{path} does not fit this {kind}: {problems}. Nothing was changed.")
     if problems:
         logger.warning(f"{path} does not fit this {kind} exactly: {problems}. The rest is loaded.")
 
 
 def _find_sources(
-    own: Mapping[str, Tensor], stored: Mapping[str, Any], tied: Sequence[Sequence[str]]
+    tensors: Mapping[str, Tensor], stored: Mapping[str, Any], tied: Sequence[Sequence[str]]
 ) -> dict[str, str]:
-    """Return, for each tensor of the model that the files hold, the name it has there."""
+    """Returns the name in the files of each tensor of the model that they contain."""
     groups = {name: group for group in tied for name in group}
     sources = {
-        name: next((key for key in (name, *groups.get(name, ())) if key in stored), None) for name in own
+        name: next((key for key in (name, *groups.get(name, ())) if key in stored), None) for name in tensors
     }
     return {name: source for name, source in sources.items() if source is not None}
 
@@ -158,19 +165,19 @@ def _plan_move(name: str, source: str, old: Tensor, options: LoadOptions, parts:
     target = mapped_device(name, options.device_map)
     if target != DISK:
         return Move(name, source, resolve_device(target), dtype=dtype, parts=parts)
-    stays = not (isinstance(old, nn.Parameter) or options.offload_buffers)
+    is_kept = not (isinstance(old, nn.Parameter) or options.offload_buffers)
     in_8_bits = options.in_8_bits and type(old).__name__ == INT8
-    return Move(name, source, CPU if stays else META, not stays, dtype, in_8_bits=in_8_bits, parts=parts)
+    return Move(name, source, CPU if is_kept else META, not is_kept, dtype, in_8_bits=in_8_bits, parts=parts)
 
 
 def takes_extra_state(model: nn.Module, name: str) -> bool:
-    """Whether the module of that entry takes the extra state of a state dict."""
+    """Returns whether the module of that entry accepts extra state."""
     path = name.rpartition(".")[0]
     modules = dict(model.named_modules())
     return path in modules and type(modules[path]).set_extra_state is not nn.Module.set_extra_state
 
 
-def _belongs_to_weight_in_8_bits(name: str, own: Mapping[str, Tensor]) -> bool:
-    """Whether an entry of the files has the scales or the layout of a weight in 8 bits."""
-    has_weight = sibling_name(name, "weight") in own
+def _belongs_to_weight_in_8_bits(name: str, tensors: Mapping[str, Tensor]) -> bool:
+    """Returns whether an entry of the files is the scales or the layout of a weight in 8 bits."""
+    has_weight = sibling_name(name, "weight") in tensors
     return has_weight and name in (sibling_name(name, SCALES), sibling_name(name, LAYOUT))

@@ -1,6 +1,4 @@
-"""What hardware there is: one table of backends, and what can be asked of it.
-
-Imports torch inside functions only."""
+"""Table of hardware backends and functions to query it, which import torch only when called."""
 
 from accelerate.base import attach
 

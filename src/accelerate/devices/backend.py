@@ -1,8 +1,8 @@
-"""What one kind of hardware is called and can do.
+"""Interface and implementations of hardware backends.
 
-A row of the table is a `DeviceBackend`; the base class drives every torch module shaped like `torch.cuda`
-(`is_available`, `device_count`, `set_device`, `mem_get_info`, ...). The CPU, Apple's GPU and Gaudi differ and
-have a subclass here; XLA has one in `xla.py`.
+A row of the table in `hardware_table.py` is a `DeviceBackend`. The base class drives every torch module with
+the interface of `torch.cuda` (`is_available`, `device_count`, `set_device`, `mem_get_info`, ...). The CPU,
+Apple GPUs and Gaudi have a subclass here, and XLA has one in `xla.py`.
 """
 
 import logging
@@ -24,40 +24,43 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeviceBackend:
-    """One kind of hardware."""
+    """Backend for one type of device."""
 
     name: str  # the torch device type
-    label: str  # what people call it, as the questionnaire and the tables print it
-    distributed_type: DistributedType  # of plain data-parallel training on it
+    label: str  # display name in the questionnaire and in tables
+    distributed_type: DistributedType  # of data-parallel training on it
     module: str  # the torch module that drives it
-    comm: str | None = None  # the process-group backend for its tensors; None: it takes part in no group
-    visible_env: str | None = None  # the variable that restricts which devices a process sees
-    rng_type: RNGType | None = None  # its generator in `rng_types`; None: it cannot be synchronised
-    extension: str | None = None  # the package that adds it to torch; None: torch brings it
-    own_scaler: bool = False  # its module has an `amp.GradScaler` of its own
-    lacks: frozenset[str] = frozenset()  # names of torch dtypes it cannot compute in
-    # Set while it is asked whether it is available: asking starts no driver, and the process can be forked.
+    comm: str | None = None  # process group backend for its tensors, or None if it has none
+    visible_env: str | None = None  # variable that restricts the devices that a process sees
+    rng_type: RNGType | None = None  # generator in `rng_types`, or None if it cannot be synchronized
+    extension: str | None = None  # package that adds it to torch, or None if torch includes it
+    own_scaler: bool = False  # its torch module has an `amp.GradScaler`
+    lacks: frozenset[str] = frozenset()  # names of unsupported torch dtypes
+    # Set while availability is checked, so that the check starts no driver and the process can be forked.
     probe_variables: tuple[tuple[str, str], ...] = ()
-    # Where all indices mean the same device, the largest that torch takes; None: they tell devices apart.
+    # Largest index that torch accepts where all indices name the same device. None: indices name devices.
     largest_index: int | None = None
     binds_group: bool = False  # the default process group is bound to the device of each rank (`device_id`)
-    own_runtime: bool = False  # its own runtime joins its processes, and not `torch.distributed`
-    is_host: bool = False  # it is the processor, whose tensors are in the memory of the process
-    # Its memory is the machine's: nothing is pinned, and device maps name it by its type without an index.
+    own_runtime: bool = False  # its runtime connects the processes instead of `torch.distributed`
+    is_host: bool = False  # it is the CPU, whose tensors are in the memory of the process
+    # It uses host memory, so that nothing is pinned, and device maps name it by its type without an index.
     shares_host_memory: bool = False
-    is_addressable: bool = True  # its tensors are stretches of bytes that have an address
+    is_addressable: bool = True  # its tensors have a data pointer
     has_float64: bool = False  # values are summed in float64 on it
     has_streams: bool = False  # copies from it are ordered by streams and events
-    checks_fork: bool = False  # a process in which its driver was started cannot be forked
+    checks_fork: bool = False  # a process that has started its driver cannot be forked
     notebook_variables: tuple[tuple[str, str], ...] = ()  # set while a notebook trains on one device
-    deepspeed_variables: tuple[tuple[str, str], ...] = ()  # name it for DeepSpeed, which does not detect it
+    deepspeed_variables: tuple[tuple[str, str], ...] = ()  # select it in DeepSpeed, which does not detect it
 
     def installed(self) -> bool:
-        """Return whether the package that adds this hardware to torch is there, without importing it."""
+        """Returns whether the package that adds this hardware to torch is installed, without importing it."""
         return self.extension is None or find_spec(self.extension.partition(".")[0]) is not None
 
     def available(self) -> bool:
-        """Return whether this process can use such a device; starts no driver where that can be avoided."""
+        """Returns whether this process can use such a device.
+
+        It starts no driver where that can be avoided.
+        """
         if not self.installed():
             return False
         try:
@@ -72,7 +75,10 @@ class DeviceBackend:
             return bool(module.is_available())
 
     def torch_module(self) -> Any:
-        """Return the torch module that drives it; an ImportError or AttributeError where there is none."""
+        """Returns the torch module that drives the device.
+
+        Raises an ImportError or AttributeError where there is none.
+        """
         import torch
 
         if self.extension is not None:
@@ -83,7 +89,7 @@ class DeviceBackend:
         return int(self.torch_module().device_count())
 
     def device(self, index: int | None = None) -> "torch.device":
-        """Return a device by its index in this process; None: the current one, without an index."""
+        """Returns a device by its index in this process, or the current device without an index."""
         import torch
 
         if index is None:
@@ -102,7 +108,10 @@ class DeviceBackend:
         self.torch_module().synchronize()
 
     def timed_events(self, device: "torch.device") -> "StreamEvents | None":
-        """Return what makes events with times on a device; None where it has no streams. Starts no device."""
+        """Returns a factory of timing events for a device, or None where it has no streams.
+
+        It starts no device.
+        """
         if not self.has_streams:
             return None
         from accelerate.devices.stream_events import StreamEvents
@@ -111,18 +120,21 @@ class DeviceBackend:
         return StreamEvents(device, is_capturing)
 
     def free_memory(self, index: int = 0) -> int:
-        """Return how many bytes of a device are free; where the driver does not say, what torch leaves."""
+        """Returns the free memory of a device in bytes.
+
+        Where the driver does not report it, this is the memory that torch has not reserved.
+        """
         return self._memory(index)[0]
 
     def total_memory(self, index: int = 0) -> int:
         return self._memory(index)[1]
 
     def _memory(self, index: int) -> tuple[int, int]:
-        """Bytes that are free, and all bytes."""
+        """Returns the free and the total bytes of memory."""
         module = self.torch_module()
         try:
             free, total = module.mem_get_info(index)
-        except (AttributeError, RuntimeError) as error:  # modules of older versions; some Intel GPUs
+        except (AttributeError, RuntimeError) as error:  # older versions, and some Intel GPUs
             if isinstance(error, RuntimeError) and "doesn't support" not in str(error):
                 raise
             total = module.get_device_properties(index).total_memory
@@ -130,11 +142,11 @@ class DeviceBackend:
         return int(free), int(total)
 
     def prevents_fork(self) -> bool:
-        """Return whether this process has started its driver, and a fork of it could not use it."""
+        """Returns whether this process has started the driver, which a fork of it could not use."""
         return self.checks_fork and bool(self.torch_module().is_initialized())
 
     def empty_cache(self) -> None:
-        """Give memory that torch holds but does not use back; nothing where its module keeps no cache."""
+        """Releases cached memory that torch does not use, if the torch module has a cache."""
         empty = getattr(self.torch_module(), "empty_cache", None)
         if empty is not None:
             empty()
@@ -143,11 +155,11 @@ class DeviceBackend:
         self.torch_module().manual_seed_all(n)
 
     def rng_state(self) -> "torch.Tensor":
-        """Return the state of the current device's generator, a uint8 tensor on the CPU."""
+        """Returns the state of the generator of the current device as a uint8 tensor on the CPU."""
         return self.torch_module().get_rng_state()  # type: ignore[no-any-return]
 
     def set_rng_state(self, s: "torch.Tensor") -> None:
-        """Set the current device's generator to a state that `rng_state` returned."""
+        """Sets the generator of the current device to a state returned by `rng_state`."""
         self.torch_module().set_rng_state(s)
 
     def supports(self, dtype: "torch.dtype") -> bool:
@@ -156,7 +168,10 @@ class DeviceBackend:
         return name not in self.lacks and (ask is None or bool(ask()))
 
     def grad_scaler(self, **kw: Any) -> "torch.amp.GradScaler":
-        """Return a gradient scaler; takes the arguments of `torch.amp.GradScaler` without the device."""
+        """Returns a gradient scaler.
+
+        Accepts the arguments of `torch.amp.GradScaler` without the device.
+        """
         import torch
 
         if self.own_scaler:
@@ -166,9 +181,9 @@ class DeviceBackend:
 
 @dataclass(frozen=True)
 class GenericBackend(DeviceBackend):
-    """A device that another package registers with torch (`PrivateUse1`), driven through `torch.accelerator`.
+    """Device that another package registers with torch (`PrivateUse1`), driven by `torch.accelerator`.
 
-    What that does not offer, such as generators, is asked of the device's torch module.
+    Functions that `torch.accelerator` lacks, such as generators, come from the torch module of the device.
     """
 
     def count(self) -> int:
@@ -194,10 +209,13 @@ class GenericBackend(DeviceBackend):
 
 @dataclass(frozen=True)
 class GaudiBackend(DeviceBackend):
-    """Intel's Gaudi, whose first generation does not compute in float16."""
+    """Intel Gaudi, whose first generation does not compute in float16."""
 
     def is_first_generation(self) -> bool:
-        """Return whether the devices are of the first generation; starts one."""
+        """Returns whether the devices are of the first generation.
+
+        It starts a device.
+        """
         return str(self.torch_module().get_device_name()).strip().upper() == "GAUDI"
 
     def supports(self, dtype: "torch.dtype") -> bool:
@@ -206,7 +224,7 @@ class GaudiBackend(DeviceBackend):
 
 @dataclass(frozen=True)
 class OneDeviceBackend(DeviceBackend):
-    """Hardware that is one device, whose memory is the machine's."""
+    """Hardware with a single device that uses host memory."""
 
     def count(self) -> int:
         return 1
@@ -217,7 +235,7 @@ class OneDeviceBackend(DeviceBackend):
         return torch.device(self.name)
 
     def set_current(self, index: int) -> None:
-        """Do nothing: there is one."""
+        """Does nothing because there is one device."""
 
     def current(self) -> int:
         return 0
@@ -231,7 +249,7 @@ class OneDeviceBackend(DeviceBackend):
 
 @dataclass(frozen=True)
 class CpuBackend(OneDeviceBackend):
-    """The processor, whose generator is torch's default one."""
+    """CPU, whose generator is the default generator of torch."""
 
     def seed(self, n: int) -> None:
         import_module("torch").default_generator.manual_seed(n)
@@ -245,7 +263,7 @@ class CpuBackend(OneDeviceBackend):
 
 @dataclass(frozen=True)
 class MpsBackend(OneDeviceBackend):
-    """Apple's GPU."""
+    """Apple GPU."""
 
     def available(self) -> bool:
         import torch

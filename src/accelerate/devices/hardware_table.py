@@ -1,4 +1,4 @@
-"""The one ordered table of backends, look-up in it, public probes: the only place that chooses hardware."""
+"""Table of hardware backends with lookup functions and public probes such as `is_xpu_available`."""
 
 import gc
 import platform
@@ -32,14 +32,14 @@ Backend = TypeVar("Backend", bound=DeviceBackend)
 
 
 def _row(backend: type[Backend], name: str, label: str, **columns: Any) -> Backend:
-    """A row whose distributed type, torch module and generator have the name of the device type."""
+    """Returns a backend whose distributed type, torch module and generator are named after the device."""
     upper = name.upper()
     kind, generator = DistributedType[f"MULTI_{upper}"], RNGType[upper]
     return backend(name, label, kind, f"torch.{name}", rng_type=generator, **columns)
 
 
 def _extension(name: str, label: str, comm: str, visible_env: str, **columns: Any) -> DeviceBackend:
-    """A row whose package `torch_NAME` adds it to torch, with a gradient scaler of its own."""
+    """Returns a backend that the package `torch_NAME` adds to torch with its own gradient scaler."""
     columns |= {"comm": comm, "visible_env": visible_env, "extension": f"torch_{name}", "own_scaler": True}
     return _row(DeviceBackend, name, label, **columns)
 
@@ -48,7 +48,7 @@ CUDA = DeviceBackend(
     name="cuda",
     label="GPU (NVIDIA or AMD)",
     distributed_type=DistributedType.MULTI_GPU,
-    comm="gloo" if sys.platform == "win32" else "nccl",  # there is no NCCL for Windows
+    comm="gloo" if sys.platform == "win32" else "nccl",  # NCCL does not support Windows
     visible_env="CUDA_VISIBLE_DEVICES",
     module="torch.cuda",
     rng_type=RNGType.CUDA,
@@ -129,28 +129,28 @@ CPU = CpuBackend(
     has_float64=True,
 )
 
-# In the order in which they are asked; the CPU always answers.
+# In the order in which they are probed. The CPU is always available.
 BACKENDS: tuple[DeviceBackend, ...] = (CUDA, XPU, NPU, MLU, SDAA, MUSA, HPU, NEURON, MPS, XLA, CPU)
 
 _BY_NAME = {backend.name: backend for backend in BACKENDS}
 
 _OTHER = DeviceBackend("", "other device", DistributedType.NO, module="torch")
-"""Kinds that compute nothing, such as "meta"."""
+"""Backend of device types that do not compute, such as "meta"."""
 
 
 @cache
 def detect() -> DeviceBackend:
-    """Return the backend of the hardware this process uses: the first of the table that is available.
+    """Returns the backend of the hardware of this process, the first available row of the table.
 
-    A device that the table does not name, and another package registers with torch, comes before the CPU.
-    The answer is kept; `detect.cache_clear()` asks again.
+    A device that is not in the table, and that another package registers with torch, takes precedence over
+    the CPU. The result is cached, and `detect.cache_clear()` clears it.
     """
-    found = next(backend for backend in BACKENDS if backend.available())
-    return found if not found.is_host else _registered() or found
+    first_available = next(backend for backend in BACKENDS if backend.available())
+    return first_available if not first_available.is_host else _registered() or first_available
 
 
 def _registered() -> DeviceBackend | None:
-    """The device that another package has registered with torch, where this process can use one."""
+    """Returns the backend of an available device that another package has registered with torch, or None."""
     import torch
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -162,13 +162,16 @@ def _generic(name: str) -> GenericBackend:
     import torch.distributed as dist
 
     groups = dist.Backend.default_device_backend_map if dist.is_available() else {}
-    kind = DistributedType.MULTI_GPU  # the label that scripts know for data-parallel training on accelerators
+    kind = DistributedType.MULTI_GPU  # what scripts compare with for data-parallel training on accelerators
     comm = groups.get(name)
     return GenericBackend(name, f"{name} device", kind, f"torch.{name}", comm=comm, has_streams=True)
 
 
 def named(name: str, asked_by: str = "device") -> DeviceBackend:
-    """Return the backend of a torch device type, without an index; `asked_by` is what the user set."""
+    """Returns the backend of a torch device type without an index.
+
+    `asked_by` is the option that the error names.
+    """
     if name in _BY_NAME:
         return _BY_NAME[name]
     registered = _registered()
@@ -178,7 +181,7 @@ def named(name: str, asked_by: str = "device") -> DeviceBackend:
 
 
 def of_device(device: "torch.device") -> DeviceBackend:
-    """Return the backend of a device; a plain row for a kind that computes nothing."""
+    """Returns the backend of a device, or an empty one for types that do not compute."""
     backend = _BY_NAME.get(device.type)
     return _of_other(device.type) if backend is None else backend
 
@@ -190,7 +193,7 @@ def _of_other(name: str) -> DeviceBackend:
 
 
 def get_current_device_type() -> tuple[str, str]:
-    """Return the kind of hardware and the label of data-parallel training on it, without starting a device.
+    """Returns the device type and the type of data-parallel training, without starting a device.
 
     Returns:
         A pair such as `("cuda", "MULTI_GPU")` or `("cpu", "MULTI_CPU")`.
@@ -200,9 +203,9 @@ def get_current_device_type() -> tuple[str, str]:
 
 
 def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBackend, int]:
-    """Return the hardware a launched process with these variables would find, and how many devices.
+    """Returns the backend and the number of devices that a launched process with these variables would use.
 
-    Imports torch only where it must.
+    It imports torch only where necessary.
     """
     environ = current() if environ is None else environ
     build = (installed_version("torch").local or "").partition(".")[0]
@@ -219,24 +222,24 @@ def count_visible(environ: Mapping[str, str] | None = None) -> tuple[DeviceBacke
 
 
 def _registers_device() -> bool:
-    """Return whether a package is installed that torch imports with itself, to register a device."""
-    from importlib.metadata import entry_points  # slow, and only machines without other devices ask
+    """Returns whether an installed package registers a device when torch is imported."""
+    from importlib.metadata import entry_points  # slow to import, and needed only without other devices
 
     return bool(entry_points(group="torch.backends"))
 
 
 def _ask_torch() -> tuple[DeviceBackend, int]:
     backend = detect()
-    if backend is XLA:  # asking its runtime would take the chips from the processes that are to use them
+    if backend is XLA:  # its runtime would lock the chips for this process
         return XLA, max(1, count_chips())
     return backend, backend.count()
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
-    """Give memory that torch holds but does not use back to the device.
+    """Releases cached device memory that torch does not use.
 
     Args:
-        garbage_collection: Collect unreachable Python objects first, so that their memory is among it.
+        garbage_collection: Collect unreachable Python objects first, to release their memory, too.
     """
     if garbage_collection:
         gc.collect()
@@ -244,10 +247,10 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
 
 
 def release_memory(*objects: Any) -> list[Any]:
-    """Drop references and free what they held: `model, optimizer = release_memory(model, optimizer)`.
+    """Drops references to objects and releases their memory, as in `a, b = release_memory(a, b)`.
 
     Args:
-        *objects: What is no longer needed. The memory is free once the caller's own names are rebound too.
+        *objects: Objects to release. Their memory is free once the variables of the caller are reassigned.
 
     Returns:
         A None for each object, to assign to the same names.
@@ -259,26 +262,26 @@ def release_memory(*objects: Any) -> list[Any]:
 
 
 def _probe(backend: DeviceBackend) -> Callable[..., bool]:
-    """Return the public probe of one row: whether torch can use such devices, asked once."""
+    """Returns the public probe `is_NAME_available` of one row, with a cached result."""
 
     def probe(check_device: bool = False) -> bool:
-        # With check_device the devices are counted, which starts the driver.
+        # Counting the devices starts the driver.
         return backend.available() and (not check_device or backend.count() > 0)
 
     probe.__name__ = probe.__qualname__ = f"is_{backend.name}_available"
-    probe.__doc__ = f"Return whether {backend.label} devices can be used; `check_device` counts them."
+    probe.__doc__ = f"Returns whether {backend.label} devices can be used; `check_device` counts them."
     return cache(probe)
 
 
 def is_torch_distributed_available() -> bool:
-    """Return whether this torch was built with `torch.distributed`."""
+    """Returns whether this torch was built with `torch.distributed`."""
     import torch.distributed
 
     return torch.distributed.is_available()
 
 
 def is_xccl_available() -> bool:
-    """Return whether this torch was built with the XCCL process group, for Intel XPUs."""
+    """Returns whether this torch was built with the XCCL process group backend for Intel XPUs."""
     import torch.distributed
 
     ask = getattr(torch.distributed, "is_xccl_available", None)
@@ -286,27 +289,27 @@ def is_xccl_available() -> bool:
 
 
 def is_rocm_available() -> bool:
-    """Return whether the GPUs are AMD's."""
+    """Returns whether AMD GPUs can be used."""
     import torch
 
     return torch.version.hip is not None and CUDA.available()
 
 
 def is_cuda_available() -> bool:
-    """Return whether a GPU can be used, without starting CUDA: the process can still be forked."""
+    """Returns whether a GPU can be used, without starting CUDA, so that the process can still be forked."""
     return CUDA.available()
 
 
 @cache
 def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = False) -> bool:
-    """Return whether torch_xla is installed and not turned off by `USE_TORCH_XLA=false`.
+    """Returns whether torch_xla is installed and not disabled by `USE_TORCH_XLA=false`.
 
     Args:
-        check_is_tpu: Ask also whether it drives a TPU; starts the device.
-        check_is_gpu: Ask also whether it drives a GPU; starts the device.
+        check_is_tpu: Also check that it drives a TPU, which starts the device.
+        check_is_gpu: Also check that it drives a GPU, which starts the device.
 
     Raises:
-        ConfigurationError: If both questions are asked.
+        ConfigurationError: If both are true.
     """
     if check_is_tpu and check_is_gpu:
         raise wrong_value(
@@ -320,10 +323,10 @@ def is_torch_xla_available(check_is_tpu: bool = False, check_is_gpu: bool = Fals
 
 
 def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Return whether the hardware in use computes in bfloat16.
+    """Returns whether the hardware of this process computes in bfloat16.
 
     Args:
-        ignore_tpu: Say no on TPUs.
+        ignore_tpu: Return False on TPUs.
     """
     import torch
 
@@ -332,20 +335,20 @@ def is_bf16_available(ignore_tpu: bool = False) -> bool:
 
 
 def is_fp16_available() -> bool:
-    """Return whether the hardware in use computes in float16; the first Gaudi does not."""
+    """Returns whether the hardware of this process computes in float16."""
     import torch
 
     return detect().supports(torch.float16)
 
 
 def is_fp8_available() -> bool:
-    """Return whether a library that computes in FP8 is installed: torchao, Transformer Engine or MS-AMP."""
+    """Returns whether torchao, Transformer Engine or MS-AMP, which compute in FP8, is installed."""
     return is_torchao_available() or is_transformer_engine_available() or is_msamp_available()
 
 
 @cache
 def is_mps_available(min_version: str = "1.12") -> bool:
-    """Return whether Apple's GPU can be used, with at least this torch."""
+    """Returns whether an Apple GPU can be used with a minimum version of torch."""
     return is_torch_version(">=", min_version) and MPS.available()
 
 
@@ -359,7 +362,10 @@ is_xpu_available = _probe(XPU)
 
 @cache
 def is_hpu_available(init_hccl: bool = False) -> bool:
-    """Return whether Intel Gaudi devices can be used; with `init_hccl` torch learns their process group."""
+    """Returns whether Intel Gaudi devices can be used.
+
+    `init_hccl` also registers their process group backend with torch.
+    """
     if not HPU.available():
         return False
     if init_hccl:
@@ -369,20 +375,20 @@ def is_hpu_available(init_hccl: bool = False) -> bool:
 
 @cache
 def is_habana_gaudi1() -> bool:
-    """Return whether the devices are first-generation Gaudi."""
+    """Returns whether the devices are first-generation Gaudi."""
     return HPU.available() and HPU.is_first_generation()
 
 
 @cache
 def is_transformer_engine_mxfp8_available() -> bool:
-    """Return whether Transformer Engine is installed and the GPU computes in MXFP8; starts CUDA."""
+    """Returns whether Transformer Engine is installed and the GPU, which is started, computes in MXFP8."""
     if not (is_transformer_engine_available() and CUDA.available()):
         return False
     return bool(import_module("transformer_engine.pytorch.fp8").check_mxfp8_support()[0])
 
 
 def __getattr__(name: str) -> Any:
-    # The environment is read when somebody asks, not when this file is imported.
+    # The environment is read on access, not when this file is imported.
     if name == "USE_TORCH_XLA":
         return xla_wanted()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

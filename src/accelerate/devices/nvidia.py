@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs, asked through nvidia-smi without starting CUDA or importing torch; CPU cores near each."""
+"""Queries of NVIDIA GPUs and their nearby CPU cores through nvidia-smi, without CUDA and torch."""
 
 import logging
 import os
@@ -14,16 +14,16 @@ from packaging.version import parse
 from accelerate.base import StateError, current, parse_flag_from_env, wrong_value
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-# GPUs whose drivers offered peer-to-peer copies that do not work, until this driver.
+# GPUs whose drivers before this version offer peer-to-peer copies that do not work.
 WITHOUT_PEER_TO_PEER = ("RTX 40",)
 PEER_TO_PEER_DRIVER = "550.40.07"
 FP8_CAPABILITY = (8, 9)
-# Where the installer of the Windows driver puts it, off the PATH.
+# The installer of the Windows driver puts it here, outside of the PATH.
 WINDOWS_NVIDIA_SMI = Path("C:/Program Files/NVIDIA Corporation/NVSMI/nvidia-smi.exe")
 
 CPU_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 PCI_DEVICES = Path("/sys/bus/pci/devices")
-"""The kernel's folder of PCI devices."""
+"""Folder of the Linux kernel with a folder for each PCI device."""
 
 _logger = logging.getLogger(__name__)
 
@@ -37,12 +37,12 @@ def executable() -> str | None:
 
 @cache
 def driver_present() -> bool:
-    """Return whether nvidia-smi answers; where it is installed but fails, that is logged once."""
+    """Returns whether nvidia-smi works, and logs a warning once where it is installed but fails."""
     if executable() is None:
         return False
     try:
         query("index", "uuid")
-    except StateError as error:  # a machine of a cluster without a GPU: its programs run on the CPU
+    except StateError as error:  # a node without a GPU, whose programs run on the CPU
         _logger.warning("%s NVIDIA GPUs are not used.", error)
         return False
     return True
@@ -50,39 +50,44 @@ def driver_present() -> bool:
 
 @cache
 def query(*fields: str) -> tuple[tuple[str, ...], ...]:
-    """Ask nvidia-smi for fields of `nvidia-smi --help-query-gpu`: a row of texts for each GPU; kept."""
+    """Returns a row of texts for each GPU with fields of `nvidia-smi --help-query-gpu`.
+
+    The result is cached.
+    """
     command = executable()
     if command is None:
         raise StateError("nvidia-smi was not found: install the NVIDIA driver, or put it on the PATH.")
-    answer = subprocess.run(
+    completed = subprocess.run(
         [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"],
         capture_output=True,
         text=True,
         check=False,
     )
-    if answer.returncode != 0:
-        reason = (answer.stderr or answer.stdout).strip() or f"exit code {answer.returncode}"
+    if completed.returncode != 0:
+        reason = (completed.stderr or completed.stdout).strip() or f"exit code {completed.returncode}"
         raise StateError(f"nvidia-smi failed: {reason}. Check that the NVIDIA driver is loaded.")
     return tuple(
-        tuple(cell.strip() for cell in line.split(",")) for line in answer.stdout.splitlines() if line.strip()
+        tuple(cell.strip() for cell in line.split(","))
+        for line in completed.stdout.splitlines()
+        if line.strip()
     )
 
 
 def get_gpu_info() -> tuple[list[str], int]:
-    """Return the names of the machine's NVIDIA GPUs and how many there are.
+    """Returns the names and the number of the NVIDIA GPUs of this machine.
 
     Raises:
-        StateError: If nvidia-smi cannot be asked.
+        StateError: If nvidia-smi fails.
     """
     names = [row[0] for row in query("name")]
     return names, len(names)
 
 
 def get_driver_version() -> str:
-    """Return the version of the NVIDIA driver.
+    """Returns the version of the NVIDIA driver.
 
     Raises:
-        StateError: If nvidia-smi cannot be asked or knows no GPU.
+        StateError: If nvidia-smi fails or lists no GPU.
     """
     rows = query("driver_version")
     if not rows:
@@ -91,9 +96,10 @@ def get_driver_version() -> str:
 
 
 def check_cuda_p2p_ib_support() -> bool:
-    """Return whether peer-to-peer and InfiniBand may stay on: not with several GPUs that only claim them.
+    """Returns whether peer-to-peer and InfiniBand transports may stay enabled.
 
-    A machine without nvidia-smi has nothing that has to be turned off.
+    They must be disabled with several GPUs that offer them without support. A machine without nvidia-smi has
+    nothing to disable.
     """
     if not driver_present():
         return True
@@ -105,7 +111,7 @@ def check_cuda_p2p_ib_support() -> bool:
 
 
 def check_cuda_fp8_capability() -> bool:
-    """Return whether the GPUs of this machine compute in FP8 (compute capability of at least 8.9)."""
+    """Returns whether the GPUs of this machine compute in FP8 (compute capability of at least 8.9)."""
     if not driver_present():
         return False
     capabilities = [tuple(map(int, row[0].split("."))) for row in query("compute_cap")]
@@ -113,11 +119,11 @@ def check_cuda_fp8_capability() -> bool:
 
 
 def visible_indices(environ: Mapping[str, str]) -> list[int]:
-    """Return the machine's numbers of the GPUs a process sees, in the order in which it numbers them.
+    """Returns the physical indices of the GPUs that a process sees, in the order of the process.
 
-    `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: numbers or the beginnings of UUIDs, and nothing after the
-    first entry that names no GPU. An entry for a part of a GPU (MIG) counts as the GPU 0, since its parent
-    is not in its name.
+    `CUDA_VISIBLE_DEVICES` is parsed as CUDA parses it. Entries are numbers or prefixes of UUIDs, and parsing
+    ends at the first entry that names no GPU. An entry for a part of a GPU (MIG) counts as GPU 0, because its
+    name does not contain its parent.
     """
     gpus = query("index", "uuid")
     entries = environ.get(VISIBLE_DEVICES)
@@ -134,7 +140,7 @@ def visible_indices(environ: Mapping[str, str]) -> list[int]:
 
 
 def parse_cpu_list(text: str) -> list[int]:
-    """Read the kernel's way to write a set of cores: `"0-2,8"` is `[0, 1, 2, 8]`."""
+    """Converts a CPU list of the Linux kernel to core numbers, such as `"0-2,8"` to `[0, 1, 2, 8]`."""
     cores: list[int] = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         match = CPU_RANGE.fullmatch(part)
@@ -148,7 +154,7 @@ def parse_cpu_list(text: str) -> list[int]:
 
 
 def near_cores(local_process_index: int, environ: Mapping[str, str]) -> list[int]:
-    """Return the cores next to the GPU that a process uses; empty where the kernel does not say."""
+    """Returns the cores near the GPU of a process, or none where the kernel does not list them."""
     visible = visible_indices(environ)
     if not visible:
         return []
@@ -161,13 +167,13 @@ def near_cores(local_process_index: int, environ: Mapping[str, str]) -> list[int
 
 
 def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the cores near its GPU, whatever it was bound to before.
+    """Binds this process to the cores near its GPU and replaces an earlier binding.
 
-    Costs a call of nvidia-smi; `set_numa_affinity` does it once.
+    Each call runs nvidia-smi. `set_numa_affinity` runs it once.
 
-    Args:
-        local_process_index: The process's number on its machine.
-        verbose: Log the cores chosen; default: in debug mode (`ACCELERATE_DEBUG_MODE`).
+        Args:
+            local_process_index: Rank of the process on its node.
+            verbose: Log the chosen cores. Default: in debug mode (`ACCELERATE_DEBUG_MODE`).
     """
     if verbose is None:
         verbose = parse_flag_from_env("ACCELERATE_DEBUG_MODE")
@@ -175,13 +181,13 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
     if not hasattr(os, "sched_setaffinity"):
         reason = "this system cannot bind a process to cores"
     elif not driver_present():
-        reason = "without nvidia-smi the near cores are not known"
+        reason = "without nvidia-smi the nearby cores are not known"
     elif not (cores := near_cores(local_process_index, current())):
         reason = "it is not known which cores are near its GPU"
     else:
         try:
             os.sched_setaffinity(0, cores)
-        except OSError as error:  # none of them is in the set that the machine's owner gave this process
+        except OSError as error:  # none of them is in the CPU set of this process
             reason = f"cores {cores} cannot be used: {error}"
     if reason:
         _logger.warning("CPU affinity was asked for, but %s; ignored.", reason)
@@ -191,10 +197,10 @@ def override_numa_affinity(local_process_index: int, verbose: bool | None = None
 
 @cache
 def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the cores near its GPU, once: later calls do nothing.
+    """Binds this process to the cores near its GPU on the first call.
 
     Args:
-        local_process_index: The process's number on its machine.
-        verbose: Log the cores chosen; default: in debug mode (`ACCELERATE_DEBUG_MODE`).
+        local_process_index: Rank of the process on its node.
+        verbose: Log the chosen cores. Default: in debug mode (`ACCELERATE_DEBUG_MODE`).
     """
     override_numa_affinity(local_process_index, verbose)

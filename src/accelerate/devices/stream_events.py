@@ -1,4 +1,4 @@
-"""Events with times in the current stream of a device that torch drives with streams."""
+"""Timing events in the current stream of a device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
 
 
 class StreamEvents:
-    """Events of one device.
+    """Factory and timer of events on one device.
 
     Args:
-        device: With or without an index; without one it is the current device.
-        is_capturing: Asks the device's torch module whether the current stream captures a graph.
+        device: Device with an index, or without one for the current device.
+        is_capturing: Returns whether the current stream captures a graph.
     """
 
     def __init__(self, device: torch.device, is_capturing: Callable[[], bool]) -> None:
@@ -25,7 +25,7 @@ class StreamEvents:
         self._index, self._current_stream = device.index, torch.accelerator.current_stream
 
     def make(self) -> torch.Event | None:
-        """Make an event; None where torch has none for the device."""
+        """Creates an event, or returns None where torch has none for the device."""
         event = self._make(device=self._device, enable_timing=True)
         try:
             self.record(event)
@@ -39,7 +39,7 @@ class StreamEvents:
         event.record(self._current_stream(self._index))
 
     def seconds_between(self, first: torch.Event, last: torch.Event) -> float | None:
-        """Return the seconds between two events that are done; None where the device measures none."""
+        """Returns the seconds between two completed events, or None where the device has no timing."""
         try:
             return float(first.elapsed_time(last)) / 1000
         except RuntimeError as error:
@@ -49,5 +49,5 @@ class StreamEvents:
 
 
 def is_unsupported(error: RuntimeError) -> bool:
-    """Return whether torch says that a device lacks a function."""
+    """Returns whether the error says that a device lacks a function."""
     return isinstance(error, NotImplementedError) or "doesn't support" in str(error)

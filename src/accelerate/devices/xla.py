@@ -1,4 +1,4 @@
-"""The few torch_xla calls we make, in one place."""
+"""Backend for TPUs and other devices behind torch_xla, and all calls of torch_xla."""
 
 import subprocess
 import sys
@@ -18,32 +18,32 @@ WHEEL_PAGE = "https://storage.googleapis.com/libtpu-releases/index.html"
 
 
 def count_chips(devices: Path = DEVICES) -> int:
-    """Return how many TPU chips this machine has, without starting the runtime, which would take them."""
+    """Returns the number of TPU chips of this machine without starting the runtime, which would lock them."""
     return len([*devices.glob("accel[0-9]*")] or [*devices.glob("vfio/[0-9]*")])
 
 
 def xla_wanted() -> bool:
-    """Return whether XLA may be used where it is installed (`USE_TORCH_XLA`, default yes)."""
+    """Returns whether XLA is used where it is installed (`USE_TORCH_XLA`, default yes)."""
     return parse_flag_from_env("USE_TORCH_XLA", default=True)
 
 
 def mark_step() -> None:
-    """Let the device compute what was recorded so far, and go on recording."""
+    """Starts the execution of the operations recorded so far."""
     package = import_module("torch_xla")
     if hasattr(package, "sync"):
         package.sync()
-    else:  # versions before it
+    else:  # older versions
         import_module("torch_xla.core.xla_model").mark_step()
 
 
 row_axes = "fsdp"
-"""The axis of the mesh along which rows of batches, and parts of parameters, are spread."""
+"""Mesh axis along which batches and parameters are sharded."""
 
 
 def use_mesh() -> Any:
-    """Let this process drive all devices of its machine by sharded tensors (SPMD); return their mesh, a row.
+    """Enables SPMD, in which this process drives all devices of its machine, and returns their 1D mesh.
 
-    To be called before tensors are made on the device.
+    Called before tensors are created on the device.
     """
     import numpy as np
 
@@ -57,26 +57,26 @@ def use_mesh() -> Any:
 
 
 def is_shared() -> bool:
-    """Return whether this process drives all devices of its machine by sharded tensors."""
+    """Returns whether SPMD is enabled, in which this process drives all devices of its machine."""
     return bool(import_module("torch_xla.runtime").is_spmd())
 
 
 def share_rows(tensor: "torch.Tensor", mesh: Any) -> None:
-    """Shard the rows of a tensor on the XLA device over a mesh, where they can be divided evenly."""
+    """Shards the rows of a tensor on the XLA device over a mesh, if they divide evenly."""
     if is_divisible(tensor, mesh):
         spec = (row_axes, *(None,) * (tensor.ndim - 1))
         import_module("torch_xla.distributed.spmd").mark_sharding(tensor, mesh, spec)
 
 
 def is_divisible(tensor: "torch.Tensor", mesh: Any) -> bool:
-    """Return whether each device of a mesh gets equally many rows of a tensor."""
+    """Returns whether the rows of a tensor divide evenly over a mesh."""
     return tensor.ndim > 0 and tensor.shape[0] % mesh.size() == 0
 
 
 class RowSharding:
-    """How batches are uploaded under SPMD, to torch_xla's loader: each device gets its rows.
+    """Sharding of input batches by rows, for the loader of torch_xla under SPMD.
 
-    torch_xla's own class describes tensors of one number of dimensions only.
+    The class of torch_xla describes tensors of one number of dimensions only.
     """
 
     minibatch = False
@@ -86,7 +86,7 @@ class RowSharding:
         self._specs: dict[int, Any] = {}
 
     def xla_spec(self, t: "torch.Tensor") -> Any:
-        """Return torch_xla's description for one tensor; None copies it to all devices."""
+        """Returns the sharding spec of one tensor, or None to replicate it."""
         if not is_divisible(t, self.mesh):
             return None
         if t.ndim not in self._specs:
@@ -96,14 +96,14 @@ class RowSharding:
 
 
 def upload_options() -> dict[str, Any]:
-    """Return options of torch_xla's loader: under SPMD, that each device gets its rows."""
+    """Returns the options of the torch_xla loader, which shard batches by rows under SPMD."""
     mesh = import_module("torch_xla.distributed.spmd").get_global_mesh() if is_shared() else None
     return {} if mesh is None else {"input_sharding": RowSharding(mesh)}
 
 
 @dataclass(frozen=True)
 class XlaBackend(DeviceBackend):
-    """TPUs and other devices behind torch_xla."""
+    """Backend for TPUs and other devices behind torch_xla."""
 
     def available(self) -> bool:
         return xla_wanted() and self.installed()
@@ -112,7 +112,7 @@ class XlaBackend(DeviceBackend):
         return import_module(self.module)
 
     def hardware(self) -> str:
-        """Return what runs the graphs: `TPU`, `GPU`, `CUDA`, `CPU`, ..."""
+        """Returns the type of the hardware, such as `TPU`, `GPU`, `CUDA` or `CPU`."""
         return str(self.torch_module().xla_device_hw(self.device()))
 
     def count(self) -> int:
@@ -122,10 +122,10 @@ class XlaBackend(DeviceBackend):
         package = import_module("torch_xla")
         if hasattr(package, "device"):
             return package.device(index)  # type: ignore[no-any-return]
-        return self.torch_module().xla_device(index)  # type: ignore[no-any-return]  # versions before it
+        return self.torch_module().xla_device(index)  # type: ignore[no-any-return]  # older versions
 
     def set_current(self, index: int) -> None:
-        """Do nothing: the runtime gives each process its device."""
+        """Does nothing because the runtime assigns a device to each process."""
 
     def current(self) -> int:
         return int(import_module("torch_xla.runtime").local_ordinal())
@@ -138,7 +138,7 @@ class XlaBackend(DeviceBackend):
         return int(info["bytes_limit"]) - int(info["bytes_used"]), int(info["bytes_limit"])
 
     def empty_cache(self) -> None:
-        """Do nothing: the runtime holds the memory."""
+        """Does nothing because the runtime manages the memory."""
 
     def seed(self, n: int) -> None:
         self.torch_module().set_rng_state(n)
@@ -146,7 +146,7 @@ class XlaBackend(DeviceBackend):
     def rng_state(self) -> "torch.Tensor":
         import torch
 
-        state = int(self.torch_module().get_rng_state())  # 64 bits, unsigned: a tensor holds signed ones
+        state = int(self.torch_module().get_rng_state())  # unsigned, while tensors hold signed integers
         return torch.tensor(state - 2**64 if state >= 2**63 else state)
 
     def set_rng_state(self, s: "torch.Tensor") -> None:
@@ -160,14 +160,14 @@ class XlaBackend(DeviceBackend):
 
 
 def install_xla(upgrade: bool = False) -> None:
-    """Install the torch_xla that belongs to the installed torch, in a Google Colab notebook.
+    """Installs the torch_xla version that matches the installed torch in a Google Colab notebook.
 
     Args:
-        upgrade: Bring an installed torch_xla to that version too.
+        upgrade: Also upgrade an installed torch_xla to that version.
 
     Raises:
         StateError: If this is not Google Colab.
-        subprocess.CalledProcessError: If pip fails; its output has been printed.
+        subprocess.CalledProcessError: If pip fails, which prints its output.
     """
     if "google.colab" not in sys.modules and "COLAB_RELEASE_TAG" not in current():
         raise StateError(

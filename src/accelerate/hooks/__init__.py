@@ -1,4 +1,4 @@
-"""Code that runs around a module's forward."""
+"""Hooks that run around the forward of modules."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Move the tensors of a module, and its inputs, to the device that computes; prefetch and free them."""
+"""Hook that moves inputs and offloaded tensors of a module to its execution device, with prefetching."""
 
 from __future__ import annotations
 
@@ -31,26 +31,29 @@ PAGE = 4096
 
 
 class Transfer:
-    """How a thread loads weights on the CPU: it maps them from their files, with all pages."""
+    """Prefetch of offloaded weights on the CPU, which maps them from their files with all pages."""
 
     def fetch(self, block: AlignDevicesHook) -> Any:
-        """Return weights, or None where there is no room for them; called in a thread of its own."""
+        """Returns the weights of a block, or None if they do not fit on the device.
+
+        Called in a separate thread.
+        """
         weights = block.fetch()
         for weight in weights:
             if not weight.is_cpu or not weight.is_contiguous():
                 continue
-            # Else the block would wait for each page.
+            # Otherwise the forward would wait for each page.
             if not populate_pages(weight.data_ptr(), weight.nbytes):
                 weight.reshape(-1).view(torch.uint8)[::PAGE].sum()
         return weights
 
     def receive(self, fetched: Any) -> Any:
-        """Return the weights that `fetch` loaded, ready for the thread that computes."""
+        """Returns the weights that `fetch` loaded, ready for use in the current thread."""
         return fetched
 
 
 class StreamTransfer(Transfer):
-    """How a thread loads weights to an accelerator: from pinned memory, over a stream of its own."""
+    """Prefetch of offloaded weights to an accelerator, from pinned memory over a separate stream."""
 
     def __init__(self, device: torch.device, module: Any) -> None:
         self.device = device
@@ -65,25 +68,25 @@ class StreamTransfer(Transfer):
                 weights = block.fetch(non_blocking=True)
                 return weights, self.stream.record_event()
         except torch.OutOfMemoryError:
-            return None  # the block loads them itself, when the one before is freed
+            return None  # the hook loads them after the previous block is freed
 
     def receive(self, fetched: Any) -> Any:
-        weights, arrived = fetched
+        weights, copied = fetched
         current = self.module.current_stream(self.device)
-        current.wait_event(arrived)
+        current.wait_event(copied)
         for weight in weights:
             if weight.device == self.device:
-                weight.record_stream(current)  # their memory is not used again before the block is done
+                weight.record_stream(current)  # their memory is not reused before the block is done
         return weights
 
-    def _has_room(self, needed: int) -> bool:
+    def _has_room(self, num_bytes: int) -> bool:
         free = self.module.mem_get_info(self.device)[0]
-        held = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
-        return bool(free + held >= needed)
+        cached = self.module.memory_reserved(self.device) - self.module.memory_allocated(self.device)
+        return bool(free + cached >= num_bytes)
 
 
 def transfer_to(device: torch.device) -> Transfer:
-    """Return the transfer to a device: over a stream where its torch module has them."""
+    """Returns the transfer to a device, over a stream where its torch module supports streams."""
     backend = of_device(device)
     if backend.is_host or device.type == "meta":
         return Transfer()
@@ -92,11 +95,11 @@ def transfer_to(device: torch.device) -> Transfer:
 
 
 class Prefetcher:
-    """Load the weights of a model's blocks, one block ahead.
+    """Prefetcher that loads the weights of the next block while the current one computes.
 
-    It records which block follows which. While one computes, a thread loads the weights of the one that
-    followed it before; so there are never more than two on the device. Another order than before is slower,
-    and becomes the one that is expected.
+    It records the order of the blocks. While one computes, a thread loads the weights of the block that
+    followed it last time. So there are never more than two blocks on the device. A change of the order is
+    slower once, and the new order is recorded.
     """
 
     def __init__(
@@ -104,42 +107,43 @@ class Prefetcher:
     ) -> None:
         self.device = device
         self._make_transfer = transfer
-        self._following: dict[int, AlignDevicesHook] = {}
+        self._successors: dict[int, AlignDevicesHook] = {}
         self._last: AlignDevicesHook | None = None
-        self._coming: tuple[AlignDevicesHook, Future[Any]] | None = None
+        self._pending: tuple[AlignDevicesHook, Future[Any]] | None = None
 
     def __reduce__(self) -> Any:
-        return Prefetcher, (self.device, self._make_transfer)  # a copy of the model begins anew
+        # a copy of the model starts without a recorded order
+        return Prefetcher, (self.device, self._make_transfer)
 
     @cached_property
     def _worker(self) -> tuple[Transfer, ThreadPoolExecutor]:
-        # The thread ends when this object does.
+        # The thread ends when this object is deleted.
         return self._make_transfer(self.device), ThreadPoolExecutor(1, "accelerate-prefetch")
 
     def take(self, block: AlignDevicesHook) -> list[Tensor]:
-        """Return the weights of a block, and prefetch those of the one that followed it before."""
+        """Returns the weights of a block, and prefetches those of its successor."""
         weights = self._claim(block)
         if weights is None:
             weights = block.fetch()
         if self._last is not None:
-            self._following[id(self._last)] = block
+            self._successors[id(self._last)] = block
         self._last = block
-        following = self._following.get(id(block))
-        if following is not None and following is not block:
+        successor = self._successors.get(id(block))
+        if successor is not None and successor is not block:
             transfer, thread = self._worker
-            self._coming = following, thread.submit(transfer.fetch, following)
+            self._pending = successor, thread.submit(transfer.fetch, successor)
         return weights
 
     def _claim(self, block: AlignDevicesHook) -> list[Tensor] | None:
-        """Return the prefetched weights, if they are those of this block."""
-        if self._coming is None:
+        """Returns the prefetched weights if they are those of this block."""
+        if self._pending is None:
             return None
-        expected, coming = self._coming
-        self._coming = None
+        expected, future = self._pending
+        self._pending = None
         if expected is not block:
-            wait([coming])  # else three blocks would be on the device
+            wait([future])  # otherwise three blocks could be on the device
             return None
-        fetched = coming.result()
+        fetched = future.result()
         return None if fetched is None else self._worker[0].receive(fetched)
 
 
@@ -152,18 +156,18 @@ TYPES_WITHOUT_DEVICE = (int, float, bool, str, type(None))
 
 @dataclass
 class Slot:
-    """One offloaded tensor: an entry of a module's parameters or buffers."""
+    """One offloaded tensor, as an entry of the parameters or buffers of a module."""
 
     owner: nn.Module
-    tensors: Tensors  # the parameters of the owner, or its buffers
-    key: str  # the tensor's name there
-    source: Any  # has a `weights_map` of its values
-    name: str  # their name there
+    tensors: Tensors  # the parameters or the buffers of the owner
+    key: str  # name of the tensor in `tensors`
+    source: Any  # object whose `weights_map` has the values
+    name: str  # name of the values in `weights_map`
     original_device: torch.device
-    empty: Tensor  # without values, is there in between; gives dtype and `requires_grad`
+    empty: Tensor  # meta tensor between forwards, with dtype and `requires_grad`
     tied: list[tuple[Tensors, str]] = field(default_factory=list)  # other entries with the same parameter
-    filled: Tensor | None = None  # made of the values; where those stay in memory anyway, it is used again
-    address: int | None = None  # of the values that are used again
+    filled: Tensor | None = None  # tensor with the values, reused if they stay in memory
+    address: int | None = None  # of the reused values
 
     def read(self, device: torch.device, non_blocking: bool = False) -> Tensor:
         values: Tensor = self.source.weights_map[self.name]
@@ -174,7 +178,10 @@ class Slot:
         return values.to(device, dtype, non_blocking=non_blocking)
 
     def load(self, device: torch.device) -> None:
-        """Read values and fill the slot; values in the same memory are wrapped once."""
+        """Reads the values and fills the slot.
+
+        Values at the same address are wrapped once.
+        """
         empty, filled = self.empty, self.filled
         values: Tensor = self.source.weights_map[self.name]
         if (
@@ -188,19 +195,19 @@ class Slot:
             self._put(filled)
             return
         self.keep_changes()
-        ready = self.read(device)
-        self.fill(ready, device)
-        is_used_again = ready is values and values.numel() and not is_derived_parameter(empty)
-        self.address = values.data_ptr() if is_used_again else None
+        on_device = self.read(device)
+        self.fill(on_device, device)
+        is_reusable = on_device is values and values.numel() and not is_derived_parameter(empty)
+        self.address = values.data_ptr() if is_reusable else None
 
     def fill(self, values: Tensor, device: torch.device) -> None:
-        """Fill the slot with values as `read` returned them."""
+        """Fills the slot with values that `read` returned."""
         self.address = None
         self.filled = self._make(values, device)
         self._put(self.filled)
 
     def clear(self) -> None:
-        """Take the values out again."""
+        """Replaces the values by the meta tensor."""
         if self.address is None:
             self.filled = None
         if is_derived_parameter(self.empty):
@@ -212,7 +219,7 @@ class Slot:
         return current is not None and current.device.type == "meta"
 
     def keep_changes(self) -> None:
-        """Keep the empty tensor that is there: users may have replaced it in between."""
+        """Keeps the current meta tensor, which users may have replaced since the last forward."""
         if self.is_empty():
             self.empty = self.tensors[self.key]
 
@@ -226,31 +233,31 @@ class Slot:
             statistics = self.source.weights_map.get(scales_name(self.name))
             dtype = None if statistics is None else values.dtype
             set_module_tensor_to_device(self.owner, self.key, device, values, dtype, statistics)
-            own: Tensor = self.tensors[self.key]
-            return own
+            quantized: Tensor = self.tensors[self.key]
+            return quantized
         return replacement_for(self.empty, values)
 
 
 def find_slots(
     module: nn.Module, source: Any, with_buffers: bool, with_inner: bool
 ) -> tuple[list[Slot], dict[str, Tensor]]:
-    """Return a slot for each tensor of a module that is offloaded; and the others, by name, that stay."""
+    """Returns a slot for each offloaded tensor of a module, and the other tensors by name."""
     slots: dict[int, Slot] = {}
-    stay: dict[str, Tensor] = {}
-    left_out = get_non_persistent_buffers(module, recurse=with_inner, fqns=True)
+    resident: dict[str, Tensor] = {}
+    non_persistent = get_non_persistent_buffers(module, recurse=with_inner, fqns=True)
     for path, owner in module.named_modules() if with_inner else [("", module)]:
         for tensors in (cast("Tensors", owner._parameters), cast("Tensors", owner._buffers)):
             for key, tensor in tensors.items():
                 name = f"{path}.{key}" if path else key
                 if tensor is None:
                     continue
-                if tensors is owner._buffers and (not with_buffers or name in left_out):
-                    stay[name] = tensor
+                if tensors is owner._buffers and (not with_buffers or name in non_persistent):
+                    resident[name] = tensor
                 elif id(tensor) in slots:
                     slots[id(tensor)].tied.append((tensors, key))
                 else:
                     slots[id(tensor)] = Slot(owner, tensors, key, source, name, tensor.device, tensor)
-    return list(slots.values()), stay
+    return list(slots.values()), resident
 
 
 _internal = partial(field, init=False, repr=False)
@@ -258,24 +265,26 @@ _internal = partial(field, init=False, repr=False)
 
 @dataclass(eq=False)
 class AlignDevicesHook(ModelHook):
-    """Inputs, and the module's own tensors, are on the right device when it computes.
+    """Hook that moves inputs and tensors of a module to a device before its forward.
 
     Args:
-        execution_device: that computes; None leaves inputs where they are.
-        offload: whether the module's tensors are offloaded, and loaded for the forward only.
-        io_same_device: whether outputs go back to the device that the inputs came from.
-        weights_map: values of the offloaded tensors by name; None takes them from the module to the CPU.
-        offload_buffers: whether buffers are offloaded, too.
-        place_submodules: whether the tensors of all modules inside are meant, too.
-        skip_keys: keyword arguments and keys of outputs that stay where they are.
-        tied_params_map: parameters that several modules share, by the address of the original and by device.
+
+        execution_device: device of the forward. None does not move inputs.
+        offload: whether the tensors of the module are offloaded, and loaded for the forward only.
+        io_same_device: whether outputs are moved to the device of the inputs.
+        weights_map: values of the offloaded tensors by name. None copies them to the CPU.
+        offload_buffers: whether to offload buffers, too.
+        place_submodules: whether to include the tensors of all submodules.
+        skip_keys: keyword arguments and keys of outputs that are not moved.
+        tied_params_map: tied parameters by the address of the original and by device.
 
     Attributes:
-        input_device: that the inputs of the last call came from.
-        original_devices: where offloaded tensors were before, by name; "meta" where they had no value.
-        prefetcher: loads offloaded tensors one block ahead; None: they are loaded when they are used.
-        block: the hook of the module around this one that loads its tensors; None: it does so itself.
-        is_loaded: whether offloaded tensors are there now.
+
+        input_device: device of the inputs of the last call.
+        original_devices: previous devices of offloaded tensors by name. "meta" means without a value.
+        prefetcher: prefetches offloaded tensors one block ahead. None loads them when they are used.
+        block: hook of the enclosing block that loads the tensors. None if this hook loads them.
+        is_loaded: whether the offloaded tensors are loaded.
     """
 
     execution_device: Device | None = None
@@ -300,7 +309,7 @@ class AlignDevicesHook(ModelHook):
 
     @property
     def is_loaded_by_block(self) -> bool:
-        """Whether the hook of the module around has loaded the tensors."""
+        """True while the hook of the enclosing block has loaded the tensors."""
         return self.block is not None and self.block.is_loaded
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -319,20 +328,20 @@ class AlignDevicesHook(ModelHook):
         for slot in self.slots:
             if slot.original_device.type != "meta" and (self.is_loaded or slot.is_empty()):
                 slot.fill(slot.read(slot.original_device), slot.original_device)
-        if self.block is not None:  # which may stay
-            own = {id(slot) for slot in self.slots}
-            self.block.slots = [slot for slot in self.block.slots if id(slot) not in own]
+        if self.block is not None:  # the hook of the block may remain
+            removed = {id(slot) for slot in self.slots}
+            self.block.slots = [slot for slot in self.block.slots if id(slot) not in removed]
             self.block._members.pop(id(self), None)
         self.prefetcher, self.block, self.is_loaded, self.slots = None, None, False, []
         return module
 
     def join(self, block: AlignDevicesHook, module: nn.Module) -> None:
-        """Become the hook of a module inside a block, whose hook loads the tensors from this `weights_map`.
+        """Makes this the hook of a submodule of a block, whose hook loads the tensors of `weights_map`.
 
-        Outside of the block's forward this hook loads and frees them by itself, when its module is called.
+        Outside of the forward of the block, this hook loads and frees them when its module is called.
         """
-        own = (module._parameters, module._buffers)
-        self.slots = [slot for slot in block.slots if any(slot.tensors is value for value in own)]
+        tables = (module._parameters, module._buffers)
+        self.slots = [slot for slot in block.slots if any(slot.tensors is value for value in tables)]
         self.original_devices = {slot.key: slot.original_device for slot in self.slots}
         for slot in self.slots:
             slot.source, slot.name = self, slot.key
@@ -342,7 +351,7 @@ class AlignDevicesHook(ModelHook):
     def _empty(self, module: nn.Module) -> None:
         named = dict(named_module_tensors(module, recurse=self.place_submodules))
         self.original_devices = {name: tensor.device for name, tensor in named.items()}
-        self.slots, stay = find_slots(module, self, self.offload_buffers, self.place_submodules)
+        self.slots, resident = find_slots(module, self, self.offload_buffers, self.place_submodules)
         if self.weights_map is None:
             self.weights_map = {slot.name: slot.empty.detach().to("cpu") for slot in self.slots}
         for slot in self.slots:
@@ -353,12 +362,15 @@ class AlignDevicesHook(ModelHook):
         for member, inner in list(self._members.values()):
             member.join(self, inner)
         if self.execution_device is not None:
-            for name, tensor in stay.items():
+            for name, tensor in resident.items():
                 if tensor.device.type != "meta":
                     set_module_tensor_to_device(module, name, self.execution_device, clear_cache=False)
 
     def fetch(self, non_blocking: bool = False) -> list[Tensor]:
-        """Return the values of all offloaded tensors there; those of `non_blocking` may be incomplete."""
+        """Returns the values of all offloaded tensors on the execution device.
+
+        With `non_blocking` the copies may be incomplete.
+        """
         device = self._target() or torch.device("cpu")
         return [slot.read(device, non_blocking) for slot in self.slots]
 
@@ -399,15 +411,18 @@ class AlignDevicesHook(ModelHook):
         self.is_loaded = True
 
     def _target(self) -> torch.device | None:
-        """Return the device that computes; users may assign another at any time."""
-        written = self.execution_device
-        if written is not self._device[0]:
-            self._device = (written, None if written is None else resolve_device(written))
+        """Returns the execution device, which users may change at any time."""
+        current = self.execution_device
+        if current is not self._device[0]:
+            self._device = (current, None if current is None else resolve_device(current))
         return self._device[1]
 
 
 def all_on_device(args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device) -> bool:
-    """Whether nothing among the arguments of a forward needs to be moved to a device; False in doubt."""
+    """Returns whether no argument of a forward needs to be moved to a device.
+
+    False if this is not certain.
+    """
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             if value.device != device:

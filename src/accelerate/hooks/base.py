@@ -1,4 +1,4 @@
-"""Code that runs around the forward of a module: attached, chained, removed; one hook casts the weights."""
+"""Interface of hooks around the forward of a module, and functions that attach and remove them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments of a forward."""
 HOOK = "_hf_hook"
-"""Attribute of a module that holds its hook."""
+"""Attribute of a module with its hook."""
 FORWARD = "_old_forward"
-"""Attribute of a module that holds the forward around which its hook runs."""
+"""Attribute of a module with its original forward."""
 
 
 class ModelHook:
-    """What runs around a forward; this one changes nothing.
+    """Base class of hooks around a forward, which change nothing by default.
 
     Attributes:
         no_grad: whether the forward runs without gradients.
@@ -36,43 +36,43 @@ class ModelHook:
     no_grad = False
 
     def init_hook(self, module: nn.Module) -> nn.Module:
-        """Prepare a module when the hook is attached to it.
+        """Prepares a module when the hook is attached to it.
 
         Args:
             module: the module.
 
         Returns:
-            The module that replaces it; usually itself.
+            The module that replaces it, usually the same.
         """
         return module
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> Arguments:
-        """Run before a forward.
+        """Runs before a forward.
 
         Args:
             module: the module.
-            *args: of the forward.
-            **kwargs: of the forward.
+            *args: positional arguments of the forward.
+            **kwargs: keyword arguments of the forward.
 
         Returns:
-            The arguments that the forward gets.
+            The arguments that are passed to the forward.
         """
         return args, kwargs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        """Run after a forward.
+        """Runs after a forward.
 
         Args:
             module: the module.
-            output: of the forward.
+            output: output of the forward.
 
         Returns:
-            What the caller gets.
+            The output that is returned to the caller.
         """
         return output
 
     def detach_hook(self, module: nn.Module) -> nn.Module:
-        """Undo `init_hook` when the hook is taken off.
+        """Undoes `init_hook` when the hook is removed.
 
         Args:
             module: the module.
@@ -81,10 +81,10 @@ class ModelHook:
 
 
 class SequentialHook(ModelHook):
-    """Several hooks, one after the other, before as after the forward.
+    """Chain of hooks that run in order, both before and after the forward.
 
     Args:
-        *hooks: in the order in which they run.
+        *hooks: hooks in the order in which they run.
     """
 
     def __init__(self, *hooks: ModelHook) -> None:
@@ -112,36 +112,36 @@ class SequentialHook(ModelHook):
 
 
 def add_hook_to_module(module: Model, hook: ModelHook, append: bool = False) -> Model:
-    """Let a hook run around the forward of a module, from now on.
+    """Attaches a hook around the forward of a module.
 
     Args:
         module: the module.
-        hook: the hook, or any object with the methods of one.
-        append: whether it runs after the hook that is there; otherwise it replaces that.
+        hook: the hook, or any object with the methods of a hook.
+        append: whether it runs after the existing hook, instead of replacing it.
 
     Returns:
         The module, or what `init_hook` returned instead.
     """
     if append and hasattr(module, HOOK):
-        before = module._hf_hook
+        existing = module._hf_hook
         remove_hook_from_module(module)
-        hook = SequentialHook(before, hook)  # type: ignore[arg-type]
+        hook = SequentialHook(existing, hook)  # type: ignore[arg-type]
     old = module._old_forward if hasattr(module, FORWARD) else module.forward
-    module = hook.init_hook(module)  # type: ignore[assignment]  # most hooks return the very module
+    module = hook.init_hook(module)  # type: ignore[assignment]  # most hooks return the same module
     setattr(module, HOOK, hook)
     setattr(module, FORWARD, old)
-    # A partial object, unlike a function made here, is copied and pickled with its module.
-    around = functools.partial(_run_around, module)
-    module.forward = functools.update_wrapper(around, old)  # type: ignore[arg-type]
+    # A partial object, unlike a nested function, is copied and pickled with its module.
+    wrapped = functools.partial(_run_around, module)
+    module.forward = functools.update_wrapper(wrapped, old)  # type: ignore[arg-type]
     return module
 
 
 def remove_hook_from_module(module: Model, recurse: bool = False) -> Model:
-    """Take the hook off a module, and give it its own forward back.
+    """Removes the hook of a module and restores its forward.
 
     Args:
         module: the module, with a hook or without.
-        recurse: whether hooks of all modules inside are taken off, too.
+        recurse: whether to remove the hooks of all submodules, too.
     """
     hook = module.__dict__.pop(HOOK, None)
     if hook is not None:
@@ -158,7 +158,7 @@ def remove_hook_from_module(module: Model, recurse: bool = False) -> Model:
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
-    """Take the hooks off a module and all modules inside.
+    """Removes the hooks of a module and of all submodules.
 
     Args:
         module: the module.
@@ -167,7 +167,7 @@ def remove_hook_from_submodules(module: nn.Module) -> None:
 
 
 def hooks_of(module: nn.Module) -> tuple[Any, ...]:
-    """Return the hooks of a module, those of a chain one by one."""
+    """Returns the hooks of a module, where those of a chain are separate."""
     hook = getattr(module, HOOK, None)
     if hook is None:
         return ()
@@ -175,9 +175,10 @@ def hooks_of(module: nn.Module) -> tuple[Any, ...]:
 
 
 def not_traced(function: Function) -> Function:
-    """Let `torch.compile` call a method of a hook as it is, without tracing it.
+    """Excludes a method of a hook from tracing by `torch.compile`.
 
-    `torch.compiler.disable` imports the compiler, which takes long: it is used once something has done so.
+    `torch.compiler.disable` imports the compiler, which is slow. So it is called only after another module
+    has imported the compiler.
     """
     untraced: list[Any] = []
 
@@ -203,12 +204,13 @@ def _run_around(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class LayerwiseCastingHook(ModelHook):
-    """A layer's weights take less memory in between than while it computes.
+    """Hook that stores the weights of a layer in a smaller dtype between forwards.
 
     Args:
-        storage_dtype: of the weights in between.
-        compute_dtype: of the weights while the layer computes.
-        non_blocking: whether conversions may go on in the background.
+
+        storage_dtype: dtype of the weights between forwards.
+        compute_dtype: dtype of the weights during the forward.
+        non_blocking: whether conversions may be asynchronous.
     """
 
     def __init__(self, storage_dtype: torch.dtype, compute_dtype: torch.dtype, non_blocking: bool) -> None:
@@ -252,32 +254,32 @@ def attach_layerwise_casting_hooks(
     skip_modules_classes: tuple[type[nn.Module], ...] | None = None,
     non_blocking: bool = False,
 ) -> None:
-    """Let linear and convolutional layers keep their weights in a smaller format than they compute in.
+    """Stores the weights of linear and convolutional layers in a smaller dtype between forwards.
 
-    Layers that share weights with modules of other kinds, such as embeddings, stay as they are: those would
-    compute in the smaller format.
+    Layers that share weights with modules of other types, such as embeddings, are not changed, because those
+    modules would compute in the smaller dtype.
 
     Args:
         module: the model.
-        storage_dtype: of the weights in between, such as torch.float8_e4m3fn.
-        compute_dtype: of the weights while their layer computes.
-        skip_modules_pattern: regular expressions; modules whose names match one stay as they are, with
-            all modules inside.
-        skip_modules_classes: classes that stay as they are, with all modules inside.
-        non_blocking: whether conversions may go on in the background.
+        storage_dtype: dtype of the weights between forwards, such as torch.float8_e4m3fn.
+        compute_dtype: dtype of the weights during the forward.
+        skip_modules_pattern: regular expressions. Modules whose names match one, and their submodules, are
+            not changed.
+        skip_modules_classes: classes whose modules and submodules are not changed.
+        non_blocking: whether conversions may be asynchronous.
 
     Raises:
-        ConfigurationError: a pattern is no regular expression, or torch has no dtype of that name.
+        ConfigurationError: a pattern is not a regular expression, or torch has no dtype of that name.
     """
     patterns = [skip_modules_pattern] if isinstance(skip_modules_pattern, str) else skip_modules_pattern or ()
     pattern = "|".join(f"(?:{pattern})" for pattern in patterns)
     try:
         skipped = re.compile(pattern) if patterns else None
     except re.error as error:
-        reason = f"this is no regular expression: {error}"
+        reason = f"it is not a regular expression: {error}"
         raise wrong_value("skip_modules_pattern", pattern, reason, "correct the pattern") from error
     hook = LayerwiseCastingHook(read_dtype(storage_dtype), read_dtype(compute_dtype), non_blocking)
-    layers = list(_choose(module, "", skipped, skip_modules_classes or ()))
+    layers = list(_select_layers(module, "", skipped, skip_modules_classes or ()))
     chosen = set(map(id, layers))
     others = [inner for inner in module.modules() if id(inner) not in chosen]
     shared = {id(parameter) for inner in others for parameter in inner.parameters(recurse=False)}
@@ -286,7 +288,7 @@ def attach_layerwise_casting_hooks(
             add_hook_to_module(layer, hook, append=True)
 
 
-def _choose(
+def _select_layers(
     module: nn.Module,
     name: str,
     skipped: re.Pattern[str] | None,
@@ -298,4 +300,6 @@ def _choose(
         yield module
         return
     for child_name, child in module.named_children():
-        yield from _choose(child, f"{name}.{child_name}" if name else child_name, skipped, skipped_classes)
+        yield from _select_layers(
+            child, f"{name}.{child_name}" if name else child_name, skipped, skipped_classes
+        )

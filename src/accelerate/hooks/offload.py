@@ -1,4 +1,4 @@
-"""Choose the hooks of a model's blocks; send models to the CPU; read the tensors of offloaded modules."""
+"""Functions that attach hooks to the blocks of a model, and access to tensors of offloaded modules."""
 
 from __future__ import annotations
 
@@ -47,14 +47,16 @@ def attach_execution_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: Shared | None = None,
 ) -> None:
-    """Let a module, and each block in it, compute on a device; modules that have a hook keep it.
+    """Attaches hooks that move the inputs of a module and its blocks to a device.
+
+    Modules with a hook keep it.
 
     Args:
         module: the module.
         execution_device: the device.
-        skip_keys: keyword arguments that stay where they are.
-        preload_module_classes: names of classes that are always one block.
-        tied_params_map: parameters that several modules share, by the address of the original and by device.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: names of classes that are never split.
+        tied_params_map: tied parameters by the address of the original and by device.
     """
     blocks = find_blocks(module, whole=preload_module_classes or ())
     for target, with_inner in [(module, False), *((block, inner) for _, block, inner in blocks)]:
@@ -75,24 +77,24 @@ def attach_align_device_hook(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: Shared | None = None,
 ) -> None:
-    """Let each block of a module compute on a device, and load its weights there where they are offloaded.
+    """Attaches hooks to the blocks of a module that move inputs and load offloaded weights.
 
     Args:
         module: the module.
-        execution_device: the device; None leaves inputs where they are.
-        offload: whether weights are offloaded; those of the next block are prefetched while one computes.
-        weights_map: their values by name, as seen from the whole model.
-        offload_buffers: whether buffers are offloaded, too.
-        module_name: what names in `weights_map` begin with for this module.
-        skip_keys: keyword arguments that stay where they are.
-        preload_module_classes: names of classes that are always one block.
-        tied_params_map: parameters that several modules share, by the address of the original and by device.
+        execution_device: device of the forward. None does not move inputs.
+        offload: whether weights are offloaded. Those of the next block are prefetched.
+        weights_map: values of the weights by their names in the whole model.
+        offload_buffers: whether to offload buffers, too.
+        module_name: prefix of the names of this module in `weights_map`.
+        skip_keys: keyword arguments that are not moved.
+        preload_module_classes: names of classes that are never split.
+        tied_params_map: tied parameters by the address of the original and by device.
     """
-    attaching = _Attaching(
+    factory = _HookFactory(
         weights_map, offload_buffers=offload_buffers, skip_keys=skip_keys, tied_params_map=tied_params_map
     )
     for name, block, with_inner in list(find_blocks(module, module_name, preload_module_classes or ())):
-        attaching.attach(block, name, with_inner, execution_device, offload)
+        factory.attach(block, name, with_inner, execution_device, offload)
 
 
 def attach_align_device_hook_on_blocks(
@@ -106,37 +108,37 @@ def attach_align_device_hook_on_blocks(
     preload_module_classes: Collection[str] | None = None,
     tied_params_map: Shared | None = None,
 ) -> None:
-    """Let each part of a model compute on its device, and load its weights there where they are offloaded.
+    """Attaches hooks to the parts of a model, each with its own device and offloading.
 
     Args:
-        module: the model. What it returns goes back to the device that its inputs came from.
-        execution_device: devices by module or tensor, with `""` for the model itself; or one for all.
-        offload: whether weights are offloaded, by the same names; or one answer for all.
-        weights_map: the values of offloaded weights, by name.
-        offload_buffers: whether buffers are offloaded, too.
-        module_name: name of `module`, where it is a part of the model that the names belong to.
-        skip_keys: keyword arguments and keys of outputs that stay where they are.
-        preload_module_classes: names of classes that are always one block.
-        tied_params_map: parameters that several modules share, by the address of the original and by device.
+        module: the model. Its outputs are moved to the device of its inputs.
+        execution_device: device of each module or tensor, where `""` is the model, or one device for all.
+        offload: whether to offload weights, by the same names or for all.
+        weights_map: values of offloaded weights by name.
+        offload_buffers: whether to offload buffers, too.
+        module_name: name of `module` if it is a submodule of the model.
+        skip_keys: keyword arguments and keys of outputs that are not moved.
+        preload_module_classes: names of classes that are never split.
+        tied_params_map: tied parameters by the address of the original and by device.
     """
     devices = execution_device if isinstance(execution_device, Mapping) else {module_name: execution_device}
     offloaded = offload if isinstance(offload, Mapping) else dict.fromkeys(devices, offload)
-    attaching = _Attaching(
+    factory = _HookFactory(
         weights_map, offload_buffers=offload_buffers, skip_keys=skip_keys, tied_params_map=tied_params_map
     )
     root = AlignDevicesHook(devices.get(module_name), io_same_device=True, skip_keys=skip_keys)
     paths = [name.split(".") for name in devices if name]
-    opened = {".".join(path[:count]) for path in paths for count in range(len(path))}
-    blocks = list(find_blocks(module, module_name, preload_module_classes or (), opened))
+    split_modules = {".".join(path[:count]) for path in paths for count in range(len(path))}
+    blocks = list(find_blocks(module, module_name, preload_module_classes or (), split_modules))
     for name, block, with_inner in blocks:
         entries = _entries_of(block, name, with_inner, devices)
         is_offloaded = any(offloaded.get(entry, False) for entry in entries)
         if block is not module:
-            attaching.attach(block, name, with_inner, devices.get(entries[0]), is_offloaded)
+            factory.attach(block, name, with_inner, devices.get(entries[0]), is_offloaded)
         elif is_offloaded:
-            root.execution_device = None  # or it would move offloaded tensors
+            root.execution_device = None  # otherwise it would move offloaded tensors
             add_hook_to_module(module, root)
-            attaching.attach(block, name, with_inner, devices.get(entries[0]), True)
+            factory.attach(block, name, with_inner, devices.get(entries[0]), True)
         else:
             root.place_submodules = with_inner
     if not hasattr(module, HOOK):
@@ -147,15 +149,15 @@ def attach_align_device_hook_on_blocks(
 
 
 def _entries_of(block: nn.Module, name: str, with_inner: bool, devices: Mapping[str, Any]) -> list[str]:
-    """Return the entries of a map that say where the tensors of a block go."""
+    """Returns the keys of a device map for the tensors of a block."""
     prefix = f"{name}." if name else ""
     tensors = named_module_tensors(block, recurse=with_inner)
     names = dict.fromkeys(map_entry(f"{prefix}{tensor}", devices) for tensor, _ in tensors)
     return [entry for entry in names if entry is not None] or [""]
 
 
-class _Attaching:
-    """What the hooks of one model have in common: arguments, and the prefetcher of each device."""
+class _HookFactory:
+    """Factory of the hooks of one model, with their common arguments and a prefetcher for each device."""
 
     def __init__(self, weights_map: Mapping[str, Tensor] | None, **arguments: Any) -> None:
         self.weights_map = weights_map
@@ -165,10 +167,10 @@ class _Attaching:
     def attach(
         self, block: nn.Module, name: str, with_inner: bool, device: Device | None, offload: bool
     ) -> None:
-        """Give a block its hook, and the modules inside theirs, for calls from outside of its forward."""
+        """Attaches a hook to a block, and hooks to its submodules for calls outside of its forward."""
         weights, prefix = self.weights_map, f"{name}." if name else ""
-        own = PrefixedDataset(weights, prefix) if offload and weights is not None else None
-        hook = self.make_hook(device, offload, weights_map=own, place_submodules=with_inner)
+        block_weights = PrefixedDataset(weights, prefix) if offload and weights is not None else None
+        hook = self.make_hook(device, offload, weights_map=block_weights, place_submodules=with_inner)
         if offload:
             hook.prefetcher = self._prefetcher_for(device)
         add_hook_to_module(block, hook, append=True)
@@ -184,7 +186,7 @@ class _Attaching:
                 add_hook_to_module(inner, member)
 
     def _prefetcher_for(self, device: Device | None) -> Prefetcher | None:
-        """Prefetch weights, unless they are in the memory in which they are used."""
+        """Returns the prefetcher of a device, or None if the weights are already in its memory."""
         target = torch.device("cpu") if device is None else resolve_device(device)
         is_in_files = isinstance(self.weights_map, OffloadedWeightsLoader) and bool(self.weights_map.index)
         if of_device(target).is_host and not is_in_files:
@@ -193,11 +195,12 @@ class _Attaching:
 
 
 class CpuOffload(ModelHook):
-    """A model comes to an accelerator when it is called, and stays there until it is sent back.
+    """Hook that moves a model to an accelerator when it is called, where it stays until it is offloaded.
 
     Args:
-        execution_device: that computes; None: the accelerator of this process, or the CPU.
-        prev_module_hook: of the model that had its turn before, which is sent back first.
+
+        execution_device: device of the forward. None: the accelerator of this process, or the CPU.
+        prev_module_hook: hook of the previous model, which is offloaded first.
     """
 
     def __init__(
@@ -224,7 +227,7 @@ class CpuOffload(ModelHook):
 
 
 class UserCpuOffloadHook:
-    """A model with its hook, to send it back to the CPU by hand.
+    """Handle of a model with a `CpuOffload` hook, which offloads it explicitly.
 
     Args:
         model: the model.
@@ -236,16 +239,16 @@ class UserCpuOffloadHook:
         self.hook = hook
 
     def offload(self) -> None:
-        """Send the model back to the CPU."""
+        """Moves the model to the CPU."""
         self.hook.init_hook(self.model)
 
     def remove(self) -> None:
-        """Take the hook off the model."""
+        """Removes the hook of the model."""
         remove_hook_from_module(self.model)
 
 
 def has_offloaded_params(module: nn.Module) -> bool:
-    """Return whether the tensors of a module come only for its forward, by its one hook.
+    """Returns whether the single hook of a module loads its tensors for each forward.
 
     Args:
         module: the module.
@@ -255,36 +258,36 @@ def has_offloaded_params(module: nn.Module) -> bool:
 
 
 def align_hooks(model: nn.Module) -> list[AlignDevicesHook]:
-    """Return the hooks of all modules of a model that move tensors and inputs."""
+    """Returns the `AlignDevicesHook`s of all modules of a model."""
     hooks = (hook for module in model.modules() for hook in hooks_of(module))
     return [hook for hook in hooks if isinstance(hook, AlignDevicesHook)]
 
 
 def is_any_offloaded(model: nn.Module) -> bool:
-    """Return whether weights of a model, or of modules inside, are loaded for each forward."""
+    """Returns whether weights of a model are loaded for each forward."""
     return any(hook.offload for hook in align_hooks(model))
 
 
 @contextmanager
 def align_module_device(module: nn.Module, execution_device: Device | None = None) -> Iterator[None]:
-    """Have the own tensors of a module on a device, inside.
+    """Moves the direct tensors of a module to a device inside the context.
 
     Args:
-        module: the module, offloaded or not; the modules inside it are left alone, unless its hook is that of
-            all of them.
-        execution_device: the device; None: that on which an offloaded module computes, and no change for any
-            other.
+        module: the module, offloaded or not. Its submodules are not moved, unless its hook loads their
+            tensors, too.
+        execution_device: the device. None is the execution device of an offloaded module, and does not move
+            others.
     """
     hook: Any = getattr(module, "_hf_hook", None)
     if has_offloaded_params(module):
-        before = hook.execution_device
-        hook.execution_device = before if execution_device is None else execution_device
+        previous = hook.execution_device
+        hook.execution_device = previous if execution_device is None else execution_device
         try:
             hook.pre_forward(module)
             yield
         finally:
             hook.post_forward(module, ())
-            hook.execution_device = before
+            hook.execution_device = previous
         return
     tensors = {} if execution_device is None else dict(named_module_tensors(module))
     try:
@@ -294,20 +297,20 @@ def align_module_device(module: nn.Module, execution_device: Device | None = Non
     finally:
         moved = dict(named_module_tensors(module))
         for name, tensor in tensors.items():
-            value = tensor if moved[name].is_meta else None  # on the meta device the values are lost
+            value = tensor if moved[name].is_meta else None  # values are lost on the meta device
             set_module_tensor_to_device(module, name, tensor.device, value)
 
 
 def get_state_dict_from_offload(
     module: nn.Module, module_name: str, state_dict: dict[str, Any], device_to_put_offload: Device = "cpu"
 ) -> dict[str, Any]:
-    """Write the tensors of an offloaded module into a state dict.
+    """Updates a state dict with the tensors of an offloaded module.
 
     Args:
         module: the module.
-        module_name: dotted name of one of its tensors; what precedes the last dot is that of the module.
-        state_dict: gets the module's tensors that it has under the same names.
-        device_to_put_offload: where they are put.
+        module_name: dotted name of one of its tensors, which begins with the name of the module.
+        state_dict: state dict whose entries of the module are replaced.
+        device_to_put_offload: device of the tensors.
 
     Returns:
         The same state dict.
@@ -315,19 +318,19 @@ def get_state_dict_from_offload(
     root = module_name.rpartition(".")[0]
     prefix = f"{root}." if root else ""
     with align_module_device(module, device_to_put_offload):
-        filled = {f"{prefix}{name}": tensor for name, tensor in module.state_dict().items()}
-    state_dict.update((name, tensor) for name, tensor in filled.items() if name in state_dict)
+        loaded = {f"{prefix}{name}": tensor for name, tensor in module.state_dict().items()}
+    state_dict.update((name, tensor) for name, tensor in loaded.items() if name in state_dict)
     return state_dict
 
 
 def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
-    """Return the state dict of a model, parts of which are offloaded, with all values, on the CPU.
+    """Returns the state dict of a model with offloaded parts, with all values on the CPU.
 
     Args:
         model: the module.
 
     Raises:
-        ConfigurationError: tensors have no value, and no hook loads one.
+        ConfigurationError: tensors have no value, and no hook loads it.
     """
     values = _offloaded_values(model)
     state = model.state_dict()
@@ -336,12 +339,12 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
         for name, tensor in state.items()
         if isinstance(tensor, Tensor)
     }
-    check_values(tensors, "save", "No hook loads any. Load the model first.")
+    check_values(tensors, "save", "No hook loads them. Load the model first.")
     return {**state, **{name: tensor.detach().to("cpu") for name, tensor in tensors.items()}}
 
 
 def _offloaded_values(model: nn.Module) -> dict[str, Tensor]:
-    """Return the values of offloaded tensors by name; names that share a parameter get the same tensor."""
+    """Returns the values of offloaded tensors by name, where tied names get the same tensor."""
     by_slot: dict[tuple[int, str], Tensor] = {}
     for slot in (slot for hook in align_hooks(model) for slot in hook.slots):
         entries = [(id(tensors), key) for tensors, key in ((slot.tensors, slot.key), *slot.tied)]

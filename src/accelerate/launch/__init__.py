@@ -1,4 +1,4 @@
-"""From settings to running processes: resolve a plan, render it, run it. Imports no torch."""
+"""Resolution of settings into a launch plan, and launchers that run it without importing torch."""
 
 from accelerate.base import attach
 

@@ -5,9 +5,9 @@ from accelerate.launch.children import (
     NOTES as NOTES,
     REQUESTS as REQUESTS,
     SIGKILL as SIGKILL,
-    End as End,
-    Ending as Ending,
-    RequestNotes as RequestNotes,
+    ChildExit as ChildExit,
+    ChildTerminator as ChildTerminator,
+    RequestRecorder as RequestRecorder,
     blocked as blocked,
     exit_code as exit_code,
     grace as grace,
@@ -85,9 +85,9 @@ from accelerate.launch.script import (
     report as report,
 )
 from accelerate.launch.terminal import (
+    LineBuffer as LineBuffer,
     Screen as Screen,
-    Stream as Stream,
     find_obstacle as find_obstacle,
-    keep_below as keep_below,
     live_view as live_view,
+    remove_cursor_moves as remove_cursor_moves,
 )

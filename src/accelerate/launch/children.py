@@ -1,4 +1,4 @@
-"""Child processes of the launcher: signals reach them, and they end with it."""
+"""Child processes of the launcher, which receive its signals and end with it."""
 
 from __future__ import annotations
 
@@ -16,52 +16,56 @@ from accelerate.base import ConfigurationError, environ
 
 
 def _existing(*names: str) -> tuple[int, ...]:
-    """The signals of these names that this system has."""
+    """Returns the signals of these names that the system has."""
     return tuple(getattr(signal, name) for name in names if hasattr(signal, name))
 
 
 REQUESTS = _existing("SIGUSR1", "SIGUSR2")
-"""Signals that ask a program for something, and end one that has no handler."""
+"""Signals that request an action of a program, and end a program without a handler."""
 
 FORWARDED = _existing("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGBREAK")
 TERMINAL_KEYS = _existing("SIGINT", "SIGQUIT")
 HANGUP = _existing("SIGHUP")
 CONSOLE_EVENTS = _existing("SIGINT", "SIGBREAK") if sys.platform == "win32" else ()
-"""Signals that Windows sends to all processes of a console at once."""
+"""Signals that Windows sends to all processes of a console."""
 SIGKILL = 9
-"""Its number, also for the reports of a system that has no such signal."""
+"""Number of SIGKILL, also for reports on systems without this signal."""
 GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 GRACE_SECONDS = 15
-"""How long processes may take to end by themselves; the variable, which torch reads too, says otherwise."""
+"""Default timeout for processes to end, in seconds. `GRACE_VARIABLE`, which torch reads too, overrides it."""
 
-PATIENCE = 2.0  # seconds that descendants get to notice that the child has ended
+DESCENDANT_TIMEOUT = 2.0  # seconds for descendants to end after the child has ended
 
 
 @contextmanager
 def blocked(numbers: Iterable[int]) -> Iterator[None]:
-    """Block signals in this thread; a process that is started in the block begins with them blocked.
+    """Blocks signals in this thread, and in processes that are started in the block.
 
-    Those that arrive meanwhile are delivered after it, unless another thread of this process takes them.
+    Signals that arrive meanwhile are delivered after the block, unless another thread of this process
+    receives them.
     """
-    if sys.platform == "win32":  # it has no such signals
+    if sys.platform == "win32":  # Windows has no such signals
         yield
     else:
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
+        previous = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
         try:
             yield
         finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-class RequestNotes:
-    """Notes the requests that reach this process before its script asks for them or sets handlers."""
+class RequestRecorder:
+    """Recorder of requests that reach this process before its script sets its own handlers."""
 
     def __init__(self) -> None:
-        self._noted: set[int] = set()
+        self._received: set[int] = set()
         self._process = 0
 
     def install(self) -> None:
-        """Set the handler, and unblock the signals. Called once, in the main thread."""
+        """Sets the handler and unblocks the signals.
+
+        Called once, in the main thread.
+        """
         self._process = os.getpid()
         for number in REQUESTS:
             signal.signal(number, self.note)
@@ -69,110 +73,112 @@ class RequestNotes:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, REQUESTS)
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Note a signal; in a fork of this process it does what it does by default."""
+        """Records a signal, which has its default action in a fork of this process."""
         if os.getpid() != self._process:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
             return
-        self._noted.add(number)
+        self._received.add(number)
 
     def take(self) -> set[int]:
-        """Return the numbers that were noted since the last call."""
-        noted, self._noted = self._noted, set()
-        return noted
+        """Returns the signal numbers received since the last call."""
+        received, self._received = self._received, set()
+        return received
 
 
-NOTES = RequestNotes()  # of this process: handlers are one per process
+NOTES = RequestRecorder()  # a process has one set of signal handlers
 
 
 def grace() -> int:
-    """Seconds between the signal that asks processes to end and the one that kills them."""
+    """Returns the seconds between the signal that requests processes to end and the one that kills them."""
     return environ.get_int_from_env([GRACE_VARIABLE], GRACE_SECONDS)
 
 
 def exit_code(returned: int) -> int:
-    """The exit code that a shell would show: 128 + number for a process that a signal ended."""
+    """Returns the exit code that a shell would report, 128 + number for a signal."""
     return returned if returned >= 0 else 128 - returned
 
 
 def say(text: str) -> None:
-    """Tell the user, from a signal handler too: no lock is taken."""
+    """Prints a line to standard error, also from a signal handler, without taking a lock."""
     sys.stderr.flush()
     os.write(2, f"accelerate launch: {text}.\n".encode())
 
 
-class End(NamedTuple):
-    """How a child ended."""
+class ChildExit(NamedTuple):
+    """Exit code of a child, and the signal after which it was killed."""
 
-    code: int  # the exit code that a shell would show
-    killed_after: int  # the signal after which it did not end in time and was killed; 0: it ended by itself
+    code: int  # the exit code that a shell would report
+    killed_after: int  # the signal after which it timed out and was killed, or 0
 
 
 def run_child(
     command: Sequence[str],
     added: Mapping[str, str],
-    instead: Mapping[int, int] | None = None,
+    replacements: Mapping[int, int] | None = None,
     blocked_at_start: Sequence[int] = (),
-) -> End:
-    """Run a program to its end; a `ConfigurationError` where it cannot be started.
+) -> ChildExit:
+    """Runs a program until it ends.
+
+    Raises a `ConfigurationError` if it cannot be started.
 
     Args:
-        added: variables it gets in addition to those of this process.
-        instead: signal received -> signal that is sent to the program instead.
-        blocked_at_start: signals that it has to unblock itself.
+        added: variables in addition to those of this process.
+        replacements: received signal -> signal that is sent to the program instead.
+        blocked_at_start: signals that are blocked until the program unblocks them.
     """
-    ending = Ending(instead or {})
-    # Set before the start: a signal that is caught here has its default action in the program, even where the
-    # shell that started this process had it ignored.
-    with taken_signals(ending.on_signal):
+    terminator = ChildTerminator(replacements or {})
+    # Set before the start, because a signal that is caught here has its default action in the program, even
+    # if the shell that started this process ignores it.
+    with caught_signals(terminator.on_signal):
         try:
             with blocked(blocked_at_start):
                 child = subprocess.Popen(command, env={**environ.current(), **added})
         except OSError as error:
             raise ConfigurationError(f"{command[0]} cannot be started: {error.strerror}.") from error
         try:
-            ending.begin(child)
+            terminator.begin(child)
             returned = child.wait()
         finally:
-            ending.finish()
-    return End(exit_code(returned), ending.killed_after)
+            terminator.finish()
+    return ChildExit(exit_code(returned), terminator.killed_after)
 
 
 @contextmanager
-def taken_signals(
+def caught_signals(
     handler: Callable[[int, FrameType | None], None], numbers: Iterable[int] = (*FORWARDED, *REQUESTS)
 ) -> Iterator[None]:
-    """Let a handler take signals in the main thread; in another thread no handler can be set.
+    """Sets a signal handler in the main thread, and no handler in other threads.
 
-    SIGHUP stays ignored where it was: that is what `nohup` asks for, in this process and in those it starts.
+    SIGHUP stays ignored where it was, as `nohup` requests for this process and those that it starts.
     """
-    taken = [number for number in numbers if number not in ignored_for_good()]
+    caught = [number for number in numbers if number not in ignored_for_good()]
     try:
-        before = {number: signal.signal(number, handler) for number in taken}
+        previous_handlers = {number: signal.signal(number, handler) for number in caught}
     except ValueError:
-        before = {}
+        previous_handlers = {}
     try:
         yield
     finally:
-        for number, previous in before.items():
+        for number, previous in previous_handlers.items():
             signal.signal(number, previous)
 
 
 def ignored_for_good() -> tuple[int, ...]:
-    """The signals that `nohup` has this process ignore.
+    """Returns the signals that `nohup` has this process ignore.
 
-    A shell without job control has programs in its background ignore SIGINT and SIGQUIT. The launcher does
-    not ignore these: they are sent to it to end the run.
+    A shell without job control makes programs in the background ignore SIGINT and SIGQUIT. The launcher does
+    not ignore these, because users send them to end the run.
     """
     return tuple(number for number in HANGUP if signal.getsignal(number) == signal.SIG_IGN)
 
 
-class Ending:
-    """Ends a child and its descendants: asks first, and kills what is left after a while."""
+class ChildTerminator:
+    """Terminator of a child and its descendants, which are killed after a timeout."""
 
-    def __init__(self, instead: Mapping[int, int]) -> None:
-        self.killed_after = 0  # the signal after which the child had to be killed
-        self._instead = instead  # signal received -> signal sent
+    def __init__(self, replacements: Mapping[int, int]) -> None:
+        self.killed_after = 0  # the signal after which the child was killed
+        self._replacements = replacements  # received signal -> sent signal
         self._child: subprocess.Popen[Any] | None = None
         self._early: list[int] = []
         self._family: list[Any] = []
@@ -180,13 +186,13 @@ class Ending:
         self._first = 0
 
     def begin(self, child: subprocess.Popen[Any]) -> None:
-        """The child runs: forward what was received before."""
+        """Registers the started child, and forwards the signals received before."""
         self._child = child
         while self._early:
             self._forward(child, self._early.pop(0), has_it=False)
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
-        """Forward a signal; after the first one that ends programs, the child has a limited time."""
+        """Forwards a signal, and starts the timeout after the first one that ends programs."""
         if self._child is None:
             self._early.append(number)
         elif self._child.poll() is None:
@@ -196,7 +202,7 @@ class Ending:
         is_first = number not in REQUESTS and not self._first
         if is_first:
             self._first, self._family = number, _descendants(child.pid)
-        sent = self._instead.get(number, number)
+        sent = self._replacements.get(number, number)
         if sent != number or not has_it:
             send_signal(child, sent)
         if number not in REQUESTS:
@@ -220,18 +226,18 @@ class Ending:
         say(f"{processes} did not end in time and {'was' if killed == 1 else 'were'} killed")
 
     def finish(self) -> None:
-        """The child has ended: if a signal asked for it, end what it left behind, and say how it went."""
+        """Ends the remaining descendants of a child that ended after a signal, and reports them."""
         if self._timer is None:
             return
         self._timer.cancel()
         self._timer.join()
-        left = _kill_all(self._family, PATIENCE)
+        left = _kill_all(self._family, DESCENDANT_TIMEOUT)
         more = f", {left} of which had outlived the first" if left else ""
         say(f"{signal.Signals(self._first).name} ended all processes{more}")
 
 
 def send_signal(child: subprocess.Popen[Any], number: int) -> None:
-    """Send a signal to a process. On Windows nothing can be asked for this way: the process is ended."""
+    """Sends a signal to a process, which on Windows ends it."""
     if sys.platform == "win32":
         child.terminate()
     else:
@@ -239,9 +245,9 @@ def send_signal(child: subprocess.Popen[Any], number: int) -> None:
 
 
 def continue_stopped(pids: Iterable[int], *, groups: bool = False) -> None:
-    """Continue stopped processes, or their groups: they cannot do what a signal asks for."""
-    if sys.platform != "win32":  # no process is stopped there
-        import psutil  # only a run that is ended early needs it
+    """Continues stopped processes or process groups, which cannot react to a signal."""
+    if sys.platform != "win32":  # processes cannot be stopped on Windows
+        import psutil  # needed only by a run that is ended early
 
         send = os.killpg if groups else os.kill
         for pid in pids:
@@ -261,11 +267,11 @@ def _descendants(pid: int) -> list[Any]:
         return []
 
 
-def _kill_all(family: Sequence[Any], patience: float = 0.0) -> int:
+def _kill_all(family: Sequence[Any], timeout: float = 0.0) -> int:
     import psutil
 
     killed = 0
-    _, running = psutil.wait_procs(list(dict.fromkeys(family)), timeout=patience)
+    _, running = psutil.wait_procs(list(dict.fromkeys(family)), timeout=timeout)
     for process in running:
         try:
             if process.status() != psutil.STATUS_ZOMBIE:
@@ -277,7 +283,7 @@ def _kill_all(family: Sequence[Any], patience: float = 0.0) -> int:
 
 
 def _sent_by_terminal(number: int) -> bool:
-    """Whether a key was pressed: the terminal then sends the signal to the child as well."""
+    """Returns whether the terminal has sent the signal to the child as well, after a key press."""
     if sys.platform != "win32" and number in TERMINAL_KEYS and sys.stdin and sys.stdin.isatty():
         return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
     return number in CONSOLE_EVENTS

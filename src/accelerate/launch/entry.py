@@ -1,4 +1,4 @@
-"""What the launcher starts in place of a script; `script.py` does the work, out of reach of that one."""
+"""Program that the launcher starts in place of a script, which runs it with `script.py`."""
 
 import sys
 

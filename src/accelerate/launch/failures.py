@@ -1,4 +1,4 @@
-"""What ended the processes of a run: each writes it down, the launcher collects it and finds the cause."""
+"""Records of the errors that ended the processes of a run, which the launcher collects to find the cause."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from threading import Thread
 
 from accelerate.base import AccelerateError, environ
 
@@ -20,29 +21,33 @@ FOLDER_VARIABLE = environ.FAILURE_FOLDER
 VERBOSE_VARIABLE = "ACCELERATE_FAILURE_VERBOSE"
 ENTRY = Path(__file__).with_name("entry.py")
 MOST_DIGITS = 18
+SECONDS_TO_RECORD = 10.0
 EXITS = "exits.json"
 HANG = "hang.json"
-HANG_KIND = "Hang"  # in place of an error's class: the process was ended because of a hang
+HANG_KIND = "Hang"  # used as the class of the error of a process that was ended because of a hang
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The error that ended one process, in Python or by its exit code."""
+    """Error that ended one process, in Python or by its exit code."""
 
     rank: int
     world_size: int
-    attempt: int  # how often the group had been restarted
+    attempt: int  # number of restarts of the group
     host: str
     pid: int
     moment: float  # seconds since the epoch
-    kind: tuple[str, ...]  # class of the error, and those it derives from, by name
+    kind: tuple[str, ...]  # names of the class of the error and its base classes
     headline: str  # class and message, one line
     trace: str
     place: str  # file and line of the last frame of the traceback
 
     @classmethod
     def of(cls, error: BaseException, environ: Mapping[str, str]) -> Failure:
-        """Describe an error in this process, with its traceback; `environ` says which rank this is."""
+        """Describes an error in this process with its traceback.
+
+        `environ` contains the rank.
+        """
         frames = traceback.extract_tb(error.__traceback__)
         (*_, headline) = traceback.format_exception_only(type(error), error)
         return cls(
@@ -59,29 +64,32 @@ class Failure:
         )
 
     def write(self, folder: Path) -> bool:
-        """Write it to a file of its own; whether that worked."""
-        # Forked processes that meet over a file have no RANK: the pid keeps their files apart.
+        """Writes the failure to a separate file, and returns whether that succeeded."""
+        # Forked processes with a file store have no RANK, so the pid distinguishes their files.
         target = folder / f"rank-{self.rank}.attempt-{self.attempt}.pid-{self.pid}.json"
         try:
-            beside = target.with_suffix(".part")
-            beside.write_text(json.dumps(asdict(self)), encoding="utf-8")
-            beside.replace(target)
-        except OSError:  # the folder is gone, or the disk is full: the error itself is printed instead
+            partial = target.with_suffix(".part")
+            partial.write_text(json.dumps(asdict(self)), encoding="utf-8")
+            partial.replace(target)
+        except OSError:  # the folder is gone, or the disk is full, and the error itself is printed instead
             return False
         return True
 
 
-def count_of(environ: Mapping[str, str], name: str, usual: int) -> int:
-    """Return a count that the launcher sets, for a report: a wrong value must not prevent the report."""
+def count_of(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Returns a count that the launcher sets, or a default where it is invalid.
+
+    An invalid value must not prevent the report.
+    """
     text = environ.get(name, "")
-    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else usual
+    return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
 
 
 @dataclass(frozen=True)
 class Exits:
-    """What the launcher saw of the processes of one attempt on its machine."""
+    """Exit codes of the processes of one attempt on this node, as the launcher saw them."""
 
-    codes: Mapping[int, int]  # rank -> exit code, or minus the number of the signal that ended it
+    codes: Mapping[int, int]  # rank -> exit code, or the negative number of the signal
     attempt: int = 0
     asked: tuple[int, ...] = ()  # ranks that still ran when the launcher asked them to end
     asked_by: int = int(signal.SIGTERM)  # the signal
@@ -93,7 +101,7 @@ class Exits:
 
     @classmethod
     def read(cls, folder: Path) -> Exits:
-        """Read what was written; that of no processes where nothing was."""
+        """Reads the file of a folder, or returns no exits without a file."""
         path = folder / EXITS
         if not path.exists():
             return cls({})
@@ -105,7 +113,7 @@ class Exits:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a failed run ended."""
+    """Result of a failed run."""
 
     code: int
     failures: tuple[Failure, ...]  # of the last attempt, the earliest first
@@ -114,62 +122,80 @@ class Outcome:
 
     @property
     def finished(self) -> list[int]:
-        """The ranks that ended with code 0 before the launcher asked them to."""
+        """Ranks that ended with code 0 before the launcher asked them to."""
         return [rank for rank, code in self.seen.codes.items() if not code and rank not in self.seen.asked]
 
 
 def collect(folder: Path, code: int) -> Outcome:
-    """Read what the processes of a run that ended with a code wrote into a folder."""
+    """Reads the files that the processes of a run that ended with a code wrote into a folder."""
     entries = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
     failures = [Failure(**{**entry, "kind": tuple(entry["kind"])}) for entry in entries]
     seen = Exits.read(folder)
     last = max((seen.attempt, *(failure.attempt for failure in failures)))
-    of_last = [failure for failure in failures if failure.attempt == last]
-    of_last.sort(key=lambda failure: failure.moment)
+    latest = [failure for failure in failures if failure.attempt == last]
+    latest.sort(key=lambda failure: failure.moment)
     path, hang = folder / HANG, ""
     if path.exists() and (report := json.loads(path.read_text(encoding="utf-8")))["attempt"] >= last:
         hang = str(report["text"])
-    return Outcome(code, tuple(of_last), seen, hang)
+    return Outcome(code, tuple(latest), seen, hang)
 
 
 def record_digest(folder: Path, digest: str) -> None:
-    """Append how a run failed to the records that its processes wrote, which they named in a folder.
+    """Appends the end of a failed run to the records of its ranks, whose paths are in a folder.
 
     Raises:
-        OSError: The records cannot be written any more.
+        OSError: The records cannot be written any more, or the file system does not respond.
     """
+    errors: list[OSError] = []
+
+    def append() -> None:
+        try:
+            _append_digest(folder, digest)
+        except OSError as error:
+            errors.append(error)
+
+    thread = Thread(target=append, name="record-digest", daemon=True)
+    thread.start()
+    thread.join(SECONDS_TO_RECORD)
+    if thread.is_alive():
+        raise TimeoutError(f"the file system has not responded for {SECONDS_TO_RECORD:g} seconds")
+    for error in errors:
+        raise error
+
+
+def _append_digest(folder: Path, digest: str) -> None:
     from accelerate.monitoring import PATH_SUFFIX, End, RecordWriter  # a run that succeeds needs none of it
 
-    first: dict[Path, int] = {}  # folder of records -> the first rank of this machine
-    for note in sorted(folder.glob(f"rank-*{PATH_SUFFIX}")):
-        path = Path(note.read_text(encoding="utf-8"))
-        first.setdefault(path.parent, int(path.stem.removeprefix("rank-")))
-    for records, rank in first.items():
+    first_ranks: dict[Path, int] = {}  # folder of records -> the first rank of this node
+    for path_file in sorted(folder.glob(f"rank-*{PATH_SUFFIX}")):
+        path = Path(path_file.read_text(encoding="utf-8"))
+        first_ranks.setdefault(path.parent, int(path.stem.removeprefix("rank-")))
+    for records, rank in first_ranks.items():
         writer = RecordWriter(records, rank)
         writer.write(End(time=time.time(), how="failed", digest=digest))
         writer.close()
 
 
 def shortened(text: str, width: int = 300) -> str:
-    """Cut a long line, and say how many characters are missing."""
+    """Truncates a long line, and appends the number of missing characters."""
     return text if len(text) <= width else f"{text[:width]} ... ({len(text) - width} more characters)"
 
 
 class Kind(IntEnum):
-    """What a failure is, the most likely cause first."""
+    """Category of a failure, ordered by how likely it is the cause."""
 
     OWN = 1  # an error of the script, or of a worker of its data loader
     SILENT = 2  # an exit code, or a signal that the launcher did not send, without a Python error
     LEFT = 3  # exit code 0 while others needed the rank
-    HANG = 4  # ended as ranks waited for each other
-    OF_OTHERS = 5  # an error that says what another rank did, or did not
+    HANG = 4  # ended because ranks waited for each other
+    OF_OTHERS = 5  # an error that reports what another rank did or did not do
     LOST = 6  # a connection to another rank broke, or an operation with it timed out
     AFTER = 7  # an error of a rank that the launcher had asked to end
 
 
 @dataclass(frozen=True)
 class Suspect:
-    """One rank whose end may be the cause, with what it wrote; None where it wrote nothing."""
+    """Rank whose end may be the cause, with its failure, or None if it recorded none."""
 
     kind: Kind
     rank: int
@@ -184,17 +210,17 @@ _CONNECTION = re.compile(
 _ANY_CONNECTION = re.compile(
     r"connection refused|connection reset|broken pipe|timed? ?out|timeout|socket", re.IGNORECASE
 )
-"""Said of connections of the script too, such as a download: it counts where torch.distributed raised it."""
+"""Messages also of other connections, which count only if `torch.distributed` raised them."""
 _DISTRIBUTED = re.compile(r'File "[^"]*torch[/\\]distributed[/\\]')
 _OF_OTHERS = re.compile(r"did not come within|did not end their attempt|on another process|does not answer")
 _READ_BY_ANOTHER = re.compile(
     r"^RuntimeError: the loader failed on process \d+, which reads for all:$", re.MULTILINE
 )
-"""In the traceback of the others: they raise what the process raised that reads for them."""
+"""Traceback of ranks that raise the error of the rank that reads for them."""
 
 
 def find_suspects(outcome: Outcome) -> list[Suspect]:
-    """Return all that may have made the run fail, the most likely first."""
+    """Returns all ranks that may have made the run fail, the most likely first."""
     seen, recorded = outcome.seen, {failure.rank for failure in outcome.failures}
     suspects = [Suspect(_kind(failure, outcome), failure.rank, failure) for failure in outcome.failures]
     if any(suspect.kind in (Kind.HANG, Kind.OF_OTHERS, Kind.LOST) for suspect in suspects):
@@ -207,16 +233,16 @@ def find_suspects(outcome: Outcome) -> list[Suspect]:
     }
     suspects += [Suspect(Kind.AFTER if rank in seen.asked else Kind.SILENT, rank) for rank in silent]
 
-    def order(suspect: Suspect) -> tuple[int, float]:
-        # Signals before exit codes: a script that loses another rank may end itself with a code.
+    def sort_key(suspect: Suspect) -> tuple[int, float]:
+        # Signals come before exit codes, because a script that loses another rank may exit with a code.
         moment = suspect.failure.moment if suspect.failure else float(silent.get(suspect.rank, 0) > 0)
         return suspect.kind, moment
 
-    return sorted(suspects, key=order)
+    return sorted(suspects, key=sort_key)
 
 
 def find_first(outcome: Outcome) -> Suspect | None:
-    """Return what made the run fail; None where no rank did."""
+    """Returns the rank that most likely made the run fail, or None."""
     return next(iter(find_suspects(outcome)), None)
 
 

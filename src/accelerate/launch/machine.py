@@ -1,4 +1,4 @@
-"""What this machine offers to a launch: its devices, cores, files and ports, and the store of a run."""
+"""Devices, cores, files and ports of this machine, and the store of a run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LOOPBACK = {LOOPBACK_ADDRESS: socket.AF_INET, "::1": socket.AF_INET6, "localhost
 BACKLOG = 4096
 
 KEY_VARIABLE = "ACCELERATE_RUN_KEY"
-"""Secret of one run, with which its ranks sign what they write to the store."""
+"""Variable with the secret key of a run, with which its ranks sign their entries in the store."""
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
-    """Whether another program of this machine listens on a port.
+    """Returns whether another program of this machine listens on a port.
 
     Args:
-        port: default 29500.
+        port: the port. Default: 29500.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -39,23 +39,24 @@ def is_port_in_use(port: int | str | None = None) -> bool:
 
 
 def get_free_port() -> int:
-    """A port that no program of this machine uses now."""
+    """Returns a port that no program of this machine uses."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
 
 
 def run_key(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with the key of a run: that of the launcher that started this one, or a new one."""
+    """Returns the variable with the key of the launcher that started this one, or with a new key."""
     return {KEY_VARIABLE: environ.get(KEY_VARIABLE) or os.urandom(32).hex()}
 
 
 def hold_loopback_store(address: str, port: int) -> object:
-    """Open a store of `torch.distributed` that listens on the loopback interface alone.
+    """Opens a `TCPStore` that listens on the loopback interface only.
 
-    By default torch listens on all interfaces. A `TCPStore` that this process opens later at the same port
-    with `multi_tenant=True`, as the rendezvous "static" and "env://" do, uses this one. None where the
-    address is not the loopback, or the port is in use: torch then says so, or finds the store opened before.
+    By default torch listens on all interfaces. A `TCPStore` that this process later opens at the same port
+    with `multi_tenant=True`, as the rendezvous "static" and "env://" do, uses this one. Returns None if the
+    address is not the loopback, or the port is in use. In that case torch raises the error, or uses the store
+    opened before.
     """
     if address not in LOOPBACK:
         return None
@@ -71,7 +72,7 @@ def hold_loopback_store(address: str, port: int) -> object:
 
 
 def loopback_interface() -> str | None:
-    """Return the name of the loopback interface, "lo" on Linux; None where there is none that is up."""
+    """Returns the name of the active loopback interface, "lo" on Linux, or None."""
     import psutil
 
     states = psutil.net_if_stats()
@@ -83,20 +84,23 @@ def loopback_interface() -> str | None:
 
 
 def ask_mpirun() -> str:
-    """What ``mpirun --version`` prints; it names the dialect."""
+    """Returns the output of `mpirun --version`, which identifies the implementation."""
     words = ["mpirun", "--version"]
     try:
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
+        completed = subprocess.run(words, capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigurationError(
             f"mpirun --version does not run: {error}. Install Open MPI, MPICH or Intel MPI, or put its bin "
             f"folder on PATH."
         ) from error
-    return answer.stdout + answer.stderr
+    return completed.stdout + completed.stderr
 
 
 def read_file(path: str) -> str:
-    """The text of a file; a `ConfigurationError` where it cannot be read."""
+    """Returns the text of a file.
+
+    Raises a `ConfigurationError` if it cannot be read.
+    """
     try:
         return expanded(path).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -105,7 +109,7 @@ def read_file(path: str) -> str:
 
 
 def has_module(name: str) -> bool:
-    """Whether a Python package or module is installed; only its parents are imported."""
+    """Returns whether a Python package or module is installed, importing only its parents."""
     try:
         return find_spec(name) is not None
     except ImportError:
@@ -114,11 +118,11 @@ def has_module(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Machine:
-    """Facts about this machine, gathered once: resolving a plan looks at nothing else."""
+    """Facts about this machine, which are the only input of a plan beside the settings."""
 
-    hardware: DeviceBackend = CPU  # the devices that launched processes would find
-    devices: int = 1  # that are visible; 1 for the CPU
-    cores: int = 1  # of the CPU, that this process may use
+    hardware: DeviceBackend = CPU  # the devices that launched processes use
+    devices: int = 1  # number of visible devices, 1 for the CPU
+    cores: int = 1  # number of CPU cores that this process may use
     port_in_use: Callable[[int], bool] = is_port_in_use
     free_port: Callable[[], int] = get_free_port
     environ: Mapping[str, str] | None = None
@@ -133,7 +137,7 @@ class Machine:
 
 
 def look(environ: Mapping[str, str], *, cpu: bool) -> Machine:
-    """Gather the facts, without importing torch where nvidia-smi can answer; with `cpu` find no devices."""
+    """Gathers the facts without importing torch where nvidia-smi suffices, and without devices for `cpu`."""
     hardware, devices = (CPU, 1) if cpu else count_visible(environ)
     return Machine(
         hardware=hardware,

@@ -1,7 +1,7 @@
-"""The entry points that take an `argparse.Namespace`: calls of what the resolver uses too.
+"""Functions for launching from an `argparse.Namespace`, which call the launchers.
 
-Such a namespace, `args`, holds every option of ``accelerate launch``, already decided, under its name;
-nothing is looked up on the machine. `current_env` is a dictionary that gets variables, and is returned.
+The namespace, `args`, contains every option of ``accelerate launch`` under its name. The values are final,
+and nothing is read from the machine. `current_env` is a dictionary that receives variables and is returned.
 """
 
 from __future__ import annotations
@@ -42,9 +42,11 @@ MULTI = (*COMPILED, sections.FsdpSection, sections.MegatronSection, *MESH)
 
 
 def settings_of(args: argparse.Namespace) -> Settings:
-    """The settings that a namespace holds; what it lacks, or holds as ``None``, has its built-in value."""
-    given = {name: value for name, value in vars(args).items() if name in all_options() and value is not None}
-    values = {name: all_options()[name].read(value, f"--{name}") for name, value in given.items()}
+    """Returns the settings of a namespace, with built-in values for missing and `None` entries."""
+    present = {
+        name: value for name, value in vars(args).items() if name in all_options() and value is not None
+    }
+    values = {name: all_options()[name].read(value, f"--{name}") for name, value in present.items()}
     values["cpu"] = bool(getattr(args, "cpu", None) or getattr(args, "use_cpu", None))
     return merge_layers(Layer(FLAG, values))
 
@@ -72,7 +74,7 @@ def _make_plan(
 
 
 def _encode(args: argparse.Namespace, sections: tuple[type[Section], ...]) -> dict[str, str]:
-    """The whole environment of processes that read these sections."""
+    """Returns the whole environment of processes that read these sections."""
     from accelerate.devices import CUDA, count_visible
 
     settings = settings_of(args)
@@ -85,13 +87,13 @@ def _encode(args: argparse.Namespace, sections: tuple[type[Section], ...]) -> di
 
 
 def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
-    """The command and the whole environment for one process.
+    """Returns the command and the whole environment for one process.
 
     Returns:
         The words of the command, and the environment.
 
     Raises:
-        ConfigurationError: the namespace contradicts itself.
+        ConfigurationError: options contradict each other.
     """
     settings = settings_of(args)
     variables = _encode(args, COMPILED)
@@ -105,17 +107,17 @@ def prepare_simple_launcher_cmd_env(args: argparse.Namespace) -> tuple[list[str]
 
 
 def prepare_multi_gpu_env(args: argparse.Namespace) -> dict[str, str]:
-    """The whole environment for several processes; the namespace gets what ``torchrun`` needs.
+    """Returns the whole environment for several processes, and adds the arguments of torchrun to `args`.
 
     Args:
-        args: gets ``nproc_per_node``, ``nnodes``,
-            ``node_rank``, ``master_addr``, ``master_port`` or ``rdzv_endpoint``, as text.
+        args: receives ``nproc_per_node``, ``nnodes``, ``node_rank``, ``master_addr``, ``master_port`` or
+            ``rdzv_endpoint`` as text.
 
     Returns:
         The environment.
 
     Raises:
-        ConfigurationError: the namespace contradicts itself, or its port is busy on a cluster.
+        ConfigurationError: options contradict each other, or the port is in use with several nodes.
     """
     _add_torchrun_names(args)
     return _encode(args, MULTI)
@@ -138,17 +140,17 @@ def _add_torchrun_names(args: argparse.Namespace) -> None:
 
 
 def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | None, dict[str, str]]:
-    """The command and the whole environment for DeepSpeed.
+    """Returns the command and the whole environment for DeepSpeed.
 
     Args:
-        args: on one machine, and with the launcher ``standard``, it gets what ``torchrun`` needs.
+        args: receives the arguments of torchrun on one node, and with the launcher ``standard``.
 
     Returns:
-        The words of DeepSpeed's launcher, or ``None`` where ``torchrun`` starts the processes; and the
+        The command of the launcher of DeepSpeed, or ``None`` where torchrun starts the processes, and the
         environment.
 
     Raises:
-        ConfigurationError: the namespace contradicts itself, or its port is busy on a cluster.
+        ConfigurationError: options contradict each other, or the port is in use with several nodes.
     """
     variables = _encode(args, DEEPSPEED)
     variables.pop("OMP_NUM_THREADS", None)
@@ -169,9 +171,9 @@ def prepare_deepspeed_cmd_env(args: argparse.Namespace) -> tuple[list[str] | Non
 def prepare_tpu(
     args: argparse.Namespace, current_env: dict[str, str], pod: bool = False
 ) -> tuple[argparse.Namespace, dict[str, str]]:
-    """Add the variables by which XLA computes in bfloat16, and those of a debug run; return both arguments.
+    """Adds the variables for bfloat16 on XLA and for debug mode, and returns both arguments.
 
-    The ``env`` of `args` gets them for the hosts of a `pod`, `current_env` otherwise.
+    For the hosts of a `pod` they are added to the ``env`` of `args`, otherwise to `current_env`.
     """
     settings = settings_of(args)
     added = precision_variables(settings.values["downcast_bf16"], settings.values["mixed_precision"])
@@ -187,16 +189,16 @@ def prepare_tpu(
 def prepare_sagemager_args_inputs(
     sagemaker_config: SageMakerConfig, args: argparse.Namespace
 ) -> tuple[dict[str, Any], dict[str, str] | None]:
-    """The arguments of the estimator of a SageMaker job, and its inputs; AWS's variables are set.
+    """Returns the arguments of the estimator of a SageMaker job and its inputs, and sets AWS variables.
 
     Args:
-        sagemaker_config: the job, as its configuration file describes it.
+        sagemaker_config: the job of the configuration file.
 
     Returns:
         Arguments of the estimator by name, and channel -> location of its data, None for none.
 
     Raises:
-        ConfigurationError: the job cannot work.
+        ConfigurationError: the job is invalid.
     """
     job = _plan_job(sagemaker_config, args).detail(SageMakerDetails)
     environ.assign(job.credentials)
@@ -204,22 +206,22 @@ def prepare_sagemager_args_inputs(
 
 
 def _plan_job(config: SageMakerConfig, args: argparse.Namespace) -> LaunchPlan:
-    """A plan from the file's object, under the flags that the namespace gives."""
+    """Returns the plan of a job from its configuration, where flags of the namespace take precedence."""
     rows = all_options()
     dynamo = [row.name for row in sections.DynamoSection.options()]
     keys = ("aws_access_key_id", "aws_secret_access_key", "mixed_precision", *dynamo)
     flags = {name: value for name in keys if (value := getattr(args, name, None)) is not None}
-    given = {
+    present = {
         name: rows[name].read(value, name)
         for name, value in {**(config.dynamo_config or {}), **config.to_dict(), **flags}.items()
         if name in rows
     }
-    settings = merge_layers(Layer(FLAG, {**given, "compute_environment": "AMAZON_SAGEMAKER"}))
+    settings = merge_layers(Layer(FLAG, {**present, "compute_environment": "AMAZON_SAGEMAKER"}))
     return _make_plan(settings, args, "sagemaker", {})
 
 
 def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """Add the variables of the FP8 recipe, where FP8 is the number format."""
+    """Adds the variables of the FP8 recipe if mixed precision is FP8."""
     current_env.update(env.encode(settings_of(args), (sections.Fp8Section,)))
     return current_env
 
@@ -227,7 +229,7 @@ def setup_fp8_env(args: argparse.Namespace, current_env: dict[str, str]) -> dict
 def prepare_extend_env_parallelism_config(
     args: argparse.Namespace, current_env: dict[str, str]
 ) -> dict[str, str]:
-    """Add the variables of the mesh."""
+    """Adds the variables of the device mesh."""
     settings = settings_of(args).replaced(FLAG, use_parallelism_config=True)
     current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
     current_env.update(env.encode(settings, MESH))
@@ -237,7 +239,10 @@ def prepare_extend_env_parallelism_config(
 def _filter_args(
     args: argparse.Namespace, parser: argparse.ArgumentParser, default_args: list[str] | None = None
 ) -> argparse.Namespace:
-    """The values of a namespace that another parser knows too; `default_args` let that parse at all."""
+    """Returns the values of a namespace that another parser knows.
+
+    `default_args` are required arguments of that parser.
+    """
     known, _ = parser.parse_known_args(default_args or [])
     shared = {name: value for name, value in vars(args).items() if hasattr(known, name)}
     vars(known).update(shared)
@@ -245,30 +250,30 @@ def _filter_args(
 
 
 def simple_launcher(args: argparse.Namespace) -> None:
-    """Run the namespace's script as one process.
+    """Runs the script of a namespace in one process.
 
     Raises:
-        SystemExit: the script failed; with its exit code.
+        SystemExit: the script fails, with its exit code.
     """
     _, variables = prepare_simple_launcher_cmd_env(args)
     _run(_make_plan(settings_of(args), args, "local", variables))
 
 
 def multi_gpu_launcher(args: argparse.Namespace) -> None:
-    """Run the namespace's script in several processes.
+    """Runs the script of a namespace in several processes.
 
     Raises:
-        SystemExit: a process failed; with its exit code.
+        SystemExit: a process fails, with its exit code.
     """
     variables = prepare_multi_gpu_env(args)
     _run(_make_plan(settings_of(args), args, "elastic", variables, getattr(args, "master_port", None)))
 
 
 def deepspeed_launcher(args: argparse.Namespace) -> None:
-    """Run the namespace's script with DeepSpeed.
+    """Runs the script of a namespace with DeepSpeed.
 
     Raises:
-        SystemExit: a process failed; with its exit code.
+        SystemExit: a process fails, with its exit code.
     """
     command, variables = prepare_deepspeed_cmd_env(args)
     port = getattr(args, "master_port", None) if command is None else None
@@ -276,7 +281,7 @@ def deepspeed_launcher(args: argparse.Namespace) -> None:
 
 
 def tpu_launcher(args: argparse.Namespace) -> None:
-    """Run the namespace's script on the chips of this TPU host.
+    """Runs the script of a namespace on the chips of this TPU host.
 
     Raises:
         MissingPackageError: torch_xla is not installed.
@@ -285,10 +290,10 @@ def tpu_launcher(args: argparse.Namespace) -> None:
 
 
 def tpu_pod_launcher(args: argparse.Namespace) -> None:
-    """Run the namespace's script on all hosts of a TPU pod.
+    """Runs the script of a namespace on all hosts of a TPU pod.
 
     Raises:
-        SystemExit: a host failed; with its exit code.
+        SystemExit: a host fails, with its exit code.
     """
     _run(_plan_tpu(args, "tpu_pod"))
 
@@ -299,14 +304,14 @@ def _plan_tpu(args: argparse.Namespace, launcher: str) -> LaunchPlan:
 
 
 def sagemaker_launcher(sagemaker_config: SageMakerConfig, args: argparse.Namespace) -> None:
-    """Run the namespace's script as a job on Amazon SageMaker.
+    """Runs the script of a namespace as a job on Amazon SageMaker.
 
     Args:
-        sagemaker_config: the job, as its configuration file describes it.
+        sagemaker_config: the job of the configuration file.
 
     Raises:
-        MissingPackageError: the vendor's package is not installed.
-        LaunchError: the job failed.
+        MissingPackageError: the package `sagemaker` is not installed.
+        LaunchError: the job fails.
     """
     _run(_plan_job(sagemaker_config, args))
 

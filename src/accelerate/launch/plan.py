@@ -1,4 +1,4 @@
-"""LaunchPlan: everything that was decided, its command line, and how its processes record their errors."""
+"""Launch plan with its command line, and the recording of errors of its processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Kind: TypeAlias = Literal["script", "module", "program"]
 
 @dataclass(frozen=True)
 class Target:
-    """What runs in each process: a Python script, a module (``-m``), or a program of any kind."""
+    """Program of each process, which is a Python script, a module (``-m``), or any program."""
 
     kind: Kind
     name: str
@@ -29,7 +29,10 @@ class Target:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Target:
-        """What a parsed command line names; it cannot be both a module and a program."""
+        """Returns the target of a parsed command line.
+
+        It cannot be both a module and a program.
+        """
         if args.module and args.no_python:
             raise ConfigurationError("--module and --no_python exclude each other. Keep one of them.")
         kind: Kind = "module" if args.module else "program" if args.no_python else "script"
@@ -37,48 +40,53 @@ class Target:
 
     @property
     def words(self) -> list[str]:
-        """The words that name it to torchrun, to `accelerate launch` and to DeepSpeed's launcher."""
+        """Arguments that name the target for torchrun, `accelerate launch` and the launcher of DeepSpeed."""
         kind = {"script": [], "module": ["--module"], "program": ["--no_python"]}[self.kind]
         return [*kind, self.name, *self.arguments]
 
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """What to start, where and with which environment."""
+    """Processes to start, with their target, location and environment."""
 
     launcher: str  # key of `launch.backends.base.LAUNCHERS`
     target: Target
-    processes: int = 1  # over all machines
+    processes: int = 1  # on all nodes
     machines: int = 1
-    machine: int = 0  # rank of this machine
-    rendezvous: RendezvousSection = RendezvousSection()  # with the address and port that were given
-    address: str = LOOPBACK_ADDRESS  # of the machine of rank 0, as it was chosen; the port likewise
+    machine: int = 0  # rank of this node
+    rendezvous: RendezvousSection = RendezvousSection()  # with the address and port of the user
+    address: str = LOOPBACK_ADDRESS  # of the node of rank 0
     port: int = DEFAULT_PORT
-    environment: Mapping[str, str] = field(default_factory=dict)  # only the variables that are added
-    notes: tuple[str, ...] = ()  # what was assumed or changed, for the user
-    details: object = None  # what the launcher needs beyond this; see `detail`
-    shares: tuple[int, ...] = ()  # processes on each machine, where these differ
+    environment: Mapping[str, str] = field(default_factory=dict)  # added variables only
+    notes: tuple[str, ...] = ()  # assumptions and changes to report to the user
+    details: object = None  # further data of the launcher, see `detail`
+    per_machine: tuple[int, ...] = ()  # number of processes on each node, if these differ
 
     @property
     def local_processes(self) -> int:
-        return self.shares[self.machine] if self.shares else self.processes // self.machines
+        return self.per_machine[self.machine] if self.per_machine else self.processes // self.machines
 
     @property
     def ranks(self) -> str:
-        """The ranks of this machine, in words."""
-        first = sum(self.shares[: self.machine]) if self.shares else self.local_processes * self.machine
+        """Ranks of this node as text."""
+        first = (
+            sum(self.per_machine[: self.machine]) if self.per_machine else self.local_processes * self.machine
+        )
         last = first + self.local_processes - 1
         return f"rank {first}" if first == last else f"ranks {first} to {last}"
 
     @property
     def layout(self) -> str:
-        """How the processes are distributed over several machines, in words."""
-        if self.shares:
-            return f"{', '.join(map(str, self.shares))} on the {self.machines} machines"
+        """Distribution of the processes over several nodes as text."""
+        if self.per_machine:
+            return f"{', '.join(map(str, self.per_machine))} on the {self.machines} machines"
         return f"{self.local_processes} on each of {self.machines} machines"
 
     def detail(self, kind: type[Detail]) -> Detail:
-        """The launcher's own part of the plan, of this class; a `TypeError` in a plan of another launcher."""
+        """Returns the data of the launcher.
+
+        Raises a `TypeError` if the plan is of another launcher.
+        """
         if not isinstance(self.details, kind):
             raise TypeError(f"a plan of the {self.launcher} launcher holds no {kind.__name__}")
         return self.details
@@ -88,9 +96,9 @@ AGENT = (sys.executable, "-m", "accelerate.commands.launch", "--quiet")
 
 
 def local_command(target: Target) -> list[str]:
-    """The words that run a target as one process of this Python."""
-    before = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[target.kind]
-    return [*before, target.name, *target.arguments]
+    """Returns the command that runs a target as one process of this Python."""
+    prefix = {"script": [sys.executable], "module": [sys.executable, "-m"], "program": []}[target.kind]
+    return [*prefix, target.name, *target.arguments]
 
 
 def torchrun_arguments(plan: LaunchPlan) -> list[str]:
@@ -99,7 +107,7 @@ def torchrun_arguments(plan: LaunchPlan) -> list[str]:
         *("--nnodes", str(plan.machines)),
         *("--nproc_per_node", str(plan.local_processes)),
         *("--node_rank", str(plan.machine)),
-        # Absent, torch would take it from PET_RDZV_ENDPOINT.
+        # Otherwise torch would read it from PET_RDZV_ENDPOINT.
         *("--rdzv_endpoint", f"{plan.address}:{plan.port}"),
         *("--rdzv_backend", rendezvous.rdzv_backend),
         *("--max_restarts", str(rendezvous.max_restarts)),
@@ -114,37 +122,37 @@ def torchrun_arguments(plan: LaunchPlan) -> list[str]:
     return [*words, *plan.target.words]
 
 
-def accelerate_command(settings: Settings, target: Target, *left_out: str) -> list[str]:
-    """The words of an `accelerate launch` that decides the same, and finds `left_out` by itself."""
-    left_out = (*left_out, "monitor")  # it has no terminal
+def accelerate_command(settings: Settings, target: Target, *excluded: str) -> list[str]:
+    """Returns an `accelerate launch` command with the same settings, except those `excluded`."""
+    excluded = (*excluded, "monitor")  # the command has no terminal
     if settings.source("num_cpu_threads_per_process") not in (FLAG, ENVIRONMENT):
-        left_out = (*left_out, "num_cpu_threads_per_process")
-    return [*AGENT, *flags.words(settings, *left_out), *target.words]
+        excluded = (*excluded, "num_cpu_threads_per_process")
+    return [*AGENT, *flags.words(settings, *excluded), *target.words]
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
-    """A search path with one folder more.
+    """Returns a search path with one folder added.
 
     Args:
-        env_var_name: variable that holds the search path.
-        path_to_add: folder that is put at its end.
+        env_var_name: variable with the search path.
+        path_to_add: folder to append.
 
     Returns:
-        The new value; the variable is not changed.
+        The new value. The variable is not changed.
     """
     present = [path for path in environ.current().get(env_var_name, "").split(":") if path]
     return ":".join([*present, str(path_to_add)])
 
 
-RECORDED = ("local", "elastic")  # launchers that start the script themselves
+RECORDED = ("local", "elastic")  # launchers that start the script directly
 
 
 def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
-    """A plan whose processes write what ends them into a folder; the same plan where that is not possible."""
+    """Returns a plan whose processes record their errors in a folder, or the same plan if unsupported."""
     if plan.launcher not in RECORDED or plan.target.kind == "program":
         return plan
-    before = ("-m",) if plan.target.kind == "module" else ()
-    target = Target("script", str(ENTRY), (*before, plan.target.name, *plan.target.arguments))
+    prefix = ("-m",) if plan.target.kind == "module" else ()
+    target = Target("script", str(ENTRY), (*prefix, plan.target.name, *plan.target.arguments))
     added = {FOLDER_VARIABLE: str(folder)}
     if plan.rendezvous.log_dir or plan.rendezvous.tee != "0":
         added[VERBOSE_VARIABLE] = "1"
@@ -152,6 +160,6 @@ def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
 
 
 def folder_of(plan: LaunchPlan) -> Path | None:
-    """Where the processes of a plan write down what ends them; `None` where they do not."""
+    """Returns the folder of the recorded errors of a plan, or None."""
     folder = plan.environment.get(FOLDER_VARIABLE)
     return None if folder is None else Path(folder)

@@ -1,4 +1,4 @@
-"""Merged settings + machine -> LaunchPlan, and the plan as text and JSON; this file chooses the launcher."""
+"""Resolution of settings and machine facts into a launch plan, and its text and JSON formats."""
 
 from __future__ import annotations
 
@@ -25,64 +25,66 @@ NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_
 
 
 def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[LaunchPlan, Settings]:
-    """Decide what to start; return the plan, and the settings with the values that were chosen here.
+    """Returns the launch plan, and the settings with the chosen values.
 
-    An error where the settings contradict each other or the machine, or an agreed port is busy here.
+    Raises an error if the settings contradict each other or the machine, or an agreed port is in use.
     """
-    chosen = [f"--{name}" for name in EXCLUSIVE if settings.values[name]]
-    if len(chosen) > 1 and chosen != ["--multi_gpu"]:
-        raise ConfigurationError(f"{' and '.join(chosen)} exclude each other. Keep one of them.")
+    exclusive = [f"--{name}" for name in EXCLUSIVE if settings.values[name]]
+    if len(exclusive) > 1 and exclusive != ["--multi_gpu"]:
+        raise ConfigurationError(f"{' and '.join(exclusive)} exclude each other. Keep one of them.")
     try:
         read_seconds(settings.values["max_time"] or "0")
     except ValueError:
         fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
         raise layout.wrong_option(settings, "max_time", "this is not a span of time", fix) from None
-    starter = choose_starter(settings, machine)
-    if starter is not None:
-        settings = launcher_named(starter).amend(settings, machine)
-    if starter is not None and launcher_named(starter).counts_remotely:
-        given = settings.values["num_processes"]
-        plan = LaunchPlan(starter, target, max(given or 1, 1), settings.values["num_machines"])
+    launcher_name = choose_starter(settings, machine)
+    if launcher_name is not None:
+        settings = launcher_named(launcher_name).amend(settings, machine)
+    if launcher_name is not None and launcher_named(launcher_name).counts_remotely:
+        num_processes = settings.values["num_processes"]
+        plan = LaunchPlan(launcher_name, target, max(num_processes or 1, 1), settings.values["num_machines"])
     else:
         machine = _used_hardware(settings, machine)
-        settings, plan = _plan_processes(_note_idle_flags(settings, starter), machine, target, starter)
+        settings, plan = _plan_processes(
+            _note_idle_flags(settings, launcher_name), machine, target, launcher_name
+        )
     environment = layout.worker_environment(settings, machine, plan.launcher)
     if settings.values["monitor"] and plan.launcher not in RECORDED:
-        where = layout.where(settings, "monitor")
-        settings = settings.noted(f"{where} has no effect with the {plan.launcher} launcher")
+        option = layout.where(settings, "monitor")
+        settings = settings.noted(f"{option} has no effect with the {plan.launcher} launcher")
     plan = replace(plan, environment=environment, notes=settings.notes)
     return replace(plan, details=launcher_for(plan).details(settings, machine, plan)), settings
 
 
 def _plan_processes(
-    settings: Settings, machine: Machine, target: Target, starter: str | None
+    settings: Settings, machine: Machine, target: Target, launcher_name: str | None
 ) -> tuple[Settings, LaunchPlan]:
-    """Decide how many processes run here and where they meet."""
+    """Plans the number of processes on this node and their rendezvous."""
     check_engine(settings, machine)
-    settings, shares = layout.choose_shares(settings)
+    settings, per_machine = layout.choose_processes_per_machine(settings)
     settings = layout.choose_processes(settings, machine)
-    if starter is None:
+    if launcher_name is None:
         settings = layout.choose_machines(settings, machine)
-    layout.check_layout(settings, machine, shares)
+    layout.check_layout(settings, machine, per_machine)
     values = settings.values
     is_single = values["num_processes"] == values["num_machines"] == 1
-    here = "local" if is_single and not any(values[name] for name in NEEDS_GROUP) else "elastic"
-    name = starter or here
+    default = "local" if is_single and not any(values[name] for name in NEEDS_GROUP) else "elastic"
+    name = launcher_name or default
     launcher = launcher_named(name)
-    if shares and name != "elastic":
+    if per_machine and name != "elastic":
         reason = f"the {name} launcher starts the same number on each machine"
-        raise wrong_value("--processes_per_machine", layout.listed(shares), reason, "Leave it out")
+        raise wrong_value("--processes_per_machine", layout.listed(per_machine), reason, "Leave it out")
     if launcher.called_once and values["machine_rank"]:
         fix = "Call it once, on one machine, without it"
         raise layout.wrong_option(settings, "machine_rank", f"the {name} launcher starts all machines", fix)
-    settings = layout.choose_threads(settings, machine, name, shares)
+    settings = layout.choose_threads(settings, machine, name, per_machine)
     plan = LaunchPlan(
         launcher=name,
         target=target,
         processes=values["num_processes"],
         machines=values["num_machines"],
         machine=values["machine_rank"],
-        shares=shares,
+        per_machine=per_machine,
     )
     if name != "local":
         rendezvous = settings[RendezvousSection]
@@ -96,8 +98,8 @@ def _plan_processes(
     return settings, plan
 
 
-def _note_idle_flags(settings: Settings, starter: str | None) -> Settings:
-    """Name the flags that change nothing, since what they belong to is not chosen."""
+def _note_idle_flags(settings: Settings, launcher_name: str | None) -> Settings:
+    """Notes the flags without an effect, because their feature is not enabled."""
     for section in (s for s in SECTIONS if s.switch and not s.active(settings.values)):
         idle = [
             f"--{row.name}"
@@ -107,13 +109,13 @@ def _note_idle_flags(settings: Settings, starter: str | None) -> Settings:
         if idle:
             verb = "has" if len(idle) == 1 else "have"
             settings = settings.noted(f"{', '.join(idle)} {verb} no effect without {section.switch}")
-    if starter is None and settings.values["slurm"]:
+    if launcher_name is None and settings.values["slurm"]:
         settings = settings.noted(f"{layout.where(settings, 'slurm')} has no effect outside of an allocation")
     return settings
 
 
 def choose_cpu_or_devices(settings: Settings) -> Settings:
-    """Decide between the CPU and `multi_gpu` where both are asked for: flags win over variables and files."""
+    """Chooses the CPU or `multi_gpu` if both are set, where flags take precedence."""
     if settings.values["cpu"] and settings.source("gpu_ids") == FLAG:
         settings = settings.noted("--gpu_ids has no effect on the CPU")
     if not (settings.values["cpu"] and settings.values["multi_gpu"]):
@@ -131,7 +133,7 @@ def choose_cpu_or_devices(settings: Settings) -> Settings:
 
 
 def choose_starter(settings: Settings, machine: Machine) -> str | None:
-    """Name the program that starts the processes, if it is not this one."""
+    """Returns the name of an external launcher, or None if this process starts the processes."""
     values = settings.values
     if values["submit"] and not values["slurm"]:
         raise wrong_value("--submit", True, "it belongs to --slurm", "Pass --slurm as well, or leave it out")
@@ -154,7 +156,7 @@ def choose_starter(settings: Settings, machine: Machine) -> str | None:
 
 
 def _used_hardware(settings: Settings, machine: Machine) -> Machine:
-    """The machine as this run uses it: without its devices for `--cpu`, with those of `--gpu_ids` only."""
+    """Returns the machine with the devices of this run, none for `--cpu` and those of `--gpu_ids`."""
     launch = settings[LaunchSection]
     if launch.cpu:
         return replace(machine, hardware=CPU, devices=1)
@@ -168,37 +170,39 @@ def _used_hardware(settings: Settings, machine: Machine) -> Machine:
 
 
 def _check_rendezvous(settings: Settings, launcher: Launcher) -> None:
-    """Refuse several machines without an address, and what torch would refuse."""
+    """Raises an error for several nodes without an address, and for values that torch refuses."""
     values = settings.values
     if values["num_machines"] > 1 and not values["main_process_ip"] and not launcher.finds_address:
         fix = "Pass the address of the machine of rank 0"
-        raise wrong_value("--main_process_ip", None, "several machines need a place to meet", fix)
+        raise wrong_value(
+            "--main_process_ip", None, "several machines need an address for the rendezvous", fix
+        )
     if not STREAMS.fullmatch(values["tee"]):
         fix = "Write 0, 1, 2 or 3, or one of these for single ranks: 0:3,1:2"
-        raise layout.wrong_option(settings, "tee", "this names no streams", fix)
-    further = values["rdzv_conf"]
-    if further and not all("=" in pair.strip("=") for pair in further.split(",")):
+        raise layout.wrong_option(settings, "tee", "these are not streams", fix)
+    pairs = values["rdzv_conf"]
+    if pairs and not all("=" in pair.strip("=") for pair in pairs.split(",")):
         fix = "Write for example timeout=900,read_timeout=60"
         raise layout.wrong_option(settings, "rdzv_conf", "a setting has no name or no value", fix)
 
 
 def _choose_port(settings: Settings, machine: Machine, is_agreed: bool) -> tuple[Settings, int]:
-    """Take the port that is given; a free one where it is busy and no other machine has to know it."""
-    given = settings.values["main_process_port"]
-    port = DEFAULT_PORT if given is None else given
+    """Chooses the port of the user, or a free one if it is in use and no other node must know it."""
+    requested = settings.values["main_process_port"]
+    port = DEFAULT_PORT if requested is None else requested
     if not 0 <= port <= 65535:
         raise layout.wrong_option(settings, "main_process_port", "ports go from 0 to 65535", "Use 29500")
     if not is_agreed:
         if port and not machine.port_in_use(port):
             return settings, port
         free = machine.free_port()
-        return settings.noted(f"port {port} is in use, {free} is taken instead") if port else settings, free
+        return settings.noted(f"port {port} is in use, {free} is used instead") if port else settings, free
     if port == 0:
         fix = "Choose one port and pass it on every machine"
         raise wrong_value("--main_process_port", 0, "several machines must agree on a port", fix)
     if settings.values["machine_rank"] == 0 and machine.port_in_use(port):
         raise LaunchError(
-            f"Port {port} is in use on this machine, where the others would look for it. "
+            f"Port {port} is in use on this machine, to which the others connect. "
             f"Free it, or pass another --main_process_port on every machine."
         )
     return settings, port
@@ -208,7 +212,7 @@ FILE = "deepspeed_config_file"
 
 
 def check_engine(settings: Settings, machine: Machine) -> None:
-    """Refuse what DeepSpeed cannot train with, all of it in one error, where it is the strategy."""
+    """Raises one error for all settings that DeepSpeed does not support, if it is the strategy."""
     values = settings.values
     if not values["use_deepspeed"]:
         return
@@ -231,7 +235,7 @@ def _check_fields(fields: dict[str, Any]) -> None:
 
 
 def as_text(plan: LaunchPlan, settings: Settings) -> str:
-    """Explain what a launch would do: notes, values with their sources, environment, command."""
+    """Formats a plan as text with notes, values and their sources, environment and command."""
     launcher = launcher_for(plan)
     parts: list[tuple[str, list[list[str]]]] = [
         ("Notes", [[note] for note in plan.notes]),
@@ -251,7 +255,7 @@ def as_text(plan: LaunchPlan, settings: Settings) -> str:
 
 
 def as_json(plan: LaunchPlan, settings: Settings) -> str:
-    """The same as one JSON object."""
+    """Formats a plan as a JSON object."""
     launcher = launcher_for(plan)
     return json.dumps(
         {
@@ -288,7 +292,7 @@ def _shown(row: Option, value: Any) -> Any:
 
 
 def _columns(rows: list[list[str]]) -> list[str]:
-    """Align cells in columns; the last one is not padded."""
+    """Aligns cells in columns without padding the last one."""
     if not rows:
         return ["  none"]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]

@@ -1,8 +1,8 @@
-"""What runs in a launched process: a script as Python itself would run it, or a function of a worker.
+"""Execution of a script in a launched process as Python would run it, and of a function in a worker.
 
 The launcher starts `entry.py` instead of a script: `python entry.py script.py ...` or `python entry.py -m
-module ...`. The script finds itself as `__main__`, with its own `sys.argv`, `sys.path` and `__file__`. The
-error that ends it is written down, with a traceback that begins with its own lines.
+module ...`. The script runs as `__main__`, with its own `sys.argv`, `sys.path` and `__file__`. An error that
+ends it is recorded with a traceback that begins with its own lines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE,
 
 
 def run(words: list[str]) -> None:
-    """Run a module, or a script in `__main__` itself, where pickle and spawned workers look for its names."""
+    """Runs a module, or a script in the existing `__main__`, where pickle looks up names."""
     if words[0] == "-m":
         sys.path[0] = str(Path.cwd())
         sys.argv = words[1:]
@@ -30,18 +30,20 @@ def run(words: list[str]) -> None:
     script = words[0]
     sys.path[0] = str(Path(script).resolve().parent)
     sys.argv = words
-    space = vars(sys.modules["__main__"])
-    kept = {name: space[name] for name in ("__name__", "__builtins__", "__loader__", "__spec__", "__doc__")}
-    space.clear()
+    namespace = vars(sys.modules["__main__"])
+    preserved = {
+        name: namespace[name] for name in ("__name__", "__builtins__", "__loader__", "__spec__", "__doc__")
+    }
+    namespace.clear()
     path = str(Path(script).absolute())
-    space.update(kept, __file__=path, __doc__=None, __package__=None, __cached__=None)
-    exec(compile(Path(script).read_bytes(), path, "exec"), space)
+    namespace.update(preserved, __file__=path, __doc__=None, __package__=None, __cached__=None)
+    exec(compile(Path(script).read_bytes(), path, "exec"), namespace)
 
 
 def report(error: BaseException) -> None:
-    """Write the error down, and print it: whole, or one line where the launcher prints one for all ranks."""
-    trace = _own_lines(error.__traceback__)
-    # What the interpreter sets for an uncaught error; the process group reads it at exit.
+    """Records the error and prints it, as one line if the launcher reports errors of all ranks."""
+    trace = _script_frames(error.__traceback__)
+    # The interpreter sets these for an uncaught error, and the process group reads them at exit.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     variables = environ.current()
     failure = Failure.of(error.with_traceback(trace), variables)
@@ -54,8 +56,8 @@ def report(error: BaseException) -> None:
 
 
 def report_end(error: SystemExit | KeyboardInterrupt) -> None:
-    """Write down with what one of several processes ends; what Python then prints of it is a line."""
-    trace, variables = _own_lines(error.__traceback__), environ.current()
+    """Records the exit of one of several processes, for which Python then prints one line."""
+    trace, variables = _script_frames(error.__traceback__), environ.current()
     failure = Failure.of(error.with_traceback(trace), variables)
     hook = sys.excepthook
     sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
@@ -67,8 +69,8 @@ def report_end(error: SystemExit | KeyboardInterrupt) -> None:
         sys.excepthook = lambda *_: print(line, file=sys.stderr, flush=True)
 
 
-def _own_lines(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback without the lines of the launcher and of what it calls to run a module."""
+def _script_frames(trace: TracebackType | None) -> TracebackType | None:
+    """Returns the traceback without the frames of the launcher and `runpy`."""
     runners = (str(ENTRY), __file__, "<frozen runpy>", runpy.__file__)
     while trace is not None and trace.tb_frame.f_code.co_filename in runners:
         trace = trace.tb_next
@@ -76,16 +78,16 @@ def _own_lines(trace: TracebackType | None) -> TracebackType | None:
 
 
 def write_whole_lines() -> None:
-    """Write each line at once, as to a terminal: without buffers, lines of several ranks are mixed."""
+    """Enables line buffering, so that lines of several ranks are not mixed."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, write_through=False)
 
 
 def main(words: list[str]) -> None:
-    """Run, and end as Python does: code 1 after an error, the script's own code after `sys.exit`.
+    """Runs the target, and exits with code 1 after an error, or with the code of the script.
 
-    Ranks that wait for this one can ask for its stack.
+    Other ranks that wait for this one can request its stack.
     """
     NOTES.install()
     if environ.MONITOR_FOLDER in environ.current():
@@ -109,12 +111,12 @@ RENDEZVOUS_FILE = "ACCELERATE_DEBUG_RDV_FILE"
 
 
 class PrepareForLaunch:
-    """A function made ready for `torch.multiprocessing`: called with the index of its process first.
+    """Function for `torch.multiprocessing`, which passes the process index as the first argument.
 
     Args:
-        launcher: the user's function.
-        distributed_type: how the processes train; with `DistributedType.XLA` the ranks are set by XLA.
-        debug: use a file as store (``ACCELERATE_DEBUG_RDV_FILE``) instead of a port.
+        launcher: function of the user.
+        distributed_type: distributed type of the processes. With `DistributedType.XLA`, XLA sets the ranks.
+        debug: whether to use a file (``ACCELERATE_DEBUG_RDV_FILE``) as the store instead of a port.
     """
 
     def __init__(
@@ -128,14 +130,15 @@ class PrepareForLaunch:
         self.debug = debug
 
     def __call__(self, index: int, *args: Any) -> None:
-        """Tell this process its rank, then call the function.
+        """Sets the rank of this process, and then calls the function.
 
         Args:
-            index: of this process on its machine, from 0.
-            *args: for the function.
+
+            index: index of this process on its node, from 0.
+            *args: arguments of the function.
         """
         if self.debug:
-            _meet_over_file(index)
+            _rendezvous_over_file(index)
         elif self.distributed_type != DistributedType.NO and self.distributed_type != DistributedType.XLA:
             first = environ.get_int_from_env(["NODE_RANK"], 0) * environ.get_int_from_env(["NPROC"], 1)
             environ.assign({"LOCAL_RANK": str(index), "RANK": str(first + index)})
@@ -143,14 +146,14 @@ class PrepareForLaunch:
         self.launcher(*args)
 
 
-def _meet_over_file(index: int) -> None:
+def _rendezvous_over_file(index: int) -> None:
     import torch.distributed
     from torch.distributed import FileStore  # type: ignore[attr-defined]
 
     path = environ.current().get(RENDEZVOUS_FILE)
     if not path:
         raise ConfigurationError(
-            f"{RENDEZVOUS_FILE} is not set: a debug launch meets over that file. Set it to a path."
+            f"{RENDEZVOUS_FILE} is not set: a debug launch uses this file as its store. Set it to a path."
         )
     size = environ.get_int_from_env(["WORLD_SIZE"], 1)
     torch.distributed.init_process_group(

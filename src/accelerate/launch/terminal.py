@@ -1,8 +1,8 @@
-"""The live view of a launch: below the output of the processes, the terminal shows the state of their ranks.
+"""Live view of a launch, which shows the states of the ranks below the output of the processes.
 
-The launcher takes the place of the terminal: the processes inherit pipes, and one thread copies what they
-write to the terminal, above the view. A line is copied when it is complete. The last line of a stream that is
-not, such as a progress bar, is shown in the view.
+The launcher replaces the terminal. The processes inherit pipes, and one thread copies their output to the
+terminal, above the view. A line is copied when it is complete. An incomplete last line of a stream, such as a
+progress bar, is shown in the view.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from rich.segment import Segment
 
 REFRESH = 1.0
-"""Seconds between two views."""
+"""Seconds between two updates of the view."""
 PAUSE = 0.2
-"""Seconds between two copies of output, at least: for each the view is drawn again."""
+"""Minimum seconds between two copies of output, after each of which the view is drawn again."""
 CHUNK = 65536
 OUT, ERR = 1, 2
 NOT_TERMINALS = ("dumb", "unknown")
@@ -42,11 +42,11 @@ COLOR, ERASE_LINE = b"m", b"K"
 
 
 def find_obstacle(variables: Mapping[str, str]) -> str | None:
-    """Return why there is no live view; None where there is one."""
+    """Returns the reason why a live view is not possible, or None."""
     if os.name == "nt":
         return "it does not support Windows"
     if not os.isatty(ERR):
-        return "standard error is no terminal"
+        return "standard error is not a terminal"
     if variables.get("TERM", "dumb") in NOT_TERMINALS:
         return f"the terminal cannot move its cursor (TERM={variables.get('TERM', '')})"
     return None
@@ -54,13 +54,14 @@ def find_obstacle(variables: Mapping[str, str]) -> str | None:
 
 @contextmanager
 def live_view(plan: LaunchPlan, folder: Path, title: str, *, is_quiet: bool = False) -> Iterator[LaunchPlan]:
-    """Show a run while the block runs it; the plan that is yielded has ranks that write their states.
+    """Shows a run while the block runs it, and yields a plan whose ranks write their states.
 
     Args:
-        plan: what the block runs.
-        folder: of the launch, for the states.
-        title: of the view.
-        is_quiet: whether a launch without a terminal does not say that it shows nothing.
+
+        plan: plan that the block runs.
+        folder: folder of the launch for the states.
+        title: title of the view.
+        is_quiet: whether to omit the message that a launch without a terminal shows nothing.
 
     Raises:
         MissingPackageError: rich is not installed.
@@ -82,41 +83,41 @@ def live_view(plan: LaunchPlan, folder: Path, title: str, *, is_quiet: bool = Fa
 
 
 @dataclass
-class Stream:
-    """What the processes have written to one stream, until its lines are complete."""
+class LineBuffer:
+    """Output of the processes to one stream, until its lines are complete."""
 
     unfinished: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> bytes:
-        """Return the lines that are complete now."""
+        """Returns the lines that are now complete."""
         end = data.rfind(b"\n") + 1
         lines = bytes(self.unfinished + data[:end]) if end else b""
         if end:
             self.unfinished.clear()
         self.unfinished += data[end:]
-        if len(self.unfinished) > CHUNK:  # a progress bar: what it has overwritten is not kept
+        if len(self.unfinished) > CHUNK:  # drops overwritten text of a progress bar
             del self.unfinished[: self.unfinished.rfind(b"\r", 0, -1) + 1]
         return lines
 
     @property
     def shown(self) -> str:
-        """The text of the last line as a terminal shows it."""
+        """Text of the last line as a terminal shows it."""
         parts = bytes(self.unfinished).decode(errors="replace").split("\r")
         return next((part for part in reversed(parts) if part.strip()), "")
 
 
-def keep_below(data: bytes) -> bytes:
-    """Return output without what moves the cursor upwards or clears the screen; colours are kept."""
+def remove_cursor_moves(data: bytes) -> bytes:
+    """Removes escape sequences that move the cursor or clear the screen, but not colors."""
 
-    def chosen(match: re.Match[bytes]) -> bytes:
+    def keep_harmless(match: re.Match[bytes]) -> bytes:
         return match[0] if match[1] in (COLOR, ERASE_LINE) else b""
 
-    return ESCAPE.sub(chosen, data)
+    return ESCAPE.sub(keep_harmless, data)
 
 
 @dataclass(frozen=True)
 class Raw:
-    """Output that is written to the terminal as it is."""
+    """Output that is written to the terminal unchanged."""
 
     data: bytes
 
@@ -127,11 +128,12 @@ class Raw:
 
 
 class Screen:
-    """The terminal of a launch: it replaces the streams of this process, which those that it starts inherit.
+    """Terminal of a launch, which replaces the streams that started processes inherit.
 
     Args:
-        title: of the view.
-        num_ranks: processes of this machine.
+
+        title: title of the view.
+        num_ranks: number of processes of this node.
         statuses: folder in which the ranks write their states.
     """
 
@@ -140,13 +142,13 @@ class Screen:
         self._began = time.time()
         self._ended = threading.Event()
         self._selector = selectors.DefaultSelector()
-        self._replaced: dict[int, int] = {}  # descriptor -> a copy of what it was
+        self._replaced: dict[int, int] = {}  # descriptor -> duplicate of the original
         self._output = b""
         self._thread = threading.Thread(target=self._run, name="accelerate-view", daemon=True)
         self._error: Exception | None = None
 
     def open(self) -> None:
-        """Replace standard error, and standard output where it is the same terminal."""
+        """Replaces standard error, and standard output if it is the same terminal."""
         sys.stdout.flush()
         sys.stderr.flush()
         for number in (OUT, ERR) if os.path.sameopenfile(OUT, ERR) else (ERR,):
@@ -154,26 +156,26 @@ class Screen:
             source, target = os.pipe()
             os.dup2(target, number)
             os.close(target)
-            self._selector.register(source, selectors.EVENT_READ, Stream())
-        with blocked(signal.valid_signals()):  # all of them are for the main thread
+            self._selector.register(source, selectors.EVENT_READ, LineBuffer())
+        with blocked(signal.valid_signals()):  # the main thread handles all signals
             self._thread.start()
 
     def close(self) -> None:
-        """Show what is left of the output and the last state, and restore the streams."""
+        """Shows the remaining output and the last states, and restores the streams."""
         sys.stdout.flush()
         sys.stderr.flush()
-        for number, copy in self._replaced.items():
-            os.dup2(copy, number)
+        for number, original in self._replaced.items():
+            os.dup2(original, number)
         self._ended.set()
         self._thread.join()
-        for copy in self._replaced.values():
-            os.close(copy)
-        for key in list(self._selector.get_map().values()):  # a process that the run left behind has them
+        for original in self._replaced.values():
+            os.close(original)
+        # a remaining process of the run still has them open
+        for key in list(self._selector.get_map().values()):
             os.close(key.fd)
         self._selector.close()
-        if self._error is not None and not isinstance(
-            self._error, OSError
-        ):  # after that there is no terminal
+        # after which there is no terminal
+        if self._error is not None and not isinstance(self._error, OSError):
             say(f"the live view has ended: {type(self._error).__name__}: {self._error}")
 
     def _run(self) -> None:
@@ -182,7 +184,7 @@ class Screen:
         try:
             with open(terminal, "w", **options) as file:  # type: ignore[call-overload]
                 self._show(self._console(file))
-        except Exception as error:  # the processes need a reader nevertheless
+        except Exception as error:  # the output of the processes must still be read
             self._error = error
             self._copy(terminal)
 
@@ -192,12 +194,12 @@ class Screen:
         return Console(file=file, force_terminal=True, markup=False, highlight=False)  # type: ignore[arg-type]
 
     def _show(self, console: Console) -> None:
-        """Copy output and draw the view until the streams end."""
+        """Copies output and draws the view until the streams end."""
         from rich.live import Live
 
         next_view = next_copy = 0.0
         with Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False) as live:
-            console.show_cursor(True)  # hidden, it would stay so after SIGKILL
+            console.show_cursor(True)  # a hidden cursor would stay hidden after SIGKILL
             while self._read(next_copy if self._output else next_view):
                 now = time.monotonic()
                 if self._output and now >= next_copy:
@@ -211,7 +213,7 @@ class Screen:
             self._draw(live)
 
     def _read(self, until: float) -> bool:
-        """Read what is there, at the latest until a time; return whether there may be more."""
+        """Reads available output until a deadline, and returns whether there may be more."""
         ready = self._selector.select(max(until - time.monotonic(), 0.0))
         for key, _ in ready:
             if data := os.read(key.fd, CHUNK):
@@ -221,7 +223,7 @@ class Screen:
         return bool(self._selector.get_map()) and not (self._ended.is_set() and not ready)
 
     def _finish(self, key: selectors.SelectorKey) -> bytes:
-        """Close a stream; return the line that it ended in."""
+        """Closes a stream, and returns its incomplete last line."""
         if key.fd in self._selector.get_map():
             self._selector.unregister(key.fd)
             os.close(key.fd)
@@ -233,14 +235,14 @@ class Screen:
         return [self._finish(key) for key in list(self._selector.get_map().values())]
 
     def _print(self, live: Live) -> None:
-        """Write the output above the view."""
-        output, self._output = keep_below(self._output), b""
+        """Writes the output above the view."""
+        output, self._output = remove_cursor_moves(self._output), b""
         if output:
             self._measure(live)
             live.console.print(Raw(output), soft_wrap=True)
 
     def _measure(self, live: Live) -> None:
-        """Find the size of the terminal, which rich looks for at the streams that are replaced."""
+        """Sets the size of the terminal, which rich would query at the replaced streams."""
         live.console.size = os.get_terminal_size(self._replaced[ERR])
 
     def _draw(self, live: Live) -> None:
@@ -262,7 +264,7 @@ class Screen:
         return Group(*bars, render(run))
 
     def _copy(self, terminal: int) -> None:
-        """Copy output as it is, without a view."""
+        """Copies output unchanged, without a view."""
         while self._read(time.monotonic() + REFRESH):
             self._write(terminal)
         self._output += b"".join(self._rest())
@@ -270,6 +272,6 @@ class Screen:
 
     def _write(self, terminal: int) -> None:
         output, self._output = self._output, b""
-        with suppress(OSError):  # there is no terminal any more
+        with suppress(OSError):  # the terminal is gone
             while output:
                 output = output[os.write(terminal, output) :]

@@ -1,4 +1,4 @@
-"""`notebook_launcher` and `debug_launcher`; the rest is part of this import path."""
+"""Launchers for notebooks and tests, `notebook_launcher` and `debug_launcher`."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Start processes from a running program: a notebook, or a test."""
+"""Launch of processes from a running program, such as a notebook or a test."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ from accelerate.base import (
     current,
     parse_flag_from_env,
     patch_environment,
+    plain_value,
     wrong_value,
 )
 from accelerate.devices import DeviceBackend, check_cuda_p2p_ib_support, count_chips, hardware_table
@@ -34,9 +35,9 @@ from accelerate.state import AcceleratorState, GradientState, PartialState, proc
 
 _STATES = (AcceleratorState, PartialState, GradientState)
 _SECONDS_TO_END = 10.0
-# Libraries that may start CUDA when they are imported.
-_CUDA_STARTERS = ("bitsandbytes", "cupy", "jax", "pycuda.autoinit", "tensorflow")
-# With "spawn", on Windows, the function has to be importable.
+# Libraries that may initialize CUDA when they are imported.
+_CUDA_INITIALIZERS = ("bitsandbytes", "cupy", "jax", "pycuda.autoinit", "tensorflow")
+# With "spawn", on Windows, the function must be importable.
 _START_METHOD = "fork" if "fork" in multiprocessing.get_all_start_methods() else "spawn"
 _AGENT_SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
@@ -58,35 +59,35 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Run a training function in several processes, started from a notebook.
+    """Runs a training function in several processes that are started from a notebook.
 
-    The processes are forked, so the function may be defined in a cell; on Windows they are not, and the
-    function has to be defined in a file that they can import. It has to make the `Accelerator`, and
-    nothing may have used a GPU before. A single process is not started: the function is called here, and the
-    state of an `Accelerator` that it makes ends with it.
+    The processes are forked, so the function may be defined in a cell. On Windows they are spawned, and the
+    function must be defined in a module that they can import. The function must create the `Accelerator`, and
+    no code may have used a GPU before. With one process the function is called in this process, and the state
+    of an `Accelerator` that it creates is reset afterwards.
 
     Args:
-        function: What each process calls.
+        function: Function that each process calls.
         args: Its arguments.
-        num_processes: On this machine. Default: one for each device; one on the CPU.
+        num_processes: Number of processes on this node. Default: one for each device, or one on the CPU.
         mixed_precision: "no", "fp16", "bf16" or "fp8".
-        use_port: Where the processes meet; on one machine a busy port is replaced by a free one.
-        master_addr: Address of machine 0.
-        node_rank: Which machine this is.
-        num_nodes: Number of machines.
-        rdzv_backend: How the machines meet: "static" or "c10d".
-        rdzv_endpoint: Where they meet, as host:port. Default: `master_addr` and `use_port`.
-        rdzv_conf: Further settings of torch's rendezvous.
-        rdzv_id: Name of the run, the same on all machines.
-        max_restarts: How often the processes are started again after a failure (not on the CPU of one
-            machine).
-        monitor_interval: Seconds between two looks at the processes.
-        log_line_prefix_template: What precedes each line they print.
+        use_port: Port of the rendezvous. With one node, a port that is in use is replaced by a free one.
+        master_addr: Address of node 0.
+        node_rank: Rank of this node.
+        num_nodes: Number of nodes.
+        rdzv_backend: Rendezvous backend, "static" or "c10d".
+        rdzv_endpoint: Endpoint of the rendezvous as host:port. Default: `master_addr` and `use_port`.
+        rdzv_conf: Further settings of the rendezvous of torch.
+        rdzv_id: Name of the run, which is the same on all nodes.
+        max_restarts: Maximum number of restarts after a failure (not on the CPU of a single node).
+        monitor_interval: Seconds between two checks of the processes.
+        log_line_prefix_template: Prefix of each line that they print.
 
     Raises:
-        ConfigurationError: An argument cannot work, there is an `Accelerator` already, or a GPU is in use.
-        LaunchError: A process failed; the message has its traceback.
+        ConfigurationError: An argument is invalid, there is an `Accelerator` already, or a GPU is in use.
+        LaunchError: A process fails. The message has its traceback.
     """
+    mixed_precision = plain_value(mixed_precision)
     _check_arguments(function, mixed_precision, num_nodes, node_rank)
     backend = hardware_table.CPU if parse_flag_from_env("ACCELERATE_USE_CPU") else hardware_table.detect()
     if backend.own_runtime:
@@ -96,14 +97,14 @@ def notebook_launcher(
     if size * num_nodes == 1:
         _run_here(function, args, mixed_precision, backend)
         return
-    _refuse_used_notebook(backend)
+    _check_notebook(backend)
     port = _free_port(int(use_port), num_nodes)
-    further: dict[str, str] = {}
+    variables: dict[str, str] = {}
     if backend.is_host:
-        further = {"ACCELERATE_USE_CPU": "true", **thread_variables()}
+        variables = {"ACCELERATE_USE_CPU": "true", **thread_variables()}
     elif backend.comm == "nccl" and not check_cuda_p2p_ib_support():
-        further = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-    workers = LocalWorkers(size, num_nodes, node_rank, master_addr, port, mixed_precision, further)
+        variables = {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    workers = LocalWorkers(size, num_nodes, node_rank, master_addr, port, mixed_precision, variables)
     print(f"Launching training on {size} x {backend.label}.")
     if backend.is_host and num_nodes == 1:
         run_forked(function, args, size, workers.environment())
@@ -124,21 +125,21 @@ def notebook_launcher(
 
 
 def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num_processes: int = 2) -> None:
-    """Run a function in several CPU processes, to try how it behaves in a distributed run.
+    """Runs a function in several CPU processes to test its behavior in a distributed run.
 
     Args:
-        function: What each process calls.
+        function: Function that each process calls.
         args: Its arguments.
-        num_processes: How many.
+        num_processes: Number of processes.
 
     Raises:
-        ConfigurationError: An argument cannot work, or there is an `Accelerator` already.
-        LaunchError: A process failed; the message has its traceback.
+        ConfigurationError: An argument is invalid, or there is an `Accelerator` already.
+        LaunchError: A process fails. The message has its traceback.
     """
     _check_arguments(function, "no", 1, 0)
     if num_processes < 1:
         raise wrong_value("num_processes", num_processes, "at least one process is needed", "Give at least 1")
-    _refuse_used_notebook(hardware_table.CPU)
+    _check_notebook(hardware_table.CPU)
     with tempfile.TemporaryDirectory() as folder:
         variables = {
             "WORLD_SIZE": str(num_processes),
@@ -154,11 +155,11 @@ def debug_launcher(function: Callable[..., Any], args: tuple[Any, ...] = (), num
 
 
 def test_launch() -> None:
-    """Check that a process can join the run: build a `PartialState`."""
+    """Creates a `PartialState` to check that a process can join the run."""
     PartialState()
 
 
-test_launch.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it where it is imported
+test_launch.__test__ = False  # type: ignore[attr-defined]  # pytest would collect it in modules that import it
 
 
 def _check_arguments(function: object, precision: str, machines: int, machine: int) -> None:
@@ -173,38 +174,38 @@ def _check_arguments(function: object, precision: str, machines: int, machine: i
         raise wrong_value("node_rank", machine, f"there are {machines} machines", fix)
 
 
-def _num_workers(wanted: int | None, backend: DeviceBackend) -> int:
+def _num_workers(requested: int | None, backend: DeviceBackend) -> int:
     limit = 1 if backend.is_host or backend.comm is None else backend.count()
-    if wanted is None:
+    if requested is None:
         return limit
-    if wanted < 1:
-        raise wrong_value("num_processes", wanted, "at least one process is needed", "Give at least 1")
-    if wanted > limit and not backend.is_host:
+    if requested < 1:
+        raise wrong_value("num_processes", requested, "at least one process is needed", "Give at least 1")
+    if requested > limit and not backend.is_host:
         fix = f"Give at most {limit}, or set ACCELERATE_USE_CPU=true to train on the CPU"
-        raise wrong_value("num_processes", wanted, f"{backend.label} has room for {limit} here", fix)
-    return wanted
+        raise wrong_value("num_processes", requested, f"the limit of {backend.label} is {limit} here", fix)
+    return requested
 
 
 def _run_here(
     function: Callable[..., Any], args: tuple[Any, ...], precision: str, backend: DeviceBackend
 ) -> None:
     print(f"Launching training on one {backend.label}.")
-    absent = [kind for kind in _STATES if not kind._shared_state]
+    uninitialized = [kind for kind in _STATES if not kind._shared_state]
     try:
         with patch_environment(**mixed_precision_variables(precision), **dict(backend.notebook_variables)):
             function(*args)
-    finally:  # so that another launch, of several processes too, finds no `Accelerator` here
-        for kind in absent:
+    finally:  # so that a later launch finds no `Accelerator` in this process
+        for kind in uninitialized:
             kind._reset_state()
 
 
 def _run_replicas(
     function: Callable[..., Any], args: tuple[Any, ...], num_processes: int | None, precision: str
 ) -> None:
-    """Start the replicas of an XLA run; the runtime gives them their ranks."""
+    """Starts the replicas of an XLA run, whose runtime assigns their ranks."""
     chips = count_chips()
     if num_processes not in (None, 1, chips or num_processes):
-        reason = f"the runtime starts one process for each of the {chips} chips, or a single one"
+        reason = f"the runtime starts one process for each of the {chips} chips, or a single process"
         raise wrong_value("num_processes", num_processes, reason, f"Give {chips} or 1, or leave it out")
     xmp = import_module("torch_xla.distributed.xla_multiprocessing")
     launcher = launch.PrepareForLaunch(function, DistributedType.XLA)
@@ -214,12 +215,12 @@ def _run_replicas(
         xmp.spawn(launcher, args=args, nprocs=nprocs, start_method="fork")
 
 
-def _refuse_used_notebook(backend: DeviceBackend) -> None:
-    """Raise when a fork of this process would not be able to train."""
+def _check_notebook(backend: DeviceBackend) -> None:
+    """Raises an error if a fork of this process could not train."""
     if AcceleratorState._shared_state or PartialState._shared_state:
         raise ConfigurationError(
-            "An Accelerator (or PartialState) was already made in this process, so the launched processes "
-            "would take it for theirs. Make it inside the function only, restart the notebook, launch again."
+            "An Accelerator (or PartialState) was already created in this process, and launched processes "
+            "would inherit it. Create it inside the function only, restart the notebook, launch again."
         )
     if backend.prevents_fork():
         raise ConfigurationError(describe_cuda_use())
@@ -233,7 +234,7 @@ def _free_port(port: int, machines: int) -> int:
 
 @dataclass(frozen=True)
 class LocalWorkers:
-    """The processes to start on this machine, and the address and port of rank 0."""
+    """Processes to start on this node, and the address and port of rank 0."""
 
     size: int
     machines: int
@@ -241,7 +242,7 @@ class LocalWorkers:
     address: str
     port: int
     precision: str
-    further: Mapping[str, str] = field(default_factory=dict)
+    variables: Mapping[str, str] = field(default_factory=dict)
 
     def environment(self) -> dict[str, str]:
         return {
@@ -254,19 +255,20 @@ class LocalWorkers:
             "FORK_LAUNCHED": "1",
             **(launch.run_key(current()) if self.machines == 1 else {}),
             **mixed_precision_variables(self.precision),
-            **self.further,
+            **self.variables,
         }
 
 
 class Worker:
-    """The user's function in a process of its own, which writes its error to a folder and returns nothing."""
+    """Function of the user in a worker process, which records its error in a folder."""
 
     def __init__(self, function: Callable[..., Any], reports: Path, on_cpu: bool) -> None:
         self.function, self.reports, self.on_cpu = function, reports, on_cpu
-        self.__name__ = self.__qualname__ = getattr(function, "__name__", "function")  # for torch's agent
+        # required by the elastic agent
+        self.__name__ = self.__qualname__ = getattr(function, "__name__", "function")
 
     def __call__(self, *args: Any) -> None:
-        if self.on_cpu:  # OpenMP's threads do not survive a fork
+        if self.on_cpu:  # OpenMP threads do not survive a fork
             first_level = {"OMP": current().get("OMP_NUM_THREADS", "").partition(",")[0]}
             torch.set_num_threads(max(1, launch.count_of(first_level, "OMP", 1)))
         try:
@@ -285,9 +287,9 @@ def run_forked(
     *,
     debug: bool = False,
 ) -> None:
-    """Fork processes on the CPU, wait for all, and leave none behind, however this ends.
+    """Forks processes on the CPU, waits for all, and terminates the remaining ones in any case.
 
-    With `debug` they meet over a file, see `PrepareForLaunch`.
+    With `debug` they use a file store (`PrepareForLaunch`).
     """
     with tempfile.TemporaryDirectory() as folder, patch_environment(**variables):
         worker = Worker(function, Path(folder), on_cpu=True)
@@ -298,11 +300,11 @@ def run_forked(
             while not context.join():
                 pass
         except ProcessException as error:
-            _end(context.processes)  # before the reports are read, so that they are whole
+            _end(context.processes)  # before the reports are read, so that they are complete
             raise _failed(Path(folder), error) from error
         finally:
             _end(context.processes)
-            for file in context.error_files:  # torch leaves them where they are
+            for file in context.error_files:  # torch does not delete them
                 Path(file).unlink(missing_ok=True)
 
 
@@ -325,23 +327,27 @@ def run_elastic(
     rdzv_configs: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Let torch's elastic agent fork the processes; `options` are further fields of its `LaunchConfig`."""
+    """Runs the processes under the elastic agent of torch.
+
+    `options` are further fields of its `LaunchConfig`.
+    """
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    own_rank = {"rank": workers.machine} if rdzv_backend == "static" else {}
+    rank = {"rank": workers.machine} if rdzv_backend == "static" else {}
     config = LaunchConfig(
         min_nodes=workers.machines,
         max_nodes=workers.machines,
         nproc_per_node=workers.size,
         rdzv_backend=rdzv_backend,
-        rdzv_configs={**own_rank, **(rdzv_configs or {})},
+        rdzv_configs={**rank, **(rdzv_configs or {})},
         start_method=_START_METHOD,
         **options,
     )
-    signals = current().get(_AGENT_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")  # the agent leaves it there
+    # the agent does not remove the variable
+    signals = current().get(_AGENT_SIGNALS, "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     is_alone = workers.machines == 1 and rdzv_backend == "static"
-    held = launch.hold_loopback_store(workers.address, workers.port) if is_alone else None
+    store = launch.hold_loopback_store(workers.address, workers.port) if is_alone else None
     with (
         tempfile.TemporaryDirectory() as folder,
         patch_environment(**workers.environment(), **{_AGENT_SIGNALS: signals}),
@@ -352,13 +358,13 @@ def run_elastic(
         except ChildFailedError as error:
             failed = _failed(Path(folder), error)
         finally:
-            del held
-    # Raised out here: the agent's exception would keep the agent alive, and the port on which it listens.
+            del store
+    # Raised here because the exception of the agent would keep the agent and its port alive.
     raise failed
 
 
 def _failed(reports: Path, error: Exception) -> LaunchError:
-    """The error of a run, with the traceback of the process that failed first."""
+    """Returns the error of a run with the traceback of the process that failed first."""
     first = launch.find_first(launch.collect(reports, 1))
     report = str(error) if first is None or first.failure is None else first.failure.trace
     hint = f"\n\n{describe_cuda_use()}" if "re-initialize CUDA in forked subprocess" in report else ""
@@ -366,32 +372,32 @@ def _failed(reports: Path, error: Exception) -> LaunchError:
 
 
 def mixed_precision_variables(name: str) -> dict[str, str]:
-    """The variables that ask for mixed precision, under our name and the one the documentation uses."""
+    """Returns the variables for mixed precision, under our name and the documented one."""
     return {"ACCELERATE_MIXED_PRECISION": name, "MIXED_PRECISION": name}
 
 
 def thread_variables() -> dict[str, str]:
-    """One thread for each forked process, where the user did not ask for more."""
+    """Returns the number of threads of each forked process, 1 unless the user sets it."""
     return {"OMP_NUM_THREADS": current().get("OMP_NUM_THREADS") or "1"}
 
 
 def describe_cuda_use() -> str:
-    """Say that CUDA is in use in this process, so that it cannot be forked, by what, and what to do."""
-    holders = [f"the variable {name!r}" for name in _cuda_variables()]
-    suspects = are_libraries_initialized(*_CUDA_STARTERS)
-    if not holders and any(map(_on_cuda, gc.get_objects())):
-        holders = ["a tensor that some object holds"]
-    known = f" It is used by {', '.join(holders)}." if holders else ""
-    known += f" Importing {', '.join(suspects)} may have started it." if suspects else ""
+    """Returns a message that CUDA is initialized in this process, with the cause and the fix."""
+    users = [f"the variable {name!r}" for name in _cuda_variables()]
+    suspects = are_libraries_initialized(*_CUDA_INITIALIZERS)
+    if not users and any(map(_on_cuda, gc.get_objects())):
+        users = ["a tensor of some object"]
+    details = f" It is used by {', '.join(users)}." if users else ""
+    details += f" Importing {', '.join(suspects)} may have initialized it." if suspects else ""
     return (
-        f"CUDA was already started in this process, and a process that uses it cannot be forked.{known} Move "
-        "everything that touches the GPU (`.cuda()`, `.to('cuda')`, `torch.cuda.*`, imports that start CUDA) "
-        "into the function, restart the notebook and launch again."
+        "CUDA was already initialized in this process, and a process that uses it cannot be forked."
+        f"{details} Move all code that uses the GPU (`.cuda()`, `.to('cuda')`, `torch.cuda.*`, imports that "
+        "initialize CUDA) into the function, restart the notebook and launch again."
     )
 
 
 def _cuda_variables() -> Iterator[str]:
-    """Names of the notebook's own variables that hold something on a GPU."""
+    """Yields the names of global variables of the notebook with tensors on a GPU."""
     for name, value in list(vars(sys.modules["__main__"]).items()):
         values = value.parameters() if isinstance(value, torch.nn.Module) else iterate_tensors(value)
         if not name.startswith("_") and any(_on_cuda(tensor) for tensor in values):

@@ -1,4 +1,4 @@
-"""Replace linear layers by those of bitsandbytes; plan where modules go; load and quantize them there."""
+"""Replacement of linear layers by those of bitsandbytes, with planning, loading and quantization."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ def replace_with_bnb_layers(
     modules_to_not_convert: Sequence[str] | None = None,
     current_key_name: Sequence[str] | None = None,
 ) -> nn.Module:
-    """Replace each linear layer of a model by one of bitsandbytes; weights are not quantized yet.
+    """Replaces each linear layer of a model by one of bitsandbytes without quantizing its weights.
 
-    They are when they are moved to a device from the CPU, also to the CPU itself. A layer whose class
-    computes in its own way stays.
+    Weights are quantized when they are moved from the CPU to a device, or to the CPU itself. A layer whose
+    class overrides the forward is not replaced.
 
     Args:
-        model: a module, also one on the meta device; it is changed.
-        bnb_quantization_config: how many bits.
-        modules_to_not_convert: names of modules that stay, with all that is in them.
-        current_key_name: the parts of the name that `model` has in a larger one; the names above begin there.
+        model: a module, also one on the meta device, which is changed.
+        bnb_quantization_config: options of the quantization.
+        modules_to_not_convert: names of modules that are not replaced, including their submodules.
+        current_key_name: the parts of the name of `model` in a larger one, which prefix the names above.
 
     Returns:
         The model.
@@ -66,7 +66,7 @@ def replace_with_bnb_layers(
     if not layers:
         logger.warning(
             f"No linear layer of this {type(model).__name__} is quantized: it has none, or all of them are "
-            "in modules that are kept as they are. Look at skip_modules."
+            "in modules that are not converted. Check skip_modules."
         )
     for name, layer in layers.items():
         path, _, last = name.rpartition(".")
@@ -74,25 +74,25 @@ def replace_with_bnb_layers(
     return model
 
 
-def find_layers(model: nn.Module, kept: Iterable[str], prefix: str = "") -> dict[str, nn.Linear]:
-    """Return the layers of a model that can be swapped, by name, but for those in the modules `kept`."""
-    names = tuple(kept)
+def find_layers(model: nn.Module, skipped: Iterable[str], prefix: str = "") -> dict[str, nn.Linear]:
+    """Returns the linear layers of a model that can be replaced by name, except those in `skipped`."""
+    names = tuple(skipped)
     return {
         name: layer
         for name, layer in model.named_modules()
-        if name and is_swappable(layer) and not is_inside(f"{prefix}{name}", names)
+        if name and is_replaceable(layer) and not is_inside(f"{prefix}{name}", names)
     }
 
 
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
-    """Return the modules that lose too much by being quantized: the output layer, and those tied to another.
+    """Returns the names of modules that should not be quantized, the output layer and tied modules.
 
     Args:
         model: a module.
 
     Returns:
-        Names, each once. Nothing for a bare body without an output layer, as far as it says that it is one
-        (`base_model_prefix`), or for a single layer.
+        Names without duplicates. The list is empty for a model without an output layer, if it declares so
+        (`base_model_prefix`), and for a single layer.
     """
     tied = [name.rpartition(".")[0] for group in find_tied_parameters(model) for name in group]
     prefix = getattr(model, "base_model_prefix", "")
@@ -103,7 +103,7 @@ def get_keys_to_not_convert(model: nn.Module) -> list[str]:
 
 
 def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Return whether a model has layers of bitsandbytes in 4 bits.
+    """Returns whether a model has layers of bitsandbytes in 4 bits.
 
     Args:
         model: a module.
@@ -112,7 +112,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:
-    """Return the device of a module's first parameter.
+    """Returns the device of the first parameter of a module.
 
     Args:
         parameter: a module with parameters.
@@ -121,7 +121,7 @@ def get_parameter_device(parameter: nn.Module) -> torch.device:
 
 
 def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
-    """Raise unless bitsandbytes is installed, or for objects that are no such options."""
+    """Raises an error if bitsandbytes is not installed or `config` is not a `BnbQuantizationConfig`."""
     if not isinstance(config, BnbQuantizationConfig):
         raise wrong_value(
             "bnb_quantization_config",
@@ -133,36 +133,36 @@ def require_bitsandbytes(config: BnbQuantizationConfig) -> None:
     require("bitsandbytes", "load_in_8bit" if config.load_in_8bit else "load_in_4bit")
 
 
-def is_swappable(layer: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether this is torch's linear layer, or one that adds nothing to what it computes."""
+def is_replaceable(layer: nn.Module) -> TypeGuard[nn.Linear]:
+    """Returns whether a layer is a linear layer with the forward of torch."""
     if not isinstance(layer, nn.Linear) or is_bnb_parameter(layer.weight):
         return False
-    # Attention reads the weight of this one itself, and could not read a packed one.
+    # Attention reads the weight of this class directly, and could not read a packed one.
     is_read_by_others = isinstance(layer, NonDynamicallyQuantizableLinear)
     return type(layer).forward is nn.Linear.forward and not is_read_by_others
 
 
 def _quantizable(layer: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
-    """Return a layer of bitsandbytes with the weight and bias of another, which is not copied."""
+    """Returns a layer of bitsandbytes that shares the weight and bias of a layer."""
     import bitsandbytes.nn as bnb
 
     if config.load_in_8bit:
-        make = partial(bnb.Linear8bitLt, has_fp16_weights=False, threshold=config.llm_int8_threshold)
+        factory = partial(bnb.Linear8bitLt, has_fp16_weights=False, threshold=config.llm_int8_threshold)
     else:
-        make = partial(
+        factory = partial(
             bnb.Linear4bit,
             compute_dtype=config.bnb_4bit_compute_dtype,
             compress_statistics=config.bnb_4bit_use_double_quant,
             quant_type=config.bnb_4bit_quant_type,
         )
-    made = make(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
-    made.register_load_state_dict_pre_hook(load_scales)
-    made.weight = type(made.weight)(layer.weight.detach(), requires_grad=False, **vars(made.weight))
-    made.bias = layer.bias
-    return made.requires_grad_(False).train(layer.training)  # type: ignore[no-any-return]
+    new = factory(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    new.register_load_state_dict_pre_hook(load_scales)
+    new.weight = type(new.weight)(layer.weight.detach(), requires_grad=False, **vars(new.weight))
+    new.bias = layer.bias
+    return new.requires_grad_(False).train(layer.training)  # type: ignore[no-any-return]
 
 
-logger = logging.getLogger(__name__)  # also used where no run is set up
+logger = logging.getLogger(__name__)  # also used without a `PartialState`
 
 DISK = "disk"
 Model = TypeVar("Model", bound=nn.Module)
@@ -178,29 +178,30 @@ def load_and_quantize_model(
     offload_folder: Folder | None = None,
     offload_state_dict: bool = False,
 ) -> Model:
-    """Let bitsandbytes compute the linear layers of a model in 8 or 4 bits, and move it to its devices.
+    """Quantizes the linear layers of a model to 8 or 4 bits with bitsandbytes, and dispatches it.
 
-    A model on the meta device is filled from files, weight by weight; one that has its weights is quantized
-    as it is.
+    A model on the meta device is loaded from files, weight by weight. A model with weights is quantized
+    directly.
 
     Args:
-        model: a module; it is changed.
-        bnb_quantization_config: how many bits, and which modules stay as they are.
-        weights_location: files of weights: see `load_checkpoint_in_model`. Needed on the meta device.
-        device_map: devices by module, or how to plan them: "auto" or "balanced" (evenly), "balanced_low_0"
-            (as little as possible on the first) or "sequential". None is the device of this process.
-        no_split_module_classes: names of classes whose modules stay on one device.
+        model: a module, which is changed.
+        bnb_quantization_config: options of the quantization, including the modules to skip.
+        weights_location: files of weights (`load_checkpoint_in_model`), required on the meta device.
+        device_map: device of each module, or a method, which is "auto" or "balanced" (evenly),
+            "balanced_low_0" (as little as possible on the first) or "sequential". None: the device of this
+            process.
+        no_split_module_classes: names of classes that are not split.
         max_memory: bytes by device.
-        offload_folder: where weights on the "disk" go.
-        offload_state_dict: taken for compatibility.
+        offload_folder: folder of weights on the "disk".
+        offload_state_dict: ignored, for compatibility.
 
     Returns:
         The model, with `hf_device_map` and `is_loaded_in_8bit` or `is_loaded_in_4bit`.
 
     Raises:
         MissingPackageError: bitsandbytes is not installed.
-        ConfigurationError: what is asked for does not go together.
-        CheckpointError: the files do not have all weights.
+        ConfigurationError: the arguments are inconsistent.
+        CheckpointError: the files lack weights.
     """
     require_bitsandbytes(bnb_quantization_config)
     is_empty = get_parameter_device(model).type == "meta"
@@ -209,7 +210,7 @@ def load_and_quantize_model(
             "The model is on the meta device and has no weights. Pass weights_location, the folder or file "
             "they are in."
         )
-    config = name_kept(model, bnb_quantization_config, device_map)
+    config = name_unquantized(model, bnb_quantization_config, device_map)
     devices = get_quantized_model_device_map(model, config, device_map, max_memory, no_split_module_classes)
     check_device_map(model, devices)
     if DISK in devices.values() and not is_empty:
@@ -241,7 +242,7 @@ def load_and_quantize_model(
 def _move_rest(
     model: nn.Module, config: BnbQuantizationConfig, devices: Mapping[str, Any], is_filled: bool
 ) -> None:
-    """Move what was not filled from files to its device, in its dtype; that quantizes weights."""
+    """Moves tensors that were not loaded from files to their devices and dtypes, which quantizes weights."""
     tied = find_tied_parameters(model)
     same_dtype = get_non_persistent_buffers(model, recurse=True, fqns=True)
     missing = []
@@ -256,8 +257,8 @@ def _move_rest(
             set_module_tensor_to_device(model, name, device, dtype=dtype, clear_cache=False)
     if missing:
         raise CheckpointError(
-            f"The files have no value for {listed(missing)}. Take those of this model; buffers that are "
-            "never saved get theirs under init_empty_weights(include_buffers=False)."
+            f"The files have no value for {listed(missing)}. Use the files of this model; buffers that are "
+            "not saved get values under init_empty_weights(include_buffers=False)."
         )
     retie_parameters(model, tied)
 
@@ -269,21 +270,20 @@ def get_quantized_model_device_map(
     max_memory: Memory | None = None,
     no_split_module_classes: Collection[str] | None = None,
 ) -> Mapping[str, Any]:
-    """Return where each module of a model goes once it is quantized.
+    """Returns the device of each module of a quantized model.
 
     Args:
         model: a module, quantized or not, also one on the meta device.
-        bnb_quantization_config: how many bits, and which modules stay as they are.
-        device_map: see `load_and_quantize_model`.
+        bnb_quantization_config: options of the quantization, including the modules to skip.
+        device_map: as in `load_and_quantize_model`.
         max_memory: bytes by device.
-        no_split_module_classes: names of classes whose modules stay on one device.
+        no_split_module_classes: names of classes that are not split.
 
     Returns:
-        Devices by module.
+        Device of each module.
 
     Raises:
-        ConfigurationError: there is no such method, or layers in 4 bits would not be on an accelerator that
-            computes with them.
+        ConfigurationError: there is no such method, or layers in 4 bits would be offloaded.
     """
     if device_map is None:
         backend = hardware_table.detect()
@@ -301,14 +301,14 @@ def get_quantized_model_device_map(
 
 
 def _offload_devices() -> tuple[str, ...]:
-    """Return the devices that store weights and do not compute."""
+    """Returns the devices that store weights and do not compute."""
     return (DISK,) if hardware_table.detect().is_host else ("cpu", DISK)
 
 
-def name_kept(
+def name_unquantized(
     model: nn.Module, config: BnbQuantizationConfig, device_map: str | Mapping[str, Any] | None
 ) -> BnbQuantizationConfig:
-    """Return options that name all modules that are not quantized: in 4 bits also offloaded ones."""
+    """Returns options that list all modules that are not quantized, in 4 bits including offloaded ones."""
     skipped = get_keys_to_not_convert(model) if config.skip_modules is None else config.skip_modules
     mapped = device_map if isinstance(device_map, Mapping) else {}
     offloaded = [name for name, device in mapped.items() if device in _offload_devices()]
@@ -316,29 +316,29 @@ def name_kept(
 
 
 def _dtypes_of_rest(model: nn.Module, config: BnbQuantizationConfig) -> dict[str, torch.dtype]:
-    """Return the dtypes of all tensors that are not quantized."""
+    """Returns the dtypes of all tensors that are not quantized."""
     quantized = _quantized_weights(model, config)
-    kept = get_non_persistent_buffers(model, recurse=True, fqns=True)
+    non_persistent = get_non_persistent_buffers(model, recurse=True, fqns=True)
     return {
-        name: tensor.dtype if name in kept else dtype_of(name, tensor, config)
+        name: tensor.dtype if name in non_persistent else dtype_of(name, tensor, config)
         for name, tensor in all_tensors(model).items()
         if name not in quantized
     }
 
 
 def _quantized_weights(model: nn.Module, config: BnbQuantizationConfig) -> set[str]:
-    """Return the names of weights that are, or are going to be, in 8 or 4 bits."""
-    swapped = {f"{name}.weight" for name in find_layers(model, config.unquantized_modules)}
-    return swapped | {name for name, tensor in all_tensors(model).items() if is_bnb_parameter(tensor)}
+    """Returns the names of weights that are or will be in 8 or 4 bits."""
+    replaced = {f"{name}.weight" for name in find_layers(model, config.unquantized_modules)}
+    return replaced | {name for name, tensor in all_tensors(model).items() if is_bnb_parameter(tensor)}
 
 
 def dtype_of(name: str, tensor: torch.Tensor, config: BnbQuantizationConfig) -> torch.dtype:
-    """Return the dtype that a tensor gets unless it is quantized."""
+    """Returns the dtype of a tensor that is not quantized."""
     if not tensor.is_floating_point():
         return tensor.dtype
     if is_inside(name, config.keep_in_fp32_modules or ()):
         return torch.float32
-    return config.torch_dtype  # type: ignore[return-value]  # torch's own after construction
+    return config.torch_dtype  # type: ignore[return-value]  # a torch dtype after construction
 
 
 def _check_offloaded(model: nn.Module, config: BnbQuantizationConfig, devices: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Every option declared once; flags, file, environment, questions and docs are derived."""
+"""Options, declared once, from which flags, file keys, variables, questions and reference pages derive."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""The configuration file: where it is, how it is read, checked and written, and the classes that hold it."""
+"""Configuration files, which are found, read, checked and written, and the classes of their contents."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from accelerate.settings.option import Option, refuse_all
 from accelerate.settings.sections import EXCLUSIVE, PARADIGM_OF_TYPE
 
 SCHEMA_FILE = Path(__file__).with_name("config.schema.json")
-"""The JSON Schema of the file, for editors; `make reference` writes it."""
+"""JSON Schema of the file for editors, written by `make reference`."""
 
 GROUPS = tuple(dict.fromkeys(section.file_key for section in SECTIONS if section.file_key))
 """Keys of a file that hold the settings of sections."""
@@ -55,14 +55,14 @@ default_config_file = default_yaml_config_file
 
 
 def default_config_path() -> Path:
-    """Return the path of the default file, by the environment at this time."""
+    """Returns the path of the default file from the current environment."""
     return Path(_cache_home(), "accelerate", "default_config.yaml")
 
 
-def find_config_file(given: str | None) -> Path | None:
-    """Return the file that ``--config_file`` names, else the default one (YAML, then JSON) if it exists."""
-    if given is not None:
-        return existing_file("--config_file", given)
+def find_config_file(argument: str | None) -> Path | None:
+    """Returns the file of ``--config_file``, or the default file (YAML, then JSON) if it exists."""
+    if argument is not None:
+        return existing_file("--config_file", argument)
     default = default_config_path()
     try:
         return next((path for path in (default, default.with_suffix(".json")) if is_file(path)), None)
@@ -72,22 +72,22 @@ def find_config_file(given: str | None) -> Path | None:
         raise wrong_value("HF_HOME", _cache_home(), reason, fix) from error
 
 
-def existing_file(name: str, given: str) -> Path:
-    """Return the path of a file that the flag `name` gives; a leading `~` is replaced."""
-    path = expanded(given)
+def existing_file(name: str, text: str) -> Path:
+    """Returns the path of an existing file from the flag `name`, with a leading `~` expanded."""
+    path = expanded(text)
     try:
         if is_file(path):
             return path
     except OSError as error:
         reason = f"it cannot be looked at ({error.strerror})"
-        raise wrong_value(name, given, reason, "Check the path") from error
+        raise wrong_value(name, text, reason, "Check the path") from error
     if os.path.isdir(path):
-        raise wrong_value(name, given, "it is a folder", "Check the path", IsADirectoryError)
-    raise wrong_value(name, given, "there is no such file", "Check the path", FileNotFoundError)
+        raise wrong_value(name, text, "it is a folder", "Check the path", IsADirectoryError)
+    raise wrong_value(name, text, "there is no such file", "Check the path", FileNotFoundError)
 
 
 def to_text(mapping: Mapping[str, Any], suffix: str = ".yaml") -> str:
-    """Return settings as the text of a file, sorted by key: JSON for the suffix ``.json``, else YAML."""
+    """Formats settings as the text of a file, sorted by key, as JSON for the suffix ``.json`` or YAML."""
     if suffix == ".json":
         return json.dumps(mapping, indent=2, sort_keys=True) + "\n"
     import yaml
@@ -96,7 +96,10 @@ def to_text(mapping: Mapping[str, Any], suffix: str = ".yaml") -> str:
 
 
 def write_mapping(path: Path, mapping: Mapping[str, Any], suffix: str | None = None) -> None:
-    """Write a configuration file, and make the folders above it; `suffix` overrides that of the path."""
+    """Writes a configuration file and creates its parent folders.
+
+    `suffix` overrides that of the path.
+    """
     text = to_text(mapping, path.suffix if suffix is None else suffix)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +111,7 @@ def write_mapping(path: Path, mapping: Mapping[str, Any], suffix: str | None = N
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """Read a YAML or JSON file as it is."""
+    """Reads a YAML or JSON file without migrating it."""
     try:
         text = parsing.read_text(path)
         content = parsing.parse_json(text) if path.suffix == ".json" else parsing.parse_yaml(text)
@@ -125,14 +128,14 @@ def read_mapping(path: Path) -> dict[str, Any]:
 
 
 def read_layer(path: Path, source: str) -> Layer:
-    """Read a configuration file, of any version, as a layer of settings with the name `source`."""
+    """Reads a configuration file of any version as a layer of settings with the name `source`."""
     mapping, notes = migrate(read_mapping(path))
     values = check(mapping, path)
     return Layer(source, {**_paradigm(mapping, path), **values}, tuple(f"{path}: {note}" for note in notes))
 
 
 def check(mapping: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Check every key and value of a file in today's form, and return the values by option name.
+    """Checks every key and value of a file in the current format, and returns the values by option name.
 
     Empty entries (null) count as not set."""
     values: dict[str, Any] = {}
@@ -151,7 +154,7 @@ def check(mapping: Mapping[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _entries(mapping: Mapping[str, Any], problems: list[str]) -> Iterator[tuple[str, str, Any]]:
-    """Every (group, or "" at the top level; key; value) of a file."""
+    """Yields the group ("" at the top level), key and value of every entry of a file."""
     for key, value in mapping.items():
         if key not in GROUPS:
             yield "", key, value
@@ -164,7 +167,7 @@ def _entries(mapping: Mapping[str, Any], problems: list[str]) -> Iterator[tuple[
 
 @cache
 def known_keys(group: str) -> dict[str, Option]:
-    """Options by their keys in a group, or at the top level (""); in a group by their names too."""
+    """Returns options by their keys in a group ("" at the top level), and in a group also by their names."""
     sections = (section for section in SECTIONS if (section.file_key or "") == group)
     rows = [row for section in sections for row in section.options() if row.key]
     names = {row.name: row for row in rows} if group else {}
@@ -183,7 +186,7 @@ def _unknown(group: str, key: str) -> str:
 
 
 def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:
-    """The strategy of `distributed_type` and the presence of `parallelism_config`."""
+    """Returns the strategy of `distributed_type` and the presence of `parallelism_config`."""
     switches = {"use_parallelism_config": True} if mapping.get("parallelism_config") else {}
     written = mapping.get("distributed_type")
     if written is None or is_sagemaker(mapping):
@@ -196,7 +199,7 @@ def _paradigm(mapping: Mapping[str, Any], path: Path) -> dict[str, bool]:
 
 
 def is_sagemaker(mapping: Mapping[str, Any]) -> bool:
-    """Whether a file describes a job on Amazon SageMaker."""
+    """Returns whether a file describes a job on Amazon SageMaker."""
     return mapping.get("compute_environment") == ComputeEnvironment.AMAZON_SAGEMAKER.value
 
 
@@ -204,7 +207,7 @@ Config = TypeVar("Config", bound="BaseConfig")
 
 
 def load_config_from_file(config_file: str | None) -> BaseConfig:
-    """Load a configuration file.
+    """Loads a configuration file.
 
     Args:
         config_file: its path; ``None`` for the default file.
@@ -227,7 +230,7 @@ def load_config_from_file(config_file: str | None) -> BaseConfig:
 
 @dataclass
 class BaseConfig:
-    """What every configuration file says."""
+    """Settings that all configuration files have in common."""
 
     compute_environment: ComputeEnvironment
     distributed_type: DistributedType | SageMakerDistributedType
@@ -236,7 +239,7 @@ class BaseConfig:
     debug: bool
 
     def __post_init__(self) -> None:
-        """Turn words into members of their enumerations, and groups that are not set into empty ones."""
+        """Converts strings to enumeration members, and unset groups to empty ones."""
         self.compute_environment = _member(
             ComputeEnvironment, "compute_environment", self.compute_environment
         )
@@ -248,13 +251,13 @@ class BaseConfig:
                 setattr(self, field.name, {})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain values, without ``None`` and empty groups."""
+        """Returns the settings as plain values, without ``None`` and empty groups."""
         values = {name: _plain(value) for name, value in vars(self).items()}
         return {name: value for name, value in values.items() if value is not None and value != {}}
 
     @staticmethod
     def process_config(config_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return a file's mapping in today's form, with what older versions did not write.
+        """Returns the mapping of a file in the current format, with keys that older versions did not write.
 
         Args:
             config_dict: as read from a file.
@@ -266,12 +269,12 @@ class BaseConfig:
 
     @classmethod
     def from_json_file(cls: type[Config], json_file: str | None = None) -> Config:
-        """Load a JSON file; default: the default file."""
+        """Loads a JSON file, by default the default file."""
         return cls._from_file(Path(json_file or default_config_path().with_suffix(".json")))
 
     @classmethod
     def from_yaml_file(cls: type[Config], yaml_file: str | None = None) -> Config:
-        """Load a YAML file; default: the default file."""
+        """Loads a YAML file, by default the default file."""
         return cls._from_file(Path(yaml_file or default_config_path()))
 
     @classmethod
@@ -284,11 +287,11 @@ class BaseConfig:
         return cls(**given)
 
     def to_json_file(self, json_file: str) -> None:
-        """Write the settings as JSON."""
+        """Writes the settings as JSON."""
         write_mapping(Path(json_file), self.to_dict(), ".json")
 
     def to_yaml_file(self, yaml_file: str) -> None:
-        """Write the settings as YAML."""
+        """Writes the settings as YAML."""
         write_mapping(Path(yaml_file), self.to_dict(), ".yaml")
 
 
@@ -301,7 +304,7 @@ def _in_form(mapping: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _typed(values: dict[str, Any]) -> dict[str, Any]:
-    """Values of the top level by key, for those options that a file may also write as text."""
+    """Converts values of the top level for those options that a file may write as text."""
     rows = {key: row for key, row in known_keys("").items() if row.kind in (bool, int, tuple)}
     typed = {key: values[row.name] for key, row in rows.items() if row.name in values}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in typed.items()}

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings, with its own JSON, before anything runs: read, normalized, checked.
+"""Reading, normalization and checks of DeepSpeed settings and its JSON configuration before a run.
 
 Launcher and workers do this alike, so that the launcher refuses what its workers would.
 
@@ -62,14 +62,17 @@ _WHAT_IT_IS = "Give the path of a JSON file, a dictionary, or JSON in base64"
 
 
 def refuse_config(problems: list[str], fix: str) -> None:
-    """Raise one error for all problems, if there are any; they and the fix have no full stops."""
+    """Raises one error for all problems, if there are any.
+
+    The problems and the fix have no full stops.
+    """
     if problems:
         lines = "".join(f"\n- {line}" for line in problems)
         raise ConfigurationError(f"The DeepSpeed settings do not go together:{lines}\n{fix}.")
 
 
 def read_config(source: Any, name: str = "hf_ds_config") -> dict[str, Any]:
-    """Return a configuration from a dictionary, a JSON file, or JSON in base64, given as `name`."""
+    """Returns the configuration `name` from a dictionary, a JSON file, or JSON in base64."""
     if isinstance(source, dict):
         return deepcopy(source)
     if not hasattr(source, "__fspath__") and not isinstance(source, str):
@@ -94,7 +97,7 @@ def read_config(source: Any, name: str = "hf_ds_config") -> dict[str, Any]:
 
 
 def straighten(config: dict[str, Any]) -> None:
-    """Normalize a configuration in place: text becomes numbers, and null no entry; wrong values stay."""
+    """Normalizes text to numbers and drops null entries in place, and keeps invalid values."""
     for name in SHAPES:
         if look_up(config, name, ...) is None:
             node, key = find_node(config, name)
@@ -117,7 +120,7 @@ def _as_number(value: Any, number: Callable[[str], int | float]) -> Any:
 
 
 def find_node(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
-    """Return the dictionary that holds a value, None where there is none, and the last part of its name."""
+    """Returns the dictionary of a value, or None, and the last part of the name of the value."""
     *nodes, key = name.split(".")
     for node in nodes:
         config = config.get(node) if isinstance(config, dict) else None
@@ -125,13 +128,13 @@ def find_node(config: Any, name: str) -> tuple[dict[str, Any] | None, str]:
 
 
 def look_up(config: Any, name: str, otherwise: Any = None) -> Any:
-    """Return a value of a configuration by its dotted name, `otherwise` where there is none."""
+    """Returns a value of a configuration by its dotted name, or `otherwise` if it is missing."""
     node, key = find_node(config, name)
     return otherwise if node is None else node.get(key, otherwise)
 
 
 def problems_of_config(config: dict[str, Any]) -> list[str]:
-    """Return one line for each part of a configuration, after `straighten`, that has a wrong form."""
+    """Returns one line for each part of a normalized configuration with an invalid type."""
     problems = []
     if "zero_optimization" not in config:
         near = difflib.get_close_matches("zero_optimization", map(str, config), 1, 0.8)
@@ -151,7 +154,7 @@ def problems_of_config(config: dict[str, Any]) -> list[str]:
 
 
 def problems_of_counts(config: Mapping[str, Any]) -> list[str]:
-    """Return one line for each count of a configuration that is none."""
+    """Returns one line for each value of a configuration that must be a count and is not."""
     counts = {name: config[name] for name in COUNTS if config.get(name, AUTO) != AUTO}
     return [
         f"{name} is {shown(value)}: it is no whole number of at least 1"
@@ -161,14 +164,14 @@ def problems_of_counts(config: Mapping[str, Any]) -> list[str]:
 
 
 def likely_typos(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return keys that DeepSpeed would ignore without a message -> the key that each seems to mean."""
+    """Returns the unknown keys that DeepSpeed would silently ignore, with the key that each resembles."""
     unknown = [key for key in config if key not in _READ_HERE]
     near = {key: difflib.get_close_matches(str(key), _READ_HERE, 1, 0.9) for key in unknown}
     return {str(key): names[0] for key, names in near.items() if names}
 
 
 def problems_of_fields(fields: Any) -> list[str]:
-    """Return one line for each value of the fields in `KEYS` that is wrong, or does not go with another."""
+    """Returns one line for each field in `KEYS` that is invalid or contradicts another."""
     problems = []
     stage = fields.zero_stage
     if str(stage) not in ("0", "1", "2", "3"):

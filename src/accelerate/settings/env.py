@@ -1,4 +1,4 @@
-"""Settings <-> environment variables: the contract between launcher and worker.
+"""Conversion between settings and the environment variables that pass them from launcher to workers.
 
 `encode` runs in the launcher, `decode` and `read` in the worker; all are loops over the same declarations,
 so a value written by one is read by the other. A worker reads single sections and loads no others: what only
@@ -21,38 +21,38 @@ S = TypeVar("S", bound=Section)
 
 
 def encode(settings: Settings, sections: Iterable[type[Section]] | None = None) -> dict[str, str]:
-    """Return the variables that the workers read of some sections, or of all; only active ones have any."""
+    """Returns the variables that the workers read, for some or all active sections."""
     from accelerate.settings.layers import SECTIONS
 
-    written: dict[str, str] = {}
+    variables: dict[str, str] = {}
     for section in SECTIONS if sections is None else sections:
         if not section.active(settings.values):
             continue
         for row in section.options():
-            written.update(_spell(row, settings.values[row.name]))
-    return written
+            variables.update(_encode_option(row, settings.values[row.name]))
+    return variables
 
 
-def _spell(row: Option, value: Any) -> dict[str, str]:
+def _encode_option(row: Option, value: Any) -> dict[str, str]:
     parts = value if len(row.variables) > 1 else (value,) * len(row.variables)
-    spelled = {name: row.spell(part) for name, part in zip(row.variables, parts, strict=True)}
-    return {name: text for name, text in spelled.items() if text is not None}
+    encoded = {name: row.spell(part) for name, part in zip(row.variables, parts, strict=True)}
+    return {name: text for name, text in encoded.items() if text is not None}
 
 
 def layer(environ: Mapping[str, str]) -> Layer:
-    """The environment as a layer of the launcher's settings."""
+    """Returns the environment as a layer of the settings of the launcher."""
     from accelerate.settings.layers import ENVIRONMENT, SECTIONS, Layer
 
     return Layer(ENVIRONMENT, read(environ, SECTIONS))
 
 
 def decode(section: type[S], environ: Mapping[str, str]) -> S:
-    """Read a section from the environment; what is not set has its built-in value."""
+    """Reads a section from the environment, with built-in values for unset variables."""
     return section(**read(environ, (section,)))
 
 
 def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[str, Any]:
-    """Return the values of those options that the environment sets, by option name."""
+    """Returns the values of those options that the environment sets, by option name."""
     values, problems = read_with_problems(environ, sections)
     refuse_all(problems)
     return values
@@ -61,7 +61,7 @@ def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[
 def read_with_problems(
     environ: Mapping[str, str], sections: Iterable[type[Section]]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Read as `read` does, and return a line for each wrong variable instead of raising an error."""
+    """Reads as `read` does, and returns a line for each invalid variable instead of raising an error."""
     values: dict[str, Any] = {}
     problems: list[str] = []
     for section in sections:
@@ -112,13 +112,13 @@ _ON_EACH_DEVICE = ("auto", "gpu", "xpu", "hpu", "npu", "mps")
 
 
 def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> Settings:
-    """Return settings in which variables of torchrun, as sources, replace what no flag gives."""
+    """Returns settings in which variables of torchrun replace values that no flag sets."""
     from accelerate.settings.layers import FLAG, all_options
 
-    given = [(variable, name, environ.get(variable, "")) for variable, name in PET_VARIABLES.items()]
+    variables = [(variable, name, environ.get(variable, "")) for variable, name in PET_VARIABLES.items()]
     is_alone = settings.source("num_machines") == FLAG and settings.values["num_machines"] == 1
-    # The endpoint first: the variables for its two parts are more exact.
-    for variable, name, text in (*_endpoint(environ.get(PET_ENDPOINT, "")), *given):
+    # The endpoint comes first, because the variables of its two parts take precedence.
+    for variable, name, text in (*_endpoint(environ.get(PET_ENDPOINT, "")), *variables):
         if text and settings.source(name) != FLAG and not (is_alone and name in _RENDEZVOUS):
             settings = settings.replaced(
                 variable, **{name: _read_torchrun(variable, all_options()[name], text)}

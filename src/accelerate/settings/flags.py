@@ -1,4 +1,4 @@
-"""Sections -> command-line flags, and parsed flags -> settings: which ones were really given."""
+"""Conversion between sections and command-line flags, and detection of the flags that the user has passed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METAVARS = {bool: "BOOL", int: "N", float: "X", str: "TEXT", tuple: "TEXT"}
 
 
 def add_sections(parser: CustomArgumentParser) -> None:
-    """Add a flag for each option that has one, under its heading, and the flags of older versions."""
+    """Adds the flags of all options under the headings of their sections, and those of older versions."""
     for name in RETIRED:
         parser.add_argument(f"--{name}", action="store_true", default=None, help=argparse.SUPPRESS)
     groups: dict[str, Any] = {GENERAL: parser}
@@ -53,7 +53,7 @@ def _help(row: Option) -> str:
 
 
 def mark_given(parser: argparse.ArgumentParser, namespace: argparse.Namespace, args: Iterable[str]) -> None:
-    """Set ``namespace.given``, a frozenset of the names of options whose flags are among the words `args`.
+    """Sets ``namespace.given`` to a frozenset of the option names whose flags are in `args`.
 
     A flag's default is part of the public interface, so a value alone does not say whether the user chose it.
     The words, which `parser` has parsed without an error, are therefore parsed once more, onto a namespace
@@ -71,11 +71,14 @@ def mark_given(parser: argparse.ArgumentParser, namespace: argparse.Namespace, a
 
 
 def layer(namespace: argparse.Namespace) -> Layer:
-    """Return the given flags as a layer; of a namespace built by hand, what differs from the default."""
+    """Returns the passed flags as a layer.
+
+    Of a namespace created by hand, it contains the values that differ from the default.
+    """
     values: dict[str, Any] = {}
     problems: list[str] = []
     for name, row in all_options().items():
-        if not _is_given(row, namespace):
+        if not _is_set(row, namespace):
             continue
         try:
             values[name] = row.read(getattr(namespace, name), row.flags[0] if row.flags else name)
@@ -86,14 +89,14 @@ def layer(namespace: argparse.Namespace) -> Layer:
     return Layer(FLAG, values, tuple(f"--{name} has no effect: {RETIRED[name]}" for name in retired))
 
 
-def _is_given(row: Option, namespace: argparse.Namespace) -> bool:
+def _is_set(row: Option, namespace: argparse.Namespace) -> bool:
     if (marked := getattr(namespace, "given", None)) is not None:
         return row.name in marked
     return getattr(namespace, row.name, None) not in (None, row.flag_default)
 
 
 def words(settings: Settings, *left_out: str) -> list[str]:
-    """Return settings as the flags of a command line; parsing them gives the same settings.
+    """Returns settings as the flags of a command line that parses to the same settings.
 
     Built-in values, secrets, options without a flag and the options `left_out` are not written.
     """

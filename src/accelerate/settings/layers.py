@@ -1,4 +1,4 @@
-"""All sections, and their values: layers over each other, each value with its source."""
+"""List of all sections, and their values, merged from layers that record the source of each value."""
 
 from __future__ import annotations
 
@@ -40,56 +40,56 @@ FLAG = "flag"
 
 @dataclass(frozen=True)
 class Layer:
-    """Values from one source, by option name, already of the right type."""
+    """Typed values from one source by option name."""
 
-    source: str  # its name for the user: "flag", "environment", a configuration file's path
+    source: str  # "flag", "environment", or the path of a configuration file
     values: Mapping[str, Any]  # only those that the source sets
     notes: tuple[str, ...] = ()  # what the user should know about how the source was read
 
 
 @cache
 def all_options() -> Mapping[str, Option]:
-    """Every option of every section by its name."""
+    """Returns every option of every section by its name."""
     return {row.name: row for section in SECTIONS for row in section.options()}
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """The value of every option, and its source: ``settings[DynamoSection].dynamo_mode`` is typed."""
+    """Value and source of every option, where ``settings[DynamoSection].dynamo_mode`` is typed."""
 
     values: Mapping[str, Any]
     sources: Mapping[str, str]  # of the values that a layer gives
     notes: tuple[str, ...] = ()
 
     def __getitem__(self, section: type[S]) -> S:
-        """The section as an object."""
+        """Returns the section as an object."""
         return section(**{row.name: self.values[row.name] for row in section.options()})
 
     def source(self, name: str) -> str:
-        """The source of the value of an option; "built-in" when no layer gives it."""
+        """Returns the source of the value of an option, which is "built-in" if no layer sets it."""
         return self.sources.get(name, BUILT_IN)
 
     def given(self, name: str) -> bool:
-        """Whether a layer gives a value."""
+        """Returns whether a layer sets a value."""
         return name in self.sources
 
     def replaced(self, source: str, **values: Any) -> Settings:
-        """The same settings with some values changed, and `source` as the source of those."""
+        """Returns the settings with some values replaced, and `source` as their source."""
         sources = {**self.sources, **dict.fromkeys(values, source)}
         return replace(self, values={**self.values, **values}, sources=sources)
 
     def noted(self, note: str) -> Settings:
-        """The same settings with a line that the user should see."""
+        """Returns the settings with an additional line for the user."""
         return replace(self, notes=(*self.notes, note))
 
     def __iter__(self) -> Iterator[tuple[Option, Any, str]]:
-        """Every option with its value and source, in the order of declaration."""
+        """Yields every option with its value and source, in the order of declaration."""
         for name, row in all_options().items():
             yield row, self.values[name], self.source(name)
 
 
 def merge_layers(*layers: Layer) -> Settings:
-    """Return all settings: the built-in values, and the layers over them, of which a later one wins.
+    """Merges layers over the built-in values, where a later layer takes precedence.
 
     A layer that names a strategy (``multi_gpu``, ``use_fsdp``, ...) also drops those named by weaker
     layers, so that a flag can leave what a file chose.

@@ -1,4 +1,4 @@
-"""Read configuration files written by older versions, step by step; turn settings of FSDP 1 into FSDP 2's."""
+"""Migration of configuration files of older versions, and of settings of FSDP 1 to FSDP 2."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOP_LEVEL_DYNAMO = ("dynamo_backend", "dynamo_mode", "dynamo_use_fullgraph", "dy
 
 
 def migrate(mapping: Mapping) -> tuple[Mapping, tuple[str, ...]]:
-    """Return a file's mapping in today's form, and notes about what was left out."""
+    """Returns the mapping of a file in the current format, and notes about dropped entries."""
     check_values(mapping)
     current = dict(mapping)
     _update_values(current)
@@ -37,7 +37,7 @@ def migrate(mapping: Mapping) -> tuple[Mapping, tuple[str, ...]]:
 
 
 def retired_variables(environ: abc.Mapping[str, str]) -> list[str]:
-    """Return notes about variables of older versions that are set to something else than no."""
+    """Returns notes about variables of older versions that are set to another value than no."""
     return [
         f"{name}={shortened(environ[name])} has no effect: {why}."
         for name, why in RETIRED_VARIABLES.items()
@@ -71,7 +71,7 @@ def _update_groups(mapping: Mapping) -> None:
 
 
 class ConversionStatus(Enum):
-    """What becomes of a setting of FSDP 1 that FSDP 2 does not have."""
+    """Replacement of a setting of FSDP 1 that FSDP 2 does not have."""
 
     NOT_YET_IMPLEMENTED = 0
     REMOVED = -1
@@ -104,7 +104,7 @@ _NUMBERED_STRATEGIES = {str(number): name for number, name in enumerate(FSDP_SHA
 
 
 def convert_config_to_fsdp2(config: Mapping) -> Mapping:
-    """Write the settings of FSDP 1 as settings of FSDP 2.
+    """Converts the settings of FSDP 1 to settings of FSDP 2.
 
     Args:
         config: a configuration file's mapping; not changed.
@@ -148,7 +148,7 @@ def _value_of_fsdp2(key: str, value: Any) -> Any:
 
 
 def fsdp2_notes(config: Mapping) -> list[str]:
-    """Return what a user should know about what `convert_config_to_fsdp2` does to a mapping."""
+    """Returns notes for the user about the changes of `convert_config_to_fsdp2` to a mapping."""
     old = config.get("fsdp_config") or {}
     if str(old.get("fsdp_version", 1)) == "2":
         return ["it is for FSDP 2 already"]

@@ -1,4 +1,4 @@
-"""One declaration per option: flag, file key, variable, question and docs row all follow from it.
+"""Declaration of options, from which flag, file key, variable, question and reference row are derived.
 
 A section is a frozen dataclass whose fields are made by `option`. ``Section.options()`` turns the fields into
 `Option` rows; flags, file, environment and documentation are loops over those rows and nothing else.
@@ -19,11 +19,11 @@ from typing import Any, ClassVar
 from accelerate.base import LARGEST, SMALLEST, ConfigurationError, itemized, shown, str_to_bool, wrong_value
 
 Spelling = Callable[[Any], str | None]
-"""How a value is written into an environment variable; ``None`` leaves the variable alone."""
+"""Encoder of a value for an environment variable, where ``None`` does not set the variable."""
 
 
 def _spelling(case: Callable[[str], str] = str, writes_empty: bool = True) -> Spelling:
-    """Write text in a case; nothing for ``None``, nor for the empty text if asked for."""
+    """Returns a function that encodes text in a case, and encodes ``None`` as no text."""
 
     def spell(value: Any) -> str | None:
         is_written = value is not None and (writes_empty or value != "")
@@ -40,49 +40,49 @@ unless_empty_lower = _spelling(str.lower, writes_empty=False)
 
 
 def lower_bool(value: Any) -> str | None:
-    """``true`` or ``false``; ``str`` of any other value."""
+    """Encodes a bool as ``true`` or ``false``, and other values as ``str``."""
     return lower(value) if isinstance(value, bool) else as_text(value)
 
 
 def as_bit(value: Any) -> str | None:
-    """``1`` or ``0``."""
+    """Encodes a bool as ``1`` or ``0``."""
     return None if value is None else str(int(bool(value)))
 
 
 def only_true(text: str) -> Spelling:
-    """Write `text` when the value is true, and nothing otherwise."""
+    """Returns a function that encodes True as `text`, and other values as no text."""
     return lambda value: text if value else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """Everything known about one option; what a declaration leaves out follows from its field and section."""
+    """Properties of one option, with defaults derived from its field and section."""
 
-    name: str  # unique over all sections; the attribute that a parsed flag is stored under
+    name: str  # unique over all sections, also the attribute of the parsed flag
     kind: type  # bool, int, float, str, tuple or dict (of the user's own, in files only)
     default: Any
     help: str  # one sentence for `-h` and the docs
     spell: Spelling
-    flags: tuple[str, ...]  # spellings on the command line; empty: there is no flag
+    flags: tuple[str, ...]  # flags on the command line, or empty
     flag_default: Any  # what an absent flag leaves in the namespace (part of the interface, not a setting)
     flag_type: Callable[[str], Any]  # how argparse converts the text of the flag
     action: str  # what argparse does with the flag
     group: str  # heading of the flag in the help
-    key: str | None  # name in the configuration file; None keeps the option out of files
+    key: str | None  # name in the configuration file, or None if it is not in files
     offers: tuple[str, ...]  # values that the questionnaire lists
     variables: tuple[str, ...]  # several when the value is a tuple with a variable for each element
     aliases: tuple[str, ...] = ()  # variables that are read where the first is absent, and never written
-    choices: tuple[str, ...] = ()  # accepted values; empty: any
-    limits: tuple[float, float] | None = None  # smallest and largest number; None: any that 64 bits hold
+    choices: tuple[str, ...] = ()  # accepted values, or empty for any
+    limits: tuple[float, float] | None = None  # minimum and maximum, or None for any 64-bit number
     negations: tuple[str, ...] = ()  # flags that say no, where a switch has one of its own
-    ask: str | None = None  # the question of the questionnaire; None: it is not asked
+    ask: str | None = None  # question of the questionnaire, or None
     when: Callable[[Mapping[str, Any]], bool] | None = None  # asked only if it holds for the answers so far
     advanced: bool = False  # asked only when the user wants to see everything
     secret: bool = False  # never printed
-    foreign: bool = False  # the variable of another program; a value that cannot be read is ignored
+    foreign: bool = False  # variable of another program, whose invalid values are ignored
 
     def read(self, value: object, where: str) -> Any:
-        """Turn a value of the flag, key or variable `where` into the option's type; any kind may be text."""
+        """Converts a value of the flag, key or variable `where` to the type of the option."""
         try:
             result = self._convert(value)
         except UnicodeError:
@@ -179,7 +179,7 @@ EMPTY_ANSWERS: dict[type, str] = {str: " (empty for none)", tuple: " (separated 
 
 
 def option(default: Any, help: str, **attributes: Any) -> Any:
-    """Declare one option as a field of a :class:`Section`.
+    """Declares one option as a field of a `Section`.
 
     What is not given follows from the field: the flag is ``--<name>`` (the parser adds the dash form), the
     key is the name, the group is the section's title, the offers are the choices, and action, default and
@@ -199,11 +199,11 @@ optional = partial(option, None)
 
 
 class Section:
-    """Base of all sections; each is a frozen dataclass with keyword-only fields made by :func:`option`."""
+    """Base class of all sections, which are frozen dataclasses with keyword-only fields from `option`."""
 
     title: ClassVar[str]  # heading in the help and the docs
-    file_key: ClassVar[str | None] = None  # the mapping of the file that holds the section; None: top level
-    switch: ClassVar[str] = ""  # the flag that makes the section active, as a user writes it; empty: always
+    file_key: ClassVar[str | None] = None  # mapping of the section in the file, or None for the top level
+    switch: ClassVar[str] = ""  # flag that makes the section active, or empty if it is always active
     key_prefix: ClassVar[str] = ""  # beginning of the options' names that their keys leave out
     # Beginning of the variables, which end with the names of options in upper case; None: an option has only
     # the variables that it declares.
@@ -215,25 +215,25 @@ class Section:
 
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
-        """Whether the section's variables are written, given the values of all options by name."""
+        """Returns whether the variables of the section are written, for the values of all options."""
         return not cls.switch or bool(values[cls.switch.removeprefix("--")])
 
     @classmethod
     def asked(cls, answers: Mapping[str, Any]) -> bool:
-        """Whether the questionnaire comes to this section, given the answers so far by option name."""
+        """Returns whether the questionnaire includes this section, from the answers so far by option name."""
         return cls.active(answers)
 
     @classmethod
     @cache
     def options(cls) -> tuple[Option, ...]:
-        """List the section's options in the order of declaration."""
+        """Returns the options of the section in the order of declaration."""
         hints = typing.get_type_hints(cls)
         fields = dataclasses.fields(cls)  # type: ignore[arg-type]
         return tuple(_row(cls, field, _kind_of(hints[field.name])) for field in fields)
 
 
 def _kind_of(hint: Any) -> type:
-    """The plain type of an annotation: ``int | None`` -> ``int``, ``tuple[str, ...]`` -> ``tuple``."""
+    """Returns the plain type of an annotation, such as `int` for `int | None`."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not type(None))
     return typing.get_origin(hint) or hint  # type: ignore[no-any-return]
@@ -265,7 +265,7 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
 
 
 def true_or_false(text: str) -> bool:
-    """Read the word of a flag that takes true or false; raise what argparse shows otherwise."""
+    """Converts the value of a flag to a bool, or raises the error that argparse shows."""
     try:
         return bool(str_to_bool(text))
     except ValueError:
@@ -273,6 +273,6 @@ def true_or_false(text: str) -> bool:
 
 
 def refuse_all(problems: list[str]) -> None:
-    """Raise one error that lists every problem, if there is any."""
+    """Raises one error that lists every problem, if there is any."""
     if problems:
         raise ConfigurationError(itemized(problems, "settings are wrong"))

@@ -1,4 +1,4 @@
-"""The parser of every command: both spellings of a flag, coloured help, and suggestions for wrong words."""
+"""Argument parser of all commands, with dashes or underscores in flags, colored help, and suggestions."""
 
 from __future__ import annotations
 
@@ -41,53 +41,53 @@ SYNONYMS = (
 """Words for the same thing, of which each option takes one."""
 
 LONGEST_WORD = 100
-"""Characters: longer ones mean none of the known words."""
+"""Maximum length of words for which a suggestion is made, in characters."""
 
 _WRONG = object()
 """Replaces the value of a flag that could not be read."""
 
 _UNKNOWN = "unrecognized arguments:"
-"""How argparse begins a message on words that it does not know."""
+"""Beginning of the argparse message for unknown arguments."""
 
 _SPELLING = re.compile(r"--[a-z0-9]+(_[a-z0-9]+)+$")
 
 
 def clean_option(option: str) -> str:
-    """Take the dashes off a flag: ``--multi-gpu`` -> ``multi_gpu``."""
+    """Removes the dashes from a flag, such as ``multi_gpu`` from ``--multi-gpu``."""
     return option.lstrip("-").replace("-", "_")
 
 
 class _BothSpellings(argparse._ActionsContainer):
     def add_argument(self, *args: Any, **kwargs: Any) -> argparse.Action:
-        """As in argparse, with the dash form of each long flag added."""
+        """Adds an argument as argparse does, with the dash form of each long flag."""
         dashed = (f"--{flag[2:].replace('_', '-')}" for flag in args if _SPELLING.match(flag))
         return super().add_argument(*dict.fromkeys((*args, *dashed)), **kwargs)
 
 
 class CustomArgumentGroup(_BothSpellings, argparse._ArgumentGroup):
-    """A group whose flags can be written with underscores or dashes."""
+    """Argument group whose flags accept underscores or dashes."""
 
 
 class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
-    """A parser whose flags take underscores or dashes, and that suggests what a wrong one may mean."""
+    """Parser whose flags accept underscores or dashes, and that suggests flags for unknown ones."""
 
-    # Newer versions of argparse would colour too: whatever they set, it stays off.
+    # Newer versions of argparse add colors, which are always disabled here.
     color = property(lambda self: False, lambda self, value: None)
     _words: Sequence[str] = ()
 
     def add_argument_group(self, *args: Any, **kwargs: Any) -> argparse._ArgumentGroup:
-        """As in argparse; the group too adds dash forms."""
+        """Adds a group as argparse does, which also adds dash forms."""
         group = CustomArgumentGroup(self, *args, **kwargs)
         self._action_groups.append(group)
         return group
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; the words are kept, since they say which command an error belongs to."""
+        """Parses as argparse does, and stores the arguments to name the command in errors."""
         self._words = sys.argv[1:] if args is None else list(args)
         return super().parse_args(self._words, namespace)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse, with all wrong values in one message and not the first alone."""
+        """Parses as argparse does, and reports all invalid values in one message."""
         self._wrong: list[str] = []
         parsed = super().parse_known_args(args, namespace)
         if self._wrong:
@@ -120,13 +120,13 @@ class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
             self._wrong.append(wrong_choice(problem, value, action.choices or ()))
 
     def print_help(self, file: Any = None) -> None:
-        """Print the help, with colours where it is read on a terminal."""
+        """Prints the help, in color on a terminal."""
         stream = file or sys.stdout
         text = self.format_help()
         stream.write(colored(text) if wants_color(stream, environ.current()) else text)
 
     def error(self, message: str) -> NoReturn:
-        """Say what is wrong in one line, with a suggestion for a misspelt flag, and exit with status 2."""
+        """Prints one line with the error and a suggestion for a misspelled flag, and exits with status 2."""
         prog, hint = self.prog, f" (see {self.prog} --help)"
         if message.startswith(_UNKNOWN):
             command = _command_of(self, self._words)
@@ -136,13 +136,13 @@ class CustomArgumentParser(_BothSpellings, argparse.ArgumentParser):
 
 
 def subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Return the parsers of the subcommands of a parser, by name."""
+    """Returns the parsers of the subcommands of a parser by name."""
     groups = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     return {name: child for group in groups for name, child in group.choices.items()}
 
 
 def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of the command that words name."""
+    """Returns the parser of the command that the arguments name."""
     children = subcommands(parser)
     for index, word in enumerate(words):
         if word in children:
@@ -151,13 +151,13 @@ def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> argpar
 
 
 def _all_flags(parser: argparse.ArgumentParser) -> list[str]:
-    """The flags of a parser and of its subcommands."""
+    """Returns the flags of a parser and of its subcommands."""
     nested = (flag for child in subcommands(parser).values() for flag in _all_flags(child))
     return [*parser._option_string_actions, *nested]
 
 
 class OneSpellingFormatter(argparse.HelpFormatter):
-    """Help that shows each flag in one spelling, and its value once."""
+    """Help formatter that shows one form of each flag and its value once."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         if not action.option_strings:
@@ -168,7 +168,7 @@ class OneSpellingFormatter(argparse.HelpFormatter):
 
 
 class CustomHelpFormatter(OneSpellingFormatter):
-    """Help that leaves out the groups of strategies other than the one named on the command line."""
+    """Help formatter that hides the groups of strategies that are not on the command line."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -177,32 +177,32 @@ class CustomHelpFormatter(OneSpellingFormatter):
         self._hidden = set(options_to_group.values()) - self.titles if self.titles else set()
 
     def add_argument(self, action: argparse.Action) -> None:
-        """Add a flag's help, unless its group is left out."""
+        """Adds the help of a flag unless its group is hidden."""
         if self._current_section.heading not in self._hidden:
             super().add_argument(action)
 
     def add_usage(self, *args: Any, **kwargs: Any) -> None:
-        """Show the short usage: there are more than a hundred flags."""
+        """Shows the short usage, because there are more than a hundred flags."""
         prog = self._prog
         super().add_usage(f"{prog} [options] script [arguments of the script]", (), (), *args[3:], **kwargs)
 
 
 def wants_color(stream: Any, environ: Mapping[str, str]) -> bool:
-    """Whether text on a stream may be coloured: on a terminal, without ``NO_COLOR`` and ``TERM=dumb``."""
+    """Returns whether text on a stream may be colored, which `NO_COLOR` and `TERM=dumb` disable."""
     if environ.get("NO_COLOR") or environ.get("TERM") == "dumb":
         return False
     return bool(getattr(stream, "isatty", lambda: False)())
 
 
 def colored(text: str) -> str:
-    """Colour a help text: headings bold, flags cyan, and the values that flags take yellow."""
+    """Colors a help text, with bold headings, cyan flags, and yellow values."""
     text = INVOCATION.sub(lambda match: VALUE.sub(rf" {YELLOW}\1{PLAIN}", match[0]), text)
     text = FLAG_WORD.sub(lambda match: f"{CYAN}{match[0]}{PLAIN}", text)
     return HEADING.sub(lambda match: f"{BOLD}{match[0]}{PLAIN}", text)
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that `word` may mean: a synonym, one spelt alike, or one that it abbreviates."""
+    """Returns the known word that `word` may mean, a synonym, a similar one, or one that it abbreviates."""
     if len(word) > LONGEST_WORD:
         return None
     choices = list(known)
@@ -217,7 +217,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
 
 
 def unknown_command(word: str, known: Iterable[str]) -> str:
-    """Return the message on a command that does not exist."""
+    """Returns the message for a command that does not exist."""
     names = list(known)
     close = nearest(word, names)
     fix = f"Did you mean {close!r}?" if close else f"There are: {', '.join(names)}."
@@ -225,13 +225,13 @@ def unknown_command(word: str, known: Iterable[str]) -> str:
 
 
 def wrong_choice(problem: str, word: object, known: Iterable[object]) -> str:
-    """Return argparse's message on a wrong value, with the known value that it may mean."""
+    """Returns the argparse message for an invalid value, with the known value that it may mean."""
     close = nearest(str(word), map(str, known))
     return f"{problem}. Did you mean {close!r}?" if close else problem
 
 
 def unknown_flag(message: str, known: Iterable[str], prog: str) -> str:
-    """Return the hint that follows argparse's message on unknown flags of the command `prog`."""
+    """Returns the hint after the argparse message for unknown flags of the command `prog`."""
     word = next((word for word in message.split() if word.startswith("--")), "").split("=")[0]
     close = nearest(word, known) if word else None
     return f" (did you mean {close}? See {prog} --help)" if close else f" (see {prog} --help)"

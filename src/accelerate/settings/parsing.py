@@ -1,4 +1,4 @@
-"""Text of YAML and JSON -> values, within limits of size, depth and number."""
+"""Parsing of YAML and JSON text within limits of size, depth and number of values."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ DEEPEST = 50
 MOST_VALUES = 10_000
 """Values of a YAML file, those counted again that an alias repeats."""
 LONGEST_NUMBER = 400
-"""Characters: converting far longer ones takes seconds."""
+"""Maximum length of numbers in characters, because converting longer ones takes seconds."""
 LONGEST_REPORT = 400
 """Characters of what PyYAML says about a fault."""
 
 
 def read_text(path: Path) -> str:
-    """Read the text of a configuration file; raise a `ValueError` where it is too large or not UTF-8."""
+    """Reads the text of a configuration file.
+
+    Raises a `ValueError` if it is too large or not UTF-8.
+    """
     with path.open("rb") as file:
         content = file.read(LARGEST_FILE + 1)
     if len(content) > LARGEST_FILE:
@@ -35,7 +38,7 @@ def read_text(path: Path) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Read JSON."""
+    """Parses JSON."""
     try:
         content = json.loads(text)
     except RecursionError:
@@ -45,7 +48,7 @@ def parse_json(text: str) -> Any:
 
 
 def parse_yaml(text: str) -> Any:
-    """Read one document of YAML, with plain values only."""
+    """Parses one document of YAML with plain values only."""
     import yaml
 
     try:
@@ -58,7 +61,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def check_values(content: Any) -> None:
-    """Refuse what cannot be a setting: keys that are no text, and values that are nested too deeply."""
+    """Raises an error for keys that are not text, and for values that are nested too deeply."""
     level = [("", content)]
     for _ in range(DEEPEST + 1):
         level = [inner for name, value in level for inner in _values_in(name, value)]
@@ -88,7 +91,7 @@ def _loader() -> type[yaml.SafeLoader]:
     from yaml.constructor import ConstructorError
 
     class Bounded(yaml.SafeLoader):
-        """Stops where a file goes beyond the limits, before the values are made."""
+        """YAML loader that stops at the limits before it creates values."""
 
         def __init__(self, text: str) -> None:
             super().__init__(text)

@@ -1,4 +1,4 @@
-"""Declarations -> the questionnaire, and how its questions reach the user: arrow keys, or lines from a pipe.
+"""Questionnaire over the declared options, with prompts on a terminal or as plain lines.
 
 Only what applies is asked, and each answer is checked at once.
 """
@@ -21,7 +21,7 @@ Check = Callable[[str], object]
 
 @dataclass
 class LinePrompt:
-    """Plain lines: the question is printed to `target`, and the next line of `source` is the answer.
+    """Prompt that prints questions to `target` and reads answers from the lines of `source`.
 
     An empty line takes the default. A wrong answer, or the end of the input, is a `ConfigurationError`: what
     follows on a pipe was written as the answers to other questions.
@@ -31,11 +31,11 @@ class LinePrompt:
     target: TextIO
 
     def say(self, text: str) -> None:
-        """Print a line that is no question."""
+        """Prints a line."""
         print(text, file=self.target)
 
     def choose(self, text: str, offers: Sequence[str], default: str) -> str:
-        """Ask for one of several values, in any case of letters."""
+        """Asks for one of several values, in any case of letters."""
         answer = self._read(f"{text} [{'/'.join(offers)}]", default)
         for offer in offers:
             if offer.lower() == answer.lower():
@@ -45,14 +45,14 @@ class LinePrompt:
         )
 
     def confirm(self, text: str, default: bool) -> bool:
-        """Ask for yes or no."""
+        """Asks for yes or no."""
         answer = self._read(text, "yes" if default else "no").lower()
         if answer not in ("yes", "y", "true", "1", "no", "n", "false", "0"):
             raise ConfigurationError(f"{text} {answer!r} is neither yes nor no. Answer yes or no.")
         return answer in ("yes", "y", "true", "1")
 
     def write(self, text: str, default: str, check: Check) -> str:
-        """Ask for a text that `check` accepts."""
+        """Asks for a text that `check` accepts."""
         answer = self._read(text, default)
         check(answer)
         return answer
@@ -70,7 +70,7 @@ class LinePrompt:
 
 
 class TerminalPrompt:
-    """The same questions with arrow keys, and with answers that are checked before they are accepted."""
+    """Prompt with arrow keys, which checks answers before it accepts them."""
 
     def say(self, text: str) -> None:
         print(text)
@@ -94,7 +94,7 @@ class TerminalPrompt:
 
 
 def _ask_on_terminal(kind: str, text: str, **arguments: Any) -> Any:
-    """Ask by questionary; Ctrl-D ends the questionnaire as Ctrl-C does."""
+    """Asks a question with questionary, where Ctrl-D ends the questionnaire as Ctrl-C does."""
     import questionary
 
     try:
@@ -107,7 +107,7 @@ Prompt = LinePrompt | TerminalPrompt
 
 
 def prompt_of_this_process() -> Prompt:
-    """The terminal when both ends are one, else plain lines."""
+    """Returns a terminal prompt if input and output are a terminal, or else a line prompt."""
     if sys.stdin.isatty() and sys.stdout.isatty():
         return TerminalPrompt()
     return LinePrompt(sys.stdin, sys.stdout)
@@ -121,7 +121,7 @@ COUNTS = ("num_processes", "num_machines")
 
 
 class Questionnaire:
-    """The questions of sections, in their order, asked once.
+    """Questions of sections, each asked once in order.
 
     By option name, `suggested` has defaults instead of the built-in ones, and `offers` the values that are
     listed instead of the declared ones; `left_out` are not asked, because `suggested` answers them.
@@ -143,7 +143,7 @@ class Questionnaire:
         self._asked: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
-        """Ask the usual questions, and the advanced ones if the user wants them; return the answers."""
+        """Asks the usual questions, and optionally the advanced ones, and returns the answers."""
         self._walk(advanced=False)
         if self._next(advanced=True) and self._prompt.confirm(ADVANCED, False):
             self._walk(advanced=True)
@@ -156,7 +156,7 @@ class Questionnaire:
                 self._answers.update({name: name == PARADIGM_OF_TYPE.get(value) for name in EXCLUSIVE})
 
     def _next(self, advanced: bool) -> Option | None:
-        """The first question that applies by the answers so far and was not asked yet."""
+        """Returns the next unasked question that applies to the answers so far."""
         sections = (section for section in self._sections if section.asked(self._answers))
         rows = (row for section in sections for row in section.options())
         return next((row for row in rows if self._applies(row) and (advanced or not row.advanced)), None)
@@ -181,7 +181,7 @@ class Questionnaire:
         return row.read(answer, row.key or row.name) if answer else None
 
     def _check(self, row: Option, answer: str) -> None:
-        """Refuse what cannot be the answer, also in view of the other answers."""
+        """Raises an error for an invalid answer, also in combination with other answers."""
         where = row.key or row.name
         if not answer:
             if row.name in NEEDED:
@@ -196,7 +196,7 @@ class Questionnaire:
 
 
 def as_mapping(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values by option name as a configuration file has them, without those of ``None``."""
+    """Returns values by option name in the format of a configuration file, without ``None``."""
     mapping: dict[str, Any] = {}
     for section in SECTIONS:
         for row in section.options():

@@ -1,4 +1,4 @@
-"""Experiment trackers: the public names, and those that `accelerate.tracking` has always offered."""
+"""Experiment trackers, and names that the documented `accelerate.tracking` exports."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""The base classes of experiment trackers, and the forms of values that they take."""
+"""Base classes of experiment trackers, and conversion of logged values."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ REQUIRED = ("name", "requires_logging_directory", "tracker")
 
 
 def on_main_process(function: Method) -> Method:
-    """Make a tracker's method do its work on the first process only, if its `main_process_only` says so.
+    """Wraps a method of a tracker so that it runs on rank 0 only, if its `main_process_only` is set.
 
     Args:
-        function: The method; on the other processes its call returns None.
+        function: The method, whose calls return None on other ranks.
     """
 
     @wraps(function)
@@ -38,27 +38,31 @@ def on_main_process(function: Method) -> Method:
 
 
 class GeneralTracker:
-    """Base of all trackers; itself a tracker that logs nothing.
+    """Base class of all trackers, which itself logs nothing.
 
-    A tracker of your own derives from it, sets `name` and `requires_logging_directory`, and has a property
-    `tracker` with the run object of its library. It gets these calls, each on all ranks:
+    A custom tracker derives from it, sets `name` and `requires_logging_directory`, and has a property
+    `tracker` with the run object of its library. These methods are called on all ranks.
 
-    1. the constructor: keep the arguments, start nothing;
-    2. `start`: begin the run;
-    3. `store_init_configuration`: at most once;
-    4. `log`: any number of times;
+    1. The constructor, which stores the arguments and starts nothing.
+
+    2. `start`, which starts the run.
+
+    3. `store_init_configuration`, at most once.
+
+    4. `log`, any number of times.
+
     5. `finish`.
 
     Attributes:
-        main_process_only: Whether methods under `on_main_process` work on the first process only.
-        blocks: Whether `log` may take long: it waits for a disk or a server. `Accelerator.log` then hands the
-            values to a thread, which calls `log`, in order.
+        main_process_only: Whether methods wrapped by `on_main_process` run on rank 0 only.
+        blocks: Whether `log` may block, because it waits for a disk or a server. `Accelerator.log` then
+            passes the values to a thread, which calls `log` in order.
 
     Args:
-        _blank: Whether this is the base class itself, which is used where no tracker runs.
+        _blank: Whether this is the base class itself, which replaces a tracker on ranks without one.
 
     Raises:
-        NotImplementedError: A subclass lacks something that it must have.
+        NotImplementedError: A subclass lacks a required attribute.
     """
 
     name: str
@@ -75,37 +79,37 @@ class GeneralTracker:
             )
 
     def start(self) -> None:
-        """Begin the run."""
+        """Starts the run."""
 
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store what the run was configured with.
+        """Stores the configuration of the run.
 
         Args:
             values: Hyperparameters by name.
         """
 
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log values.
+        """Logs values.
 
         Args:
             values: Numbers, strings or dictionaries of numbers by name; tensors of one element are numbers.
-            step: The training step they belong to.
-            **kwargs: Arguments of the tracker's library.
+            step: Training step of the values.
+            **kwargs: Arguments for the library of the tracker.
         """
 
     def finish(self) -> None:
-        """End the run."""
+        """Ends the run."""
 
 
 class LibraryTracker(GeneralTracker):
-    """A tracker that logs through a library."""
+    """Base class of trackers that log through a library."""
 
-    package: str  # the name that the library is imported by: a row of `PACKAGES`
-    attribute: str = "run"  # the name of the attribute that holds the library's run
-    title: str  # the library in messages
-    accepts: str = "number or text"  # what `log` sends to the library; it leaves out others with a warning
-    configures_by: str  # the name of the run's method that stores what it was configured with
-    ends_by: str = "finish"  # the name of the run's method that ends it
+    package: str  # import name of the library, a key of `PACKAGES`
+    attribute: str = "run"  # name of the attribute with the run object of the library
+    title: str  # name of the library in messages
+    accepts: str = "number or text"  # types that `log` accepts, while others cause a warning
+    configures_by: str  # name of the method of the run that stores its configuration
+    ends_by: str = "finish"  # name of the method of the run that ends it
     requires_logging_directory = False
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
@@ -116,17 +120,17 @@ class LibraryTracker(GeneralTracker):
 
     @classmethod
     def available(cls) -> bool:
-        """Return whether the library is installed."""
+        """Returns whether the library is installed."""
         return PACKAGES[cls.package].available()
 
     @property
     def tracker(self) -> Any:
-        """The run of the library; on processes that do not log, an object whose calls do nothing."""
+        """Run object of the library, or an object whose calls do nothing on ranks that do not log."""
         return getattr(self, self.attribute)
 
     @on_main_process
     def start(self) -> None:
-        """Begin the run, or continue one.
+        """Starts a run or continues one.
 
         Raises:
             MissingPackageError: The library is not installed.
@@ -146,17 +150,17 @@ class LibraryTracker(GeneralTracker):
         return import_module(self.package)
 
     def _open(self, library: Any) -> Any:
-        """Return the run: an object of the imported library."""
+        """Returns the run object of the imported library."""
         raise NotImplementedError
 
     def _warn_left_out(self, name: str, value: object) -> None:
         logger.warning_once(
-            f"{self.title} leaves out {name!r}: a {type(value).__name__} is no {self.accepts}"
+            f"{self.title} does not log {name!r}: a {type(value).__name__} is not a {self.accepts}"
         )
 
 
 class TableTracker(LibraryTracker):
-    """A tracker that logs tables."""
+    """Base class of trackers that log tables."""
 
     @on_main_process
     def log_table(
@@ -168,15 +172,16 @@ class TableTracker(LibraryTracker):
         step: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Log a table, given by rows or as a data frame.
+        """Logs a table from rows or from a data frame.
 
         Args:
-            table_name: Its name.
+            table_name: Name of the table.
             columns: Names of the columns.
-            data: Its rows.
-            dataframe: A pandas data frame, in place of both.
-            step: The training step it belongs to.
-            **kwargs: Arguments of the call of the library: `log` of wandb's run, `report_table` of ClearML.
+            data: Rows of the table.
+            dataframe: A pandas data frame, instead of both.
+            step: Training step of the table.
+            **kwargs: Arguments for the method of the library, which is `log` of wandb or `report_table` of
+                ClearML.
 
         Raises:
             ConfigurationError: ClearML gets neither rows nor a data frame.
@@ -190,10 +195,10 @@ class TableTracker(LibraryTracker):
 
 
 class Silence:
-    """The run object on processes that do not log: every call does nothing."""
+    """Run object on ranks that do not log, whose calls do nothing."""
 
     def __getattr__(self, name: str) -> Silence:
-        if name.startswith("__"):  # copying and pickling ask for methods that an object need not have
+        if name.startswith("__"):  # copying and pickling look up optional methods
             raise AttributeError(name)
         return self
 
@@ -202,7 +207,7 @@ class Silence:
 
 
 def plain(value: Any) -> Any:
-    """Return tensors, arrays and numpy's numbers of one element as Python numbers, in dictionaries too."""
+    """Converts tensors, arrays and numpy numbers of one element to Python numbers, also in dictionaries."""
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     if isinstance(value, torch.Tensor):
@@ -213,7 +218,7 @@ def plain(value: Any) -> Any:
 
 
 def flatten(values: dict[str, Any]) -> dict[str, Any]:
-    """Return plain values without nested dictionaries: `{"a": {"b": 1}}` becomes `{"a/b": 1}`."""
+    """Returns plain values without nested dictionaries, such as `{"a/b": 1}` for `{"a": {"b": 1}}`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, dict):

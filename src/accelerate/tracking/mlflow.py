@@ -1,4 +1,4 @@
-"""MLflow."""
+"""Tracker for MLflow."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ logger = get_logger(__name__)
 
 
 class MLflowTracker(LibraryTracker):
-    """Logs to MLflow: a server, or files, as `MLFLOW_TRACKING_URI` says.
+    """Tracker that logs to MLflow, on a server or in files as `MLFLOW_TRACKING_URI` sets.
 
-    The variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` (JSON) and `MLFLOW_NESTED_RUN` win
-    over the arguments.
+    The variables `MLFLOW_EXPERIMENT_NAME`, `MLFLOW_RUN_ID`, `MLFLOW_TAGS` (JSON) and `MLFLOW_NESTED_RUN` take
+    precedence over the arguments.
 
     Args:
-        experiment_name: Name of the experiment; made where there is none. None: MLflow's own choice.
-        logging_dir: Where a new experiment keeps its artifacts; None: where the server says.
-        run_id: An existing run to go on with.
-        tags: Tags of the run, by name, or as JSON.
+        experiment_name: Name of the experiment, which is created if needed. None: the default of MLflow.
+        logging_dir: Artifact location of a new experiment. None: the default of the server.
+        run_id: Existing run to continue.
+        tags: Tags of the run by name, or as JSON.
         nested_run: Whether the run is nested in the active one.
-        run_name: Name of the run; None: MLflow chooses one.
-        description: Its description.
+        run_name: Name of the run. None: a name chosen by MLflow.
+        description: Description of the run.
 
     Raises:
-        ConfigurationError: The tags are no JSON object.
+        ConfigurationError: The tags are not a JSON object.
     """
 
     name = package = "mlflow"
@@ -72,18 +72,18 @@ class MLflowTracker(LibraryTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters; one longer than MLflow takes is left out with a warning."""
+        """Stores hyperparameters, and warns about values that are too long for MLflow."""
         limits = import_module("mlflow.utils.validation")
         longest = limits.MAX_PARAM_VAL_LENGTH
         for name in (name for name, value in values.items() if len(str(value)) > longest):
-            logger.warning(f"MLflow leaves out {name!r}: its text is longer than {longest} characters")
+            logger.warning(f"MLflow does not log {name!r}: its text is longer than {longest} characters")
         rest = iter((name, value) for name, value in values.items() if len(str(value)) <= longest)
         while batch := dict(islice(rest, limits.MAX_PARAMS_TAGS_PER_BATCH)):
             import_module("mlflow").log_params(batch)
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and dictionaries of numbers; leave out others with a warning.
+        """Logs numbers and dictionaries of numbers, and warns about other values.
 
         `kwargs` are arguments of `mlflow.log_metrics`.
         """
@@ -93,38 +93,38 @@ class MLflowTracker(LibraryTracker):
                 metrics[name] = value
             else:
                 self._warn_left_out(name, value)
-        # Threads have an active run each, and this may be called in another one than `start`.
+        # The active run depends on the thread, and `log` may run in another thread than `start`.
         run = {"run_id": self.active_run.info.run_id}
         import_module("mlflow").log_metrics(metrics, step=step, **{**run, **kwargs})
 
     @on_main_process
     def log_figure(self, figure: Any, artifact_file: str, **save_kwargs: Any) -> None:
-        """Log a figure.
+        """Logs a figure.
 
         Args:
-            figure: Of matplotlib or plotly.
-            artifact_file: Its path among the artifacts, such as "plots/loss.png".
+            figure: Figure of matplotlib or plotly.
+            artifact_file: Artifact path, such as "plots/loss.png".
             **save_kwargs: Arguments of `mlflow.log_figure`.
         """
         import_module("mlflow").log_figure(figure=figure, artifact_file=artifact_file, **save_kwargs)
 
     @on_main_process
     def log_artifacts(self, local_dir: str, artifact_path: str | None = None) -> None:
-        """Log all files of a folder.
+        """Logs all files of a folder.
 
         Args:
             local_dir: The folder.
-            artifact_path: Their folder among the artifacts.
+            artifact_path: Artifact folder of the files.
         """
         import_module("mlflow").log_artifacts(local_dir=local_dir, artifact_path=artifact_path)
 
     @on_main_process
     def log_artifact(self, local_path: str, artifact_path: str | None = None) -> None:
-        """Log a file.
+        """Logs a file.
 
         Args:
             local_path: The file.
-            artifact_path: Its folder among the artifacts.
+            artifact_path: Artifact folder of the file.
         """
         import_module("mlflow").log_artifact(local_path=local_path, artifact_path=artifact_path)
 
@@ -133,12 +133,12 @@ class MLflowTracker(LibraryTracker):
         import_module("mlflow").end_run()
 
     def _find_experiment(self) -> str | None:
-        """The experiment's identifier, of a new one where there is none of that name."""
+        """Returns the id of the experiment, which is created if needed."""
         name, mlflow = self.experiment_name, import_module("mlflow")
         if name is None:
             return None
-        if (known := mlflow.get_experiment_by_name(name)) is not None:
-            return str(known.experiment_id)
+        if (experiment := mlflow.get_experiment_by_name(name)) is not None:
+            return str(experiment.experiment_id)
         return str(mlflow.create_experiment(name, artifact_location=self.logging_dir, tags=self.tags))
 
 
@@ -148,4 +148,4 @@ def _read_tags(tags: dict[str, Any] | str | None) -> dict[str, Any] | None:
     with suppress(ValueError):
         if isinstance(read := json.loads(tags), dict):
             return read
-    raise wrong_value("tags", tags, "it is no JSON object", 'Write them as {"name": "value"}')
+    raise wrong_value("tags", tags, "it is not a JSON object", 'Write them as {"name": "value"}')

@@ -1,4 +1,4 @@
-"""Names -> trackers, and which of them are installed."""
+"""Registry of trackers by name, and selection of those that are installed."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-from accelerate.base import PACKAGES, LoggerType, wrong_value
+from accelerate.base import PACKAGES, LoggerType, plain_value, wrong_value
 from accelerate.tracking import runs
 from accelerate.tracking.base import GeneralTracker, LibraryTracker
 from accelerate.tracking.mlflow import MLflowTracker
 from accelerate.tracking.report import ReportTracker
 
 TrackerClass = TypeVar("TrackerClass", bound=type[GeneralTracker])
-Named = str | LoggerType | GeneralTracker
-"""What users name: a member, its value, the name of a registered class, or a tracker of their own."""
+TrackerChoice = str | LoggerType | GeneralTracker
+"""Selection of a tracker by a member, its value, the name of a registered class, or a tracker object."""
 
 TRACKERS: tuple[type[LibraryTracker], ...] = (
     runs.TensorBoardTracker,
@@ -33,21 +33,21 @@ LOGGER_TYPE_TO_CLASS: dict[str, type[GeneralTracker]] = {
     **{tracker.name: tracker for tracker in TRACKERS},
     ReportTracker.name: ReportTracker,  # needs no library, so it is not part of "all"
 }
-"""Every tracker that can be named, those that users register among them."""
+"""All trackers by name, including those that users register."""
 
 
 def register_tracker_class(tracker_class: TrackerClass) -> TrackerClass:
-    """Let a tracker be named in `log_with`; can be used as a decorator.
+    """Registers a tracker class for `log_with`, also as a decorator.
 
     Args:
         tracker_class: A subclass of `GeneralTracker` with a `name` and `requires_logging_directory`. It
-            replaces another class of that name, with a warning.
+            replaces another class of that name with a warning.
 
     Returns:
         The same class.
 
     Raises:
-        ConfigurationError: It is no such class.
+        ConfigurationError: It is not such a class.
     """
     if problem := _problem_of(tracker_class):
         fix = "Derive a class from GeneralTracker, with a text `name` and a bool `requires_logging_directory`"
@@ -65,34 +65,36 @@ def register_tracker_class(tracker_class: TrackerClass) -> TrackerClass:
 
 def _problem_of(tracker_class: object) -> str | None:
     if not (isinstance(tracker_class, type) and issubclass(tracker_class, GeneralTracker)):
-        return "it is no subclass of GeneralTracker"
+        return "it is not a subclass of GeneralTracker"
     name = getattr(tracker_class, "name", None)
     if not isinstance(name, str) or not name:
         return "it has no name"
     if getattr(tracker_class, "requires_logging_directory", None) is None:
-        return "it does not say whether it needs a folder, in requires_logging_directory"
+        return "requires_logging_directory, whether it needs a folder, is not set"
     return None
 
 
 def get_available_trackers() -> list[LoggerType]:
-    """Return the trackers that come with the package and whose libraries are installed."""
+    """Returns the trackers of this package whose libraries are installed."""
     return [LoggerType(tracker.name) for tracker in TRACKERS if tracker.available()]
 
 
-def filter_trackers(log_with: Named | Iterable[Named] | None, logging_dir: str | None = None) -> list[Named]:
-    """Return the trackers that a run uses, each once, in the order in which they were named.
+def filter_trackers(
+    log_with: TrackerChoice | Iterable[TrackerChoice] | None, logging_dir: str | None = None
+) -> list[TrackerChoice]:
+    """Returns the trackers of a run without duplicates, in the order of `log_with`.
 
     Args:
-        log_with: Names, members of `LoggerType`, or trackers of the user's own; "all" is every installed one.
-        logging_dir: Folder for those that write files.
+        log_with: Names, members of `LoggerType`, or tracker objects. "all" is every installed tracker.
+        logging_dir: Folder of trackers that write files.
 
     Returns:
-        Names and the user's own trackers; one whose library is missing is left out with a warning.
+        Names and tracker objects. A tracker whose library is missing is dropped with a warning.
 
     Raises:
-        ConfigurationError: An unknown name, or no folder for a tracker that needs one.
+        ConfigurationError: A name is unknown, or a tracker that needs a folder has none.
     """
-    chosen: list[Named] = []
+    chosen: list[TrackerChoice] = []
     for entry in _expand(log_with):
         if entry not in chosen and (isinstance(entry, GeneralTracker) or _is_usable(entry, logging_dir)):
             chosen.append(entry)
@@ -100,48 +102,49 @@ def filter_trackers(log_with: Named | Iterable[Named] | None, logging_dir: str |
 
 
 def build_tracker(
-    entry: Named,
+    entry: TrackerChoice,
     project_name: str,
     logging_dir: str | None,
     init_kwargs: dict[str, dict[str, Any]],
     project_dir: str | None = None,
 ) -> GeneralTracker:
-    """Return the tracker of one entry that `filter_trackers` returned, not started.
+    """Returns the tracker of one entry of `filter_trackers` without starting it.
 
-    A tracker of the user's own is returned as it is; others get `init_kwargs` of their name.
+    A tracker object is returned unchanged. Others receive `init_kwargs` of their name.
     """
     if isinstance(entry, GeneralTracker):
         return entry
     kind = LOGGER_TYPE_TO_CLASS[str(entry)]
     build: Callable[..., GeneralTracker] = kind
-    own = project_dir or logging_dir if kind is ReportTracker else logging_dir
-    folder = (own,) if kind.requires_logging_directory else ()
+    folder_or_none = project_dir or logging_dir if kind is ReportTracker else logging_dir
+    folder = (folder_or_none,) if kind.requires_logging_directory else ()
     tracker = build(project_name, *folder, **init_kwargs.get(str(entry), {}))
     if kind in TRACKERS:
-        tracker.main_process_only = True  # one record for a run; for one each, pass trackers, not names
+        tracker.main_process_only = True  # one record per run, while tracker objects may log on each rank
     return tracker
 
 
-def _expand(log_with: Named | Iterable[Named] | None) -> list[Named]:
+def _expand(log_with: TrackerChoice | Iterable[TrackerChoice] | None) -> list[TrackerChoice]:
     if log_with is None:
         return []
-    is_several = isinstance(log_with, Iterable) and not isinstance(log_with, Named)
+    is_several = isinstance(log_with, Iterable) and not isinstance(log_with, TrackerChoice)
     entries: list[Any] = list(log_with) if is_several else [log_with]  # type: ignore[arg-type]
-    if not any(str(entry) == "all" for entry in entries):
-        return [_recognise(entry) for entry in entries]
+    entries = [plain_value(entry) for entry in entries]
+    if not any(entry == "all" for entry in entries):
+        return [_resolve(entry) for entry in entries]
     return [*(entry for entry in entries if isinstance(entry, GeneralTracker)), *get_available_trackers()]
 
 
-def _recognise(entry: Named) -> Named:
+def _resolve(entry: TrackerChoice) -> TrackerChoice:
     if isinstance(entry, GeneralTracker):
         return entry
-    if str(entry) not in LOGGER_TYPE_TO_CLASS:
+    if entry not in LOGGER_TYPE_TO_CLASS:
         fix = (
             f"Choose among {', '.join(LOGGER_TYPE_TO_CLASS)}, pass a GeneralTracker of your own, or register "
             "its class with register_tracker_class"
         )
-        raise wrong_value("log_with", str(entry), "there is no such tracker", fix)
-    return LoggerType(str(entry)) if str(entry) in LoggerType else str(entry)
+        raise wrong_value("log_with", entry, "there is no such tracker", fix)
+    return LoggerType(entry) if entry in LoggerType else entry
 
 
 def _is_usable(entry: str | LoggerType, logging_dir: str | None) -> bool:
@@ -150,8 +153,8 @@ def _is_usable(entry: str | LoggerType, logging_dir: str | None) -> bool:
     if library is not None and not library.available():
         distribution = PACKAGES[library.package].distributions[0]
         warnings.warn(
-            f"log_with={str(entry)!r} is left out: {distribution} is not installed, so nothing is logged to "
-            f"it. Run `pip install {distribution}`.",
+            f"log_with={str(entry)!r} has no effect: {distribution} is not installed. "
+            f"Run `pip install {distribution}`.",
             stacklevel=3,
         )
         return False

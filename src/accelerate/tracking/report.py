@@ -1,4 +1,4 @@
-"""The tracker that needs no other package: values become records of the run, for `accelerate report`."""
+"""Tracker without a library, which writes values to the records of the run for `accelerate report`."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ logger = get_logger(__name__)
 
 
 class ReportTracker(GeneralTracker):
-    """Writes values to the records of this rank, which `accelerate report` shows.
+    """Tracker that writes values to the records of this rank for `accelerate report`.
 
-    The records are in `run_records` of the folder, or in the folder that `ACCELERATE_RUN_RECORDS` names.
+    The records are in `run_records` of the folder, or in the folder of `ACCELERATE_RUN_RECORDS`.
 
     Args:
         run_name: Name of the project, which is part of the configuration of the run.
-        logging_dir: The folder of the project.
+        logging_dir: Folder of the project.
     """
 
     name = "report"
@@ -37,38 +37,40 @@ class ReportTracker(GeneralTracker):
 
     @property
     def tracker(self) -> RecordWriter | None:
-        """The file of records; None on processes that do not log."""
+        """Writer of the records, or None on ranks that do not log."""
         return self.writer
 
     @on_main_process
     def start(self) -> None:
-        """Open the file of records.
+        """Opens the file of records.
 
         Raises:
-            ConfigurationError: The records of runs are switched off.
+            ConfigurationError: The records of runs are disabled.
         """
-        chosen = environ.current().get(RECORDS_VARIABLE)
-        folder = records_folder(chosen, self.logging_dir)
+        setting = environ.current().get(RECORDS_VARIABLE)
+        folder = records_folder(setting, self.logging_dir)
         if folder is None:
             fix = "Leave the variable out or name a folder, or take 'report' out of log_with"
-            raise wrong_value(RECORDS_VARIABLE, chosen, "the tracker 'report' writes records", fix)
+            raise wrong_value(RECORDS_VARIABLE, setting, "the tracker 'report' writes records", fix)
         self.writer = RecordWriter(folder, PartialState().process_index)
         self.store_init_configuration({"project_name": self.run_name})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         assert self.writer is not None
-        text = json.dumps({name: str(value) for name, value in hide_secrets(flatten(values)).items()})
+        text = json.dumps({name: str(value) for name, value in flatten(hide_secrets(values)).items()})
         self.writer.write(Event(time=time.time(), name="config", step=0, text=text))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers and text, also in dictionaries; leave out others with a warning."""
+        """Logs numbers and text, also in dictionaries, and warns about other values."""
         assert self.writer is not None
-        flat = flatten(values)
+        flat = flatten(hide_secrets(values))
         for name in [name for name, value in flat.items() if not isinstance(value, (int, float, str))]:
             kind = type(flat.pop(name)).__name__
-            logger.warning_once(f"the tracker 'report' leaves out {name!r}: a {kind} is no number or text")
+            logger.warning_once(
+                f"the tracker 'report' does not log {name!r}: a {kind} is not a number or text"
+            )
         self.writer.write(Values(time=time.time(), step=step, values=flat))
 
     @on_main_process

@@ -1,4 +1,4 @@
-"""The trackers of all libraries but MLflow: each has an object that it logs to, a run, task or writer."""
+"""Trackers of all libraries except MLflow, which log to a run, task or writer object."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SERIES = "train"
 
 
 class RunTracker(LibraryTracker):
-    """A tracker whose library has `init`, which returns a run with `log` and `finish`, and `config`."""
+    """Base class of trackers whose library has `config`, and `init` for a run with `log` and `finish`."""
 
     run: Any
     main_process_only = False
@@ -34,21 +34,24 @@ class RunTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log all values that the library takes; `kwargs` are arguments of the run's `log`."""
+        """Logs all values that the library accepts.
+
+        `kwargs` are arguments of `log` of the run.
+        """
         self.run.log(plain(values), step=step, **kwargs)
 
 
 class _ImageTracker(RunTracker):
-    """A run whose library has an `Image`."""
+    """Base class of trackers whose library has an `Image` class."""
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images.
+        """Logs images.
 
         Args:
-            values: By name: lists of arrays, or whatever the `Image` of the library takes.
+            values: Lists by name, of arrays or other arguments of the `Image` class of the library.
             step: The training step they belong to.
-            **kwargs: Arguments of the run's `log`.
+            **kwargs: Arguments of `log` of the run.
         """
         image = import_module(self.package).Image
         lists = {name: [image(item) for item in images] for name, images in values.items()}
@@ -56,7 +59,7 @@ class _ImageTracker(RunTracker):
 
 
 class WandBTracker(_ImageTracker, TableTracker):
-    """Logs to Weights & Biases.
+    """Tracker that logs to Weights & Biases.
 
     Args:
         run_name: Name of the project.
@@ -73,7 +76,7 @@ class WandBTracker(_ImageTracker, TableTracker):
 
 
 class TrackioTracker(RunTracker):
-    """Logs to Trackio, a tracker that keeps its runs in files of this machine.
+    """Tracker that logs to Trackio, which stores its runs in files of this machine.
 
     Args:
         run_name: Name of the project.
@@ -84,7 +87,7 @@ class TrackioTracker(RunTracker):
 
 
 class SwanLabTracker(_ImageTracker):
-    """Logs to SwanLab.
+    """Tracker that logs to SwanLab.
 
     Args:
         run_name: Name of the project.
@@ -95,7 +98,7 @@ class SwanLabTracker(_ImageTracker):
 
 
 class CometMLTracker(LibraryTracker):
-    """Logs to Comet.
+    """Tracker that logs to Comet.
 
     Args:
         run_name: Name of the project.
@@ -115,7 +118,7 @@ class CometMLTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, strings, and dictionaries of numbers under the names in them; warn about others.
+        """Logs numbers, strings and dictionaries of numbers, and warns about other values.
 
         `kwargs` are arguments of `log_metric`, `log_other` or `log_metrics`.
         """
@@ -133,7 +136,7 @@ class CometMLTracker(LibraryTracker):
 
 
 class AimTracker(LibraryTracker):
-    """Logs to an Aim repository, the configuration under "hparams".
+    """Tracker that logs to an Aim repository, with the configuration under "hparams".
 
     Args:
         run_name: Name of the run.
@@ -162,7 +165,7 @@ class AimTracker(LibraryTracker):
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, strings, dictionaries of them, and objects of Aim.
+        """Logs numbers, strings, dictionaries of them, and objects of Aim.
 
         `kwargs` are arguments of `track`, such as `context`.
         """
@@ -174,10 +177,11 @@ class AimTracker(LibraryTracker):
     def log_images(
         self, values: dict[str, Any], step: int | None = None, kwargs: dict[str, dict[str, Any]] | None = None
     ) -> None:
-        """Log images.
+        """Logs images.
 
         Args:
-            values: By name: an image as `aim.Image` takes it, a pair of image and caption, or a list.
+            values: Images by name. An image is an argument of `aim.Image`, or a pair of it and a caption, or
+                a list.
             step: The training step they belong to.
             kwargs: Arguments of `aim.Image` under "aim_image" and of `track` under "track".
         """
@@ -195,11 +199,11 @@ def _image(value: Any, arguments: dict[str, Any]) -> Any:
 
 
 class DVCLiveTracker(LibraryTracker):
-    """Logs to the files of DVCLive.
+    """Tracker that logs to the files of DVCLive.
 
     Args:
-        run_name: Not used: DVC names its experiments.
-        live: A `dvclive.Live` of one's own; None: a new one.
+        run_name: Ignored, because DVC names its experiments.
+        live: Existing `dvclive.Live`. None creates a new one.
         **kwargs: Arguments of `dvclive.Live`.
     """
 
@@ -207,7 +211,7 @@ class DVCLiveTracker(LibraryTracker):
     title = "DVCLive"
     attribute = "live"
     configures_by = "log_params"
-    ends_by = "end"  # which also writes the summary
+    ends_by = "end"  # also writes the summary
     blocks = True
 
     def __init__(self, run_name: str | None = None, live: Any = None, **kwargs: Any) -> None:
@@ -219,12 +223,12 @@ class DVCLiveTracker(LibraryTracker):
 
     @property
     def tracker(self) -> Any:
-        """The `Live`; on processes that do not log, an object whose calls do nothing."""
+        """`Live` object, or an object whose calls do nothing on ranks that do not log."""
         return Silence() if self.live is None else self.live
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, strings and dictionaries of them, which ends a step; leave out others with a warning.
+        """Logs numbers, strings and dictionaries of them, ends a step, and warns about other values.
 
         `kwargs` are arguments of `log_metric`.
         """
@@ -240,11 +244,11 @@ class DVCLiveTracker(LibraryTracker):
 
 
 class ClearMLTracker(TableTracker):
-    """Logs to a task of ClearML: the one that is running, or a new one, which is closed at the end.
+    """Tracker that logs to the current task of ClearML, or to a new one, which `finish` closes.
 
     Args:
-        run_name: Name of the project; with `project_name` among the further arguments, name of the task.
-            `CLEARML_PROJECT` and `CLEARML_TASK` win over it.
+        run_name: Name of the project, or name of the task if `project_name` is passed.
+            `CLEARML_PROJECT` and `CLEARML_TASK` take precedence.
         **kwargs: Arguments of `Task.init`.
     """
 
@@ -264,18 +268,18 @@ class ClearMLTracker(TableTracker):
         self._initialized_externally = bool(running)
         if running:
             return running
-        usual = dict.fromkeys(("project_name", "task_name"), self.user_provided_run_name)
+        defaults = dict.fromkeys(("project_name", "task_name"), self.user_provided_run_name)
         variables = {"project_name": "CLEARML_PROJECT", "task_name": "CLEARML_TASK"}
-        given = environ.current()
-        names = {name: given[variable] for name, variable in variables.items() if variable in given}
-        return library.Task.init(**{**usual, **self.init_kwargs, **names})
+        present = environ.current()
+        names = {name: present[variable] for name, variable in variables.items() if variable in present}
+        return library.Task.init(**{**defaults, **self.init_kwargs, **names})
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, strings, and dictionaries of numbers, which share a plot; warn about others.
+        """Logs numbers, strings and dictionaries of numbers, each in one plot, and warns about other values.
 
-        `eval_loss` is the series "eval" of "loss". Without a step the numbers are single values of the task.
-        `kwargs` are arguments of `report_scalar`, or without a step of `report_single_value`.
+        `eval_loss` is the series "eval" of the plot "loss". Without a step, numbers are single values of the
+        task. `kwargs` are arguments of `report_scalar`, or without a step of `report_single_value`.
         """
         report = self.task.get_logger()
         for name, value in plain(values).items():
@@ -295,15 +299,15 @@ class ClearMLTracker(TableTracker):
             full = name if series is None else f"{name}/{series}"
             report.report_single_value(name=full, value=number, **kwargs)
         else:
-            title, own = self._get_title_series(name) if series is None else (name, series)
-            report.report_scalar(title=title, series=own, value=number, iteration=step, **kwargs)
+            title, series_name = self._get_title_series(name) if series is None else (name, series)
+            report.report_scalar(title=title, series=series_name, value=number, iteration=step, **kwargs)
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images.
+        """Logs images.
 
         Args:
-            values: By name: an image as `report_image` takes it, or a list of them.
+            values: Images by name, which are arguments of `report_image`, or lists of them.
             step: The training step they belong to.
             **kwargs: Arguments of `report_image`.
         """
@@ -313,8 +317,8 @@ class ClearMLTracker(TableTracker):
             named = {series: images}
             if isinstance(images, list):
                 named = {f"{series}_{index}": image for index, image in enumerate(images)}
-            for own, image in named.items():
-                report.report_image(title=title, series=own, iteration=step, image=image, **kwargs)
+            for series_name, image in named.items():
+                report.report_image(title=title, series=series_name, iteration=step, image=image, **kwargs)
 
     def _log_table(
         self, name: str, columns: Any, data: Any, dataframe: Any, step: int | None, kwargs: dict[str, Any]
@@ -330,22 +334,22 @@ class ClearMLTracker(TableTracker):
 
     @on_main_process
     def finish(self) -> None:
-        """Close the task, unless it was running before."""
+        """Closes the task if this tracker has created it."""
         if not self._initialized_externally:
             self.task.close()
 
     @staticmethod
     def _get_title_series(name: str) -> tuple[str, str]:
-        """Return plot and series of a name: `eval_loss` is the series "eval" of the plot "loss"."""
+        """Returns the plot and series of a name, such as plot "loss" and series "eval" of `eval_loss`."""
         prefix, _, rest = name.partition("_")
         return (rest, prefix) if rest and prefix in PREFIXES else (name, SERIES)
 
 
 class TensorBoardTracker(LibraryTracker):
-    """Logs to TensorBoard event files.
+    """Tracker that logs to TensorBoard event files.
 
     Args:
-        run_name: Name of the run: a folder inside `logging_dir`.
+        run_name: Name of the run, and of its folder in `logging_dir`.
         logging_dir: Folder of all runs.
         **kwargs: Arguments of `SummaryWriter`.
     """
@@ -366,7 +370,7 @@ class TensorBoardTracker(LibraryTracker):
 
     @classmethod
     def available(cls) -> bool:
-        """Return whether tensorboard or tensorboardX is installed."""
+        """Returns whether tensorboard or tensorboardX is installed."""
         return is_tensorboard_available()
 
     def _import(self) -> Any:
@@ -381,27 +385,27 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
-        """Store hyperparameters, for TensorBoard's own page and in `<logging_dir>/<run>/<time>/hparams.yml`.
+        """Stores hyperparameters for TensorBoard and in `<logging_dir>/<run>/<time>/hparams.yml`.
 
         Args:
-            values: By name; what is no number, string, bool or None is stored as its `str`.
+            values: Values by name. Other types than numbers, strings, bools and None are stored as strings.
         """
         import yaml
 
         storable = {
             name: value if isinstance(value, STORABLE) else str(value) for name, value in values.items()
         }
-        # TensorBoard has no None.
+        # TensorBoard does not support None.
         shown = {name: str(value) if value is None else value for name, value in storable.items()}
         self.writer.add_hparams(shown, metric_dict={})
         self.writer.flush()
-        folder = Path(self.logging_dir, str(time.time()))  # where other programs look for it
+        folder = Path(self.logging_dir, str(time.time()))  # the path that other programs read
         folder.mkdir(parents=True, exist_ok=True)
         (folder / HPARAMS_FILE).write_text(yaml.safe_dump(storable), encoding="utf-8")
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log numbers, strings and dictionaries of numbers; leave out others with a warning.
+        """Logs numbers, strings and dictionaries of numbers, and warns about other values.
 
         `kwargs` are arguments of `add_scalar`, `add_text` or `add_scalars`.
         """
@@ -418,10 +422,10 @@ class TensorBoardTracker(LibraryTracker):
 
     @on_main_process
     def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images.
+        """Logs images.
 
         Args:
-            values: By name: arrays or tensors of shape (images, channels, height, width).
+            values: Arrays or tensors by name, of shape (images, channels, height, width).
             step: The training step they belong to.
             **kwargs: Arguments of `add_images`, such as `dataformats="NHWC"`.
         """

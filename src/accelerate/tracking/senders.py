@@ -1,4 +1,4 @@
-"""How values reach a tracker: at once, or by a thread where its library makes the caller wait."""
+"""Senders that pass values to a tracker, directly or in a thread if its library blocks the caller."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from accelerate.tracking.base import GeneralTracker
 
 logger = get_logger(__name__)
 
-CAPACITY = 1024  # calls that may wait; the next `log` blocks until there is room
-IDLE_SECONDS = 2.0  # after which a thread without work ends
-EXIT_SECONDS = 60.0  # how long the end of the program waits for calls in the queue
+CAPACITY = 1024  # maximum number of queued calls, after which `log` blocks
+IDLE_SECONDS = 2.0  # idle time after which the thread ends
+EXIT_SECONDS = 60.0  # timeout for queued calls when the program ends
 
 
 class Record(NamedTuple):
-    """One call of `log`."""
+    """Arguments of one call of `log`."""
 
     values: dict[str, Any]
     step: int | None
@@ -33,7 +33,7 @@ class Record(NamedTuple):
 
 
 class Sender:
-    """Sends values to a started tracker at once."""
+    """Sender that passes values directly to a started tracker."""
 
     def __init__(self, tracker: GeneralTracker) -> None:
         self.tracker = tracker
@@ -42,47 +42,47 @@ class Sender:
         self.tracker.log(record.values, step=record.step, **record.arguments)
 
     def wait(self) -> None:
-        """Return once all values have been sent."""
+        """Waits until all values have been sent."""
 
     def finish(self) -> None:
-        """End the tracker."""
+        """Ends the tracker."""
         self.tracker.finish()
 
 
 class QueuedSender(Sender):
-    """Sends values to a started tracker in a thread, in order; the thread ends when there is nothing to do.
+    """Sender that passes values to a started tracker in a thread, in order.
 
-    What the tracker raises is raised by the next `log`, or by `finish`. Values that still wait when the
-    program ends are sent.
+    The thread ends when it is idle. An error of the tracker is raised by the next `log`, or by `finish`.
+    Values that are queued when the program ends are sent.
     """
 
     def __init__(self, tracker: GeneralTracker) -> None:
         super().__init__(tracker)
         self._queue: Queue[Record | None] = Queue(CAPACITY)
-        self._starting = threading.Lock()
+        self._thread_lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
-        atexit.register(self._wait_at_exit)  # before what the library registered earlier
+        atexit.register(self._wait_at_exit)  # runs before functions that the library registered earlier
 
     def log(self, record: Record) -> None:
-        """Take a copy of the values, to be sent later; raise what the tracker raised on earlier ones."""
+        """Queues a copy of the values, and raises the error of an earlier call."""
         self._raise_error()
         self._queue.put(record._replace(values=take_snapshot(record.values)))
-        with self._starting:
+        with self._thread_lock:
             if self._thread is None:
                 name = f"log-{self.tracker.name}"
                 self._thread = threading.Thread(target=self._send_all, name=name, daemon=True)
                 self._thread.start()
 
     def wait(self, seconds: float | None = None) -> None:
-        """Return once all values have been sent, or after so many seconds."""
+        """Waits until all values have been sent, or until the timeout in seconds."""
         with self._queue.all_tasks_done:
             self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, seconds)
 
     def finish(self) -> None:
-        """Wait, end the tracker, and raise what it raised on earlier values."""
+        """Waits for all values, ends the tracker, and raises the error of an earlier call."""
         self.wait()
-        with self._starting:
+        with self._thread_lock:
             if self._thread is not None:
                 self._queue.put(None)  # ends the thread
                 self._thread = None
@@ -99,7 +99,7 @@ class QueuedSender(Sender):
         while (record := self._next()) is not None:
             try:
                 self.tracker.log(read_snapshot(record.values), step=record.step, **record.arguments)
-            except Exception as error:  # raised where the user's program can see it
+            except Exception as error:  # raised by the next call in the thread of the user
                 self._error = self._error or error
             self._queue.task_done()
 
@@ -108,7 +108,7 @@ class QueuedSender(Sender):
             try:
                 record = self._queue.get(timeout=IDLE_SECONDS)
             except Empty:
-                with self._starting:
+                with self._thread_lock:
                     if self._queue.empty():
                         self._thread = None
                         return None
@@ -127,48 +127,48 @@ class QueuedSender(Sender):
             )
         if self._error is not None:
             logger.warning(
-                f"{self.tracker.name} did not take all values: {self._error!r}", main_process_only=False
+                f"{self.tracker.name} did not log all values: {self._error!r}", main_process_only=False
             )
 
 
 class Senders:
-    """The sender of each tracker, made when it is first asked for."""
+    """Senders of all trackers, each created on first use."""
 
     def __init__(self) -> None:
         self._senders: dict[int, Sender] = {}
 
     def of(self, tracker: GeneralTracker) -> Sender:
         if id(tracker) not in self._senders:
-            works_here = not tracker.main_process_only or PartialState().is_main_process
-            queued = getattr(tracker, "blocks", False) and works_here
+            is_active = not tracker.main_process_only or PartialState().is_main_process
+            queued = getattr(tracker, "blocks", False) and is_active
             self._senders[id(tracker)] = QueuedSender(tracker) if queued else Sender(tracker)
         return self._senders[id(tracker)]
 
     def wait(self) -> None:
-        """Return once all values of all trackers have been sent."""
+        """Waits until all values of all trackers have been sent."""
         for sender in self._senders.values():
             sender.wait()
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A copy of a tensor of an accelerator, on that accelerator; `wait` returns once the copy is complete."""
+    """Copy of an accelerator tensor on the same device, where `wait` waits until the copy is complete."""
 
     tensor: torch.Tensor
     wait: Callable[[], None]
 
 
 def take_snapshot(value: Any) -> Any:
-    """Return a copy that later changes of tensors, arrays, lists, tuples and dictionaries do not reach.
+    """Copies tensors, arrays, lists, tuples and dictionaries, so that later changes do not affect the copy.
 
-    A tensor of an accelerator becomes a `Snapshot`, so that nothing waits for the device. Other objects are
-    the same in the copy.
+    A tensor on an accelerator becomes a `Snapshot`, so that the device is not synchronized. Other objects are
+    not copied.
     """
     return _apply(_copy, value)
 
 
 def read_snapshot(value: Any) -> Any:
-    """Return what `take_snapshot` copied, with every tensor on the CPU."""
+    """Returns the values of `take_snapshot` with every tensor on the CPU."""
     return _apply(_read, value)
 
 
@@ -188,7 +188,8 @@ def _copy(value: Any) -> Any:
     tensor = value.detach()
     if tensor.is_cpu:
         return tensor.clone()
-    if not of_device(tensor.device).has_streams:  # copies follow no order: the value is read now
+    # copies are not ordered by streams, so the value is read now
+    if not of_device(tensor.device).has_streams:
         return tensor.cpu()
     copy = tensor.clone()
     ready = getattr(torch, tensor.device.type).current_stream(tensor.device).record_event()

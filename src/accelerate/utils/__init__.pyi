@@ -33,6 +33,7 @@ from accelerate.base import (
     convert_bytes as convert_bytes,
     convert_dict_to_env_variables as convert_dict_to_env_variables,
     convert_file_size_to_int as convert_file_size_to_int,
+    detached_environment as detached_environment,
     get_int_from_env as get_int_from_env,
     get_pretty_name as get_pretty_name,
     is_4bit_bnb_available as is_4bit_bnb_available,

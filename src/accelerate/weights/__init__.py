@@ -1,4 +1,4 @@
-"""Weights of modules: their files, and the names that share one tensor."""
+"""Tensors of modules, files of weights, and offloaded weights."""
 
 from accelerate.base import attach
 

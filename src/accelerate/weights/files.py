@@ -1,7 +1,7 @@
-"""Files of weights of safetensors and torch: written and read as a whole, or opened to read single tensors.
+"""Reading and writing of weight files in the formats of safetensors and torch.
 
-What is read from torch's files is limited to tensors, numbers, text and plain containers: a file that
-somebody else has written cannot run code here.
+Files are read as a whole, or opened to read single tensors. Only tensors, numbers, text and plain containers
+are read from the files of torch, so that a file from another source cannot run code here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from accelerate.state import PartialState
 from accelerate.weights.modules import ALIASES, drop_shared, read_aliases
 from accelerate.weights.placement import mapped_device, resolve_device
 
-logger = logging.getLogger(__name__)  # also used where no run is set up
+logger = logging.getLogger(__name__)  # also used without a `PartialState`
 
 Target = str | os.PathLike[str] | IO[bytes]
 
@@ -50,16 +50,19 @@ TORCH_SAFE_GLOBALS: list[Any] = [
     np.dtype,
     *{type(np.dtype(code)) for code in np.typecodes["AllInteger"] + np.typecodes["AllFloat"] + "?"},
 ]
-"""What torch's restricted reader may build beside its own: arrays of numbers, as states of generators are."""
+"""Functions and types of numpy that `weights_only` accepts, for arrays such as generator states."""
 
 
 def write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
-    """Write tensors to a file of safetensors: shared ones once; its metadata has their other names."""
+    """Writes tensors to a safetensors file, in which a shared tensor is stored once.
+
+    The metadata of the file contains its other names.
+    """
     write_whole_tensors(*drop_shared(state), path)
 
 
 def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], path: Path) -> None:
-    """Write contiguous tensors of which no two share memory, and the further names of some."""
+    """Writes contiguous tensors that share no memory, and the aliases of some."""
     metadata = {"format": "pt", **({ALIASES: json.dumps(dict(aliases))} if aliases else {})}
     try:
         _save_with_usual_mode(dict(kept), path, metadata)
@@ -74,7 +77,7 @@ def write_whole_tensors(kept: Mapping[str, Tensor], aliases: Mapping[str, str], 
 
 
 def _save_with_usual_mode(state: dict[str, Tensor], path: Path, metadata: dict[str, str]) -> None:
-    """Write a file with the permissions of any new file, where safetensors gives it 0600."""
+    """Writes a file with default permissions, where safetensors would set 0600."""
     is_new = not path.exists()
     with path.open("ab") as file:
         mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -88,9 +91,12 @@ def _save_with_usual_mode(state: dict[str, Tensor], path: Path, metadata: dict[s
 
 
 def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str, Tensor]:
-    """Read all tensors of a file; names that share a tensor get the same one."""
+    """Reads all tensors of a file.
+
+    Names that share a tensor get the same tensor.
+    """
     try:
-        with safe_open(path, "pt") as opened:  # safetensors knows only some kinds of device
+        with safe_open(path, "pt") as opened:  # safetensors supports only some types of devices
             state = {name: opened.get_tensor(name).to(device) for name in opened.keys()}  # noqa: SIM118
             metadata = opened.metadata()
     except (SafetensorError, OSError) as error:
@@ -100,13 +106,13 @@ def read_safetensors(path: Path, device: str | torch.device = "cpu") -> dict[str
 
 
 def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict as safetensors takes it: contiguous, each shared tensor under one name only.
+    """Returns a state dict with contiguous tensors, in which each shared tensor has one name.
 
     Args:
         state_dict: tensors by name.
 
     Returns:
-        A new dictionary. Which names were left out is said once, in a warning.
+        A new dictionary. One warning lists the names that were left out.
     """
     kept, aliases = drop_shared(state_dict)
     if aliases:
@@ -117,14 +123,17 @@ def clean_state_dict_for_safetensors(state_dict: Mapping[str, Any]) -> dict[str,
 
 
 def write_torch(obj: Any, path: Path) -> None:
-    """Write any picklable object with `torch.save`; an `OSError` says that the file cannot be written."""
+    """Writes any picklable object with `torch.save`.
+
+    Raises an `OSError` if the file cannot be written.
+    """
     try:
         torch.save(obj, path)
-    except RuntimeError as error:  # what torch makes of a full disk
+    except RuntimeError as error:  # raised by torch when the disk is full
         raise like(OSError(f"{path} could not be written: {error}"), error) from error
 
 
-DAMAGES = (
+DAMAGE_ERRORS = (
     RuntimeError,
     EOFError,
     zipfile.BadZipFile,
@@ -135,35 +144,36 @@ DAMAGES = (
     AttributeError,
     AssertionError,
 )
-"""What torch raises when the bytes of a file are not those that were written."""
+"""Exceptions that torch raises for a damaged file."""
 
 
 def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
-    """Read what `torch.save` wrote, as `load` does."""
+    """Reads a file of `torch.save`, as `load` does."""
     try:
         with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
             return torch.load(path, map_location=map_location, **{"weights_only": True, **options})
     except pickle.UnpicklingError as error:
         raise CheckpointError(_explain_refusal(path, error)) from error
-    except (OSError, *DAMAGES) as error:
-        if isinstance(error, OSError) and error.filename is not None:  # the system's own words name the file
+    except (OSError, *DAMAGE_ERRORS) as error:
+        if isinstance(error, OSError) and error.filename is not None:  # the message names the file
             raise
         text = f"{_name_of(path)} cannot be read: it is cut off, damaged, or no file of torch.save ({error})"
         raise like(CheckpointError(text), error) from error
 
 
 def refused_globals(path: Path) -> list[str]:
-    """Return the names of what a file of torch.save holds and `read_torch` would not read; nothing is run."""
+    """Returns the names in a file of `torch.save` that `read_torch` refuses, without running any code."""
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
 
 
 def _explain_refusal(path: Target, error: pickle.UnpicklingError) -> str:
-    refused = re.search(r"GLOBAL (\S+)", str(error))
-    if refused is None:
+
+    match = re.search(r"GLOBAL (\S+)", str(error))
+    if match is None:
         return f"{_name_of(path)} cannot be read: it is damaged, or no file of torch.save"
     return (
-        f"{_name_of(path)} holds a `{refused[1]}`, and only tensors, numbers, text and plain containers are "
+        f"{_name_of(path)} holds a `{match[1]}`, and only tensors, numbers, text and plain containers are "
         "read; other objects can run code when they are loaded. If you trust the file, read it with "
         "torch.load(path, weights_only=False) and save its tensors anew; where there is an argument "
         'load_kwargs, pass load_kwargs={"weights_only": False}.'
@@ -175,16 +185,15 @@ def _name_of(path: Target) -> str:
 
 
 def save(obj: Any, f: Target, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
-    """Write an object to one file, once; called on any ranks.
+    """Writes an object to one file from one process, and may be called on any ranks.
 
-    A temporary file is written first and then renamed, so that an older file is replaced by a whole one.
+    A temporary file is written first and then renamed, so that a file is replaced as a whole.
 
     Args:
-        obj: anything that can be pickled; with `safe_serialization` a dictionary of tensors.
+        obj: any picklable object, or with `safe_serialization` a dictionary of tensors.
         f: a path, or a binary file object.
-        save_on_each_node: whether the first process of each machine writes it, and not only that of the
-            first.
-        safe_serialization: write the format of safetensors; needs a path.
+        save_on_each_node: whether local rank 0 of each node writes the file, and not only rank 0.
+        safe_serialization: whether to write the format of safetensors, which requires a path.
 
     Raises:
         ConfigurationError: `safe_serialization` with a file object, or with something that is not a tensor.
@@ -204,17 +213,19 @@ def save(obj: Any, f: Target, save_on_each_node: bool = False, safe_serializatio
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: Mapping[str, Any] | None = None
 ) -> dict[str, Tensor]:
-    """Read a file of weights; names that share a tensor get the same one.
+    """Reads a file of weights.
+
+    Names that share a tensor get the same tensor.
 
     Args:
         checkpoint_file: `*.safetensors`, or a file of torch under any other name.
-        device_map: devices by module, for each weight; "disk" and modules that are not in it are on the CPU.
+        device_map: device of each module. Weights of "disk" and of modules without an entry are on the CPU.
 
     Returns:
         Tensors by name.
 
     Raises:
-        CheckpointError: the file is broken, or holds other things.
+        CheckpointError: the file is damaged, or contains other objects.
     """
     path = Path(checkpoint_file)
     state = read_safetensors(path) if path.suffix == ".safetensors" else read_torch(path, "cpu")
@@ -230,16 +241,16 @@ def load_state_dict(
 
 
 def load(f: Target, map_location: Any = None, **kwargs: Any) -> Any:
-    """Read what `torch.save` wrote; only tensors, numbers, text and plain containers by default.
+    """Reads a file of `torch.save`, by default with tensors, numbers, text and plain containers only.
 
     Args:
         f: a path, or a binary file object.
-        map_location: where tensors go, as for `torch.load`.
-        **kwargs: further arguments of `torch.load`; `weights_only=False` reads any object, and runs
-            any code that the file contains.
+        map_location: device of the tensors, as for `torch.load`.
+        **kwargs: further arguments of `torch.load`. `weights_only=False` reads any object, and runs
+            any code in the file.
 
     Raises:
-        CheckpointError: the file is broken, or holds other things.
+        CheckpointError: the file is damaged, or contains other objects.
     """
     return read_torch(f, map_location, **kwargs)
 
@@ -262,13 +273,13 @@ DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
     "C64": torch.complex64,
 }
-"""Names of number formats in headers; source: https://github.com/huggingface/safetensors#format."""
-LENGTH = 8
-"""Bytes of the number with which a file begins: how long its header is."""
+"""Names of dtypes in headers, from https://github.com/huggingface/safetensors#format."""
+LENGTH_SIZE = 8
+"""Size in bytes of the number at the start of a file, which is the length of its header."""
 
 
 class Range(NamedTuple):
-    """The bytes of a file with the values of a tensor; a dtype that torch does not have is None."""
+    """Range of bytes in a file with the values of a tensor, whose dtype is None if torch lacks it."""
 
     start: int
     end: int
@@ -277,10 +288,10 @@ class Range(NamedTuple):
 
 
 class MappedFile:
-    """A file of safetensors whose tensors are mapped one by one, and unmapped when nothing refers to them.
+    """Safetensors file whose tensors are mapped one by one, and unmapped when they are released.
 
-    Opening the whole file would keep all pages that were ever read. The file stays open, so that it is this
-    one that is read, even if another replaces it or it is deleted.
+    Opening the whole file would keep all pages that were ever read. The file stays open, so that the same
+    file is read even if another replaces it or it is deleted.
     """
 
     def __init__(self, path: Path) -> None:
@@ -294,16 +305,16 @@ class MappedFile:
             raise like(CheckpointError(text), error) from error
 
     def __reduce__(self) -> Any:
-        return MappedFile, (self.path,)  # a copy opens the file by itself
+        return MappedFile, (self.path,)  # a copy opens the file again
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor on the CPU; changes do not reach the file."""
+        """Returns a tensor on the CPU, whose changes do not reach the file."""
         stored = self._ranges.get(name)
         if stored is None:
             raise CheckpointError(f"{self.path} has no tensor of the name {name}.")
         start, end, dtype, shape = stored
         if dtype is None:
-            raise CheckpointError(f"{name} of {self.path} has a number format that this torch does not know.")
+            raise CheckpointError(f"{name} of {self.path} has a dtype that this torch does not support.")
         if start == end:
             return torch.empty(shape, dtype=dtype)
         page = start - start % mmap.ALLOCATIONGRANULARITY
@@ -316,13 +327,13 @@ class MappedFile:
 
 def _read_header(file: int) -> dict[str, Range]:
     size = os.fstat(file).st_size
-    length = int.from_bytes(os.read(file, LENGTH), "little")
-    if length > size - LENGTH:
+    length = int.from_bytes(os.read(file, LENGTH_SIZE), "little")
+    if length > size - LENGTH_SIZE:
         raise ValueError("its header is cut off")
     with open(file, "rb", closefd=False) as header_file:
         header: dict[str, Any] = json.loads(header_file.read(length))
     header.pop("__metadata__", None)
-    return {name: _range_of(name, entry, LENGTH + length, size) for name, entry in header.items()}
+    return {name: _range_of(name, entry, LENGTH_SIZE + length, size) for name, entry in header.items()}
 
 
 def _range_of(name: str, entry: dict[str, Any], data: int, size: int) -> Range:
@@ -339,33 +350,37 @@ def _range_of(name: str, entry: dict[str, Any], data: int, size: int) -> Range:
 
 
 class WeightFile:
-    """A file of weights."""
+    """File of weights."""
 
     path: Path
-    shapes: Mapping[str, torch.Size]  # of all tensors, by name; further names of a tensor are among them
+    shapes: Mapping[str, torch.Size]  # of all tensors by name, including aliases
     extra: Collection[str]  # names of the extra states of modules
 
     def read(self, name: str, device: torch.device) -> Any:
-        """Return one tensor or extra state; from safetensors to the CPU it is mapped, as a private copy."""
+        """Returns one tensor or extra state.
+
+        A tensor from safetensors is mapped on the CPU as a private copy.
+        """
         raise NotImplementedError
 
     def locate(self, name: str) -> tuple[Path, str] | None:
-        """Return from which file, and under which name, a tensor can be mapped; None: it cannot."""
+        """Returns the file and the name under which a tensor can be mapped, or None if it cannot."""
         return None
 
     def release(self) -> None:
-        """Close the file until something is read again: mapped pages count as memory in use."""
+        """Closes the file until the next read, because mapped pages count as memory in use."""
 
 
 class SafetensorsFile(WeightFile):
-    """A file of safetensors."""
+    """Safetensors file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._opened: Any = None
-        opened = self._open()
-        shapes = {name: torch.Size(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        self._first = read_aliases(opened.metadata(), shapes.keys(), path)
+        self._handle: Any = None
+
+        handle = self._open()
+        shapes = {name: torch.Size(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
+        self._first = read_aliases(handle.metadata(), shapes.keys(), path)
         shapes.update({name: shapes[first] for name, first in self._first.items()})
         self.extra = [name for name in shapes if is_extra(name)]
         self.shapes = {name: shape for name, shape in shapes.items() if not is_extra(name)}
@@ -375,26 +390,26 @@ class SafetensorsFile(WeightFile):
             tensor: Tensor = self._open().get_tensor(self._first.get(name, name))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{name} cannot be read from {self.path}: {error}") from error
-        return tensor.to(device)  # safetensors itself knows only some kinds of device
+        return tensor.to(device)  # safetensors supports only some types of devices
 
     def locate(self, name: str) -> tuple[Path, str]:
         return self.path, self._first.get(name, name)
 
     def release(self) -> None:
-        self._opened = None
+        self._handle = None
 
     def _open(self) -> Any:
-        if self._opened is None:
+        if self._handle is None:
             try:
-                self._opened = safe_open(self.path, "pt")
+                self._handle = safe_open(self.path, "pt")
             except (SafetensorError, OSError) as error:
                 text = f"{self.path} cannot be read as safetensors: {error}"
                 raise like(CheckpointError(text), error) from error
-        return self._opened
+        return self._handle
 
 
 class TorchFile(WeightFile):
-    """A state dict in a file of torch, of which only tensors are read."""
+    """State dict in a file of torch, from which only tensors are read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -405,7 +420,7 @@ class TorchFile(WeightFile):
 
     def read(self, name: str, device: torch.device) -> Any:
         value = self._open()[name]
-        # torch.save writes over a file that exists, which would change a tensor that is mapped from it.
+        # torch.save overwrites an existing file, which would change a tensor that is mapped from it.
         return value.detach().to(device, copy=True) if isinstance(value, Tensor) else value
 
     def release(self) -> None:
@@ -427,20 +442,20 @@ class TorchFile(WeightFile):
 
 
 def _can_be_mapped(path: Path) -> bool:
-    """Whether torch can map a file: not those of its old versions."""
+    """Returns whether torch can map a file, which it cannot in its old format."""
     try:
         return path.is_file() and zipfile.is_zipfile(path)
-    except zipfile.BadZipFile:  # what reads it says so
+    except zipfile.BadZipFile:  # reading it raises the error
         return False
 
 
 def is_extra(name: object) -> bool:
-    """Whether an entry of a state dict is the extra state of a module, and no tensor."""
+    """Returns whether an entry of a state dict is the extra state of a module instead of a tensor."""
     return str(name).rpartition(".")[2] == "_extra_state"
 
 
 def open_weights(path: Path) -> WeightFile:
-    """Open a file of weights: `*.safetensors`, or one of torch under any other name."""
+    """Opens a file of weights, which is read as safetensors if its name ends with `.safetensors`."""
     if not path.is_file():
         raise CheckpointError(f"{path} is missing.")
     return SafetensorsFile(path) if path.suffix == ".safetensors" else TorchFile(path)
@@ -448,18 +463,18 @@ def open_weights(path: Path) -> WeightFile:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The weights of a model in all of its files: the file of each tensor, and of each extra state."""
+    """Files of a model by the names of their tensors and extra states."""
 
     files: Mapping[str, WeightFile]
     extra: Mapping[str, WeightFile]
 
     @classmethod
     def open(cls, paths: list[Path]) -> StoredWeights:
-        """Open all files."""
-        opened = [open_weights(path) for path in paths]
+        """Opens all files."""
+        files = [open_weights(path) for path in paths]
         return cls(
-            {name: file for file in opened for name in file.shapes},
-            {name: file for file in opened for name in file.extra},
+            {name: file for file in files for name in file.shapes},
+            {name: file for file in files for name in file.extra},
         )
 
     def shape(self, name: str) -> torch.Size:

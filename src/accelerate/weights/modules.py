@@ -1,4 +1,4 @@
-"""The tensors of a module, the blocks of a model, and names that share one tensor, also in files."""
+"""Tensors of a module, blocks of a model, and parameters with several names."""
 
 from __future__ import annotations
 
@@ -33,30 +33,30 @@ def named_module_tensors(
     recurse: bool = False,
     remove_non_persistent: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters of a module, then its buffers, with their names.
+    """Yields the parameters of a module and then its buffers, with their names.
 
     Args:
         module: the module.
-        include_buffers: whether buffers are yielded.
-        recurse: whether those of inner modules are, under dotted names.
-        remove_non_persistent: whether buffers that are not part of the state dict are left out.
+        include_buffers: whether to yield buffers.
+        recurse: whether to yield the tensors of submodules, with dotted names.
+        remove_non_persistent: whether to skip buffers that are not part of the state dict.
     """
     yield from module.named_parameters(recurse=recurse)
     if not include_buffers:
         return
-    left_out = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
+    skipped = get_non_persistent_buffers(module, recurse, fqns=True) if remove_non_persistent else set()
     for name, buffer in module.named_buffers(recurse=recurse):
-        if name not in left_out:
+        if name not in skipped:
             yield name, buffer
 
 
 def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: bool = False) -> set[str]:
-    """Return the names of buffers that are not part of the state dict.
+    """Returns the names of buffers that are not part of the state dict.
 
     Args:
         module: the module.
-        recurse: whether inner modules are looked at, too.
-        fqns: whether names are dotted ones, as seen from `module`; otherwise those in their own modules.
+        recurse: whether to include submodules.
+        fqns: whether names are relative to `module`, instead of those within each submodule.
     """
     return {
         f"{path}.{name}" if fqns and path else name
@@ -66,10 +66,10 @@ def get_non_persistent_buffers(module: nn.Module, recurse: bool = False, fqns: b
 
 
 def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
-    """Return the names that have no other names inside: those of tensors, where tensors are named.
+    """Returns the names without submodules, which are those of tensors where tensors are named.
 
     Args:
-        module_sizes: dotted names, or a mapping by them such as `compute_module_sizes` returns.
+        module_sizes: dotted names, or a mapping with such keys as `compute_module_sizes` returns.
     """
     inner = {name.rpartition(".")[0] for name in module_sizes if name}
     return [name for name in module_sizes if name not in inner]
@@ -78,11 +78,11 @@ def get_module_leaves(module_sizes: Iterable[str]) -> list[str]:
 def get_module_children_bottom_up(
     model: nn.Module, return_fqns: bool = False
 ) -> list[nn.Module] | list[tuple[str, nn.Module]]:
-    """Return the modules of a model, each after those inside it; the model itself is the last.
+    """Returns the modules of a model, each after its submodules.
 
     Args:
         model: any module.
-        return_fqns: whether they come with their dotted names; that of the model is "".
+        return_fqns: whether to return dotted names, too. The name of the model is "".
     """
     named = list(_bottom_up("", model))
     return named if return_fqns else [module for _, module in named]
@@ -95,17 +95,17 @@ def _bottom_up(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
-    """Return whether a parameter of a model is a distributed tensor of torch."""
+    """Returns whether a parameter of a model is a `DTensor`."""
     from torch.distributed.tensor import DTensor
 
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def get_model_tp_size(model: nn.Module) -> int | None:
-    """Return how many processes share each layer, as a model says; None: it does not.
+    """Returns the tensor-parallel size that a model declares, or None.
 
     Args:
-        model: any module. Models of transformers say it in `tp_size`, or from version 5 on in
+        model: any module. Models of transformers declare it in `tp_size`, or from version 5 on in
             `config.distributed_config.tp_size`, where `distributed_config` is an object or a dictionary.
     """
     size: int | None = getattr(model, "tp_size", None)
@@ -116,13 +116,16 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 
 
 def all_tensors(module: nn.Module, recurse: bool = True) -> dict[str, Tensor]:
-    """Return all parameters and buffers of a module by name; those with several names are listed for each."""
+    """Returns all parameters and buffers of a module by name.
+
+    Those with several names are listed under each.
+    """
     parameters = module.named_parameters(recurse=recurse, remove_duplicate=False)
     return {**dict(parameters), **dict(module.named_buffers(recurse=recurse, remove_duplicate=False))}
 
 
 def check_values(tensors: Mapping[str, Tensor], purpose: str, fix: str) -> None:
-    """Refuse tensors on the meta device, which have no values to be moved, kept, filled or saved."""
+    """Raises an error for tensors on the meta device, which have no values to move, offload or save."""
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if empty:
         text = f"{listed(empty)} have no values to {purpose}: they are on the meta device. {fix}"
@@ -130,7 +133,7 @@ def check_values(tensors: Mapping[str, Tensor], purpose: str, fix: str) -> None:
 
 
 def is_inside(name: str, modules: Iterable[str]) -> bool:
-    """Return whether a tensor or module is in one of some modules: "head" matches "decoder.head", too."""
+    """Returns whether a tensor or module is inside one of the modules, as "decoder.head" is in "head"."""
     return any(f".{module}." in f".{name}." for module in modules)
 
 
@@ -142,24 +145,25 @@ def find_blocks(
     module: nn.Module,
     name: str = "",
     whole: Collection[str] = (),
-    opened: Collection[str] = (),
+    split: Collection[str] = (),
     repeated: bool = False,
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Yield the blocks of a module in its order: each tensor belongs to exactly one of them.
+    """Yields the blocks of a module in order, such that each tensor belongs to exactly one block.
 
-    An entry of a list of modules is called through its `forward`, which is not certain of other modules,
-    whose parts may be called one by one. So a block is a module of such a list, without lists of its own; one
-    of a named class; or, anywhere else, the tensors of one module alone.
+    An entry of a module list is called through its `forward`. Other modules may not be, because their
+    submodules may be called one by one. So a block is an entry of a list that contains no list, a module of a
+    named class, or otherwise the direct tensors of one module.
 
     Args:
-        whole: names of classes that are always one block; `opened`: of modules that are no blocks.
+        whole: names of classes that are always one block.
+        opened: names of modules that are not blocks.
         repeated: whether the module is part of an entry of a list.
 
     Yields:
-        Name, module, and whether the block has the tensors of all modules inside, too.
+        Name, module, and whether the block includes the tensors of all submodules.
     """
     is_block = type(module).__name__ in whole or (repeated and has_forward(module) and not _has_list(module))
-    if is_block and name not in opened:
+    if is_block and name not in split:
         if next(named_module_tensors(module, recurse=True), None) is not None:
             yield name, module, True
         return
@@ -169,11 +173,11 @@ def find_blocks(
     for child_name, child in module._modules.items():
         if child is None:
             continue
-        yield from find_blocks(child, f"{name}.{child_name}" if name else child_name, whole, opened, inside)
+        yield from find_blocks(child, f"{name}.{child_name}" if name else child_name, whole, split, inside)
 
 
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module can be called: lists of modules, and bare `nn.Module`s, cannot."""
+    """Returns whether a module can be called, which lists of modules and bare `nn.Module`s cannot."""
     return getattr(module.forward, "__func__", None) is not nn.Module.forward
 
 
@@ -187,15 +191,15 @@ def GatheredParameters(
     fwd_module: nn.Module | None = None,
     enabled: bool = True,
 ) -> AbstractContextManager[Any]:
-    """Return a context in which parameters that ZeRO stage 3 has sharded are whole; called on all ranks.
+    """Returns a context manager that gathers parameters sharded by ZeRO stage 3.
 
-    Without DeepSpeed parameters are whole anyway, and the context does nothing.
+    Called on all ranks. Without DeepSpeed the parameters are not sharded, and the context has no effect.
 
     Args:
         params: the parameters.
-        modifier_rank: the rank whose changes are kept and sent to the others; None: changes are lost.
+        modifier_rank: the rank whose changes are broadcast to the others. None discards changes.
         fwd_module: another module whose forward uses them.
-        enabled: whether it does anything.
+        enabled: whether to gather the parameters.
 
     Source: https://deepspeed.readthedocs.io/en/latest/zero3.html
     """
@@ -212,43 +216,48 @@ def GatheredParameters(
 RESERVED_NAME = "__metadata__"
 """Name of the metadata in a file of safetensors."""
 ALIASES = "aliases"
-"""Entry of the metadata: further names of tensors, as JSON."""
+"""Key of the metadata entry with the aliases of tensors as JSON."""
 
 
 def addressable(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state whose tensors have addresses: others are copied to the CPU, each tensor once."""
-    given: object = state
-    if not isinstance(given, Mapping):
+    """Returns a state dict whose tensors have data pointers.
+
+    Tensors of other devices are copied to the CPU, each once.
+    """
+    untyped: object = state
+    if not isinstance(untyped, Mapping):
         fix = "pass a state dict, or safe_serialization=False"
-        kind = type(given).__name__
+        kind = type(untyped).__name__
         raise wrong_value("state", kind, "safetensors holds tensors by name", fix, AttributeError)
     tensors = {id(tensor): tensor for tensor in state.values() if isinstance(tensor, Tensor)}
-    copies = {
+    on_cpu = {
         key: tensor.detach().cpu()
         for key, tensor in tensors.items()
         if not of_device(tensor.device).is_addressable
     }
-    return {name: copies.get(id(tensor), tensor) for name, tensor in state.items()} if copies else state
+    return {name: on_cpu.get(id(tensor), tensor) for name, tensor in state.items()} if on_cpu else state
 
 
 def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Return contiguous tensors without shared memory by their first names, and the first of each other name.
+    """Returns contiguous tensors by their first names, and the first name of each alias.
+
+    Tensors that overlap without being equal are all returned, those after the first as copies.
 
     Tensors that overlap without being the same are all kept, those after the first as copies.
     """
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
-    firsts: dict[tuple[Any, ...], str] = {}
+    first_names: dict[tuple[Any, ...], str] = {}
     memory: set[Any] = set()
     for name, tensor in addressable(state).items():
         _check_storable(name, tensor)
         storage = (tensor.device, tensor.untyped_storage().data_ptr())
         layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         identity = (*storage, tensor.storage_offset(), *layout)
-        if tensor.numel() and identity in firsts:
-            aliases[name] = firsts[identity]
+        if tensor.numel() and identity in first_names:
+            aliases[name] = first_names[identity]
             continue
-        firsts[identity] = name
+        first_names[identity] = name
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         kept[name] = tensor.clone() if tensor.numel() and storage in memory else tensor
         memory.add(storage)
@@ -256,10 +265,10 @@ def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def _check_storable(name: object, tensor: object) -> None:
-    """Refuse what a file of safetensors cannot hold."""
+    """Raises an error for an entry that a safetensors file cannot store."""
     fix = "pass safe_serialization=False"
     if not isinstance(name, str) or name == RESERVED_NAME:
-        raise wrong_value("name", name, "safetensors cannot name a tensor so", "use another text as its name")
+        raise wrong_value("name", name, "safetensors does not support this name", "use another string")
     if not isinstance(tensor, Tensor):
         raise wrong_value(name, type(tensor).__name__, "safetensors holds tensors only", fix, AttributeError)
     if tensor.is_meta:
@@ -270,7 +279,7 @@ def _check_storable(name: object, tensor: object) -> None:
 
 
 def read_aliases(metadata: Mapping[str, str] | None, names: Collection[str], path: Path) -> dict[str, str]:
-    """Return the further names of tensors in a file of safetensors, each with the name that it has there."""
+    """Returns the aliases of tensors in a safetensors file, each with the name under which it is stored."""
     try:
         aliases = json.loads((metadata or {}).get(ALIASES, "{}"))
     except (ValueError, RecursionError) as error:
@@ -294,27 +303,27 @@ def _wrong_aliases(path: Path, reason: str) -> CheckpointError:
 
 
 def missing_names(own: Mapping[str, Any], state: Collection[str]) -> list[str]:
-    """List what a state dict lacks of another one, where a tensor that has several names needs one."""
+    """Returns the names that a state dict lacks, where one name of a shared tensor is enough."""
     filled = {memory_of(own[name]) for name in state if name in own}
     return [name for name, tensor in own.items() if name not in state and memory_of(tensor) not in filled]
 
 
 def memory_of(tensor: Any) -> Any:
-    """Return what identifies the memory of a tensor and how it is read; of anything else its identity."""
-    if not isinstance(tensor, Tensor) or not tensor.data_ptr():  # one that wraps others has no address
+    """Returns a key for the memory and layout of a tensor, or the identity of any other object."""
+    if not isinstance(tensor, Tensor) or not tensor.data_ptr():  # a wrapper subclass has no address
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-logger = logging.getLogger(__name__)  # also used where no run is set up
+logger = logging.getLogger(__name__)  # also used without a `PartialState`
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
-    """Return the names of each parameter that has several, as sorted lists.
+    """Returns the names of each parameter with several names as sorted lists.
 
     Args:
         model: any module, also one on the meta device.
-        **kwargs: taken for compatibility.
+        **kwargs: ignored, for compatibility.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -323,11 +332,11 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
-    """Return whether the configuration of a model says that it has tied parameters.
+    """Returns whether the configuration of a model declares tied parameters.
 
     Args:
-        model: one of transformers says so by `tie_word_embeddings`, where it has output embeddings, or by
-            `tie_encoder_decoder`; others say nothing.
+        model: a model of transformers declares them by `tie_word_embeddings`, where it has output embeddings,
+            or by `tie_encoder_decoder`. Others declare nothing.
     """
     config = getattr(model, "config", None)
     embeddings = [getattr(model, name, None) for name in ("get_input_embeddings", "get_output_embeddings")]
@@ -340,24 +349,25 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def retie_parameters(model: nn.Module, tied_params: Iterable[Sequence[str]]) -> None:
-    """Let each group of names share one parameter again: the first of them that has a value.
+    """Ties each group of names to the first of their parameters that has a value.
 
     Args:
         model: the module.
         tied_params: groups of names, as `find_tied_parameters` returns them.
     """
     for group in tied_params:
-        homes = [find_owner(model, name) for name in group]
-        tensors = [owner._parameters[name] for owner, name in homes]
-        kept = next((tensor for tensor in tensors if tensor is not None and not tensor.is_meta), tensors[0])
-        for owner, name in homes:
-            owner._parameters[name] = kept
+        owners = [find_owner(model, name) for name in group]
+        tensors = [owner._parameters[name] for owner, name in owners]
+        tied = next((tensor for tensor in tensors if tensor is not None and not tensor.is_meta), tensors[0])
+        for owner, name in owners:
+            owner._parameters[name] = tied
 
 
 def move_module(module: nn.Module, device: torch.device | str) -> nn.Module:
-    """Return a module after it was moved to a device; what was tied stays tied.
+    """Moves a module to a device, and keeps its tied parameters tied.
 
-    torch replaces parameters that are moved to some devices: XLA, and those that other packages register.
+    torch replaces parameters that are moved to some devices, such as XLA and those that other packages
+    register.
     """
     tied = find_tied_parameters(module)
     moved = module.to(device)
@@ -367,7 +377,7 @@ def move_module(module: nn.Module, device: torch.device | str) -> nn.Module:
 
 
 def retie_on_same_device(model: nn.Module, tied: Iterable[Iterable[str]]) -> None:
-    """Let names that shared one parameter do so again, where they have the same device and dtype."""
+    """Ties each group of names again where their parameters have the same device and dtype."""
     for group in tied:
         first: dict[tuple[torch.device, torch.dtype], nn.Parameter] = {}
         for owner, name in (find_owner(model, alias) for alias in group):
@@ -378,16 +388,16 @@ def retie_on_same_device(model: nn.Module, tied: Iterable[Iterable[str]]) -> Non
 def check_tied_parameters_on_same_device(
     tied_params: Iterable[Sequence[str]], device_map: Mapping[str, Any]
 ) -> None:
-    """Warn of parameters that a device map puts on several devices, where they are no longer one.
+    """Warns about tied parameters that a device map places on several devices.
 
     Args:
         tied_params: groups of names, as `find_tied_parameters` returns them.
-        device_map: devices by module.
+        device_map: device of each module.
     """
     for group in tied_params:
         devices = {name: mapped_device(name, device_map) for name in group}
         if len({str(device) for device in devices.values()}) > 1:
             logger.warning(
-                f"Tied parameters are on different devices, where they are no longer one: {devices}. "
+                f"Tied parameters are on different devices and are no longer tied: {devices}. "
                 "Put their modules on one device."
             )

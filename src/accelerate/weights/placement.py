@@ -1,8 +1,8 @@
-"""Put one named tensor of a module on one device.
+"""Placement of single named tensors of a module on a device.
 
-Some are of classes that other libraries derived from torch's. Parameters of bitsandbytes quantize themselves
-when they are moved to a device; one in 8 bits (`Int8Params`) has its scales in `SCB`, one in 4 bits
-(`Params4bit`) in `quant_state`.
+Supports parameters of classes that other libraries derive from that of torch. Parameters of bitsandbytes
+quantize themselves when they are moved to a device. Those in 8 bits (`Int8Params`) have their scales in
+`SCB`, those in 4 bits (`Params4bit`) in `quant_state`.
 """
 
 from __future__ import annotations
@@ -20,81 +20,81 @@ from accelerate.base import wrong_value
 from accelerate.devices import clear_device_cache, hardware_table, of_device
 
 QUANT_STATE = ".quant_state.bitsandbytes__"
-"""Under this name and the kind of 4 bits, shape, dtype and block size are stored, as JSON in bytes."""
+"""Prefix of the entry with shape, dtype and block size of a weight in 4 bits, as JSON in bytes."""
 
 INT8 = "Int8Params"
 INT4 = "Params4bit"
-_FRESH: dict[str, dict[str, Any]] = {
+_UNQUANTIZED: dict[str, dict[str, Any]] = {
     INT8: {"CB": None, "SCB": None},
     INT4: {"bnb_quantized": False, "quant_state": None},
 }
-"""Attributes of a parameter that is not quantized yet."""
+"""Attributes of a parameter that is not yet quantized, by class."""
 
 
 def is_derived_parameter(tensor: Tensor) -> bool:
-    """Return whether a parameter is of a class that another library derived from torch's, with attributes."""
+    """Returns whether the class of a parameter is one that another library derives from `nn.Parameter`."""
     return type(tensor) is not nn.Parameter and nn.Parameter in type(tensor).__mro__
 
 
 def is_bnb_parameter(tensor: Tensor) -> bool:
-    """Return whether a parameter is of bitsandbytes' kind."""
-    return is_derived_parameter(tensor) and type(tensor).__name__ in _FRESH
+    """Returns whether a parameter is of a class of bitsandbytes."""
+    return is_derived_parameter(tensor) and type(tensor).__name__ in _UNQUANTIZED
 
 
 def is_packed_in_4_bits(tensor: Tensor) -> bool:
-    """Return whether the values of a parameter are packed, as those in 4 bits are."""
+    """Returns whether the values of a parameter are packed in 4 bits."""
     return is_derived_parameter(tensor) and type(tensor).__name__ == INT4
 
 
 def recreate(
     old: Tensor, source: Tensor, target: torch.device, dtype: torch.dtype, statistics: Tensor | None
 ) -> Tensor:
-    """Return a parameter like `old` with other values on another device; it is quantized there.
+    """Returns a parameter like `old` with other values on another device, quantized as `old` is.
 
-    `source` holds plain numbers, which get the dtype, or packed ones like those of `old`; `statistics` are
-    the scales of values in 8 bits.
+    `source` has plain numbers, which are converted to the dtype, or packed values like those of `old`.
+    `statistics` are the scales of values in 8 bits.
     """
     make = partial(cast("type[nn.Parameter]", type(old)), requires_grad=old.requires_grad)
     attributes, kind = dict(vars(old)), type(old).__name__
-    if not is_bnb_parameter(old):  # what the class does not take is set on the new parameter
-        taken = inspect.signature(type(old).__new__).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-        arguments = {name: value for name, value in attributes.items() if takes_all or name in taken}
+    if not is_bnb_parameter(old):  # attributes that the class does not accept are set on the new parameter
+        accepted = inspect.signature(type(old).__new__).parameters
+        accepts_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
+        arguments = {name: value for name, value in attributes.items() if accepts_all or name in accepted}
         new = make(source.to(target, dtype), **arguments)
         vars(new).update({name: value for name, value in attributes.items() if name not in vars(new)})
         return new
     if target.type == "meta":
-        return make(source.to(target), **{**attributes, **(_FRESH[INT8] if kind == INT8 else {})})
+        return make(source.to(target), **{**attributes, **(_UNQUANTIZED[INT8] if kind == INT8 else {})})
     if _is_packed(old, source):
         return make(source, **{**attributes, **({} if statistics is None else {"SCB": statistics})}).to(
             target
         )
-    plain = source.to("cpu", dtype)  # it quantizes on its way from there
-    return make(plain, **{**attributes, **_FRESH[kind]}).to(target)
+    plain = source.to("cpu", dtype)  # moving it from there quantizes it
+    return make(plain, **{**attributes, **_UNQUANTIZED[kind]}).to(target)
 
 
 def quant_state_names(name: str, stored: Iterable[str]) -> tuple[str, ...]:
-    """Return the names under which the scales of a weight in 4 bits are stored; none for any other weight."""
+    """Returns the names under which the scales of a weight in 4 bits are stored, or none for others."""
     parts = tuple(key for key in stored if key.startswith(f"{name}."))
     return parts if any(key.startswith(f"{name}{QUANT_STATE}") for key in parts) else ()
 
 
 def unpacked_shape(parts: Mapping[str, Tensor]) -> tuple[int, ...]:
-    """Return the shape of a weight in 4 bits before it was packed, from what is stored with it, by name."""
-    outline = next(tensor for name, tensor in parts.items() if QUANT_STATE in name)
-    return tuple(json.loads(bytes(outline.tolist()))["shape"])
+    """Returns the unpacked shape of a weight in 4 bits from the tensors that are stored with it."""
+    metadata = next(tensor for name, tensor in parts.items() if QUANT_STATE in name)
+    return tuple(json.loads(bytes(metadata.tolist()))["shape"])
 
 
 def from_prequantized(
     old: Tensor, packed: Tensor, parts: Mapping[str, Tensor], target: torch.device
 ) -> nn.Parameter:
-    """Return a weight in 4 bits like `old`, from its packed values and what is stored with them."""
+    """Returns a weight in 4 bits like `old` from its packed values and the tensors stored with them."""
     make = cast("Any", type(old)).from_prequantized
     return make(packed, dict(parts), requires_grad=old.requires_grad, device=target)  # type: ignore[no-any-return]
 
 
 def load_scales(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-    """Let `load_state_dict`, whose hook this is, fill a quantized layer with its scales; changes `state`."""
+    """Loads a quantized weight with its scales, as a hook of `load_state_dict` that changes `state`."""
     name = f"{prefix}weight"
     parts, scales = quant_state_names(name, state), state.get(f"{prefix}SCB")
     if name not in state or not (parts or scales is not None):
@@ -110,16 +110,16 @@ def load_scales(layer: nn.Module, state: dict[str, Any], prefix: str, *rest: Any
 
 
 def scales_of(owner: nn.Module) -> Tensor | None:
-    """Return the scales of a layer in 8 bits, which keeps them itself from its first forward on."""
+    """Returns the scales of a layer in 8 bits, which the layer itself stores after its first forward."""
     weight = owner._parameters.get("weight")
     if weight is None or type(weight).__name__ != INT8:
         return None
-    own: Tensor | None = getattr(weight, "SCB", None)
-    return own if own is not None else getattr(getattr(owner, "state", None), "SCB", None)
+    scales: Tensor | None = getattr(weight, "SCB", None)
+    return scales if scales is not None else getattr(getattr(owner, "state", None), "SCB", None)
 
 
 def drop_values(owner: nn.Module) -> None:
-    """Let a layer in 8 bits drop the values that it has taken over from its weight."""
+    """Frees the values in 8 bits that a layer has copied from its weight."""
     weight = owner._parameters.get("weight")
     if weight is not None and type(weight).__name__ == INT8:
         state: Any = owner.state
@@ -136,7 +136,7 @@ def _is_packed(old: Tensor, source: Tensor) -> bool:
 
 Device = int | str | torch.device
 Owner = tuple[nn.Module, str]
-"""A module, and the name of one of its own tensors."""
+"""A module and the name of one of its direct tensors."""
 
 
 def set_module_tensor_to_device(
@@ -150,33 +150,33 @@ def set_module_tensor_to_device(
     non_blocking: bool = False,
     clear_cache: bool = True,
 ) -> None:
-    """Put a parameter or buffer of a module on a device, with a new value if one is given.
+    """Moves a parameter or buffer of a module to a device, and optionally sets its value.
 
-    The tensor is replaced, not changed: others that hold the old one keep it. A value that has the right
-    device and dtype is taken as it is, without being copied.
+    The tensor is replaced, so other references keep the old one. A value with the right device and dtype is
+    used without a copy.
 
     Args:
-        module: the module, or one around it.
+        module: the module of the tensor, or one that contains it.
         tensor_name: dotted name of the tensor.
-        device: where it goes; an integer is the index of an accelerator, "meta" leaves no value.
-        value: its new value; None moves the one it has.
-        dtype: its new dtype; None keeps that of the old tensor. Values of integers and booleans keep theirs.
-        fp16_statistics: what a weight in 8 bits is multiplied by; becomes its attribute `SCB`.
-        tied_params_map: tensors that several modules share, by the address of the original and by device:
-            one that is there already is used again, a new one is noted.
-        non_blocking: whether a copy to an accelerator may go on in the background.
-        clear_cache: whether memory that the old tensor had on an accelerator is given back at once.
+        device: target device. An integer is the index of an accelerator, and "meta" leaves no value.
+        value: new value. None moves the current value.
+        dtype: new dtype. None keeps that of the old tensor. Integers and booleans keep their dtype.
+        fp16_statistics: scales of a weight in 8 bits, stored as its attribute `SCB`.
+        tied_params_map: tied tensors by the address of the original and by device. An existing copy is
+            reused, and a new one is added.
+        non_blocking: whether a copy to an accelerator may be asynchronous.
+        clear_cache: whether to release the memory of the old tensor on an accelerator at once.
 
     Raises:
-        ConfigurationError: there is no such tensor, it has no value to move, or the shapes differ.
+        ConfigurationError: the tensor does not exist, has no value to move, or has another shape.
     """
     owner, name = find_owner(module, tensor_name)
     old: Tensor = getattr(owner, name)
     target = resolve_device(device)
-    given = old if value is None else value
-    copies = None if given.is_meta or not tied_params_map else tied_params_map.get(given.data_ptr())
-    if copies is not None and target in copies:
-        _put(owner, name, copies[target])
+    current = old if value is None else value
+    tied_copies = None if current.is_meta or not tied_params_map else tied_params_map.get(current.data_ptr())
+    if tied_copies is not None and target in tied_copies:
+        _put(owner, name, tied_copies[target])
         return
     if value is None:
         if old.device.type == "meta" and target.type != "meta":
@@ -187,25 +187,25 @@ def set_module_tensor_to_device(
     elif value.shape != old.shape and not is_packed_in_4_bits(old):
         reason = f"{tensor_name} has the shape {tuple(old.shape)}"
         raise wrong_value("value", tuple(value.shape), reason, "pass a value of that shape")
-    source = given.detach()
-    kind = _dtype_after(source, old, dtype)
+    source = current.detach()
+    new_dtype = _dtype_after(source, old, dtype)
     if is_derived_parameter(old):
         scales = scales_of(owner) if fp16_statistics is None and value is None else fp16_statistics
-        new = recreate(old, source, target, kind, scales)
+        new = recreate(old, source, target, new_dtype, scales)
     else:
-        new = replacement_for(old, source.to(target, kind, non_blocking=non_blocking))
+        new = replacement_for(old, source.to(target, new_dtype, non_blocking=non_blocking))
     if fp16_statistics is not None:
         new.SCB = fp16_statistics.to(target)  # type: ignore[attr-defined]
     _put(owner, name, new)
-    if copies is not None:
-        copies[target] = new
+    if tied_copies is not None:
+        tied_copies[target] = new
     if clear_cache and not (old.is_cpu or old.is_meta):
-        del old, given, source
+        del old, current, source
         clear_device_cache()
 
 
 def find_owner(module: nn.Module, tensor_name: str) -> Owner:
-    """Return the module that has a parameter or buffer of a dotted name itself, and its name there."""
+    """Returns the module that directly contains a tensor of a dotted name, and the last part of the name."""
     path, _, name = tensor_name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -219,7 +219,7 @@ def find_owner(module: nn.Module, tensor_name: str) -> Owner:
 
 
 def resolve_device(device: Device) -> torch.device:
-    """Return a device that torch knows; an integer is the index of an accelerator."""
+    """Returns a device of torch, where an integer is the index of an accelerator."""
     if not isinstance(device, int):
         try:
             return torch.device(device)
@@ -234,7 +234,10 @@ def resolve_device(device: Device) -> torch.device:
 
 
 def check_available(device: torch.device) -> None:
-    """Refuse a device that this machine does not have; kinds of other packages are left to them."""
+    """Raises an error for a device that this machine does not have.
+
+    Device types of other packages are not checked.
+    """
     backend = of_device(device)
     if not backend.name or backend.is_host:
         return
@@ -245,7 +248,7 @@ def check_available(device: torch.device) -> None:
 
 
 def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """Return a dtype, also by its name: "float16" or "torch.float16"."""
+    """Returns a dtype from its name, "float16" or "torch.float16", or the dtype itself."""
     if isinstance(dtype, torch.dtype):
         return dtype
     resolved = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else None
@@ -256,13 +259,13 @@ def read_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 
 def mapped_device(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return a tensor's or module's device in a device map, None if there is none: see `map_entry`."""
+    """Returns the device of a tensor or module in a device map (`map_entry`), or None."""
     entry = map_entry(name, device_map)
     return None if entry is None else device_map[entry]
 
 
 def map_entry(name: str, device_map: Mapping[str, Any]) -> str | None:
-    """Return the name in a device map of a tensor or module, or of the innermost module around it."""
+    """Returns the key of a tensor or module in a device map, or that of the innermost module around it."""
     while True:
         if name in device_map:
             return name
@@ -272,7 +275,7 @@ def map_entry(name: str, device_map: Mapping[str, Any]) -> str | None:
 
 
 def check_device_same(first_device: torch.device, second_device: torch.device) -> bool:
-    """Return whether two devices are one; without an index a device is the first of its kind.
+    """Returns whether two devices are the same, where a missing index means 0.
 
     Args:
         first_device: a device.
@@ -282,7 +285,7 @@ def check_device_same(first_device: torch.device, second_device: torch.device) -
 
 
 def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
-    """Return what identifies the memory of a tensor: its device, address and size in bytes.
+    """Returns the device, address and size in bytes of the storage of a tensor.
 
     Args:
         tensor: any tensor with a storage.
@@ -292,13 +295,13 @@ def id_tensor_storage(tensor: Tensor) -> tuple[torch.device, int, int]:
 
 
 def replacement_for(old: Tensor, data: Tensor) -> Tensor:
-    """Return data that replaces a tensor: a parameter with the attributes of `old`, or plain for a buffer."""
+    """Returns `data` as a parameter with the attributes of `old`, or unchanged where `old` is a buffer."""
     if is_derived_parameter(old):
         return recreate(old, data, data.device, data.dtype, None)
     if not isinstance(old, nn.Parameter):
         return data
     new = nn.Parameter(data, requires_grad=old.requires_grad)
-    vars(new).update(vars(old))  # what users and libraries have noted on it
+    vars(new).update(vars(old))  # attributes that users and libraries have set
     return new
 
 

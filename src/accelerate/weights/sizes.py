@@ -1,4 +1,4 @@
-"""How many bytes a number format, a tensor, a module or its largest layer takes."""
+"""Sizes in bytes of dtypes, tensors, modules and the largest layer of a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accelerate.weights.placement import read_dtype
 
 Dtype = str | torch.dtype | CustomDtype
 NamedModule = tuple[str, nn.Module | Tensor]
-"""A module, or a single tensor, and its dotted name in the model."""
+"""Dotted name in the model of a module or tensor, and the module or tensor."""
 
 BITS_PER_BYTE = 8
 PACKED_BYTES: Mapping[CustomDtype, float] = {
@@ -25,16 +25,16 @@ PACKED_BYTES: Mapping[CustomDtype, float] = {
 
 
 def dtype_byte_size(dtype: Dtype) -> float:
-    """Return how many bytes the bits of one number take: an `int`, or a part of one.
+    """Returns the bytes that the bits of one number take, as an `int`, or as a fraction.
 
-    A bool counts as one bit, and formats that are packed as their bits. `memory_size` counts what a bool of
-    torch takes in memory.
+    A bool counts as one bit, and packed formats as their bits. `memory_size` returns the size of a bool in
+    memory.
 
     Args:
-        dtype: one of torch, also by its name, or a `CustomDtype`.
+        dtype: a torch dtype or its name, or a `CustomDtype`.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: there is no such dtype.
     """
     size = memory_size(dtype)
     is_bool = not isinstance(dtype, CustomDtype) and read_dtype(dtype) == torch.bool
@@ -42,7 +42,7 @@ def dtype_byte_size(dtype: Dtype) -> float:
 
 
 def memory_size(dtype: Dtype) -> float:
-    """Return how many bytes one number takes in memory: an `int`, or a part of one for packed formats."""
+    """Returns the bytes that one number takes in memory, as an `int`, or as a fraction for packed formats."""
     return PACKED_BYTES[dtype] if isinstance(dtype, CustomDtype) else read_dtype(dtype).itemsize
 
 
@@ -53,17 +53,17 @@ def tensor_bytes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     size_of: Callable[[Dtype], float] = memory_size,
 ) -> float:
-    """Return how many bytes a tensor takes once a model is converted.
+    """Returns the bytes that a tensor takes after a model is converted.
 
-    With `dtype` floating-point tensors that take less as they are stay so, and integers stay always; the
-    dtypes in `special_dtypes`, by the names of tensors, come before it. `size_of` gives bytes by dtype.
+    With `dtype`, floating-point tensors with a smaller dtype and all integers keep theirs. `special_dtypes`,
+    by the names of tensors, take precedence. `size_of` returns the bytes of a dtype.
     """
-    own = size_of(tensor.dtype)
+    current = size_of(tensor.dtype)
     if special_dtypes is not None and name in special_dtypes:
         return tensor.numel() * size_of(special_dtypes[name])
     if dtype is None or not (tensor.is_floating_point() or tensor.is_complex()):
-        return tensor.numel() * own
-    return tensor.numel() * min(size_of(dtype), own)
+        return tensor.numel() * current
+    return tensor.numel() * min(size_of(dtype), current)
 
 
 def compute_module_sizes(
@@ -72,35 +72,37 @@ def compute_module_sizes(
     special_dtypes: Mapping[str, Dtype] | None = None,
     buffers_only: bool = False,
 ) -> defaultdict[str, float]:
-    """Return the bytes of each tensor and of each module, by name; `""` is the whole model.
+    """Returns the bytes of each tensor and module by name, where `""` is the whole model.
 
-    A tensor that several modules share counts once, under its first name. Bytes are those of
-    `dtype_byte_size`: a bool counts as one bit.
+    A shared tensor counts once, under its first name. Sizes are those of `dtype_byte_size`, where a bool
+    counts as one bit.
 
     Args:
         model: the module; it may be on the meta device.
-        dtype: it will be converted to; see `tensor_bytes`.
-        special_dtypes: those of single tensors, by name.
-        buffers_only: whether parameters are left out.
+        dtype: dtype to which it will be converted (`tensor_bytes`).
+
+        special_dtypes: dtypes of single tensors by name.
+        buffers_only: whether to skip parameters.
     """
     sizes: defaultdict[str, float] = defaultdict(int)
     parameters = [] if buffers_only else list(model.named_parameters())
     for name, tensor in (*parameters, *model.named_buffers()):
-        taken = tensor_bytes(name, tensor, dtype, special_dtypes, dtype_byte_size)
-        for around in ("", *accumulate(name.split("."), "{}.{}".format)):
-            sizes[around] += taken
+        num_bytes = tensor_bytes(name, tensor, dtype, special_dtypes, dtype_byte_size)
+        for prefix in ("", *accumulate(name.split("."), "{}.{}".format)):
+            sizes[prefix] += num_bytes
     return sizes
 
 
 def compute_module_total_buffer_size(
     model: nn.Module, dtype: Dtype | None = None, special_dtypes: Mapping[str, Dtype] | None = None
 ) -> float:
-    """Return the bytes of all buffers of a model.
+    """Returns the bytes of all buffers of a model.
 
     Args:
         model: the module.
-        dtype: it will be converted to.
-        special_dtypes: those of single tensors, by name.
+
+        dtype: dtype to which it will be converted.
+        special_dtypes: dtypes of single tensors by name.
     """
     return compute_module_sizes(model, dtype, special_dtypes, buffers_only=True)[""]
 
@@ -110,9 +112,9 @@ def get_max_layer_size(
     module_sizes: Mapping[str, float],
     no_split_module_classes: Collection[str],
 ) -> tuple[float, list[str]]:
-    """Return the bytes of the largest layer among some modules, and the names of all layers of that size.
+    """Returns the bytes of the largest layer of some modules, and the names of all layers of that size.
 
-    A layer is a module that is not split: one of the named classes, or one without inner modules.
+    A layer is a module that is not split, because its class is one of the named, or it has no submodules.
 
     Args:
         modules: modules, or single tensors, by name.
@@ -134,7 +136,7 @@ def _layers(modules: Iterable[NamedModule], whole: Collection[str]) -> Iterable[
 
 
 def calculate_maximum_sizes(model: nn.Module) -> tuple[float, tuple[float, list[str]]]:
-    """Return the bytes of a model, and those of its largest layer with the names of all that are as large.
+    """Returns the bytes of a model, and the bytes and names of its largest layers.
 
     Args:
         model: the module; classes in its `_no_split_modules` are layers.
@@ -150,23 +152,23 @@ def get_module_size_with_ties(
     module_sizes: Mapping[str, float],
     modules_to_treat: Sequence[NamedModule],
 ) -> tuple[float, list[str], list[nn.Module | Tensor]]:
-    """Return what a module takes with all those that must be on its device, as they share parameters with it.
+    """Returns the bytes of a module and of all modules with tied parameters, which need the same device.
 
     Args:
-        tied_params: names, in other modules, of the parameters that it shares.
+        tied_params: names, in other modules, of the parameters that are tied to those of the module.
         module_size: bytes of the module alone.
-        module_sizes: as `compute_module_sizes` returns them: a shared parameter counts once.
-        modules_to_treat: where the others are looked for.
+        module_sizes: as `compute_module_sizes` returns them, where a shared parameter counts once.
+        modules_to_treat: candidates for the other modules.
 
     Returns:
-        Bytes of all together, and names and modules of the others, each once.
+        Total bytes, and the names and modules of the others without duplicates.
 
     Raises:
         ConfigurationError: a parameter is in none of the modules.
     """
     owners = {name: _owner_of(name, modules_to_treat) for name in tied_params}
-    joined = dict(owners.values())
-    return module_size + sum(module_sizes[name] for name in joined), list(joined), list(joined.values())
+    others = dict(owners.values())
+    return module_size + sum(module_sizes[name] for name in others), list(others), list(others.values())
 
 
 def _owner_of(tensor: str, modules: Sequence[NamedModule]) -> NamedModule:

@@ -1,4 +1,4 @@
-"""Weights that stay in files until they are used: raw files with an index, or files of safetensors."""
+"""Offloaded weights, which stay in raw files with an index or in safetensors files until they are used."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ Index = dict[str, dict[str, Any]]
 
 
 def save_offload_index(index: Index, offload_folder: Folder) -> None:
-    """Write the index of a folder; entries that were there stay, unless there are new ones of their names.
+    """Writes the index of a folder, and keeps existing entries with other names.
 
     Args:
-        index: entries; without any, nothing is written.
+        index: new entries. Nothing is written without entries.
         offload_folder: the folder.
 
     Raises:
-        CheckpointError: it cannot be written, or the one that is there cannot be read.
+        CheckpointError: the index cannot be written, or the existing one cannot be read.
     """
     if not index:
         return
@@ -59,7 +59,10 @@ def save_offload_index(index: Index, offload_folder: Folder) -> None:
 
 
 def read_index(path: Path) -> Index:
-    """Read the index of a folder; a file that is damaged or names one outside the folder is refused."""
+    """Reads the index of a folder.
+
+    A damaged file, or one that names a file outside the folder, raises an error.
+    """
     content = _read_json(path)
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no index of weights: it holds a {type(content).__name__}.")
@@ -67,7 +70,7 @@ def read_index(path: Path) -> Index:
     if broken:
         raise CheckpointError(
             f"{path} is damaged: {listed(broken)} without dtype and shape, and without safetensors_file. "
-            "Load the model again, which writes it anew."
+            "Load the model again, which rewrites it."
         )
     for name, entry in content.items():
         if "safetensors_file" not in entry and (reason := refuse_outside(f"{name}.dat")):
@@ -89,9 +92,9 @@ def _is_size(value: Any) -> bool:
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor by the index at `path`: its `weight_map`, or the index as a whole.
+    """Returns the file of each tensor from the `weight_map` of an index, or from the index itself.
 
-    Files that are not in its folder are refused.
+    Files outside of the folder of the index raise an error.
     """
     content = _read_json(path)
     weight_map = content.get("weight_map", content or None) if isinstance(content, dict) else None
@@ -116,7 +119,7 @@ def _read_json(path: Path) -> Any:
 
 
 def make_folder(folder: Folder) -> None:
-    """Make the folder of the weights, and those around it, before anything else is done."""
+    """Creates the folder of the weights and its parents."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -124,24 +127,24 @@ def make_folder(folder: Folder) -> None:
 
 
 WRITTEN = "written"
-"""Key of an entry, in memory only: when its file was written."""
+"""Key of an entry with the write time of its file, which is not saved."""
 SCALES = "SCB"
-"""Last part of the name under which the scales of a weight in 8 bits are stored."""
+"""Last part of the name of the scales of a weight in 8 bits."""
 
 
 def offload_weight(
     weight: Tensor, weight_name: str, offload_folder: Folder, index: Index | None = None
 ) -> Index | None:
-    """Write a tensor to its own file.
+    """Writes a tensor to a raw file.
 
     Args:
         weight: the tensor, on any device.
-        weight_name: its name, which the file has, too.
-        offload_folder: made where it does not exist.
-        index: gets the entry with which the tensor is read back.
+        weight_name: its name, and that of the file.
+        offload_folder: created if it does not exist.
+        index: receives the entry that `load_offloaded_weight` requires.
 
     Returns:
-        The index; None if none was given.
+        The index, or None if none is passed.
 
     Raises:
         CheckpointError: the file cannot be written, or there are no values.
@@ -165,14 +168,16 @@ def offload_weight(
 
 
 def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -> Tensor:
-    """Return a tensor that `offload_weight` wrote, mapped from the file; changes do not reach that.
+    """Returns a tensor written by `offload_weight`, mapped from its file.
+
+    Changes of the tensor do not reach the file.
 
     Args:
         weight_file: the file.
         weight_info: its entry in the index.
 
     Raises:
-        CheckpointError: the file is missing, too short, or not the one that `add_write_times` saw.
+        CheckpointError: the file is missing, too short, or newer than its entry from `add_write_times`.
     """
     path, dtype = Path(weight_file), read_dtype(weight_info["dtype"])
     shape = torch.Size(weight_info["shape"])
@@ -180,37 +185,37 @@ def load_offloaded_weight(weight_file: Folder, weight_info: Mapping[str, Any]) -
         return torch.empty(shape, dtype=dtype)
     size = shape.numel() * dtype.itemsize
     if not path.is_file():
-        error = CheckpointError(f"{path} is missing. Load the model again, which writes it anew.")
+        error = CheckpointError(f"{path} is missing. Load the model again, which rewrites it.")
         raise as_builtin(error, FileNotFoundError)
     status = path.stat()
     if weight_info.get(WRITTEN, status.st_mtime_ns) != status.st_mtime_ns:
         raise CheckpointError(
-            f"{path} was written again after the model was dispatched: another one has its weights there. "
+            f"{path} was written again after the model was dispatched: another model has its weights there. "
             "Give each model a folder of its own."
         )
     if status.st_size < size:
         reason = f"has {status.st_size} bytes instead of {size}: it is cut off"
-        error = CheckpointError(f"{path} {reason}. Load the model again, which writes it anew.")
+        error = CheckpointError(f"{path} {reason}. Load the model again, which rewrites it.")
         raise as_builtin(error, ValueError)
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8).view(dtype).reshape(shape)
 
 
 def add_write_times(index: Index, folder: Folder) -> Index:
-    """Return entries with the times at which their raw files were written: readers notice a new file."""
+    """Adds the write times of raw files to entries, so that readers detect a changed file."""
     paths = {name: Path(folder) / f"{name}.dat" for name in index if "safetensors_file" not in index[name]}
     times = {name: {WRITTEN: path.stat().st_mtime_ns} for name, path in paths.items() if path.is_file()}
     return {name: {**entry, **times.get(name, {})} for name, entry in index.items()}
 
 
 def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> None:
-    """Write tensors to a file each, and their index.
+    """Writes each tensor to a raw file, and writes their index.
 
     Args:
-        save_dir: made where it does not exist.
+        save_dir: created if it does not exist.
         state_dict: tensors by name.
 
     Raises:
-        CheckpointError: something cannot be written.
+        CheckpointError: a file cannot be written.
     """
     make_folder(save_dir)
     index: Index = {}
@@ -220,11 +225,11 @@ def offload_state_dict(save_dir: Folder, state_dict: Mapping[str, Tensor]) -> No
 
 
 def load_offloaded_weights(model: nn.Module, index: Index, offload_folder: Folder) -> None:
-    """Load weights of a model from their files to the CPU.
+    """Loads weights of a model from raw files to the CPU.
 
     Args:
         model: the module.
-        index: entries of the weights that are meant; without any, nothing happens.
+        index: entries of the weights to load.
         offload_folder: the folder with the files.
     """
     weights = OffloadedWeightsLoader(save_folder=offload_folder, index=index)
@@ -238,27 +243,27 @@ def load_offloaded_weights(model: nn.Module, index: Index, offload_folder: Folde
 
 
 def sibling_name(name: str, last: str) -> str:
-    """Return the name of another tensor of the same module: of "a.weight" and "bias" it is "a.bias"."""
+    """Returns the name of another tensor of the same module, as "a.bias" from "a.weight" and "bias"."""
     path = name.rpartition(".")[0]
     return f"{path}.{last}" if path else last
 
 
 def scales_name(name: str) -> str:
-    """Return the name under which the scales of a weight in 8 bits are stored; "" for other tensors."""
+    """Returns the name of the scales of a weight in 8 bits, or "" for other tensors."""
     return sibling_name(name, SCALES) if name == sibling_name(name, "weight") else ""
 
 
 class OffloadedWeightsLoader(Mapping[str, Tensor]):
-    """Weights by name, some in memory and some in files, which are read when they are used.
+    """Mapping of weights by name, some in memory and some in files that are read on access.
 
     Args:
-        state_dict: those in memory.
-        save_folder: folder with raw files; None when the index names files of safetensors only.
-        index: entries of those in files; None reads it from the folder.
-        device: where weights from files of safetensors are read to; None is the CPU.
+        state_dict: weights in memory.
+        save_folder: folder with raw files. None if the index names safetensors files only.
+        index: entries of the weights in files. None reads the index of the folder.
+        device: device of weights from safetensors files. None is the CPU.
 
     Raises:
-        ConfigurationError: none of them is given.
+        ConfigurationError: none of the first three is passed.
         CheckpointError: the index cannot be read.
     """
 
@@ -271,7 +276,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
     ) -> None:
         if state_dict is None and save_folder is None and index is None:
             raise ConfigurationError(
-                "OffloadedWeightsLoader() holds no weights: pass state_dict, save_folder or index."
+                "OffloadedWeightsLoader() has no weights: pass state_dict, save_folder or index."
             )
         self.state_dict = {} if state_dict is None else state_dict
         self.save_folder = save_folder
@@ -295,7 +300,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             dtype = read_dtype(entry["dtype"]) if "dtype" in entry else tensor.dtype
             return tensor.to("cpu" if self.device is None else resolve_device(self.device), dtype)
         if self.save_folder is None:
-            raise ConfigurationError(f"{key} is stored in a file of its own, and no save_folder was given.")
+            raise ConfigurationError(f"{key} is stored in a raw file, and no save_folder was passed.")
         return load_offloaded_weight(Path(self.save_folder) / f"{key}.dat", entry)
 
     def __iter__(self) -> Iterator[str]:
@@ -305,7 +310,7 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         return len(self.all_keys)
 
     def open_files(self) -> OffloadedWeightsLoader:
-        """Open the files of safetensors now, so that these are read, even if others replace them."""
+        """Opens the safetensors files, so that these are read even if others replace them."""
         for entry in self.index.values():
             if "safetensors_file" in entry:
                 self._open(str(entry["safetensors_file"]))
@@ -318,13 +323,13 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
 
 
 class PrefixedDataset(Mapping[str, Tensor]):
-    """The weights of one module among those of a model, under their names in that module.
+    """Mapping of the weights of one module under their names in that module.
 
-    Iterating yields the names in the model, as clients expect; both kinds of names find their weights.
+    Iteration yields the names in the model, as clients expect. Both kinds of names find their weights.
 
     Args:
         dataset: weights of the model by name.
-        prefix: what the names of the module's weights begin with.
+        prefix: prefix of the names of the weights of the module.
     """
 
     def __init__(self, dataset: Mapping[str, Tensor], prefix: str) -> None:
@@ -353,7 +358,7 @@ class PrefixedDataset(Mapping[str, Tensor]):
 def extract_submodules_state_dict(
     state_dict: Mapping[str, Any], submodule_names: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the entries of some modules out of those of a model.
+    """Returns the entries of some submodules of a state dict.
 
     Args:
         state_dict: values by dotted name.
@@ -376,19 +381,19 @@ def quantize_and_offload_8bit(
     offload_index: Index,
     fp16_statistics: Tensor | None,
 ) -> None:
-    """Write a weight in 8 bits, and its scales, to files; the model keeps its parameter without a value.
+    """Writes a weight in 8 bits and its scales to files, and moves the parameter to the meta device.
 
     Args:
         model: the module.
-        param: the weight, in 8 bits if it comes with scales.
+        param: the weight, in 8 bits if scales are passed.
         param_name: its name in the model.
-        new_dtype: dtype of a parameter that is not one of bitsandbytes' and stays as it is; None keeps its.
-        offload_folder: where files go.
-        offload_index: gets the entries with which they are read back.
-        fp16_statistics: the scales of a weight in 8 bits; None if it is not quantized yet.
+        new_dtype: dtype of a parameter that is not quantized. None keeps its dtype.
+        offload_folder: folder of the files.
+        offload_index: receives the entries of the files.
+        fp16_statistics: the scales of a weight in 8 bits. None if it is not yet quantized.
 
     Raises:
-        MissingPackageError: the weight is to be quantized, and bitsandbytes is not installed.
+        MissingPackageError: the weight must be quantized, and bitsandbytes is not installed.
     """
     owner, name = find_owner(model, param_name)
     if fp16_statistics is None and type(getattr(owner, name)).__name__ == "Int8Params":
@@ -402,7 +407,7 @@ def quantize_and_offload_8bit(
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a matrix in 8 bits and the scale of each row, as bitsandbytes computes them."""
+    """Returns a matrix in 8 bits and the scale of each row, computed by bitsandbytes."""
     require("bitsandbytes", "Quantizing a weight to 8 bits")
     from bitsandbytes.functional import int8_vectorwise_quant
 

@@ -198,3 +198,23 @@ def test_importing_it_is_light():
         [sys.executable, "-S", "-c", code], env=path, capture_output=True, text=True, check=True
     )
     assert answer.stdout.strip() == "[]"
+
+
+def test_a_detached_environment_has_no_variables_of_a_launch(variable):
+    variable("RANK", "1")
+    variable("ACCELERATE_RUN_KEY", "secret")
+    variable("ACCELERATE_USE_CPU", "true")
+    variable("A_VARIABLE", "kept")
+    before = dict(os.environ)
+
+    def change_and_fail():
+        with environ.detached_environment() as detached:
+            assert detached == dict(os.environ)
+            assert {"RANK", "ACCELERATE_RUN_KEY"}.isdisjoint(detached)
+            assert (detached["A_VARIABLE"], detached["ACCELERATE_USE_CPU"]) == ("kept", "true")
+            os.environ.update(RANK="0", WORLD_SIZE="3", ACCELERATE_NEW="1")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        change_and_fail()
+    assert dict(os.environ) == before

@@ -35,7 +35,7 @@ stand_here()
 TAKEN = """
 import signal
 from accelerate.base import stack_dumps
-signal.signal(stack_dumps.numbers()[0], signal.SIG_IGN)
+signal.signal(stack_dumps.signal_numbers()[0], signal.SIG_IGN)
 print(stack_dumps.offer())
 """
 
@@ -105,7 +105,7 @@ def test_a_program_that_uses_the_signal_keeps_it() -> None:
 
 
 def test_systems_without_such_signals_dump_no_stacks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stack_dumps, "numbers", tuple)
+    monkeypatch.setattr(stack_dumps, "signal_numbers", tuple)
     monkeypatch.setattr(stack_dumps, "_files", [])
     assert not stack_dumps.offer()
     assert stack_dumps.ask(1) == []

@@ -16,13 +16,13 @@ from accelerate.base import ConfigurationError, CustomDtype
 from accelerate.big_modeling import (
     Unit,
     budget,
-    even_shares,
+    even_limits,
     fits,
     get_balanced_memory,
     get_max_memory,
-    least_for_first,
+    min_units_on_first,
     plan_memory,
-    smallest_share,
+    smallest_limit,
     split_into_units,
     total,
 )
@@ -126,7 +126,7 @@ def test_invalid_sizes_are_refused(size: Any) -> None:
 
 
 def test_sizes_without_devices_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="sizes by device are needed"):
+    with pytest.raises(ConfigurationError, match="it must map devices to sizes"):
         get_max_memory(["5GB"])  # type: ignore[arg-type]
 
 
@@ -196,11 +196,11 @@ def test_even_shares_minimize_the_largest_share(sizes: list[int], limits: list[i
     possible = [way for way in ways if all(map(le, way, limits))]
     assert fits(units, limits) == bool(possible)
     if possible:
-        shares = even_shares(units, limits)
+        shares = even_limits(units, limits)
         assert shares in possible
-        assert max(shares) == min(map(max, possible)) == smallest_share(units, limits)
+        assert max(shares) == min(map(max, possible)) == smallest_limit(units, limits)
         least = min(sum(sizes[:count]) for count in range(len(sizes) + 1) if fits(units[count:], limits[1:]))
-        assert total(units[: least_for_first(units, limits)]) == least
+        assert total(units[: min_units_on_first(units, limits)]) == least
 
 
 def test_low_zero_gives_the_first_device_a_small_share() -> None:

@@ -82,10 +82,10 @@ def test_a_row_for_each_device() -> None:
         model[2].weight = model[0].weight
     table = explain_device_map(model, {"0": 0, "2": 0, "1": "cpu"}, {0: 2048, 1: 10, "cpu": 1000})
     assert table.splitlines() == [
-        "device  parameters    buffers     in all  of its limit  modules",
-        "0           1.0 KB    0 bytes     1.0 KB           50%  0, 2",
-        "1          0 bytes    0 bytes    0 bytes            0%",
-        "cpu      128 bytes  136 bytes  264 bytes           26%  1",
+        "device  parameters    buffers      total  of limit  modules",
+        "0           1.0 KB    0 bytes     1.0 KB       50%  0, 2",
+        "1          0 bytes    0 bytes    0 bytes        0%",
+        "cpu      128 bytes  136 bytes  264 bytes       26%  1",
     ]
     half = explain_device_map(model, {"": "disk"}, dtype="float16").splitlines()[1]
     assert half.split() == ["disk", "576", "bytes", "72", "bytes", "648", "bytes", "all"]
@@ -228,7 +228,7 @@ def test_a_module_too_large_for_the_first_device(caplog: pytest.LogCaptureFixtur
     memory = {0: 19, "cpu": 99}
     with caplog.at_level(logging.WARNING):
         assert assign_units(units, memory) == ["cpu"] * 4
-    assert "No module goes to device 0" in caplog.text
+    assert "No module is on device 0" in caplog.text
     assert "fallback_allocation=True" in caplog.text
     assert assign_units(units, memory, fallback=True) == ["cpu", 0, 0, "cpu"]
     assert infer_auto_device_map(chain(2), {0: LAYER, "cpu": "1MB"}, fallback_allocation=True) == {"": "cpu"}

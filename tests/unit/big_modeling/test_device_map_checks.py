@@ -55,8 +55,8 @@ def test_one_device_in_two_spellings() -> None:
 @pytest.mark.parametrize(
     ("device_map", "said"),
     [
-        (None, "device_map=None: devices by module are needed"),
-        ("auto", "device_map='auto': devices by module are needed"),
+        (None, "device_map=None: it must map modules to devices"),
+        ("auto", "device_map='auto': it must map modules to devices"),
         ({"": "dsik"}, "device='dsik': torch knows no such device"),
         ({"": 1.5}, "device=1.5: torch knows no such device"),
         ({"": 0}, "there is none here"),

@@ -32,8 +32,8 @@ def test_a_plain_model_is_not_sharded() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (LoadOptions({"": "disk"}), "device_map=.*stay where they are"),
-        (LoadOptions({"": "cpu", "weight": "meta"}), "device_map=.*stay where they are"),
+        (LoadOptions({"": "disk"}), "device_map=.*are not moved"),
+        (LoadOptions({"": "cpu", "weight": "meta"}), "device_map=.*are not moved"),
         (LoadOptions(dtype=torch.float16), "dtype=torch.float16: parameters of this model are torch.float32"),
     ],
 )

@@ -27,7 +27,7 @@ def test_all_tensors_are_received_from_the_file(tmp_path: Path) -> None:
     save_file(state, tmp_path / "w.safetensors")
     found = receive_weights(tmp_path / "w.safetensors", opened)
     weights = found.weights
-    assert found.own not in (None, weights)
+    assert found.opened not in (None, weights)
     assert found.path == tmp_path / "w.safetensors"
     assert weights.files.keys() == state.keys()
     for name, tensor in state.items():

@@ -24,7 +24,7 @@ def test_all_moves_are_planned_before_a_change(tmp_path: Path) -> None:
     ]
     assert plan.missing == ["1.weight", "1.bias"]
     assert plan.unexpected == ["more"]
-    assert plan.misshapen == ["0.bias is (3,) and not (2,)"]
+    assert plan.mismatched == ["0.bias is (3,) and not (2,)"]
 
 
 class Params4bit(nn.Parameter):
@@ -41,7 +41,7 @@ def packed(shape: list[int]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("shape", "kind", "misshapen"),
+    ("shape", "kind", "mismatched"),
     [
         ([2, 2], Params4bit, []),
         ([2, 4], Params4bit, ["0.weight is (2, 4) and not (2, 2)"]),
@@ -49,14 +49,14 @@ def packed(shape: list[int]) -> dict[str, torch.Tensor]:
     ],
 )
 def test_weights_in_4_bits_are_loaded_with_their_scales(
-    tmp_path: Path, shape: list[int], kind: type[nn.Parameter], misshapen: list[str]
+    tmp_path: Path, shape: list[int], kind: type[nn.Parameter], mismatched: list[str]
 ) -> None:
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     model[0].weight = kind(torch.zeros(2, 2))
     save_file(packed(shape), tmp_path / "x.safetensors")
     plan = plan_moves(model, StoredWeights.open([tmp_path / "x.safetensors"]), LoadOptions(), [])
     assert (plan.missing, plan.unexpected) == ([], [])
-    assert [text.partition(" (load")[0] for text in plan.misshapen] == misshapen
+    assert [text.partition(" (load")[0] for text in plan.mismatched] == mismatched
     assert plan.moves[0].parts == ("0.weight.absmax", "0.weight.quant_state.bitsandbytes__nf4")
 
 
@@ -70,4 +70,4 @@ def test_weights_in_8_bits_do_not_load_into_a_plain_parameter(tmp_path: Path) ->
     save_file(stored, tmp_path / "x.safetensors")
     plan = plan_moves(model, StoredWeights.open([tmp_path / "x.safetensors"]), LoadOptions(), [])
     assert plan.unexpected == []
-    assert "0.weight is stored in 8 bits" in plan.misshapen[0]
+    assert "0.weight is stored in 8 bits" in plan.mismatched[0]

@@ -148,7 +148,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     estimate_command(estimate_command_parser().parse_args(words))
     text = capsys.readouterr().out
     assert "Device map in float32" in text
-    assert "of its limit" in text
+    assert "of limit" in text
     estimate_command(estimate_command_parser().parse_args([*words, "--json"]))
     found = json.loads(capsys.readouterr().out)["device_maps"]["float32"]
     assert found == {"layers.0": 0, "layers.1": "cpu", "layers.2": "cpu", "layers.3": "cpu"}

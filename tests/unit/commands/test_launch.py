@@ -114,7 +114,7 @@ BAD = [
     (["--multi_gpu", "--num_processes", "2", "train.py"], "shows no accelerator"),
     (["--config_file", "nowhere.yaml", "train.py"], "--config_file='nowhere.yaml': there is no such file"),
     (["--cpu", "--num_processes", "-3", "train.py"], "--num_processes=-3: at least one process is needed"),
-    (["--cpu", "--num_machines", "2", "train.py"], "several machines need a place to meet"),
+    (["--cpu", "--num_machines", "2", "train.py"], "several machines need an address for the rendezvous"),
     (["--slurm", "train.py"], "--slurm=True: this is not inside an allocation of SLURM"),
     (["--submit", "train.py"], "--submit=True: it belongs to --slurm"),
     (["--mpirun_hostfile", "nowhere", "train.py"], "The file nowhere cannot be read"),

@@ -15,7 +15,7 @@ import pytest
 from accelerate.base import CheckpointError, LaunchError
 from accelerate.commands import test as command
 from accelerate.commands.test import SAME, compare
-from accelerate.launch import End
+from accelerate.launch import ChildExit
 
 
 def test_the_self_check_is_launched_as_a_script_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,11 +109,11 @@ def test_a_difference_on_one_rank_is_found(
 def pretend(monkeypatch: pytest.MonkeyPatch, runs: dict[str, list[Any]], code: int = 0) -> None:
     """Let a launch only leave the records of a run."""
 
-    def run_child(words: list[str], added: dict[str, str]) -> End:
+    def run_child(words: list[str], added: dict[str, str]) -> ChildExit:
         run, folder = words[-2:]
         for rank, each in enumerate(runs[run]):
             (Path(folder) / f"{run}_{rank}.json").write_text(json.dumps(each))
-        return End(code if run == "resumed" else 0, 0)
+        return ChildExit(code if run == "resumed" else 0, 0)
 
     monkeypatch.setattr(command, "run_child", run_child)
 
@@ -162,7 +162,7 @@ def test_a_resumed_run_matches_on_this_machine(tmp_path: Path, processes: int) -
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{processes} process(es) on cpu" in done.stdout
     assert done.stdout.endswith("A run that is interrupted and resumed is the same run on this machine.\n")
-    assert done.stdout.count("│ same ") == 20
+    assert done.stdout.count("│ same ") == 22
 
 
 @pytest.mark.slow

@@ -46,8 +46,8 @@ def build(names: str) -> tuple[dict[str, FakeBlock], list[tuple[str, bool]]]:
 
 
 def wait_for(prefetcher: Prefetcher) -> None:
-    assert prefetcher._coming is not None
-    prefetcher._coming[1].result()
+    assert prefetcher._pending is not None
+    prefetcher._pending[1].result()
 
 
 def test_blocks_are_prefetched_in_the_order_of_the_first_forward() -> None:
@@ -124,7 +124,7 @@ def test_a_copied_prefetcher_has_no_pending_copies() -> None:
     wait_for(prefetcher)
     for copied in (copy.deepcopy(prefetcher), pickle.loads(pickle.dumps(prefetcher))):
         assert copied.device == CPU
-        assert copied._coming is None
+        assert copied._pending is None
         assert "_worker" not in vars(copied)
 
 

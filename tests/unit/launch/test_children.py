@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from accelerate.diagnostics import SignalNotes
-from accelerate.launch import ENTRY, REQUESTS, End, Ending, RequestNotes, blocked, run_child
+from accelerate.launch import ENTRY, REQUESTS, ChildExit, ChildTerminator, RequestRecorder, blocked, run_child
 
 RUN = """
 import sys
@@ -152,7 +152,7 @@ def test_a_stopped_program_and_what_it_started_end_at_once(tmp_path: Path, numbe
 
 def test_signals_before_the_program_runs_are_sent_to_it(tmp_path: Path) -> None:
     child = subprocess.Popen([sys.executable, "-c", SLEEP])
-    ending = Ending({})
+    ending = ChildTerminator({})
     ending.on_signal(signal.SIGTERM, None)
     assert child.poll() is None
     ending.begin(child)
@@ -166,8 +166,8 @@ def test_a_request_to_a_program_that_starts_with_it_blocked_waits_there(tmp_path
         "import os, signal\nos.kill(os.getpid(), signal.SIGUSR1)\n"
         "raise SystemExit(40 + len(signal.sigpending() & {signal.SIGUSR1}))"
     )
-    assert run_child([sys.executable, "-c", asks], {}, blocked_at_start=REQUESTS) == End(41, 0)
-    assert run_child([sys.executable, "-c", asks], {}) == End(128 + signal.SIGUSR1, 0)
+    assert run_child([sys.executable, "-c", asks], {}, blocked_at_start=REQUESTS) == ChildExit(41, 0)
+    assert run_child([sys.executable, "-c", asks], {}) == ChildExit(128 + signal.SIGUSR1, 0)
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(REQUESTS)
 
 
@@ -231,7 +231,7 @@ def test_signals_within_the_block_are_delivered_after_it() -> None:
 
 
 def test_notes_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    early, before = RequestNotes(), [signal.getsignal(number) for number in REQUESTS]
+    early, before = RequestRecorder(), [signal.getsignal(number) for number in REQUESTS]
     monkeypatch.setattr("accelerate.diagnostics.stopping.NOTES", early)
     try:
         early.install()

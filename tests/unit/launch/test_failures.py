@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,6 +71,19 @@ def test_a_digest_is_appended_to_the_first_rank_of_this_machine(tmp_path: Path) 
     assert (end.how, end.digest) == ("failed", "rank 9 failed")
     assert list(ninth) == []
     assert collect(tmp_path, 1).failures == ()
+
+
+def test_a_file_system_that_does_not_respond_delays_a_digest_by_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+    with patch_environment(ACCELERATE_FAILURE_DIR=str(tmp_path)):
+        RecordWriter(tmp_path / "run" / "run_records", 0).close()
+    monkeypatch.setattr("accelerate.launch.failures.SECONDS_TO_RECORD", 0.1)
+    monkeypatch.setattr(RecordWriter, "write", lambda *_: released.wait(60))
+    with pytest.raises(TimeoutError, match="has not responded for 0.1 seconds"):
+        record_digest(tmp_path, "rank 0 failed")
+    released.set()
 
 
 def test_a_digest_without_records_is_written_nowhere(tmp_path: Path) -> None:

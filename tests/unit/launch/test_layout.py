@@ -8,7 +8,7 @@ import pytest
 
 from accelerate.devices import CUDA, NPU
 from accelerate.launch import Machine, device_ids, worker_environment
-from accelerate.launch.layout import _number_of_others, choose_threads
+from accelerate.launch.layout import _describe_rank, choose_threads
 from accelerate.settings import FLAG, Layer, merge_layers
 
 
@@ -23,7 +23,7 @@ from accelerate.settings import FLAG, Layer, merge_layers
     ],
 )
 def test_one_process_of_a_larger_run_is_named_as_such(variables: dict[str, str], said: str) -> None:
-    assert _number_of_others(variables) == said
+    assert _describe_rank(variables) == said
 
 
 def test_each_process_has_a_thread_where_there_are_more_processes_than_cores() -> None:

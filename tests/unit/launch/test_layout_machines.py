@@ -116,7 +116,7 @@ def test_variables_of_one_process_or_machine_do_not_set_machines(environ: dict[s
     ("environ", "message"),
     [
         ({**OLD_PYTORCH_JOB, "WORLD_SIZE": "two"}, "^WORLD_SIZE='two'"),
-        ({**OLD_PYTORCH_JOB, "WORLD_SIZE": "0"}, "^WORLD_SIZE='0': at least one process takes part"),
+        ({**OLD_PYTORCH_JOB, "WORLD_SIZE": "0"}, "^WORLD_SIZE='0': at least one process is needed"),
         ({**OLD_PYTORCH_JOB, "RANK": "x"}, "^RANK='x'"),
         ({**OLD_PYTORCH_JOB, "RANK": "2"}, "^RANK: machine_rank=2: there are 2 machines"),
         ({**OLD_PYTORCH_JOB, "MASTER_PORT": "70000"}, "^MASTER_PORT='70000'"),

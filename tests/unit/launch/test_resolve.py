@@ -203,8 +203,11 @@ def test_machines_may_differ() -> None:
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        ({"processes_per_machine": ("8", "x")}, "--processes_per_machine='8,x': these are no numbers from 1"),
-        ({"processes_per_machine": ("8", "0")}, "these are no numbers from 1"),
+        (
+            {"processes_per_machine": ("8", "x")},
+            "--processes_per_machine='8,x': these are not numbers of at least 1",
+        ),
+        ({"processes_per_machine": ("8", "0")}, "these are not numbers of at least 1"),
         (
             {"processes_per_machine": ("2", "1"), "num_processes": 4},
             "that makes 3, and --num_processes says 4",
@@ -242,7 +245,7 @@ def test_slurm_of_a_file_has_no_effect_outside_of_an_allocation() -> None:
 def test_a_busy_port_is_replaced_on_one_machine() -> None:
     made = plan(machine(2, busy=(29500,)), num_processes=2)
     assert made.port == 31000
-    assert made.notes == ("port 29500 is in use, 31000 is taken instead",)
+    assert made.notes == ("port 29500 is in use, 31000 is used instead",)
     assert plan(machine(2), num_processes=2, main_process_port=0).port == 31000
 
 
@@ -261,7 +264,7 @@ def test_a_busy_port_is_an_error_on_several_machines() -> None:
         ({"num_processes": 8}, 4, "that is 8 on this machine, which shows 4 devices"),
         ({"num_machines": 0}, 0, "--num_machines=0: at least one is needed"),
         ({"machine_rank": 1, "num_processes": 1}, 0, "--machine_rank=1: there are 1 machines"),
-        ({"num_processes": 2, "num_machines": 2}, 0, "several machines need a place to meet"),
+        ({"num_processes": 2, "num_machines": 2}, 0, "several machines need an address for the rendezvous"),
         (
             {"num_processes": 2, "num_machines": 2, "main_process_ip": "a", "main_process_port": 0},
             0,
@@ -270,8 +273,8 @@ def test_a_busy_port_is_an_error_on_several_machines() -> None:
         ({"num_processes": 2, "main_process_port": 70000}, 0, "ports go from 0 to 65535"),
         ({"multi_gpu": True}, 0, "--multi_gpu=True: this machine shows no accelerator. Pass --cpu"),
         ({"gpu_ids": "0"}, 0, "--gpu_ids='0': this machine shows no accelerator"),
-        ({"gpu_ids": "0,0"}, 2, "an entry is empty or given twice"),
-        ({"gpu_ids": "0,"}, 2, "an entry is empty or given twice"),
+        ({"gpu_ids": "0,0"}, 2, "an entry is empty or repeated"),
+        ({"gpu_ids": "0,"}, 2, "an entry is empty or repeated"),
         ({"use_fsdp": True, "use_deepspeed": True}, 2, "--use_deepspeed and --use_fsdp exclude each other"),
         ({"num_cpu_threads_per_process": 0}, 0, "at least one thread is needed"),
     ],

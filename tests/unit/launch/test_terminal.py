@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accelerate.base import MissingPackageError, Package
-from accelerate.launch import LaunchPlan, Stream, Target, find_obstacle, keep_below, live_view
+from accelerate.launch import LaunchPlan, LineBuffer, Target, find_obstacle, live_view, remove_cursor_moves
 
 PLAN = LaunchPlan("local", Target("script", "train.py"))
 
@@ -25,14 +25,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def test_a_stream_gives_complete_lines_and_loses_none() -> None:
-    stream = Stream()
+    stream = LineBuffer()
     given = [stream.feed(data) for data in (b"a", b"b\nc", b"", b"\n\nd\xff", b"\ne")]
     assert given == [b"", b"ab\n", b"", b"c\n\n", b"d\xff\n"]
     assert stream.shown == "e"
 
 
 def test_a_progress_bar_shows_its_last_text() -> None:
-    stream = Stream()
+    stream = LineBuffer()
     assert stream.feed(b" 10%\r 20%\r 30%\r") == b""
     assert stream.shown == " 30%"
     assert stream.feed(b"100%\nnext") == b" 10%\r 20%\r 30%\r100%\n"
@@ -40,13 +40,13 @@ def test_a_progress_bar_shows_its_last_text() -> None:
 
 
 def test_a_progress_bar_takes_a_bounded_amount_of_memory() -> None:
-    stream = Stream()
+    stream = LineBuffer()
     for number in range(20_000):
         stream.feed(b"\r%6d of 20000" % number)
     assert stream.shown == " 19999 of 20000"
     assert len(stream.unfinished) < 100_000
     line = b"x" * 200_000  # without \r nothing is overwritten
-    assert Stream(bytearray(line)).feed(b"y\n") == line + b"y\n"
+    assert LineBuffer(bytearray(line)).feed(b"y\n") == line + b"y\n"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_a_progress_bar_takes_a_bounded_amount_of_memory() -> None:
     ],
 )
 def test_output_does_not_move_the_cursor_up(data: bytes, kept: bytes) -> None:
-    assert keep_below(data) == kept
+    assert remove_cursor_moves(data) == kept
 
 
 def test_a_terminal_gets_a_view(terminal: int) -> None:
@@ -78,7 +78,7 @@ def test_without_a_terminal_one_line_says_so(
 ) -> None:
     with live_view(PLAN, tmp_path, "train.py", is_quiet=is_quiet) as plan:
         assert plan is PLAN
-    line = "accelerate launch: --monitor shows nothing: standard error is no terminal.\n"
+    line = "accelerate launch: --monitor shows nothing: standard error is not a terminal.\n"
     assert capfd.readouterr().err == ("" if is_quiet else line)
     assert list(tmp_path.iterdir()) == []
 

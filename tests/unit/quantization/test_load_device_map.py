@@ -10,7 +10,7 @@ from torch import nn
 
 from accelerate.base import ConfigurationError
 from accelerate.devices import hardware_table
-from accelerate.quantization import get_quantized_model_device_map, name_kept, replace_with_bnb_layers
+from accelerate.quantization import get_quantized_model_device_map, name_unquantized, replace_with_bnb_layers
 from accelerate.quantization.load import _dtypes_of_rest
 from accelerate.utils import BnbQuantizationConfig
 
@@ -85,10 +85,10 @@ def test_an_unknown_device_map_name_is_refused_with_the_known_ones(body: Any) ->
 
 def test_modules_that_stay_have_names(body: Any, gpu: None) -> None:
     config = BnbQuantizationConfig(load_in_4bit=True)
-    assert name_kept(body(), config, None).skip_modules == ["head"]
-    assert name_kept(body(), config, {"": 0, "layers.2": "cpu"}).skip_modules == ["head", "layers.2"]
-    assert name_kept(body(), EIGHT, {"": 0, "layers.2": "cpu"}).skip_modules == ["head"]
+    assert name_unquantized(body(), config, None).skip_modules == ["head"]
+    assert name_unquantized(body(), config, {"": 0, "layers.2": "cpu"}).skip_modules == ["head", "layers.2"]
+    assert name_unquantized(body(), EIGHT, {"": 0, "layers.2": "cpu"}).skip_modules == ["head"]
     chosen = BnbQuantizationConfig(load_in_4bit=True, skip_modules=[])
-    assert name_kept(body(), chosen, "auto").skip_modules == []
+    assert name_unquantized(body(), chosen, "auto").skip_modules == []
     assert config.skip_modules is None, "the user's own object stays"
     assert isinstance(body(), nn.Module)

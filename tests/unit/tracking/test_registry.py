@@ -107,7 +107,7 @@ def test_custom_trackers_are_kept() -> None:
 @pytest.mark.usefixtures("_missing")
 def test_a_tracker_without_its_library_is_omitted_with_a_warning() -> None:
     assert get_available_trackers() == []
-    with pytest.warns(UserWarning, match="tensorboard is not installed, so nothing is logged"):
+    with pytest.warns(UserWarning, match="tensorboard is not installed"):
         assert filter_trackers("tensorboard", "logs") == []
     assert filter_trackers("all", "logs") == []
 
@@ -156,8 +156,8 @@ class Folderless(GeneralTracker):
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (Notebook(), "no subclass of GeneralTracker"),
-        (dict, "no subclass of GeneralTracker"),
+        (Notebook(), "not a subclass of GeneralTracker"),
+        (dict, "not a subclass of GeneralTracker"),
         (GeneralTracker, "it has no name"),
         (Nameless, "it has no name"),
         (Folderless, "requires_logging_directory"),

@@ -202,7 +202,7 @@ def test_an_error_that_was_not_raised_is_logged_at_exit(
     at_exit = accelerator._runtime.senders.of(tracker)
     assert isinstance(at_exit, senders.QueuedSender)
     at_exit._wait_at_exit()
-    assert "slow did not take all values: ConnectionError('the server is away')" in caplog.text
+    assert "slow did not log all values: ConnectionError('the server is away')" in caplog.text
     with pytest.raises(ConnectionError):
         accelerator.end_training()
 

@@ -96,7 +96,7 @@ def test_values_that_cannot_be_plotted_give_one_warning(
         for _ in range(2):
             tracker.log({"weights": [1, 2], "loss": 1})
     assert [call[0] for call in calls(tracker)[1:]] == ["add_scalar", "add_scalar"]
-    assert caplog.text.count("leaves out 'weights': a list") == 1
+    assert caplog.text.count("does not log 'weights': a list") == 1
 
 
 def test_hyperparameters_are_kept_twice(tmp_path: Path) -> None:

@@ -154,7 +154,7 @@ def test_a_missing_file_is_what_the_system_says(tmp_path: Path) -> None:
         ("a", torch.eye(2).to_sparse(), "a=torch.sparse_coo: safetensors holds dense tensors only"),
         ("a", torch.ones(2, dtype=torch.complex128), "a=torch.complex128: safetensors has no such dtype"),
         ("a", {"b": torch.ones(1)}, "a='dict': safetensors holds tensors only"),
-        (1, torch.ones(1), "name=1: safetensors cannot name a tensor so"),
+        (1, torch.ones(1), "name=1: safetensors does not support this name"),
         ("__metadata__", torch.ones(1), "name='__metadata__'"),
     ],
 )

@@ -96,7 +96,7 @@ def test_an_unknown_dtype_only_prevents_reading_its_tensor(tmp_path: Path) -> No
     (tmp_path / "x").write_bytes(len(text).to_bytes(8, "little") + text + bytes(10))
     opened = MappedFile(tmp_path / "x")
     assert opened.read("a").tolist() == [0, 0]
-    with pytest.raises(CheckpointError, match="b of .*x has a number format that this torch does not know"):
+    with pytest.raises(CheckpointError, match="b of .*x has a dtype that this torch does not support"):
         opened.read("b")
 
 

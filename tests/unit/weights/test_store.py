@@ -112,7 +112,7 @@ def test_mistakes_of_the_loader_are_named(tmp_path: Path) -> None:
         OffloadedWeightsLoader()
     with pytest.raises(CheckpointError, match=r"index\.json cannot be read"):
         OffloadedWeightsLoader(save_folder=tmp_path)
-    with pytest.raises(ConfigurationError, match="a is stored in a file of its own"):
+    with pytest.raises(ConfigurationError, match="a is stored in a raw file"):
         OffloadedWeightsLoader(index={"a": {"dtype": "float32", "shape": [1]}})["a"]
     broken = OffloadedWeightsLoader(index={"a": {"safetensors_file": str(tmp_path / "no")}})
     with pytest.raises(CheckpointError, match="no cannot be read as safetensors"):

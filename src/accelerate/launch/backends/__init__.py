@@ -1,4 +1,4 @@
-"""Launchers: each a small class that runs a plan."""
+"""Launchers, each of which runs a plan."""
 
 from accelerate.base import attach
 

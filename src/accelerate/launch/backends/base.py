@@ -1,4 +1,4 @@
-"""The launchers by name, and what each of them does."""
+"""Interface of launchers, and their table by name."""
 
 from __future__ import annotations
 
@@ -13,44 +13,50 @@ from accelerate.settings import Settings
 
 
 class Command(NamedTuple):
-    """The details of a launcher that runs another program."""
+    """Command line of a launcher that runs another program."""
 
     words: tuple[str, ...]
-    files: Mapping[str, str] = {}  # path -> text of the files that are written first, and kept
+    files: Mapping[str, str] = {}  # path -> text of files to write before the start
 
 
 class Launcher:
-    """One way of starting processes: by default, a command that `details` describes.
+    """Base class of launchers, which by default runs the command of `details`.
 
-    1. While a plan is made: `amend`, then `details`. Both are pure: they ask `machine`, and start nothing.
-    2. When it is shown: `command`.
-    3. When it is carried out: `run`, once, in the process of the command.
+    1. To create a plan, `amend` and `details` are called. Both are pure functions of the settings and
+    `machine`.
+
+    2. To show a plan, `command` is called.
+
+    3. To run a plan, `run` is called once, in the process of the command.
     """
 
-    counts_remotely: ClassVar[bool] = False  # the machines that run the processes decide how many there are
-    finds_address: ClassVar[bool] = False  # it needs no address of the machine of rank 0
-    called_once: ClassVar[bool] = False  # it is called on one machine only, and starts the others
+    counts_remotely: ClassVar[bool] = False  # the nodes that run the processes decide their number
+    finds_address: ClassVar[bool] = False  # it does not need the address of the node of rank 0
+    called_once: ClassVar[bool] = False  # it is called on one node, and starts the others
 
     def amend(self, settings: Settings, machine: Machine) -> Settings:
-        """Fill in what the launcher knows by itself, such as addresses and counts, or refuse settings."""
+        """Returns settings with values that the launcher determines, such as addresses and counts.
+
+        Raises an error for unsupported settings.
+        """
         return settings
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> object:
-        """What `command` and `run` need beyond the rest of the plan; they read it by `LaunchPlan.detail`."""
+        """Returns further data for `command` and `run`, which read it by `LaunchPlan.detail`."""
         return None
 
     def command(self, plan: LaunchPlan) -> list[str]:
-        """The command line that does the same in a shell."""
+        """Returns the equivalent shell command."""
         return list(plan.detail(Command).words)
 
     def files(self, plan: LaunchPlan) -> Mapping[str, str]:
-        """Path -> text of the files that `run` writes first, and keeps."""
+        """Returns the text by path of the files that `run` writes and keeps."""
         return plan.details.files if isinstance(plan.details, Command) else {}
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start the processes, wait for them, and return the exit code of the run.
+        """Starts the processes, waits for them, and returns the exit code of the run.
 
-        Signals that end the launcher (SIGINT, SIGTERM, SIGHUP) end its processes too.
+        Signals that end the launcher (SIGINT, SIGTERM, SIGHUP) also end its processes.
         """
         return run_child(self.command(plan), {}).code
 
@@ -66,7 +72,7 @@ LAUNCHERS = {
     "tpu_pod": "TpuPodLauncher",
     "sagemaker": "SageMakerLauncher",
 }
-"""Name in a plan -> its class, which this package offers and which is imported when it is used."""
+"""Name in a plan -> name of its class, which is imported on first use."""
 
 
 def launcher_named(name: str) -> Launcher:

@@ -1,4 +1,4 @@
-"""The processes of this machine: one child, or several under torch's elastic agent."""
+"""Launchers for the processes of this node, as one child or under the elastic agent of torch."""
 
 from __future__ import annotations
 
@@ -26,32 +26,32 @@ ATTEMPTS = 3
 PORT_TAKEN = "EADDRINUSE"
 POLL = 0.05
 SECONDS_FOR_CAUSE = 2.0
-"""How long ranks may go on when one has failed as it lost another, which may still write down its error."""
+"""Seconds that ranks may run after one has lost another, which may still record its error."""
 
-PATIENCE = 300.0  # seconds that machine 0 may come later than the others
+NODE_0_TIMEOUT = 300.0  # seconds that the other nodes wait for node 0
 PAUSE = 0.5
 CONNECT_TIMEOUT = 5.0
-SAID_AFTER = 5.0
-CONNECTING = ("static", "c10d")  # rendezvous backends at a port of machine 0
+REPORT_AFTER = 5.0
+CONNECTING_BACKENDS = ("static", "c10d")  # rendezvous backends with a port on node 0
 NOT_YET = (errno.ECONNREFUSED, errno.ECONNRESET)
-"""The machine answers, and nothing listens there yet: machine 0 was not started, or later."""
+"""Errors of a node that is reachable, but on which nothing listens yet."""
 POD_VARIABLE = "KUBERNETES_SERVICE_HOST"
-"""Kubernetes sets it in each pod. Until another pod runs, its name has no address, or an old one."""
+"""Variable of each Kubernetes pod. Until another pod runs, its name has no address or an old one."""
 
 
 class LocalLauncher(Launcher):
-    """Runs the target as one child process.
+    """Launcher that runs the target as one child process.
 
-    It does not replace this process: other programs call `launch_command` as a function and expect it to
-    return, and the launcher can say how the script ended.
+    It does not replace this process, because other programs call `launch_command` as a function that returns,
+    and because the launcher reports how the script ended.
     """
 
     def command(self, plan: LaunchPlan) -> list[str]:
         return local_command(plan.target)
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start the target, forward signals to it, and return its exit code."""
-        folder = folder_of(plan)  # only our entry unblocks what is blocked at its start
+        """Starts the target, forwards signals to it, and returns its exit code."""
+        folder = folder_of(plan)  # only `entry.py` unblocks these signals
         end = run_child(self.command(plan), plan.environment, blocked_at_start=REQUESTS if folder else ())
         if folder and end.killed_after:
             Exits({0: -children.SIGKILL}, asked=(0,), asked_by=end.killed_after, killed=(0,)).write(folder)
@@ -59,35 +59,36 @@ class LocalLauncher(Launcher):
 
 
 class Ranks:
-    """The processes that torch's elastic agent starts on this machine; a restart replaces them.
+    """Processes that the elastic agent of torch starts on this node, which a restart replaces.
 
-    The agent asks its processes to end and waits: for a stopped one, which cannot answer, as for one that
-    saves a checkpoint. So they are ended here, and the agent gets those that only SIGKILL ends.
+    The agent asks its processes to end and waits. That includes a stopped process, which cannot react, and
+    one that saves a checkpoint. So this class ends them, and leaves to the agent those that only SIGKILL
+    ends.
     """
 
     def __init__(self, folder: Path | None) -> None:
-        self._folder = folder  # where they write down what ends them; None: they are not our entry
+        self._folder = folder  # where they record their errors, or None if they do not run `entry.py`
         self._context: Any = None
         self._seen = Exits({})
         self._early: list[int] = []
         self._ignored = children.ignored_for_good()
 
     def on_request(self, number: int, frame: FrameType | None) -> None:
-        """Forward a request to all ranks; before they are started, keep it until they are."""
+        """Forwards a request to all ranks, or keeps it until they are started."""
         name = signal.Signals(number).name
         running = self._running()
         if self._seen.asked or not running:
             self._early.append(number)
-            say(f"{name} received: no process runs now, so it is passed on to those that are started next")
+            say(f"{name} received: no process runs now, so it is passed on to the next ones that start")
             return
         for handle in running.values():
             handle.proc.send_signal(number)
         say(f"{name} received and passed on to {len(running)} process{'' if len(running) == 1 else 'es'}")
 
     def start(self, context: Any, start: Callable[[], None]) -> None:
-        """Start the processes of torch's `SubprocessContext` by its own method."""
+        """Starts the processes of the `SubprocessContext` of torch by its own method."""
         for number in self._ignored:
-            if signal.getsignal(number) != signal.SIG_IGN:  # the agent has just set a handler of its own
+            if signal.getsignal(number) != signal.SIG_IGN:  # the agent has just set its own handler
                 signal.signal(number, signal.SIG_IGN)
         with children.blocked(REQUESTS if self._folder is not None else ()):
             start()
@@ -97,7 +98,7 @@ class Ranks:
             self.on_request(self._early.pop(0), None)
 
     def end(self, number: int) -> None:
-        """Send a signal to all that run, and wait; those that still run after the timeout are recorded."""
+        """Sends a signal to all running processes, waits, and records those that do not end in time."""
         self._wait_for_cause()
         running = self._running()
         if not running:
@@ -121,7 +122,7 @@ class Ranks:
         return replace(self._seen, codes={rank: code for rank, code in codes.items() if code is not None})
 
     def _wait_for_cause(self) -> None:
-        """Wait where all failures so far come from ranks that lost another, or the first one still ends."""
+        """Waits while all failures are those of ranks that lost another rank, or the first one still ends."""
         deadline = time.monotonic() + SECONDS_FOR_CAUSE
         while self._folder is not None and self._running() and time.monotonic() < deadline:
             first = find_first(replace(collect(self._folder, 1), seen=self.exits()))
@@ -130,7 +131,7 @@ class Ranks:
             time.sleep(POLL)
 
     def _handles(self) -> dict[int, Any]:
-        """Rank -> torch's handle of its process."""
+        """Returns the torch handle of each process by rank."""
         if self._context is None:
             return {}
         handlers, envs = self._context.subprocess_handlers, self._context.envs
@@ -141,27 +142,27 @@ class Ranks:
 
 
 class ElasticLauncher(Launcher):
-    """Runs the target in each of the plan's processes on this machine, and restarts them as asked."""
+    """Launcher that runs the processes of this node under the elastic agent, which restarts them."""
 
     def command(self, plan: LaunchPlan) -> list[str]:
         return ["torchrun", *torchrun_arguments(plan)]
 
     def run(self, plan: LaunchPlan) -> int:
-        """Start the agent, wait for it, and return the exit code of the process that failed first.
+        """Starts the agent, waits for it, and returns the exit code of the first failed process.
 
-        A port that another program takes between the plan and the start is replaced on one machine.
+        With one node, a port that another program takes between the plan and the start is replaced.
         """
         if folder := plan.rendezvous.log_dir:
             try:
                 os.makedirs(folder, exist_ok=True)
             except OSError as error:
-                reason = f"this folder cannot be made ({error.strerror})"
+                reason = f"this folder cannot be created ({error.strerror})"
                 raise wrong_value("--log_dir", folder, reason, "Choose another folder") from error
         ranks = Ranks(folder_of(plan))
-        # SIGINT ends this process before the agent runs, too, where a shell had it ignored.
+        # SIGINT also ends this process before the agent runs, even if a shell ignores it.
         is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
-        interrupt = children.taken_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else [])
-        with children.taken_signals(ranks.on_request, REQUESTS), interrupt:
+        interrupt = children.caught_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else [])
+        with children.caught_signals(ranks.on_request, REQUESTS), interrupt:
             check_reach(plan, say)
             return _run_where_port_is_free(plan, ranks)
 
@@ -172,9 +173,10 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
 
     from accelerate import torch_private
 
-    key = run_key(environ.current()) if plan.machines == 1 else {}  # several machines need one from outside
+    # several nodes must set the key themselves
+    key = run_key(environ.current()) if plan.machines == 1 else {}
     variables = {**plan.environment, children.GRACE_VARIABLE: str(children.grace()), **key}
-    if sys.platform == "win32":  # the agent warns about each signal that it does not find
+    if sys.platform == "win32":  # the agent warns about each missing signal
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _names(children.FORWARDED)
     for attempt in range(1, ATTEMPTS + 1):
         try:
@@ -184,7 +186,7 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
             if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
                 reason = " ".join(str(error).split())
                 raise LaunchError(
-                    f"The processes did not meet at {plan.address}:{plan.port}: {reason} "
+                    f"The rendezvous at {plan.address}:{plan.port} failed: {reason} "
                     f"Check that this address is that of machine 0, that the port is free there and open "
                     f"between the machines, and that every machine was started."
                 ) from error
@@ -198,13 +200,13 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     is_alone = plan.machines == 1 and plan.rendezvous.rdzv_backend == "static"
-    held = hold_loopback_store(plan.address, plan.port) if is_alone else None
+    store = hold_loopback_store(plan.address, plan.port) if is_alone else None
     arguments = torchrun.parse_args(torchrun_arguments(plan))  # type: ignore[no-untyped-call]
     if sys.platform == "win32":
         arguments.signals_to_handle = _names(children.FORWARDED)  # newer torch does not read the variable
     try:
         torchrun.run(arguments)  # type: ignore[no-untyped-call]
-    except ValueError as error:  # before a process is started
+    except ValueError as error:  # raised before a process is started
         reason = " ".join(str(error).split()).rstrip(".?")
         raise ConfigurationError(
             f"torch cannot use these settings of the rendezvous: {reason}. Correct --main_process_ip, "
@@ -217,7 +219,7 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
         say(f"{error.sigval.name} ended all processes of this machine")
         return _code_after(error.sigval)
     finally:
-        del held
+        del store
     return 0
 
 
@@ -226,7 +228,7 @@ def _names(numbers: Sequence[int]) -> str:
 
 
 def _code_of_first(plan: LaunchPlan, ranks: Ranks) -> int:
-    """Keep what was seen of the processes; return the exit code of the rank that failed first, or 0."""
+    """Records the exits of the processes, and returns the code of the rank that failed first, or 0."""
     folder = folder_of(plan)
     if folder is None:
         return 0
@@ -237,45 +239,46 @@ def _code_of_first(plan: LaunchPlan, ranks: Ranks) -> int:
 
 
 def _code_after(number: signal.Signals) -> int:
-    """The exit code of a run that a signal ended.
+    """Returns the exit code of a run that a signal ended.
 
-    `srun` ends all its tasks when one has failed, and returns their highest code: that of the failed one.
+    `srun` ends all its tasks when one has failed, and returns the highest code, which must be that of the
+    failed task.
     """
     ended_by_srun = number == signal.SIGTERM and "SLURM_STEP_ID" in environ.current()
     return 1 if ended_by_srun else 128 + int(number)
 
 
 def check_reach(
-    plan: LaunchPlan, say: Callable[[str], None], *, patience: float = PATIENCE, pause: float = PAUSE
+    plan: LaunchPlan, say: Callable[[str], None], *, timeout: float = NODE_0_TIMEOUT, pause: float = PAUSE
 ) -> None:
-    """Find out in seconds what a rendezvous would find out in many minutes.
+    """Checks in seconds that node 0 is reachable, which a rendezvous detects after many minutes.
 
-    Machine 0 opens the port, so there only the name of its address is looked up. The others connect; while
-    machine 0 has not started yet, they wait for it for `patience` seconds, and say so. In a pod every problem
-    may mean that machine 0 has not started yet.
+    Node 0 opens the port, so it only looks up the name of its address. The others connect. Until node 0 has
+    started they wait `timeout` seconds for it, and report that. In a pod every problem may mean that node 0
+    has not started yet.
     """
     if plan.machines == 1:
         return
-    endpoint, waiting = (plan.address, plan.port), f"machine {plan.machine} ({plan.ranks})"
-    connects = plan.machine > 0 and plan.rendezvous.rdzv_backend in CONNECTING
-    deadline, said_at = (time.monotonic() + seconds for seconds in (patience, SAID_AFTER))
+    endpoint, node = (plan.address, plan.port), f"machine {plan.machine} ({plan.ranks})"
+    connects = plan.machine > 0 and plan.rendezvous.rdzv_backend in CONNECTING_BACKENDS
+    deadline, report_at = (time.monotonic() + seconds for seconds in (timeout, REPORT_AFTER))
     is_pod = POD_VARIABLE in environ.current()
     while (problem := _connect(endpoint, connects)) is not None:
         now = time.monotonic()
         if not (is_pod or problem.errno in NOT_YET) or now > deadline:
             raise LaunchError(
-                f"{waiting} cannot reach {plan.address}:{plan.port}: {_reason(problem)}. Check that "
+                f"{node} cannot reach {plan.address}:{plan.port}: {_reason(problem)}. Check that "
                 "--main_process_ip is the address of machine 0, that `accelerate launch` runs there, and "
-                "that no firewall is between."
+                "that no firewall is in between."
             )
-        if now > said_at:
-            say(f"{waiting} waits for machine 0 at {plan.address}:{plan.port}: {_reason(problem)}")
-            said_at = deadline + PAUSE
+        if now > report_at:
+            say(f"{node} waits for machine 0 at {plan.address}:{plan.port}: {_reason(problem)}")
+            report_at = deadline + PAUSE
         time.sleep(pause)
 
 
 def _connect(endpoint: tuple[str, int], connects: bool) -> OSError | None:
-    """Look the address up, and connect where this machine has to; return what went wrong."""
+    """Looks up the address, connects if this node must, and returns the error or None."""
     try:
         socket.getaddrinfo(*endpoint, type=socket.SOCK_STREAM)
         if connects:

@@ -1,4 +1,4 @@
-"""Launchers that read a host file: mpirun in its dialects, and DeepSpeed's own for several machines."""
+"""Launchers that read a host file, for the implementations of mpirun and for DeepSpeed on several nodes."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from accelerate.settings.sections import DeepSpeedSection
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 INHERITED = ("PYTHONPATH",)
-"""Variables of this process that the others need too; Open MPI exports only those that it is given."""
+"""Variables of this process that all processes need, because Open MPI exports only the listed ones."""
 
 
 @dataclass(frozen=True)
 class Dialect:
-    """The spelling of options in one implementation of mpirun."""
+    """Options of one implementation of mpirun."""
 
     name: str
-    marks: tuple[str, ...]  # texts of ``mpirun --version``, in small letters, any of which names it
+    marks: tuple[str, ...]  # lowercase texts of `mpirun --version`, any of which identifies it
     hostfile: str = "-f"
-    per_machine: tuple[str, ...] = ("-ppn", "{}")  # the count of processes on each machine
+    per_machine: tuple[str, ...] = ("-ppn", "{}")  # number of processes on each node
     variable: tuple[str, ...] = ("-genv", "{name}", "{text}")  # exports a variable
     as_root: tuple[str, ...] = ()
-    binding: tuple[str, ...] = ()  # lets each process use several cores, where that is not the default
+    binding: tuple[str, ...] = ()  # lets each process use several cores, if that is not the default
 
 
 DIALECTS = (
@@ -50,33 +50,39 @@ DIALECTS = (
     Dialect("MVAPICH", ("mvapich",), binding=("-genv", "MV2_ENABLE_AFFINITY", "0")),
     Dialect("MPICH", ("hydra", "mpich"), binding=("-bind-to", "none")),
 )
-"""In the order they are tried: Intel's and MVAPICH's mpirun come from MPICH and may name it as well."""
+"""In the order they are tried, because Intel MPI and MVAPICH may print the name of MPICH as well."""
 
 
 def dialect_of(version: str) -> Dialect:
-    """Recognize a kind of mpirun by what ``mpirun --version`` prints; an error where it is unknown."""
+    """Returns the implementation of mpirun from the output of `mpirun --version`.
+
+    Raises an error if it is unknown.
+    """
     text = version.lower()
     dialect = next((dialect for dialect in DIALECTS if any(mark in text for mark in dialect.marks)), None)
     if dialect is None:
         known = ", ".join(dialect.name for dialect in DIALECTS)
-        first = version.strip().split("\n")[0]
-        raise ConfigurationError(f"mpirun --version says {first!r}. Use an mpirun of {known}.")
+        first_line = version.strip().split("\n")[0]
+        raise ConfigurationError(f"mpirun --version says {first_line!r}. Use an mpirun of {known}.")
     return dialect
 
 
 def hosts_of(text: str) -> list[str]:
-    """The hosts of a host file, each once: ``name``, ``name slots=4``, ``name:4``; ``#`` starts a comment."""
+    """Returns the unique hosts of a host file.
+
+    Lines are ``name``, ``name slots=4`` or ``name:4``, and ``#`` starts a comment.
+    """
     lines = (line.partition("#")[0].split() for line in text.splitlines())
     return list(dict.fromkeys(re.sub(r":\d+$", "", line[0]) for line in lines if line))
 
 
 class MpiLauncher(Launcher):
-    """Runs the target under mpirun; the workers find their ranks in the variables of MPI."""
+    """Launcher that runs the target under mpirun, whose workers read their ranks from variables of MPI."""
 
     called_once = True
 
     def amend(self, settings: Settings, machine: Machine) -> Settings:
-        """Take machines, and the address of the first one, from the host file."""
+        """Sets the number of nodes and the address of the first one from the host file."""
         path = settings.values["mpirun_hostfile"]
         hosts = hosts_of(machine.read_file(path))
         if not hosts:
@@ -114,16 +120,16 @@ class MpiLauncher(Launcher):
 
 
 def rendezvous_environment(plan: LaunchPlan) -> dict[str, str]:
-    """The plan's variables, with the address and the port of the rendezvous."""
+    """Returns the variables of a plan with the address and the port of the rendezvous."""
     return {**plan.environment, "MASTER_ADDR": plan.address, "MASTER_PORT": str(plan.port)}
 
 
 RUNNER = "deepspeed.launcher.runner"
 NO_SSH = "nossh"
 KNOWS_ADDRESS = ("pdsh", "slurm")
-"""Launchers that ask the first host for its address, or set it in the workers themselves."""
+"""Launchers that query the address of the first host, or set it in the workers."""
 ALL_SLOTS = ("openmpi", "mpich", "mvapich")
-"""Launchers that use every slot of the host file, and take neither counts nor filters."""
+"""Launchers that use every slot of the host file, without counts and filters."""
 
 SLOTS = re.compile(r"^[^#\s]\S*\s+slots=(\d{1,9})\b", re.MULTILINE)
 FILE_VARIABLE = "DS_ENV_FILE"
@@ -131,12 +137,12 @@ USUAL_FILE = ".deepspeed_env"
 
 
 class DeepSpeedLauncher(Launcher):
-    """Runs the target under ``deepspeed``: pdsh, three kinds of MPI, SLURM, or none (nossh)."""
+    """Launcher that runs the target under `deepspeed` with pdsh, MPI, SLURM, or none (nossh)."""
 
     finds_address = True
 
     def amend(self, settings: Settings, machine: Machine) -> Settings:
-        """Check what each of the launchers needs, and count the machines of the host file."""
+        """Checks the requirements of each launcher, and counts the hosts of the host file."""
         section, values = settings[DeepSpeedSection], settings.values
         launcher = section.deepspeed_multinode_launcher
         if section.deepspeed_inclusion_filter and section.deepspeed_exclusion_filter:
@@ -183,7 +189,7 @@ class DeepSpeedLauncher(Launcher):
 
 
 def _count(settings: Settings, section: DeepSpeedSection, text: str) -> Settings:
-    """Take the number of machines, and for some launchers of processes, from the host file."""
+    """Sets the number of nodes, and for some launchers that of processes, from the host file."""
     path = str(section.deepspeed_hostfile)
     if not settings.given("num_machines"):
         settings = settings.replaced(path, num_machines=max(1, len(hosts_of(text))))
@@ -199,7 +205,7 @@ def _count(settings: Settings, section: DeepSpeedSection, text: str) -> Settings
 
 
 def _devices(section: DeepSpeedSection, plan: LaunchPlan) -> list[str]:
-    """A filter says which devices are used; without one it is the first ones of each machine."""
+    """Returns the arguments that select devices by a filter, or the first ones of each node."""
     if section.deepspeed_multinode_launcher in ALL_SLOTS:
         return []
     if section.deepspeed_inclusion_filter:
@@ -211,13 +217,14 @@ def _devices(section: DeepSpeedSection, plan: LaunchPlan) -> list[str]:
 
 @contextmanager
 def variable_file(variables: Mapping[str, str]) -> Iterator[Path]:
-    """A file of variables for the other machines, with those of the user's own file, while the block runs."""
+    """Writes a file with the variables of the user and those for other nodes during the block."""
     name = environ.current().get(FILE_VARIABLE, USUAL_FILE)
-    paths = dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd()))  # those that DeepSpeed reads
+    # the files that DeepSpeed reads
+    paths = dict.fromkeys(folder / name for folder in (Path.home(), Path.cwd()))
     texts = (path.read_text(encoding="utf-8") for path in paths if path.is_file())
-    own_lines = [f"{line}\n" for text in texts for line in text.splitlines() if line.strip()]
+    user_lines = [f"{line}\n" for text in texts for line in text.splitlines() if line.strip()]
     with tempfile.TemporaryDirectory(prefix="accelerate-") as folder:
         path = Path(folder, "variables")
-        lines = [*own_lines, *environ.convert_dict_to_env_variables(variables)]
+        lines = [*user_lines, *environ.convert_dict_to_env_variables(variables)]
         path.write_text("".join(lines), encoding="utf-8")
         yield path

@@ -1,4 +1,4 @@
-"""A training job on Amazon SageMaker, through the vendor's own package."""
+"""Launcher that runs a training job on Amazon SageMaker with the package `sagemaker`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ METRIC_COLUMNS = ("metric_name", "metric_regex")
 
 @dataclass(frozen=True)
 class SageMakerDetails:
-    """A job: arguments of the estimator, channel -> location of its data, and hidden variables of AWS."""
+    """Arguments of the estimator, data location of each channel, and hidden variables of AWS."""
 
     arguments: Mapping[str, Any]
     inputs: Mapping[str, str] | None
@@ -37,7 +37,7 @@ class SageMakerDetails:
 
 
 class SageMakerLauncher(Launcher):
-    """Submits the target as a training job, and waits for it."""
+    """Launcher that submits the target as a training job and waits for it."""
 
     counts_remotely = True
 
@@ -57,14 +57,17 @@ class SageMakerLauncher(Launcher):
         )
 
     def command(self, plan: LaunchPlan) -> list[str]:
-        """The call of the vendor's package, with its arguments one by one."""
+        """Returns the call of the estimator with its arguments."""
         job = plan.detail(SageMakerDetails)
-        given = {name: value for name, value in job.arguments.items() if value is not None}
-        words = [f"{name}={json.dumps(value)}" for name, value in given.items()]
+        present = {name: value for name, value in job.arguments.items() if value is not None}
+        words = [f"{name}={json.dumps(value)}" for name, value in present.items()]
         return [ESTIMATOR, *words, *([f"fit:inputs={json.dumps(job.inputs)}"] if job.inputs else [])]
 
     def run(self, plan: LaunchPlan) -> int:
-        """Submit the job, and wait until it has ended; a `LaunchError` where AWS refused it or it failed."""
+        """Submits the job and waits for its end.
+
+        Raises a `LaunchError` if AWS refuses the job or it fails.
+        """
         job = plan.detail(SageMakerDetails)
         with patch_environment(**job.credentials):
             submit(job)
@@ -95,11 +98,11 @@ def submit(job: SageMakerDetails) -> None:
 
 
 def estimator_arguments(settings: Settings, target: Target, machine: Machine) -> dict[str, Any]:
-    """What the estimator is made with; what the file gives under ``additional_args`` wins."""
+    """Returns the arguments of the estimator, where ``additional_args`` of the file take precedence."""
     job = settings[SageMakerSection]
     _check(job, target)
     kind = str(settings.values["distributed_type"] or "NO").upper()
-    kind = "NO" if kind == "FALSE" else kind  # YAML reads an unquoted NO as false
+    kind = "NO" if kind == "FALSE" else kind  # YAML parses an unquoted NO as false
     if kind == "MODEL_PARALLEL":
         fix = "Use NO or DATA_PARALLEL"
         raise wrong_value("distributed_type", kind, "model parallelism of SageMaker is not supported", fix)
@@ -109,15 +112,15 @@ def estimator_arguments(settings: Settings, target: Target, machine: Machine) ->
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind,
     }
     metrics = _read_table(job.sagemaker_metrics_file, machine, METRIC_COLUMNS)
-    own_image = job.image_uri is not None
+    has_image = job.image_uri is not None
     return {
         "image_uri": job.image_uri,
         "entry_point": Path(target.name).name,
         "source_dir": str(Path(target.name).parent),
         "role": job.iam_role_name,
-        "transformers_version": None if own_image else job.transformers_version,
-        "pytorch_version": None if own_image else job.pytorch_version,
-        "py_version": None if own_image else job.py_version,
+        "transformers_version": None if has_image else job.transformers_version,
+        "pytorch_version": None if has_image else job.pytorch_version,
+        "py_version": None if has_image else job.py_version,
         "base_job_name": job.base_job_name,
         "instance_count": settings.values["num_machines"],
         "instance_type": job.ec2_instance_type,
@@ -144,7 +147,7 @@ def _check(job: SageMakerSection, target: Target) -> None:
 
 
 def _read_table(path: str | None, machine: Machine, columns: tuple[str, str]) -> list[tuple[str, str]] | None:
-    """The rows of a file with a table of two columns, which are separated by tabs; None without a file."""
+    """Returns the rows of a file with two columns separated by tabs, or None without a file."""
     if path is None:
         return None
     text = machine.read_file(path)
@@ -160,10 +163,10 @@ def _read_table(path: str | None, machine: Machine, columns: tuple[str, str]) ->
 
 
 def _convert_nargs_to_dict(nargs: list[str]) -> dict[str, Any]:
-    """Read a script's own arguments as names and values; a flag without a value is ``True``.
+    """Converts the arguments of a script to names and values, where a flag without a value is `True`.
 
     Args:
-        nargs: words such as ``--epochs 3 --fast``.
+        nargs: arguments such as ``--epochs 3 --fast``.
 
     Raises:
         ConfigurationError: a value has no name before it.

@@ -1,4 +1,4 @@
-"""SLURM: one agent on each machine of an allocation, or a batch script that is submitted."""
+"""Launchers that start one agent on each node of a SLURM allocation, or submit a batch script."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from accelerate.launch.plan import LaunchPlan, accelerate_command
 from accelerate.settings import ENVIRONMENT, FLAG, Settings
 
 ALLOCATION = "SLURM allocation"
-OWN = ("slurm", "submit", "slurm_options", "slurm_script")
-DECIDED_THERE = ("machine_rank", "gpu_ids")
-"""What an agent decides where it runs; SLURM has assigned the devices of its machine."""
+SLURM_OPTIONS = ("slurm", "submit", "slurm_options", "slurm_script")
+DECIDED_BY_AGENT = ("machine_rank", "gpu_ids")
+"""Options that an agent decides on its node, where SLURM has assigned the devices."""
 
 
 class SlurmLauncher(Launcher):
-    """Starts one agent on each machine of the allocation with srun."""
+    """Launcher that starts one agent on each node of the allocation with srun."""
 
     called_once = True
 
     def amend(self, settings: Settings, machine: Machine) -> Settings:
-        """Take machines, address, port and number of processes from the allocation."""
+        """Sets nodes, address, port and number of processes from the allocation."""
         facts = machine.environ or {}
         nodes = _read_count(facts, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
         values: dict[str, object] = {}
@@ -43,18 +43,18 @@ class SlurmLauncher(Launcher):
             values["main_process_ip"] = slurm.first_host(facts.get("SLURM_JOB_NODELIST", ""))
         if settings.values["main_process_port"] is None:
             values["main_process_port"] = slurm.port_of_step(facts)
-        if settings.values["num_processes"] in (None, -1):  # one for each device, else for each task
+        if settings.values["num_processes"] in (None, -1):  # one for each device, otherwise one for each task
             local = _read_count(facts, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or machine.devices
             values["num_processes"] = machines * local
         return settings.replaced(ALLOCATION, **values)
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
-        """Write the words of srun; each agent reads the rank of its machine in its shell.
+        """Returns the srun command, in which each agent reads its node rank in a shell.
 
-        An agent is this command again, for one machine, with everything that was decided.
+        An agent is this command for one node with all chosen values.
         """
         rank = '"$SLURM_NODEID"' if plan.machines > 1 else "0"
-        words = accelerate_command(settings, plan.target, *OWN, *DECIDED_THERE)
+        words = accelerate_command(settings, plan.target, *SLURM_OPTIONS, *DECIDED_BY_AGENT)
         end = len(words) - len(plan.target.words)
         agent = f"exec {shlex.join(words[:end])} --no_slurm --machine_rank {rank} {shlex.join(words[end:])}"
         cores = slurm.per_node((machine.environ or {}).get("SLURM_JOB_CPUS_PER_NODE", ""))
@@ -69,11 +69,11 @@ class SlurmLauncher(Launcher):
         return Command(tuple(srun))
 
     def run(self, plan: LaunchPlan) -> int:
-        """Call srun, and return its exit code.
+        """Runs srun and returns its exit code.
 
-        srun only reports at the first Ctrl-C, so it gets the signal that ends its tasks.
+        srun only reports at the first Ctrl-C, so it receives the signal that ends its tasks.
         """
-        variables = {**plan.environment, **run_key(environ.current())}  # srun passes the environment on
+        variables = {**plan.environment, **run_key(environ.current())}  # srun passes on the environment
         return run_child(self.command(plan), variables, {SIGINT: SIGTERM}).code
 
 
@@ -87,7 +87,7 @@ def _options(settings: Settings) -> list[str]:
 
 
 def _read_count(facts: Mapping[str, str], *names: str) -> int | None:
-    """The first of these variables that is a number from 1 on."""
+    """Returns the first of these variables that is a number of at least 1."""
     for name in names:
         try:
             number = whole_number(facts.get(name, "0"))
@@ -99,26 +99,31 @@ def _read_count(facts: Mapping[str, str], *names: str) -> int | None:
 
 
 class SbatchLauncher(Launcher):
-    """Writes a batch script that launches inside its allocation, and submits it."""
+    """Launcher that writes and submits a batch script, which launches in its allocation."""
 
     counts_remotely = True
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
-        """Write the script: this command again, without the submission."""
+        """Returns the script, which runs this command again without the submission."""
         name = Path(plan.target.name).stem
-        # Those of the user come last, so that they win.
-        own = [f"--job-name={name}", f"--nodes={plan.machines}", "--ntasks-per-node=1", "--output=%x-%j.out"]
-        words = accelerate_command(settings, plan.target, *OWN[1:], "num_machines")
+        # Options of the user come last, because the last one takes precedence.
+        defaults = [
+            f"--job-name={name}",
+            f"--nodes={plan.machines}",
+            "--ntasks-per-node=1",
+            "--output=%x-%j.out",
+        ]
+        words = accelerate_command(settings, plan.target, *SLURM_OPTIONS[1:], "num_machines")
         lines = [
             "#!/bin/sh",
-            *(f"#SBATCH {option}" for option in [*own, *_join_values(_options(settings))]),
+            *(f"#SBATCH {option}" for option in [*defaults, *_join_values(_options(settings))]),
             f"exec {shlex.join(words)}",
         ]
         path = str(Path(settings.values["slurm_script"] or f"{name}.sbatch"))
         return Command(("sbatch", "--parsable", path), files={path: "\n".join(lines) + "\n"})
 
     def run(self, plan: LaunchPlan) -> int:
-        """Write the script, submit it, and print its path and the job's number."""
+        """Writes and submits the script, and prints its path and the job number."""
         ((path, text),) = self.files(plan).items()
         variables = {**environ.current(), **plan.environment}
         try:
@@ -130,7 +135,7 @@ class SbatchLauncher(Launcher):
             raise ConfigurationError(f"{error.filename} cannot be used: {error.strerror}.") from error
         if submitted.returncode:
             reason = " ".join(submitted.stderr.split())
-            raise LaunchError(f"sbatch did not take {path}: {reason}")
+            raise LaunchError(f"sbatch did not accept {path}: {reason}")
         job = submitted.stdout.strip().partition(";")[0]
         print(f"Submitted {Path(path).resolve()} as job {job}.", flush=True)
         sys.stderr.write(submitted.stderr)
@@ -138,7 +143,7 @@ class SbatchLauncher(Launcher):
 
 
 def _join_values(options: list[str]) -> list[str]:
-    """One entry for each option, with its value: a batch script has one on each line."""
+    """Joins each option with its value, because a batch script has one option on each line."""
     entries: list[str] = []
     for word in options:
         if word.startswith("-") or not entries:

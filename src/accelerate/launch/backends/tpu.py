@@ -1,4 +1,4 @@
-"""TPU: the processes of one host, or the hosts of a pod."""
+"""Launchers for the processes of one TPU host and for the hosts of a pod."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ POD_MODULE = "torch_xla.distributed.xla_dist"
 
 
 def precision_variables(downcast: bool, mixed_precision: str) -> dict[str, str]:
-    """The variables by which XLA computes in bfloat16; with `downcast` float64 becomes bfloat16 too."""
+    """Returns the variables for bfloat16 on XLA, which with `downcast` also replaces float64."""
     if mixed_precision != "bf16":
         return {}
     return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}
@@ -30,7 +30,7 @@ def precision_variables(downcast: bool, mixed_precision: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class TpuDetails:
-    """The function of the script that each process calls, and their number: 1, None for one on each chip."""
+    """Function of the script for each process, number of processes (None is one per chip), and variables."""
 
     function: str
     processes: int | None
@@ -38,12 +38,12 @@ class TpuDetails:
 
 
 class TpuLauncher(Launcher):
-    """Runs a function of the target in one process for each chip of this host."""
+    """Launcher that runs a function of the target in one process for each chip of this host."""
 
     counts_remotely = True
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> TpuDetails:
-        """Refuse what cannot be imported, and choose the variables."""
+        """Chooses the variables, and raises an error for a target that cannot be imported."""
         if plan.target.kind == "program":
             fix = "Pass a Python script with such a function, or -m with a module"
             raise wrong_value("--no_python", True, "on TPU each process calls a function of the script", fix)
@@ -58,7 +58,7 @@ class TpuLauncher(Launcher):
         return local_command(plan.target)
 
     def run(self, plan: LaunchPlan) -> int:
-        """Import the script, and run its function in each process."""
+        """Imports the script, and runs its function in each process."""
         details = plan.detail(TpuDetails)
         try:
             from torch_xla.distributed import xla_multiprocessing
@@ -68,17 +68,20 @@ class TpuLauncher(Launcher):
                 "pip install 'torch_xla[tpu]'."
             ) from error
         with patch_environment(**{**plan.environment, **details.variables}):
-            before, sys.argv = sys.argv, [plan.target.name, *plan.target.arguments]
+            previous, sys.argv = sys.argv, [plan.target.name, *plan.target.arguments]
             try:
                 worker = PrepareForLaunch(function_of(plan.target, details.function), "XLA")
                 xla_multiprocessing.spawn(worker, args=(), nprocs=details.processes)
             finally:
-                sys.argv = before
+                sys.argv = previous
         return 0
 
 
 def function_of(target: Target, name: str) -> Callable[..., Any]:
-    """Import a script or module, and return one of its functions; code under ``__main__`` is not run."""
+    """Imports a script or module, and returns one of its functions.
+
+    Code under ``__main__`` does not run.
+    """
     module_name = target.name
     if target.kind == "script":
         sys.path.insert(0, str(Path(target.name).parent.resolve()))
@@ -95,19 +98,19 @@ def function_of(target: Target, name: str) -> Callable[..., Any]:
 
 
 class TpuPodLauncher(Launcher):
-    """Starts `accelerate launch` on all hosts of a pod."""
+    """Launcher that starts `accelerate launch` on all hosts of a pod."""
 
     counts_remotely = True
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
-        """Write the command: by torch_xla where it has one, else by gcloud."""
+        """Returns the command of torch_xla if it has one, or of gcloud."""
         pod = settings[TpuSection]
         if not pod.tpu_name:
             fix = "Write it into the configuration file, with tpu_zone"
             raise wrong_value("tpu_name", None, "the hosts of a pod are found by its name", fix)
         variables = {**plan.environment, **_given_variables(pod.env or ())}
-        there = settings.replaced(FLAG, tpu_use_cluster=False)
-        inner = accelerate_command(there, plan.target, "tpu_use_sudo", "vm", "env")
+        remote = settings.replaced(FLAG, tpu_use_cluster=False)
+        inner = accelerate_command(remote, plan.target, "tpu_use_sudo", "vm", "env")
         start = [*(("sudo", "-E") if pod.tpu_use_sudo else ()), "accelerate-launch", *inner[3:]]
         if machine.has_module(POD_MODULE):
             return Command(tuple(_by_module(pod, variables, start)))
@@ -120,7 +123,7 @@ class TpuPodLauncher(Launcher):
 def _given_variables(pairs: tuple[str, ...]) -> dict[str, str]:
     for pair in pairs:
         if "=" not in pair:
-            raise wrong_value("--env", pair, "this names no value", "Write NAME=value")
+            raise wrong_value("--env", pair, "it has no value", "Write NAME=value")
     return {name: text for name, _, text in (pair.partition("=") for pair in pairs)}
 
 

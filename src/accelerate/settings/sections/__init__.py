@@ -1,4 +1,4 @@
-"""Sections of settings, by subject; `settings.layers` lists all, a worker loads the files that it reads."""
+"""Sections of settings by subject, which `settings.layers` lists."""
 
 from accelerate.base import attach
 

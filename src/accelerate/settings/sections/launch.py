@@ -1,4 +1,4 @@
-"""What is started, on which machines and devices, how processes meet, and when they stop."""
+"""Sections for processes, nodes and devices, the rendezvous, diagnostics, and stopping."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ PARADIGM_OF_TYPE: dict[str, str | None] = {
 """`distributed_type` of a configuration file -> the option it selects."""
 
 EXCLUSIVE = ("multi_gpu", "tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm")
-"""Strategies of which a run has at most one; a layer that names one drops what a lower layer named."""
+"""Exclusive strategies. A layer that sets one overrides those of lower layers."""
 
 
 def several_processes(answers: Mapping[str, Any]) -> bool:
-    """Whether the strategy takes more than one process."""
+    """Returns whether the strategy uses more than one process."""
     return bool(answers["distributed_type"] != "NO")
 
 
 def several_machines(answers: Mapping[str, Any]) -> bool:
-    """Whether more than one machine takes part."""
+    """Returns whether there is more than one node."""
     return bool(answers["num_machines"] > 1)
 
 
 def data_parallel_on_devices(answers: Mapping[str, Any]) -> bool:
-    """Whether each process trains on a device of its own."""
+    """Returns whether each process trains on a separate device."""
     return PARADIGM_OF_TYPE.get(answers["distributed_type"]) in ("multi_gpu", "use_fsdp", "use_deepspeed")
 
 
@@ -55,7 +55,7 @@ _paradigm = partial(option, False, group=PARADIGMS, key=None, spell=only_true("t
 
 @dataclass(frozen=True, kw_only=True)
 class LaunchSection(Section):
-    """What is started, and on what."""
+    """Processes and devices of a launch."""
 
     title = RESOURCES
 
@@ -214,7 +214,7 @@ class RendezvousSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosticsSection(Section):
-    """Hangs: after what time they are reported, and whether the run continues."""
+    """Timeouts for reports of hangs, and whether the run continues."""
 
     title = "Diagnostics Arguments"
     env_prefix = "ACCELERATE_"
@@ -242,7 +242,7 @@ class DiagnosticsSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class StoppingSection(Section):
-    """What `accelerator.should_stop` and `accelerator.should_save` watch beside signals."""
+    """Conditions of `accelerator.should_stop` and `accelerator.should_save` besides signals."""
 
     title = "Stopping Arguments"
     env_prefix = "ACCELERATE_"
@@ -283,13 +283,13 @@ class MpirunSection(Section):
 
     @classmethod
     def asked(cls, answers: Mapping[str, Any]) -> bool:
-        """Only for CPU processes on several machines, where mpirun may be the one that starts them."""
+        """Returns whether CPU processes run on several nodes, where mpirun may start them."""
         return answers["distributed_type"] == "MULTI_CPU" and several_machines(answers)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmSection(Section):
-    """SLURM: one agent on each machine of the allocation, or a job that is submitted."""
+    """Launch of one agent on each node of a SLURM allocation, or of a batch job."""
 
     title = "SLURM Arguments"
     file_key = "slurm_config"
@@ -315,7 +315,7 @@ class SlurmSection(Section):
 
     @classmethod
     def asked(cls, answers: Mapping[str, Any]) -> bool:
-        """Wherever there may be several processes."""
+        """Returns whether there may be several processes."""
         return several_processes(answers)
 
 
@@ -409,5 +409,5 @@ class SageMakerSection(Section):
 
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
-        """Only for a job on Amazon SageMaker."""
+        """Returns whether the run is a job on Amazon SageMaker."""
         return bool(values["compute_environment"] == "AMAZON_SAGEMAKER")

@@ -1,4 +1,4 @@
-"""What a model computes with: number formats, recipes for FP8, and torch.compile."""
+"""Sections for mixed precision, FP8 recipes, and torch.compile."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
 def _three_choices(text: str) -> tuple[bool, bool, bool]:
-    """Read ``true,false,true``: forward product, gradient of the data, gradient of the weights."""
+    """Reads ``true,false,true`` for forward product, gradient of the data, and gradient of the weights."""
     try:
         fprop, dgrad, wgrad = (bool(str_to_bool(part.strip())) for part in text.split(","))
     except ValueError:
@@ -26,7 +26,7 @@ def _three_choices(text: str) -> tuple[bool, bool, bool]:
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionSection(Section):
-    """The number format of the forward pass."""
+    """Mixed precision of the forward pass."""
 
     title = RESOURCES
     env_prefix = "ACCELERATE_"
@@ -126,7 +126,7 @@ class Fp8Section(Section):
 
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
-        """Only when FP8 is the number format."""
+        """Returns whether mixed precision is FP8."""
         return bool(values["mixed_precision"] == "fp8")
 
 
@@ -141,7 +141,7 @@ _detail = partial(option, advanced=True, when=lambda answers: answers["dynamo_ba
 
 @dataclass(frozen=True, kw_only=True)
 class DynamoSection(Section):
-    """What torch.compile does with a prepared model."""
+    """Compilation of prepared models with torch.compile."""
 
     title = RESOURCES
     file_key = "dynamo_config"

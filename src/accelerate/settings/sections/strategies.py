@@ -1,4 +1,4 @@
-"""Ways to shard and train a model: DeepSpeed, FSDP, Megatron-LM, and the mesh of processes."""
+"""Sections for DeepSpeed, FSDP, Megatron-LM, and the device mesh."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _hostfile_option = partial(optional, env=(), when=_starts_by_hostfile)
 
 @dataclass(frozen=True, kw_only=True)
 class DeepSpeedSection(Section):
-    """ZeRO stage, offloading, and how DeepSpeed starts processes on several machines."""
+    """ZeRO stage, offloading, and the launch of DeepSpeed on several nodes."""
 
     title = "DeepSpeed Arguments"
     file_key = "deepspeed_config"
@@ -145,7 +145,7 @@ _fsdp1_option = partial(option, when=lambda answers: answers["fsdp_version"] == 
 
 @dataclass(frozen=True, kw_only=True)
 class FsdpSection(Section):
-    """How a model is sharded."""
+    """Sharding of a model."""
 
     title = "FSDP Arguments"
     file_key = "fsdp_config"
@@ -326,7 +326,7 @@ class _MeshSection(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelismSection(_MeshSection):
-    """Sizes of the axes of the mesh."""
+    """Sizes of the dimensions of the device mesh."""
 
     parallelism_config_dp_replicate_size: int = option(
         1,
@@ -372,7 +372,7 @@ class ContextParallelSection(_MeshSection):
 
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
-        """Only when sequences are split over a context-parallel axis."""
+        """Returns whether sequences are sharded over a context-parallel dimension."""
         return ParallelismSection.active(values) and values["parallelism_config_cp_size"] > 1
 
 
@@ -394,5 +394,5 @@ class SequenceParallelSection(_MeshSection):
 
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
-        """Only when sequences are split over a sequence-parallel axis."""
+        """Returns whether sequences are sharded over a sequence-parallel dimension."""
         return ParallelismSection.active(values) and values["parallelism_config_sp_size"] > 1

@@ -60,7 +60,7 @@ def test_a_failed_rendezvous_is_one_error(
 ) -> None:
     agent = Agent(*errors)
     monkeypatch.setattr(elastic, "_run_agent", agent)
-    with pytest.raises(LaunchError, match="The processes did not meet at 127.0.0.1:"):
+    with pytest.raises(LaunchError, match="The rendezvous at 127.0.0.1:"):
         ElasticLauncher().run(plan)
     assert len(agent.ports) == attempts
 

@@ -33,7 +33,7 @@ def test_a_machine_that_never_listens_is_named(processes: int, who: str) -> None
     port = get_free_port()
     plan = at("127.0.0.1", port, processes=processes)
     with pytest.raises(LaunchError) as caught:
-        check_reach(plan, print, patience=0.05, pause=0.01)
+        check_reach(plan, print, timeout=0.05, pause=0.01)
     begin = f"machine 1 ({who}) cannot reach 127.0.0.1:{port}: connection refused. Check that"
     assert str(caught.value).startswith(begin)
 
@@ -59,7 +59,7 @@ def test_a_pod_waits_until_the_name_of_machine_0_has_an_address(monkeypatch: pyt
         pytest.raises(LaunchError, match="this name has no address"),
     ):
         answers += [socket.gaierror("no address")] * 1000
-        check_reach(at("train-0.train", 5), print, patience=0.01, pause=0.01)
+        check_reach(at("train-0.train", 5), print, timeout=0.01, pause=0.01)
 
 
 def test_a_connection_that_times_out_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,10 +81,10 @@ def test_a_machine_waits_for_the_first_and_prints_a_message(monkeypatch: pytest.
             time.sleep(0.01)
         servers.append(socket.create_server(("127.0.0.1", port)))
 
-    monkeypatch.setattr(elastic, "SAID_AFTER", 0.05)
+    monkeypatch.setattr(elastic, "REPORT_AFTER", 0.05)
     opener = threading.Thread(target=open_later)
     opener.start()
-    check_reach(at("127.0.0.1", port), said.append, patience=20, pause=0.02)
+    check_reach(at("127.0.0.1", port), said.append, timeout=20, pause=0.02)
     opener.join()
     servers[0].close()
     assert said == [f"machine 1 (ranks 2 to 3) waits for machine 0 at 127.0.0.1:{port}: connection refused"]
@@ -92,4 +92,4 @@ def test_a_machine_waits_for_the_first_and_prints_a_message(monkeypatch: pytest.
 
 @pytest.mark.parametrize("plan", [replace(PLAN, machines=1, machine=0), at("127.0.0.1", 1, machine=0)])
 def test_the_machine_that_opens_the_port_does_not_connect(plan: LaunchPlan) -> None:
-    check_reach(plan, print, patience=0)
+    check_reach(plan, print, timeout=0)

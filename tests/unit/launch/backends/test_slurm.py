@@ -162,7 +162,7 @@ def test_path_and_number_of_the_job_are_printed(tmp_path: Path, capsys: pytest.C
 def test_a_job_that_slurm_does_not_take_is_one_clear_error(tmp_path: Path) -> None:
     plan = submission(tmp_path)
     programs = put_sbatch(tmp_path, "echo 'no such partition' >&2; exit 1")
-    refused = pytest.raises(LaunchError, match="sbatch did not take .*job.sbatch: no such partition")
+    refused = pytest.raises(LaunchError, match="sbatch did not accept .*job.sbatch: no such partition")
     with patch_environment(PATH=programs), refused:
         launcher_for(plan).run(plan)
 

@@ -142,7 +142,7 @@ def test_a_pod_is_reached_by_torch_xla_where_it_can() -> None:
     ("flags", "problem"),
     [
         ({**POD, "tpu_name": None}, "tpu_name=None: the hosts of a pod are found by its name"),
-        ({**POD, "env": ("A",)}, "--env='A': this names no value"),
+        ({**POD, "env": ("A",)}, "--env='A': it has no value"),
         ({**POD, "vm": ("one",)}, "--vm='one': choosing hosts needs torch_xla.distributed.xla_dist"),
     ],
 )
