@@ -54,6 +54,25 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.update(FIXED_VARIABLES)
 
 
+def pytest_collection_finish() -> None:
+    freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def freezes_imported_modules() -> Iterator[None]:
+    """Freeze again after a module of tests that has imported a large library."""
+    before = len(sys.modules)
+    yield
+    if len(sys.modules) > before + 100:
+        freeze()
+
+
+def freeze() -> None:
+    """Exclude all present objects, such as tests and imported modules, from further garbage collections."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session", autouse=True)
 def empty_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Keep the developer's own default config file out of the tests."""

@@ -18,6 +18,7 @@ NOT_AVAILABLE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_parts_pass_that_this_device_can_run(tmp_path: Path) -> None:
     words = ["--device", "sim", "--tiny", "--jobs", "2", "--out", str(tmp_path)]

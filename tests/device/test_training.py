@@ -120,7 +120,11 @@ def test_two_processes_have_the_numbers_of_one(run: Run, kind: str, late: str) -
     assert second["losses"] == first["losses"]
 
 
-def save_and_resume(folder: Path, late: str) -> tuple[list[float], list[float]]:
+def save_and_resume(folder: Path, late: str, steps: int = 5) -> tuple[list[float], list[float]]:
+    """Returns the weights at the time of the call and after loading.
+
+    `steps` is the number of steps that run while the state is written.
+    """
     accelerator = Accelerator()
     sim.set_late(late)
     model = nn.Linear(4, 4)
@@ -136,8 +140,8 @@ def save_and_resume(folder: Path, late: str) -> tuple[list[float], list[float]]:
     step()
     saved = [value.item() for value in model.weight.detach().flatten()]
     accelerator.save_state(str(folder), blocking=False)
-    for _ in range(5):
-        step()  # while the state is written
+    for _ in range(steps):
+        step()
     accelerator.wait_for_checkpoint()
     accelerator.load_state(str(folder))
     loaded = [value.item() for value in model.weight.detach().flatten()]

@@ -21,6 +21,8 @@ SHARED = "digits_task"
 ACCURACY = re.compile(r"^accuracy: (\d\.\d+)$", re.MULTILINE)
 WANTED_ACCURACY = 0.93
 LAUNCHED = "early_stopping"
+IN_GATE = ("distributed_inference", "exact_metrics", "fully_sharded", "memory", "multiple_models")
+"""The scripts that run on two processes outside the slow part too."""
 
 RunRanks = Callable[..., str]
 
@@ -82,7 +84,9 @@ def test_every_script_is_in_the_docs() -> None:
     assert [name for name in scripts if name != f"{SHARED}.py" and f"`{name}`" not in page] == []
 
 
-@pytest.mark.parametrize("script", RUNS)
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=[] if script in IN_GATE else [pytest.mark.slow]) for script in RUNS]
+)
 def test_two_processes(run_ranks: RunRanks, script: str) -> None:
     options, expected = RUNS[script]
     check_output(run_ranks(FOLDER / f"{script}.py", *options.split()), expected)

@@ -25,6 +25,7 @@ WAYS = {
     "torchrun": (TORCHRUN, 2),
     "bf16": ([*LAUNCH, "--num_processes", "2", "--mixed_precision", "bf16"], 2),
 }
+IN_GATE = ("plain python", "accelerate launch")
 
 
 def train(start: list[str], num_epochs: str) -> subprocess.CompletedProcess[str]:
@@ -32,7 +33,9 @@ def train(start: list[str], num_epochs: str) -> subprocess.CompletedProcess[str]
     return subprocess.run(command, capture_output=True, text=True, timeout=240)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way in IN_GATE else [pytest.mark.slow]) for way in WAYS]
+)
 def test_recognises_the_digits(way: str) -> None:
     start, num_processes = WAYS[way]
     done = train(start, NUM_EPOCHS)

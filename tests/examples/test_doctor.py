@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from accelerate.monitoring import Conclusion, find_records
 
 FOLDER = Path(__file__).parents[2] / "examples" / "doctor"
@@ -31,6 +33,7 @@ def test_a_slow_loader_is_data_bound(tmp_path: Path) -> None:
     assert conclusions(tmp_path) == {"data-bound"}
 
 
+@pytest.mark.slow
 def test_a_fast_loader_is_healthy(tmp_path: Path) -> None:
     run_script("slow_loader.py", tmp_path, "--samples", "6000", "--milliseconds", "0")
     assert conclusions(tmp_path) == set()
@@ -48,6 +51,7 @@ def test_a_slow_rank_is_named(run_ranks: Callable[..., str], tmp_path: Path) -> 
     assert conclusions(tmp_path) == {"straggler"}
 
 
+@pytest.mark.slow
 def test_equal_ranks_have_no_straggler(run_ranks: Callable[..., str], tmp_path: Path) -> None:
     run_ranks(FOLDER / "slow_rank.py", "--project", str(tmp_path), "--slowdown", "0")
     assert "straggler" not in conclusions(tmp_path)
