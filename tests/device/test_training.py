@@ -23,13 +23,17 @@ LATE = ["none", "all", "default_streams"]
 
 
 def train(
-    accelerator: Accelerator, steps: int = 12, late: str = "none", fails_at: int = -1
+    accelerator: Accelerator,
+    steps: int = 12,
+    late: str = "none",
+    fails_at: int = -1,
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
 ) -> dict[str, Any]:
     """Train a small net with shuffled batches, accumulation and clipping; return its weights and losses."""
     sim.set_late(late)
     set_seed(3)
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.1), nn.Linear(8, 3))
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    optimizer = make_optimizer(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     data = TensorDataset(torch.randn(96, 6), torch.randint(0, 3, (96,)))
     loader = DataLoader(data, batch_size=8, shuffle=True, pin_memory=True)
@@ -80,6 +84,12 @@ def test_one_process(late: str, steps: int) -> None:
     accelerator = Accelerator(gradient_accumulation_steps=steps)
     assert accelerator.device.type == "sim"
     assert_same(train(accelerator, late=late), expected)
+
+
+def test_an_optimizer_that_has_state_before_its_parameters_move() -> None:
+    expected = train(Accelerator(cpu=True), make_optimizer=torch.optim.Adagrad)
+    reset()
+    assert_same(train(Accelerator(), make_optimizer=torch.optim.Adagrad), expected)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

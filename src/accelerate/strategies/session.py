@@ -301,6 +301,8 @@ class PrepareSession:
             inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
             if len(self.replaced):
                 fsdp2_switch_optimizer_parameters(inner, mapping)
+                for old in [key for key in inner.state if isinstance(key, Tensor) and key in mapping]:
+                    inner.state[mapping[old]] = inner.state.pop(old)
             if update_singly(inner):
                 inner.register_load_state_dict_post_hook(update_singly)  # type: ignore[arg-type]
 
