@@ -243,6 +243,11 @@ def test_an_assumed_class_is_named(
 CONFIGS = Path(__file__).parent / "configs"
 WEIGHTS = {
     "llama-3-8b": 8.03e9,
+    "gpt-oss-20b": 20.9e9,
+    "gemma-3-27b": 27.4e9,
+    "qwen3-30b-a3b": 30.5e9,
+    "gpt-oss-120b": 116.8e9,
+    "deepseek-v3": 671e9,
 }
 """Configuration -> parameters, as published."""
 
