@@ -337,6 +337,51 @@ def test_a_mean_repeated_for_each_row_counts_as_often_as_there_are_samples(run: 
             assert mean == pytest.approx((case[1] - 1) / 2), case
 
 
+def double(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(samples).repeat_interleave(2)
+
+
+def keep_even(samples: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([sample for sample in samples if sample % 2 == 0])
+
+
+@torch.no_grad()
+def gather_collated() -> list[list[int]]:
+    """Rows that a collate function makes of 14 samples, of which the last round has 2 as padding."""
+    found = []
+    for collate in (double, keep_even):
+        accelerator = Accelerator()
+        loader = accelerator.prepare(DataLoader(torch.arange(14), batch_size=4, collate_fn=collate))  # type: ignore[arg-type]
+        found.append([row for rows in loader for row in accelerator.gather_for_metrics(rows).tolist()])
+    return found
+
+
+def test_rows_that_a_collate_function_makes_are_not_lost(run: Run) -> None:
+    for doubled, even in run(gather_collated):
+        assert sorted(doubled) == sorted([*range(14), *range(14)])
+        assert set(even) == set(range(0, 14, 2))
+
+
+@torch.no_grad()
+def repeat_for_split_batches(samples: int, dispatch: bool) -> torch.Tensor:
+    """What transformers' Trainer gathers, which repeats a loss for each row of the global batch."""
+    config = DataLoaderConfiguration(split_batches=True, dispatch_batches=dispatch)
+    accelerator = Accelerator(dataloader_config=config)
+    loader = accelerator.prepare(DataLoader(torch.arange(float(samples)), batch_size=6))  # type: ignore[arg-type]
+    losses = [accelerator.gather_for_metrics(batch.mean().repeat(6)) for batch in loader]
+    return torch.cat(losses)
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+def test_values_repeated_for_split_batches_count_as_often_as_there_are_samples(
+    run: Run, dispatch: bool
+) -> None:
+    for losses in run(repeat_for_split_batches, 26, dispatch):
+        assert len(losses) == 2 * 26
+        if dispatch:  # else the last means are those of padded batches
+            assert losses.mean().item() == pytest.approx(12.5)
+
+
 def gather_around_breaks(workers: int) -> list[list[int]]:
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(torch.arange(11), batch_size=3, num_workers=workers))  # type: ignore[arg-type]

@@ -156,7 +156,7 @@ def _gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
         return ops.gather_object(data) if as_objects else ops.gather(data)
     if as_objects:
         return _gather_objects(data, counts, loader)
-    return _gather_tensors(ops.whole_tensors(data), counts, loader)
+    return _gather_tensors(ops.to_full_tensors(data), counts, loader)
 
 
 def _last_samples(data: Any, loader: Any) -> Any:
@@ -173,9 +173,14 @@ def _last_samples(data: Any, loader: Any) -> Any:
         real = loader.remainder if loader.end_of_dataloader and loader.remainder > 0 else full
     if real >= full:
         return data
+
+    def is_repeated(length: int | None) -> bool:
+        # A value with the rows of the batch has those of samples, also where the length of the data is wrong.
+        return length == full and (counts is not None or length != loader.batch_rows)
+
     if isinstance(data, (list, tuple)) and not contains_tensor(data):
-        return data[:real] if len(data) == full else data
-    return recursively_apply(lambda leaf: leaf[:real] if _num_rows(leaf) == full else leaf, data)
+        return data[:real] if is_repeated(len(data)) else data
+    return recursively_apply(lambda leaf: leaf[:real] if is_repeated(_num_rows(leaf)) else leaf, data)
 
 
 def _counts_of(loader: Any) -> _Counts | None:
@@ -202,40 +207,51 @@ def _counts_of(loader: Any) -> _Counts | None:
 
 
 def _gather_tensors(data: Any, counts: _Counts, loader: Any) -> Any:
-    """Gather tensors with one row per sample without filler, any others whole: two messages at most."""
+    """Gather tensors with rows for each sample without padding, and others whole."""
     leaves: list[torch.Tensor] = []
     recursively_apply(leaves.append, data, error_on_other_type=True)
-    flags = _true_on_all([_is_per_sample(_num_rows(leaf), counts, loader) for leaf in leaves])
-    if not all(flags):
+    rows = _same_on_all([_rows_per_sample(_num_rows(leaf), counts, loader) for leaf in leaves])
+    if not all(rows):
         _warn_not_per_sample(counts, loader.batch_rows)
-    gathered: dict[bool, Iterator[Any]] = {}
-    for flag in set(flags):
-        chosen = [leaf for leaf, per_sample in zip(leaves, flags, strict=True) if per_sample == flag]
-        gathered[flag] = iter(ops.gather_valid(chosen, counts) if flag else ops.gather(chosen))
-    order = iter(flags)
+    gathered: dict[int, Iterator[Any]] = {}
+    for number in sorted(set(rows)):
+        chosen = [leaf for leaf, its_number in zip(leaves, rows, strict=True) if its_number == number]
+        valid = [count * number for count in counts]
+        gathered[number] = iter(ops.gather_valid(chosen, valid) if number else ops.gather(chosen))
+    order = iter(rows)
     return recursively_apply(lambda leaf: next(gathered[next(order)]), data)
 
 
 def _gather_objects(data: Any, counts: _Counts, loader: Any) -> Any:
-    """Gather a list with one object per sample without filler, anything else whole."""
+    """Gather a list with objects for each sample without padding, and anything else whole."""
     length = len(data) if isinstance(data, (list, tuple)) else None
-    (flag,) = _true_on_all([_is_per_sample(length, counts, loader)])
-    if flag:
-        return ops.gather_valid_objects(data, counts)
+    (number,) = _same_on_all([_rows_per_sample(length, counts, loader)])
+    if number:
+        return ops.gather_valid_objects(data, [count * number for count in counts])
     _warn_not_per_sample(counts, loader.batch_rows)
     return ops.gather_object(data)
 
 
-def _true_on_all(flags: list[bool]) -> list[bool]:
-    """Return which leaves have one row per sample on every rank: a length can be equal by chance on one."""
-    return [all(column) for column in zip(*ops.gather_object([flags]), strict=True)]
+def _same_on_all(numbers: list[int]) -> list[int]:
+    """Return the numbers that all ranks have, and 0 for others: a length can be right by chance on one."""
+    columns = zip(*ops.gather_object([numbers]), strict=True)
+    return [column[0] if len(set(column)) == 1 else 0 for column in columns]
 
 
-def _is_per_sample(length: int | None, counts: _Counts, loader: Any) -> bool:
-    """Whether a value has a row for each sample of the batch, or is repeated for each of a full batch."""
-    if length is None or loader.batch_rows in (None, length):
-        return length is not None
-    return length == loader.full_rows and length >= counts[ops.current_transport().rank]
+def _rows_per_sample(length: int | None, counts: _Counts, loader: Any) -> int:
+    """Return the rows that a value has for each sample of the batch, 0 where that is not known.
+
+    A value may also be repeated for each sample of a full batch, or of the batch of all ranks that is split.
+    """
+    if length is None:
+        return 0
+    count, full, number = counts[ops.current_transport().rank], loader.full_rows or 0, loader.rows_per_sample
+    is_own = loader.batch_rows in (None, length)
+    if number > 1:
+        is_own = is_own and length in (number * count, number * full)
+    if not (number and is_own):
+        number = {full * loader.plan.groups * loader.plan.split: loader.plan.groups, full: 1}.get(length, 0)
+    return number if length >= count * number else 0
 
 
 def _num_rows(leaf: torch.Tensor) -> int | None:

@@ -48,6 +48,8 @@ class DataLoaderStateMixin:
         batch_rows: The samples of the batch on this rank, padding included; None when the batch has no size.
         full_rows: The samples of a full batch on this rank: the declared batch size, or those of the first
             batch of the pass; None when batches have no size.
+        rows_per_sample: The rows that the collate function makes of each sample, by the first batch of the
+            pass; 0 where it makes other numbers of rows.
         shares_batches: Whether several ranks get the same batch.
         deals_ready_batches: Whether the dataset's own batches are shared whole between the ranks: one may be
             larger than another, and `valid_counts` is right for this rank only.
@@ -58,6 +60,7 @@ class DataLoaderStateMixin:
     valid_counts: Counts | None = None
     batch_rows: int | None = None
     full_rows: int | None = None
+    rows_per_sample: int = 1
     deals_ready_batches: bool = False
     shares_batches: bool = False
     gradient_state: GradientState
@@ -68,6 +71,7 @@ class DataLoaderStateMixin:
         self.remainder = -1
         self.valid_counts = self.batch_rows = None
         self.full_rows = getattr(self, "nominal_rows", None)
+        self.rows_per_sample = 1
 
     def note_counts(self, counts: Counts | None, rows: int | None) -> None:
         """Set `valid_counts` and `batch_rows` for the batch that this rank yields next."""
@@ -182,6 +186,13 @@ class DataLoaderAdapter(_Base):
         if isinstance(shard, BatchSamplerShard):
             return size // shard.num_processes if shard.split_batches else size
         return size // self.plan.groups if self.plan.how == "dispatch" and self.plan.split else size
+
+    @property
+    def has_fixed_batches(self) -> bool:
+        """Whether all batches but the last one have the declared size, as those of torch's `BatchSampler`."""
+        shard = shard_of(self._index_sampler)
+        source = shard.batch_sampler if isinstance(shard, BatchSamplerShard) else self._index_sampler
+        return type(source) is BatchSampler
 
     @property
     def total_dataset_length(self) -> int:

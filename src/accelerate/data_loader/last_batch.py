@@ -74,6 +74,13 @@ def full_rows(nominal: int | None, first: int, *, is_only: bool) -> int:
     return nominal if is_only else 0
 
 
+def rows_per_sample(rows: int | None, samples: int | None) -> int:
+    """Return the rows for each sample of a batch, 0 where that is not a whole number."""
+    if rows is None or not samples:
+        return 1
+    return 0 if rows % samples else rows // samples
+
+
 def count_samples(batch: Any) -> int | None:
     """Return the number of samples in a batch: the length of its first tensor or, without one, plain list."""
     if isinstance(batch, torch.Tensor):

@@ -21,6 +21,7 @@ from accelerate.data_loader.last_batch import (
     full_rows,
     in_samples,
     last_remainder,
+    rows_per_sample,
     untagged,
 )
 from accelerate.data_loader.plan import BY_HAND
@@ -65,6 +66,7 @@ def yield_batches(
     reads_all = loader.plan.how == "leave" and loader.plan != BY_HAND
     full: int | None = None
     given = 0
+    is_first = True
     step_clock.begin_pass()
     try:
         for current, is_last in batches:
@@ -73,6 +75,9 @@ def yield_batches(
             if rows is not None and reads_all:
                 full = full_rows(loader.nominal_rows, rows, is_only=is_last) if full is None else full
                 counts = (rows,) if rows < full else None
+            if is_first and not is_last and counts is None and loader.has_fixed_batches:
+                loader.rows_per_sample = rows_per_sample(rows, loader.nominal_rows)
+            is_first = False
             loader.note_counts(counts, rows)
             if is_last:
                 loader.end_of_dataloader = position.is_over = True

@@ -63,6 +63,40 @@ def test_repeated_values_are_cut_to_short_batches_in_the_middle() -> None:
     assert torch.cat(losses).mean().item() == 5
 
 
+class ByLength:
+    """Batches of at most 4 samples."""
+
+    batch_size, drop_last = 4, False
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(([0, 1], [2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12, 13]))
+
+    def __len__(self) -> int:
+        return 4
+
+
+class WrongLength(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(12.0))
+
+    def __len__(self) -> int:
+        return 13
+
+
+@pytest.mark.parametrize(
+    ("loader", "rows"),
+    [
+        (DataLoader(torch.arange(14.0), batch_sampler=ByLength()), 14),  # type: ignore[arg-type]
+        (DataLoader(WrongLength(), batch_size=4), 12),
+        (DataLoader(torch.arange(14.0), batch_size=4, collate_fn=lambda x: torch.stack(x + x)), 28),  # type: ignore[arg-type]
+    ],
+    ids=["batches of different sizes", "wrong length", "doubled"],
+)
+def test_rows_of_the_last_batch_are_not_cut(loader: Any, rows: int) -> None:
+    accelerator = Accelerator(cpu=True)
+    assert sum(len(accelerator.gather_for_metrics(batch)) for batch in accelerator.prepare(loader)) == rows
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
 @pytest.mark.parametrize("weight", [3, 2.5, Fraction(1, 2), torch.tensor(4), torch.tensor([1.0, 2.0])])
 def test_weighted_mean_of_one_process_returns_its_value(dtype: torch.dtype, weight: Any) -> None:
