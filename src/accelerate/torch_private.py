@@ -1,8 +1,9 @@
-"""The private names of torch that the package uses, each with its reason and its fallback.
+"""Private names of torch that the package uses, each with a reason and a fallback.
 
-A name of a torch module is a row of `NAMES`, loaded when it is first used as an attribute of this module. The
-functions below read private attributes of torch's objects. Where an attribute of such an object, or of torch
-itself, has to be replaced, a function here does it. `tests/architecture/test_torch_private.py` checks this.
+A name of a torch module is a row of `NAMES`, which is loaded when it is first used as an attribute of this
+module. The functions below read private attributes of torch objects, or replace attributes of these objects
+or of torch itself. All other files call them: `tests/architecture/test_torch_private.py` checks that no other
+file uses private names of torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import gc
 import signal
 import sys
+import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -31,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class PrivateName(NamedTuple):
-    """One private name of a torch module."""
+    """Private name of a torch module."""
 
-    path: str  # the module, a colon, and the name in it, dotted where it is nested; or a module alone
+    path: str  # "module:name" or "module:name.attribute", or a module alone
     reason: str
-    fallback: Callable[[], Any] | None = None  # returns what is used where torch has no such name
+    fallback: Callable[[], Any] | None = None  # returns the replacement if torch has no such name
 
 
 def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -46,7 +48,7 @@ def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
 NAMES: dict[str, PrivateName] = {
     "default_store": PrivateName(
         "torch.distributed.distributed_c10d:_get_default_store",
-        "The store of the default process group, for messages between ranks; torch returns it nowhere else.",
+        "The store of the default process group, for messages between ranks; it has no public name.",
     ),
     "abort_process_group": PrivateName(
         "torch.distributed.distributed_c10d:_abort_process_group",
@@ -55,25 +57,25 @@ NAMES: dict[str, PrivateName] = {
     ),
     "may_exchange_data": PrivateName(
         "torch:_has_compatible_shallow_copy_type",
-        "Whether the data of a tensor may be replaced by that of another; not between devices of some kinds.",
+        "Whether the data of a tensor may be replaced by that of another; some device types do not allow it.",
     ),
     "dump_nccl_trace": PrivateName(
         "torch._C._distributed_c10d:_dump_nccl_trace",
-        "The flight recorder of NCCL, for reports about hangs; builds without NCCL have none.",
+        "The flight recorder of NCCL, for hang reports; builds without NCCL have none.",
         lambda: None,
     ),
     "dump_fr_trace": PrivateName(
         "torch._C._distributed_c10d:_dump_fr_trace",
-        "The flight recorder of the other backends, for reports about hangs; some builds have none.",
+        "The flight recorder of the other backends, for hang reports; some builds have none.",
         lambda: None,
     ),
     "autograd_engine": PrivateName(
         "torch.autograd:Variable._execution_engine",
-        "Queues a callback for the end of a backward pass, before those that wait for other ranks.",
+        "Queues a callback for the end of a backward pass, before callbacks that wait for other ranks.",
     ),
     "flatten_dense_tensors": PrivateName(
         "torch._C._nn:flatten_dense_tensors",
-        "Joins tensors of any shapes in one call; the public way is a Python loop for each collective.",
+        "Flattens tensors of any shapes in one call; the public way is a Python loop for each collective.",
         lambda: lambda tensors: torch.cat([tensor.contiguous().view(-1) for tensor in tensors]),
     ),
     "unflatten_dense_tensors": PrivateName(
@@ -83,56 +85,56 @@ NAMES: dict[str, PrivateName] = {
     ),
     "scaled_dot_product_attention": PrivateName(
         "torch._C._nn:scaled_dot_product_attention",
-        "Attention as it is outside of context_parallel, which replaces the public name while it is open.",
+        "The original attention function; context_parallel replaces the public name inside its block.",
         lambda: nn.functional.scaled_dot_product_attention,
     ),
     "set_rotate_method": PrivateName(
         "torch.distributed.tensor.experimental._attention:set_rotate_method",
-        "How context parallelism exchanges keys and values; context_parallel has no argument for it.",
+        "Sets how context parallelism exchanges keys and values; context_parallel has no argument for it.",
     ),
     "attention_handlers": PrivateName(
         "torch.distributed.tensor.experimental._context_parallel._attention:custom_ops",
-        "Maps attention kernels to their context parallel form; it has none for the kernels of the CPU.",
+        "Maps attention kernels to their context parallel versions; it has none for the CPU kernels.",
         lambda: None,
     ),
     "ring_attention": PrivateName(
         "torch.distributed.tensor.experimental._context_parallel._attention:_templated_ring_attention",
-        "Ring attention around any kernel, here that of the CPU.",
+        "Ring attention with any kernel, here the CPU kernel.",
     ),
     "ring_attention_backward": PrivateName(
         "torch.distributed.tensor.experimental._context_parallel._attention:_templated_ring_attention_backward",
-        "The backward pass of ring attention around any kernel, here that of the CPU.",
+        "The backward pass of ring attention with any kernel, here the CPU kernel.",
     ),
     "cpu_attention": PrivateName(
         "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu",
-        "The CPU's attention kernel, which ring attention calls on each rank.",
+        "The CPU attention kernel, which ring attention calls on each rank.",
     ),
     "cpu_attention_backward": PrivateName(
         "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu_backward",
-        "The backward pass of the CPU's attention kernel.",
+        "The backward pass of the CPU attention kernel.",
     ),
     "hybrid_shard_zero2": PrivateName(
         "torch.distributed.fsdp:ShardingStrategy._HYBRID_SHARD_ZERO2",
-        "A sharding strategy of FSDP 1 that its documentation names, under a private name.",
+        "A sharding strategy that the documentation of FSDP 1 mentions, with a private name.",
         lambda: None,
     ),
     "Policy": PrivateName(
         "torch.distributed.fsdp.wrap:_Policy",
-        "The base class of FSDP 1's wrapping policies, such as the public ModuleWrapPolicy.",
+        "The base class of the wrapping policies of FSDP 1, such as the public ModuleWrapPolicy.",
         lambda: (),
     ),
     "IncompatibleKeys": PrivateName(
         "torch.nn.modules.module:_IncompatibleKeys",
-        "The class of what load_state_dict returns, so that callers get the same one from sharded loads.",
+        "The class of the result of load_state_dict, so that sharded loads return the same class.",
         lambda: namedtuple("IncompatibleKeys", "missing_keys unexpected_keys"),
     ),
     "checkpoint_wrapper": PrivateName(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        "Wrappers that recompute a module in backward; FSDP's documentation uses them under this name.",
+        "Wrappers that recompute a module in backward; the documentation of FSDP uses this name.",
     ),
     "StorageInfo": PrivateName(
         "torch.distributed.checkpoint.filesystem:_StorageInfo",
-        "Where a shard is in its file, in the .metadata of torch.distributed.checkpoint.",
+        "Position of a shard in its file, in the .metadata of torch.distributed.checkpoint.",
     ),
     "MemoryFormat": PrivateName(
         "torch.distributed.checkpoint.metadata:_MEM_FORMAT_ENCODING",
@@ -150,24 +152,24 @@ NAMES: dict[str, PrivateName] = {
     ),
     "pin_memory": PrivateName(
         "torch.utils.data._utils.pin_memory:pin_memory",
-        "Pins all tensors in a batch as DataLoader does; without it the batch stays in pageable memory.",
+        "Pins all tensors in a batch, as DataLoader does; without it the batch stays in pageable memory.",
         lambda: lambda batch, device=None: batch,
     ),
     "collate": PrivateName(
         "torch.utils.data._utils.collate",
-        "The default collate function with another function for tensors; documented under this name.",
+        "The default collate function with another function for tensors; the documentation uses this name.",
     ),
     "fake_tensors": PrivateName(
         "torch._subclasses.fake_tensor",
-        "Fake tensors, and the errors of operations that they cannot run; documented under this name.",
+        "Fake tensors, and the errors of operators that they cannot run; the documentation uses this name.",
     ),
     "MemTracker": PrivateName(
         "torch.distributed._tools.mem_tracker:MemTracker",
-        "Counts the bytes of parameters, gradients, activations, ... while a step runs; no public tool does.",
+        "Counts the bytes of parameters, gradients and activations during a step; no public tool does.",
     ),
     "TorchDispatchMode": PrivateName(
         "torch.utils._python_dispatch:TorchDispatchMode",
-        "The base class of modes that see each operator; documented under this name.",
+        "The base class of modes that intercept each operator; the documentation uses this name.",
     ),
     "no_dispatch": PrivateName(
         "torch.utils._mode_utils:no_dispatch",
@@ -175,16 +177,16 @@ NAMES: dict[str, PrivateName] = {
     ),
     "default_to_foreach": PrivateName(
         "torch.optim.optimizer:_default_to_fused_or_foreach",
-        "Whether an optimizer updates all parameters at once by default, for which it takes more memory.",
+        "Whether an optimizer uses foreach kernels by default, which need more memory.",
         lambda: lambda params, differentiable, use_fused: (False, False),
     ),
     "SingleProcessIterator": PrivateName(
         "torch.utils.data.dataloader:_SingleProcessDataLoaderIter",
-        "The iterator of a DataLoader without workers, whose indices can be drawn in advance.",
+        "The iterator of a DataLoader without workers, from which indices can be read in advance.",
         lambda: None,
     ),
 }
-"""Name in this module -> the private name of torch."""
+"""Name in this module -> private name of torch."""
 
 
 def __getattr__(name: str) -> Any:
@@ -200,36 +202,36 @@ def __getattr__(name: str) -> Any:
                 f"({row.reason}) Install a version of torch that this package is tested with."
             ) from error
         value = row.fallback()
-    globals()[name] = value  # the next look-up finds it without coming here
+    globals()[name] = value  # later lookups do not call this function
     return value
 
 
 # Modules and tensors
 
 WAIT_FOR_BATCH, WORKER_LOOP = "_get_data", "_worker_loop"
-"""Functions of a DataLoader as stacks show them: what waits for a batch, and what a worker runs."""
+"""Names in stacks of the function of a DataLoader that waits for a batch, and the loop of a worker."""
 WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
-"""Names under which wrappers of torch hold their module; they are in the names of its parameters."""
+"""Attributes of wrappers of torch for their module, which are prefixes in the names of parameters."""
 FLAT_PARAMETER = "_flat_param"
-"""The name of FSDP 1's flat parameter in its module."""
+"""Name of the flat parameter of FSDP 1 in its module."""
 
 
 def is_optimized_module(module: object) -> bool:
-    """Return whether a module is what `torch.compile(module)` returns, by its type."""
-    # No module is compiled before dynamo is imported, and importing it takes a second.
+    """Returns whether a module is the result of `torch.compile(module)`, by its type."""
+    # No module is compiled before dynamo is imported, and the import takes a second.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
 def uncompiled(module: Any) -> Any:
-    """Return the module in torch.compile's wrapper, which has no public name for it, or the module."""
+    """Returns the module inside the wrapper of torch.compile, or the module if it is not compiled."""
     return module._orig_mod if is_optimized_module(module) else module
 
 
 def num_collectives(group: Any) -> int | None:
-    """Return how many collectives this process has issued on a process group; no public counter has it.
+    """Returns the number of collectives that this process has issued on a process group.
 
-    None where torch does not know it: for backends that are not its own.
+    Returns None for backends that are not part of torch, for which torch does not count them.
     """
     try:
         return int(group._get_sequence_number_for_group())
@@ -240,105 +242,135 @@ def num_collectives(group: Any) -> int | None:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether `module.compile()` was called, which leaves only a private mark."""
+    """Returns whether `module.compile()` was called, which sets only a private attribute."""
     return getattr(module, "_compiled_call_impl", None) is not None
 
 
 non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
-"""The names of a module's buffers that state dicts leave out, which torch does not list."""
+"""Names of the buffers of a module that are not in its state dict, which torch does not list."""
 recomputed_module: Callable[[Any], nn.Module] = attrgetter("_checkpoint_wrapped_module")
-"""The module in a wrapper of `checkpoint_wrapper`, which has no public name for it."""
+"""Module inside a wrapper of `checkpoint_wrapper`, which has no public name for it."""
 uses_original_parameters: Callable[[Any], bool] = attrgetter("_use_orig_params")
-"""Whether a unit of FSDP 1 was built with use_orig_params, which is no public attribute."""
+"""Value of use_orig_params of a unit of FSDP 1, which is not a public attribute."""
 requested_samples: Callable[[Any], int | None] = attrgetter("_num_samples")
-"""The num_samples that a RandomSampler was built with; its public attribute hides a None."""
+"""Argument num_samples of a RandomSampler, whose public attribute is never None."""
 memory_dump: Callable[[Any], Callable[[str], None]] = attrgetter("_dump_snapshot")
-"""What writes the allocations that a device's memory module has recorded to a file."""
+"""Function of the memory module of a device that writes its recorded allocations to a file."""
 comm_hooks: Callable[[Any], Sequence[Any]] = attrgetter("_comm_hooks")
-"""The communication hooks of a replica, which torch registers but does not list."""
+"""Communication hooks of a DistributedDataParallel module, which torch registers but does not list."""
 ddp_statistics: Callable[[Any], Any] = methodcaller("_get_ddp_logging_data")
-"""What the reducer of a replica logs; only there torch says in which order gradients were ready."""
+"""Log of the reducer of DistributedDataParallel, which is the only source of the order of gradients."""
 
 
 def state_dict_hooks(module: nn.Module) -> list[Any]:
-    """Return a module's hooks on saving and loading state dicts, which torch registers but does not list."""
+    """Returns the state dict hooks of a module, which torch registers but does not list."""
     hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks, module._state_dict_hooks)
     return [hook for registered in hooks for hook in registered.values()]
 
 
 def has_gradient_hooks(parameter: Tensor) -> bool:
-    """Return whether a hook runs when a gradient arrives; torch registers hooks but does not list them."""
+    """Returns whether a parameter has gradient hooks, which torch registers but does not list."""
     names = ("_post_accumulate_grad_hooks", "_backward_hooks")
     return any(getattr(parameter, name, None) for name in names)
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often a tensor was changed in place; -1 if torch does not count it."""
+    """Returns the number of in-place changes of a tensor, or -1 for inference tensors."""
     return -1 if tensor.is_inference() else tensor._version
 
 
 def flatten_mesh(mesh: Any, name: str) -> Any:
-    """Register the dimensions of a mesh as one dimension of its root mesh, and return that mesh."""
+    """Returns a mesh with all dimensions flattened, which is registered in the root mesh with a name."""
     return mesh._flatten(name)
 
 
 def run_policy(policy: Any, model: nn.Module) -> Any:
-    """Return the modules that a wrapping policy of FSDP 1 chooses; publicly, only FSDP's constructor does."""
+    """Returns the modules that a wrapping policy of FSDP 1 selects, which torch computes only in FSDP."""
     return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
 
 
 def memory_recorder(memory: Any) -> Any:
-    """Return what makes a device's memory module record allocations; documented under a private name."""
+    """Returns the function that starts the recording of allocations, or None if the device has none.
+
+    The documentation uses its private name.
+    """
     return getattr(memory, "_record_memory_history", None)
 
 
 def skip_frozen_gradients(tracker: Any, model: nn.Module) -> None:
-    """Let a `MemTracker`, which is not entered, set no hooks on gradients of frozen parameters: torch refuses
-    them."""
+    """Makes a `MemTracker` set no gradient hooks on frozen parameters, for which torch raises an error.
+
+    Called before the tracker is entered.
+    """
     for parameter in model.parameters():
         if not parameter.requires_grad:
             none = RemovableHandle(OrderedDict())  # its removal does nothing
             tracker._param_to_grad_hook_handles[parameter] = (none, none)
 
 
+def replace_module_hooks(tracker: Any, model: nn.Module) -> None:
+    """Replaces the hooks that a `MemTracker` runs around each module by hooks that only find recomputation.
+
+    Those of torch support neither `autograd.grad` nor `PackedSequence`. The hooks on gradients that they
+    register are registered here, until the next exit of the tracker.
+    """
+    modules = tracker._mod_tracker
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if modules.is_bw and tracker._ac_mod is None:
+            tracker._ac_mod, tracker._in_ac = weakref.ref(module), True
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if tracker._ac_mod is not None and tracker._ac_mod() is module:
+            tracker._ac_mod, tracker._in_ac = None, False
+
+    modules._fw_pre_hook, modules._fw_post_hook = enter, leave
+    tracker._track_module_params_and_buffers(model)
+
+
 def record_moments(tracker: Any, record: Callable[[], None]) -> None:
-    """Let a `MemTracker` call a function after each operator, in place of its records for each module."""
+    """Makes a `MemTracker` call a function after each operator, instead of recording each module."""
     tracker._update_peak_stats = lambda state: record()
     tracker.get_tracker_snapshot = lambda kind="current": {}
 
 
 def tracked_bytes(tracker: Any) -> Mapping[torch.device, Mapping[str, int]]:
-    """Return the bytes that a `MemTracker` counts now, by device and by kind of tensor."""
+    """Returns the current bytes of a `MemTracker`, by device and by kind of tensor."""
     return tracker._curr_mem_snap  # type: ignore[no-any-return]
 
 
 def operator(name: str) -> Any:
-    """Return an operator of torch, such as that of "_softmax.default"."""
+    """Returns an operator of torch by name, such as "_softmax.default"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload)
 
 
 def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of an operator by name, defaults included."""
-    names = [argument.name for argument in func._schema.arguments]
-    defaults = {each.name: each.default_value for each in func._schema.arguments if each.has_default_value()}
+    """Returns the arguments of an operator call by name, including defaults."""
+    parameters = func._schema.arguments
+    names = [parameter.name for parameter in parameters]
+    defaults = {
+        parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()
+    }
     return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
 
 
 def mutated_by(func: Any) -> list[str]:
-    """Return the names of the arguments that an operator writes to."""
+    """Returns the names of the arguments that an operator modifies."""
     schema = func._schema
     if not schema.is_mutable:
         return []
     return [
-        each.name for each in schema.arguments if each.alias_info is not None and each.alias_info.is_write
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
     ]
 
 
 def peak_on_cpu(work: Callable[[], Any]) -> tuple[Any, int] | None:
-    """Return the result of a function, and the bytes that its operators have allocated at their peak.
+    """Returns the result of a function, and the peak of the bytes that its operators have allocated.
 
-    torch's profiler with the same records prints lines about itself.
+    The public profiler records the same allocations, but prints messages.
 
     Returns:
         None if this thread is being profiled already, or torch has no such profiler.
@@ -363,8 +395,10 @@ def peak_on_cpu(work: Callable[[], Any]) -> tuple[Any, int] | None:
 
 @contextmanager
 def fake_parameters_converted() -> Iterator[None]:
-    """Let `Module.to` convert parameters that are fake tensors: torch swaps them, which weak references to
-    them prevent."""
+    """Replaces `Module._apply` inside the block, so that `Module.to` converts fake parameters.
+
+    The original swaps the tensors, which fails if there are weak references to them.
+    """
     original = nn.Module._apply
 
     def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
@@ -389,44 +423,60 @@ def fake_parameters_converted() -> Iterator[None]:
 
 
 def wrap_indices(iterator: Any, wrap: Callable[[Any], Any]) -> Any:
-    """Replace what gives a `SingleProcessIterator` its indices by `wrap` of it, and return the new one.
+    """Replaces the sampler iterator of a `SingleProcessIterator` by `wrap` of it, and returns the new one.
 
-    Only so are the indices known before the samples are read.
+    There is no other way to get the indices before the samples are read.
     """
     iterator._sampler_iter = wrap(iterator._sampler_iter)
     return iterator._sampler_iter
 
 
 def loader_workers(iterator: Any) -> Any:
-    """Return the worker processes of a DataLoader's iterator, for reports about waits; empty without any."""
+    """Returns the worker processes of an iterator of a DataLoader, for hang reports."""
     return getattr(iterator, "_workers", ())
 
 
 def loader_progress(iterator: Any) -> tuple[int, int]:
-    """Return values that change with each batch and each pass of an iterator with workers."""
-    # torchdata asks its workers for states before it has an order
+    """Returns values that change with each batch and each epoch of an iterator with workers."""
+    # torchdata requests the states of its workers before these attributes exist
     return getattr(iterator, "_rcvd_idx", 0), id(getattr(iterator, "_sampler_iter", None))
 
 
 def count_yielded(loader: Any) -> int:
-    """Return how many batches the open iterator of a loader has yielded, before a restored state too."""
+    """Returns the number of batches that the current iterator of a loader has yielded.
+
+    Batches before a restored state are included.
+    """
     return getattr(getattr(loader, "_iterator", None), "_num_yielded", 0)
 
 
 def dataset_state(state: Any) -> Any:
-    """Return the state of an iterable dataset within that of torchdata's iterator without workers, None
-    without one; a dataset that is its own iterator has it as that of the iterator."""
-    own = state.get("dataset_state")
-    return (state.get("fetcher_state") or {}).get("dataset_iter_state") if own is None else own
+    """Returns the state of an iterable dataset in the state of an iterator of torchdata without workers.
+
+    A dataset that is its own iterator has its state as the one of the iterator. The result is None for a
+    dataset without a state.
+    """
+    found = state.get("dataset_state")
+    return (state.get("fetcher_state") or {}).get("dataset_iter_state") if found is None else found
+
+
+def has_dataset_state(state: Any) -> bool:
+    """Returns whether the state of torchdata's iterator includes that of an iterable dataset, in each worker.
+
+    Without it torchdata reads and drops what was read before, and counts twice what it drops: a second resume
+    within an epoch would skip samples.
+    """
+    snapshots = state.get("_snapshot", {}).get("_worker_snapshots", {"": state})
+    return all(dataset_state(each) is not None for each in snapshots.values())
 
 
 def loader_tasks(iterator: Any) -> list[Any]:
-    """Return the batches that workers were asked for, in order: the worker's number, then what arrived."""
+    """Returns the requested batches in order, as tuples of the worker ID and the data if it has arrived."""
     return [task for _, task in sorted(getattr(iterator, "_task_info", {}).copy().items())]
 
 
 def count_recompilations() -> int:
-    """Return how often torch.compile has compiled a function again; 0 where dynamo is not loaded."""
+    """Returns the number of recompilations of torch.compile, or 0 if dynamo is not loaded."""
     counts = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {})
     return sum(count - 1 for count in counts.copy().values())
 
@@ -438,11 +488,13 @@ def count_recompilations() -> int:
 def agent_hooks(
     start: Callable[[Any, Callable[[], None]], None], close: Callable[[int], None]
 ) -> Iterator[None]:
-    """Let torch's elastic agent start and end the processes of this machine through functions of the caller.
+    """Makes the elastic agent of torch start and end the processes of this node with functions of the caller.
 
-    The agent waits for processes that do not answer, and has no public place for another way to end them.
-    `start` gets its context and the function that starts its processes; `close` gets the number of the
-    signal, and the agent then kills what is left.
+    The agent waits for processes that do not respond, and has no public interface to end them otherwise.
+
+    Args:
+        start: Called with the context of the agent and the function that starts its processes.
+        close: Called with the number of the signal. The agent then kills the remaining processes.
     """
     from torch.distributed.elastic import multiprocessing
 
@@ -453,14 +505,14 @@ def agent_hooks(
             start(self, super()._start)
 
         def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
-            # On Windows the agent means CTRL_C_EVENT, 0, which cannot be sent to a single process.
+            # On Windows the agent uses CTRL_C_EVENT, 0, which cannot be sent to a single process.
             close(int(death_sig or signal.SIGTERM))
             if sys.platform == "win32":
-                super()._close(signal.SIGTERM, timeout)  # which ends a process at once there
+                super()._close(signal.SIGTERM, timeout)  # ends a process immediately on Windows
             else:
                 super()._close(signal.SIGKILL, timeout)
 
-    multiprocessing.SubprocessContext = HookedContext  # type: ignore[misc]  # where the agent looks it up
+    multiprocessing.SubprocessContext = HookedContext  # type: ignore[misc]  # where the agent reads it
     try:
         yield
     finally:
@@ -468,9 +520,9 @@ def agent_hooks(
 
 
 def default_to_stores_without_libuv() -> None:
-    """Let `TCPStore` use libuv only where it is asked for.
+    """Sets the default of `use_libuv` of `TCPStore` to False.
 
-    Builds of torch for Windows have no libuv, and its elastic agent and `env://` leave out the argument.
+    Builds of torch for Windows have no libuv, and their elastic agent and `env://` do not pass the argument.
     """
     store: Any = dist.TCPStore  # type: ignore[attr-defined]
     original = store.__init__
@@ -486,11 +538,12 @@ if sys.platform == "win32" and dist.is_available():
 
 
 def drop_group_references() -> None:
-    """Remove what keeps the closed default process group alive, besides torch itself.
+    """Removes references to the closed default process group, except those of torch itself.
 
-    gloo closes its connections, and so ends the waits of other ranks, with the last reference to the group.
-    Replicas of DistributedDataParallel hold one, and an `Accelerator` may hold these. The group is a default
-    of the functions of `torch.distributed.nn` where that was first imported after the group was opened.
+    gloo closes its connections when the last reference to the group is deleted, which ends collectives on
+    other ranks that wait for this one. DistributedDataParallel modules have a reference, and an `Accelerator`
+    may keep them alive. The group is also a default argument of the functions of `torch.distributed.nn` if
+    that was first imported after the group was created.
     """
     from torch.nn.parallel import DistributedDataParallel
 
@@ -511,26 +564,29 @@ def drop_group_references() -> None:
 
 
 def gradient_sync(unit: Any) -> bool | None:
-    """Return whether a unit of FSDP 1 reduces gradients in the next backward pass; None for other modules."""
+    """Returns whether a unit of FSDP 1 reduces gradients in the next backward, or None for other modules."""
     return getattr(unit, "_sync_gradients", None)
 
 
 def set_gradient_sync(unit: Any, enabled: bool) -> None:
-    """Set it: FSDP 1 has `no_sync` to turn it off, and nothing to turn it on inside of that."""
+    """Sets whether a unit of FSDP 1 reduces gradients, also inside of `no_sync`.
+
+    FSDP 1 has no public function to enable the reduction inside of `no_sync`.
+    """
     unit._sync_gradients = enabled
 
 
-def skip_opening_messages(stage: Any) -> None:
-    """Send nothing to open the connections of a stage of a pipeline: gloo opens them by itself.
+def skip_connection_messages(stage: Any) -> None:
+    """Disables the messages that open the connections of a pipeline stage, which gloo opens by itself.
 
-    Before torch 2.11 a rank sends 8 bytes where the other awaits 4, at which gloo ends the process.
+    Before torch 2.11 a rank sends 8 bytes and the other one expects 4, so gloo ends the process.
     """
     stage._get_init_p2p_neighbors_ops = list
 
 
 @contextmanager
 def unit_forwards_skipped(units: Iterable[FullyShardedDataParallel]) -> Iterator[None]:
-    """Let units of FSDP 1 call their modules without gathering: inside summon_full_params all is gathered."""
+    """Makes units of FSDP 1 call their modules without all-gather, for use inside summon_full_params."""
     with ExitStack() as stack:
         for unit in units:
             vars(unit)["forward"] = unit.module
@@ -539,10 +595,16 @@ def unit_forwards_skipped(units: Iterable[FullyShardedDataParallel]) -> Iterator
 
 
 class FlatUnit:
-    """The flat parameter of a unit of FSDP 1, whose layout has no public access.
+    """Flat parameter of a unit of FSDP 1, whose layout is not public.
 
-    `names` are those of the parameters in it, as seen from the unit; `originals` the parameters themselves,
-    with use_orig_params.
+    Attributes:
+        flat: The flat parameter.
+        originals: The original parameters with use_orig_params, otherwise None.
+        names: Names of the original parameters, relative to the unit.
+        shapes: Shapes of the original parameters.
+        are_contiguous: Whether each original parameter is contiguous.
+        group: Process group of the unit.
+        is_sharded: Whether the flat parameter is sharded.
     """
 
     def __init__(self, unit: FullyShardedDataParallel) -> None:
@@ -561,22 +623,27 @@ class FlatUnit:
 
     @property
     def shard(self) -> Any:
-        """The elements on this rank."""
+        """Elements of the flat parameter on this rank."""
         return getattr(self.flat, "_local_shard", self.flat).detach()
 
     @property
     def replicas(self) -> tuple[int, int]:
-        """How many ranks have the same elements, and the number of this one among them."""
+        """Number of ranks with the same elements, and the index of this rank among them."""
         return (1, 0) if self._replicas is None else (self._replicas.size(), self._replicas.rank())
 
     @property
     def tied(self) -> Iterator[tuple[str, str]]:
-        """The first name of each tied parameter, with each of its further names, as seen from the unit."""
+        """First name and each further name of tied parameters, relative to the unit."""
         for info in self.flat._shared_param_infos:
             yield f"{info.prim_module_name}.{info.prim_param_name}", f"{info.module_name}.{info.param_name}"
 
     def local_range(self, index: int) -> tuple[int, int, int]:
-        """Return a parameter's first element on this rank, its offset in `shard`, and how many there are."""
+        """Returns the range of an original parameter on this rank.
+
+        Returns:
+            The index of its first element on this rank, the offset of that element in `shard`, and the number
+            of elements.
+        """
         if not self.is_sharded:
             offsets = zip(self._handle._get_flat_param_offsets(), self.flat._is_padding_mask, strict=True)
             first, last = [span for span, is_padding in offsets if not is_padding][index]
@@ -587,7 +654,7 @@ class FlatUnit:
         return info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard
 
     def reshard(self) -> None:
-        """Free whole parameters kept since a forward without a backward: a load would not change them."""
+        """Frees unsharded parameters left by a forward without a backward, which a load would not change."""
         has_run = hasattr(self.flat, "_full_param_padded")
         if has_run and self.is_sharded and not self._handle.needs_unshard():
             self._handle.reshard(True)
@@ -595,8 +662,9 @@ class FlatUnit:
 
 
 def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
-    """Yield the units of FSDP 1 in a module, or in the outermost unit, that have a flat parameter, each after
-    its path.
+    """Yields the path and the flat parameter of each unit of FSDP 1 in a module.
+
+    Units without parameters are skipped. The module may be the outermost unit.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
@@ -609,19 +677,19 @@ def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
 
 
 @contextmanager
-def attention_checked(check: Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """Call the public attention function with the arguments that `check` returns, inside the block.
+def attention_replaced(compute: Callable[[Any, tuple[Any, ...], dict[str, Any]], Tensor]) -> Iterator[None]:
+    """Makes the public attention function return what `compute` does with its arguments, inside the block.
 
-    `context_parallel`, which is entered before, replaces that function, and shards a mask like a query.
+    The first argument of `compute` is the function that it replaces.
+
+    It is entered after `context_parallel`, which replaces that function and shards a mask like a query.
     """
     attend = nn.functional.scaled_dot_product_attention
 
-    def checked(*args: Any, **kwargs: Any) -> Tensor:
-        given = check(args, kwargs)
-        heads = [given.pop(name) for name in ("query", "key", "value")]
-        return attend(*heads, **given)
+    def replaced(*args: Any, **kwargs: Any) -> Tensor:
+        return compute(attend, args, kwargs)
 
-    nn.functional.scaled_dot_product_attention = checked
+    nn.functional.scaled_dot_product_attention = replaced
     try:
         yield
     finally:
@@ -629,7 +697,7 @@ def attention_checked(check: Callable[[tuple[Any, ...], dict[str, Any]], dict[st
 
 
 def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
-    """Yield what FSDP 2 has for each parameter: it keeps the whole gradient of passes without reduction."""
+    """Yields the FSDP 2 object of each parameter, which has its accumulated unsharded gradient."""
     for module in model.modules():
         if not hasattr(module, "_get_fsdp_state"):
             continue
@@ -643,7 +711,7 @@ def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
 
 
 def unreduced_gradients(model: nn.Module) -> list[Tensor]:
-    """Return the gradients of FSDP 2 that were not reduced yet, to which no public attribute gives access."""
+    """Returns the unsharded gradients of FSDP 2 that are not reduced yet, which are not public."""
     parameters = list(_parameters_of_fsdp2(model))
     kept = [parameter.unsharded_accumulated_grad for parameter in parameters]
     kept += [
@@ -653,7 +721,7 @@ def unreduced_gradients(model: nn.Module) -> list[Tensor]:
 
 
 def drop_unreduced_gradients(model: nn.Module) -> None:
-    """Drop the gradients that `unreduced_gradients` returns."""
+    """Deletes the gradients that `unreduced_gradients` returns."""
     for parameter in _parameters_of_fsdp2(model):
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):
@@ -663,16 +731,17 @@ def drop_unreduced_gradients(model: nn.Module) -> None:
 # Optimizers and schedulers
 
 
-def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """Let a GradScaler forget for which optimizers it has unscaled gradients: only `update` does so."""
+def reset_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Resets for which optimizers a GradScaler has unscaled gradients, without a call of `update`."""
     scaler._per_optimizer_states.clear()
 
 
 @contextmanager
 def step_replaced(optimizer: Any, step: Callable[..., Any], original: Callable[..., Any]) -> Iterator[None]:
-    """Let an optimizer have another `step` inside the block, and `original` after it.
+    """Replaces the `step` of an optimizer inside the block, and sets it to `original` after the block.
 
-    A GradScaler steps the optimizer that it has unscaled, by identity, and does not return whether it did.
+    A GradScaler requires the same optimizer object as in `unscale_`, and does not return whether it called
+    `step`.
     """
     optimizer.step = step
     try:
@@ -682,7 +751,7 @@ def step_replaced(optimizer: Any, step: Callable[..., Any], original: Callable[.
 
 
 def allow_fp16_gradients(scaler: torch.amp.GradScaler) -> None:
-    """Let a gradient scaler unscale float16 gradients, as that of FSDP 1 does; torch has no option for it."""
+    """Allows a gradient scaler to unscale float16 gradients, for which torch has no option."""
     scaler._unscale_grads_ = partial(_unscale_all, scaler._unscale_grads_)  # type: ignore[method-assign]
 
 
@@ -690,19 +759,19 @@ def _unscale_all(unscale: Callable[..., Any], optimizer: Any, *scales: Tensor, *
     return unscale(optimizer, *scales[:2], True)
 
 
-def point_scheduler(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Let a scheduler of torch follow the steps of an optimizer that replaces its own.
+def set_scheduler_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Sets the optimizer of a scheduler of torch.
 
-    torch's schedulers warn unless the step of their optimizer sets the marks that they put on it.
+    Schedulers of torch warn unless the step of their optimizer sets the attributes that they check.
     """
     if scheduler.optimizer is optimizer:
         return
     scheduler.optimizer = optimizer
     step = optimizer.step
 
-    def noted_step(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+    def marked_step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # attribute that schedulers of torch check
         return step(*args, **kwargs)
 
-    noted_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = noted_step  # type: ignore[method-assign]
+    marked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marked_step  # type: ignore[method-assign]

@@ -82,6 +82,7 @@ class Schedule:
     fraction: float  # where in the epoch
     lost: int  # batches that are trained behind the save, and lost
     loads_inside: bool  # load before the interrupted pass is closed
+    again: int  # batches after the first resume, until a second interruption; 0 for none
 
     @property
     def resized(self) -> bool:
@@ -187,6 +188,7 @@ def draw(seed: int) -> Schedule:
         fraction=choose.random(),
         lost=choose.randrange(0, 9),
         loads_inside=choose.random() < 0.4,
+        again=pick([0, 0, 1, 2, 3, 5]),
     )
 
 
@@ -400,8 +402,28 @@ def run_after(
 ) -> Result:
     if loads:
         training.accelerator.load_state(folder)
-    first, seen = stop.epoch, stop.batch + 1
-    return Result(after=list(training.events(first, seen)), weights=training.weights())
+    source = training.events(stop.epoch, stop.batch + 1)
+    after: list[Event] = []
+    batches = 0
+    for event in source:
+        after.append(event)
+        batches += event.batch >= 0
+        is_last = event.batch + 1 == schedule.limit  # the pass is left there, see find_stop
+        if 0 < schedule.again <= batches and event.batch >= 0 and event.synchronized and not is_last:
+            interrupt_again(training, folder.with_name(f"{folder.name}_again"), source)
+            source = training.events(event.epoch, event.batch + 1)
+            break
+    return Result(after=[*after, *source], weights=training.weights())
+
+
+def interrupt_again(training: Training, folder: Path, source: Iterator[Event]) -> None:
+    """Save a resumed run, and load it in new objects."""
+    schedule = training.schedule
+    training.accelerator.save_state(folder)
+    source.close()  # type: ignore[attr-defined]
+    training.release()
+    training.__init__(schedule, 98)  # type: ignore[misc]
+    training.accelerator.load_state(folder)
 
 
 def compare(whole: Result, resumed: Result, schedule: Schedule, stop: Event) -> str:
@@ -481,7 +503,8 @@ def run_jobs(jobs: list[tuple[int, str, Event | None]], root: str) -> None:
                 result = Result(traceback.format_exc())
             PartialState().wait_for_everyone()
             if phase != "before" and PartialState().is_main_process:
-                shutil.rmtree(Path(root) / str(seed), ignore_errors=True)
+                for name in (str(seed), f"{seed}_again"):
+                    shutil.rmtree(Path(root) / name, ignore_errors=True)
             pickle.dump(result, file)
             file.flush()
 

@@ -29,7 +29,7 @@ from accelerate.base import process_home
 from accelerate.data_loader.last_batch import Counts
 from accelerate.devices import of_device
 from accelerate.nested import TensorInformation, is_tensor_information, recursively_apply
-from accelerate.ops import ALIGNMENT, Transport, lay_out_once, views_of
+from accelerate.ops import ALIGNMENT, Transport, cached_layout, views_of
 
 LARGE = 256 * 1024  # bytes of a block for which two copies cost less than sockets
 AHEAD = 16 * 1024 * 1024  # bytes that a receiver may not have copied yet when process 0 sends more to it
@@ -103,7 +103,7 @@ def pack(complete: Round, group: int, take: Take = lambda size: None) -> PackedP
         return TensorInformation(tensor.shape, tensor.dtype)
 
     outline = recursively_apply(describe, complete.parts[group], test_type=is_dense)
-    layout = lay_out_once(tuple((tensor.shape, tensor.dtype) for tensor in tensors))
+    layout = cached_layout(tuple((tensor.shape, tensor.dtype) for tensor in tensors))
     size = -(-layout.width // ALIGNMENT) * ALIGNMENT
     spec = Spec(outline, size, complete.counts)
     if size == layout.width and not any(tensor.is_inference() for tensor in tensors):

@@ -190,6 +190,8 @@ def restore(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any] | 
     is_same = (groups, rows) == (loader.plan.groups, loader.plan.rows_in_batch)
     by_torchdata = is_same and "torchdata" in streams and loader.torchdata_resumes
     by_torchdata = by_torchdata and offset.seen > 0 and not is_over and not used
+    if by_torchdata and isinstance(loader.dataset, IterableDataset):
+        by_torchdata = torch_private.has_dataset_state(streams["torchdata"])
     offset = offset._replace(
         stream=streams.get("dataset") if by_torchdata else _saved_stream(loader, streams)
     )

@@ -53,6 +53,32 @@ def test_a_stream_that_draws_random_numbers_goes_on_as_without_a_break(
     assert before + train(kind, config, tmp_path, start=3) == whole
 
 
+@pytest.mark.parametrize("kind", ["stream", "position"])
+@pytest.mark.parametrize("config", [{}, STATEFUL], ids=str)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_resumed_twice_in_an_epoch(
+    tmp_path: Path, kind: str, config: dict[str, Any], workers: int
+) -> None:
+    def read(start: int, stop: int = 99) -> list[Any]:
+        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+        data = sources.STREAMS[kind](4 * SAMPLES, "")
+        loader: Any = accelerator.prepare(DataLoader(data, BATCH, num_workers=workers))
+        if start:
+            accelerator.load_state(tmp_path)
+        skips = start and not config
+        batches = []
+        rest = accelerator.skip_first_batches(loader, start) if skips else loader
+        for number, (index, _) in enumerate(rest, start):
+            batches.append(index.tolist())
+            if number + 1 == stop:
+                accelerator.save_state(tmp_path)
+                break
+        return batches
+
+    whole = read(0)
+    assert read(0, 3) + read(3, 7) + read(7) == whole
+
+
 def test_the_states_before_a_batch_are_saved_only_where_reading_draws() -> None:
     for augment, is_saved in (("torch", True), ("", False)):
         loader = make("stream", 1, augment=augment)
