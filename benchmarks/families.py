@@ -112,6 +112,10 @@ def text(batch: int = 4, length: int = 128) -> Batch:
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
+def masked_text(batch: int = 4, length: int = 512) -> Batch:
+    return {**text(batch, length), "attention_mask": torch.ones(batch, length, dtype=torch.long)}
+
+
 def classified_text(batch: int = 8, length: int = 128) -> Batch:
     return {"input_ids": ids(batch, length), "labels": torch.zeros(batch, dtype=torch.long)}
 
@@ -184,6 +188,7 @@ MODELS_OF_TRANSFORMERS: dict[str, tuple[Any, ...]] = {
                {"vocab_size": 2000, "d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "num_layers": 2,
                 "num_experts": 4, "expert_capacity": 64, "decoder_start_token_id": 0}),
     "Llama": ("LlamaForCausalLM", "LlamaConfig", DECODER),
+    "Llama with a mask": ("LlamaForCausalLM", "LlamaConfig", DECODER, masked_text),
     "Qwen2": ("Qwen2ForCausalLM", "Qwen2Config", DECODER),
     "Qwen3": ("Qwen3ForCausalLM", "Qwen3Config", {**DECODER, "head_dim": 32}),
     "Gemma": ("GemmaForCausalLM", "GemmaConfig", {**DECODER, "head_dim": 32}),
@@ -220,6 +225,13 @@ MODELS_OF_TRANSFORMERS: dict[str, tuple[Any, ...]] = {
     "ModernBERT": ("ModernBertForMaskedLM", "ModernBertConfig",
                    {**ENCODER, "local_attention": 32, "cls_token_id": 1, "sep_token_id": 2}),
     "Longformer": ("LongformerForMaskedLM", "LongformerConfig", {**ENCODER, "attention_window": 32}),
+    "Nystromformer": ("NystromformerForMaskedLM", "NystromformerConfig",
+                      {**ENCODER, "segment_means_seq_len": 128, "num_landmarks": 16}),
+    "Reformer": ("ReformerModelWithLMHead", "ReformerConfig",
+                 {"vocab_size": 2000, "hidden_size": 128, "num_attention_heads": 4, "attention_head_size": 32,
+                  "feed_forward_size": 256, "axial_pos_shape": [8, 16], "axial_pos_embds_dim": [64, 64],
+                  "attn_layers": ["local", "lsh"], "is_decoder": True, "num_buckets": 4, "pad_token_id": 0,
+                  "lsh_attn_chunk_length": 32, "local_attn_chunk_length": 32}),
     "XLNet": ("XLNetLMHeadModel", "XLNetConfig",
               {"vocab_size": 2000, "d_model": 128, "n_layer": 3, "n_head": 4, "d_inner": 512}),
     "ViT": ("ViTForImageClassification", "ViTConfig", VISION, classified_images),
@@ -262,13 +274,8 @@ def noised(size: int = 32, batch: int = 4, channels: int = 3, **others: Tensor) 
 
 
 UNET = {"sample_size": 32, "block_out_channels": (32, 64), "layers_per_block": 1, "norm_num_groups": 8}
-TRANSFORMER = {
-    "num_attention_heads": 4,
-    "num_layers": 2,
-    "sample_size": 16,
-    "patch_size": 2,
-    "in_channels": 4,
-}
+PATCHES = {"sample_size": 16, "patch_size": 2, "in_channels": 4}
+TRANSFORMER = {**PATCHES, "num_attention_heads": 4, "num_layers": 2}
 
 
 def sd3() -> Batch:
@@ -387,6 +394,78 @@ def labeled(*shape: int) -> Batch:
     return {"pixel_values": torch.randn(*shape), "labels": torch.zeros(shape[0], dtype=torch.long)}
 
 
+class Packed(nn.Module):
+    """A recurrent network over packed sequences of several lengths."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layers = getattr(nn, kind)(64, 128, batch_first=True, bidirectional=True)
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        rnn: Any = nn.utils.rnn
+        packed = rnn.pack_padded_sequence(values, lengths, batch_first=True, enforce_sorted=False)
+        output: Tensor = rnn.pad_packed_sequence(self.layers(packed)[0], batch_first=True)[0]
+        return output.pow(2).mean()
+
+
+class GradientPenalty(nn.Module):
+    """A loss of the gradient of the output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 512), nn.Softplus(), nn.Linear(512, 1))
+
+    def forward(self, values: Tensor) -> Tensor:
+        with torch.enable_grad():
+            values = values.clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.layers(values).sum(), values, create_graph=True)
+        return gradient.pow(2).sum()
+
+
+class Images(nn.Module):
+    """Layers for images in a memory format, with a loss of their output."""
+
+    def __init__(self, memory_format: torch.memory_format, *layers: nn.Module) -> None:
+        super().__init__()
+        self.memory_format = memory_format
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        output: Tensor = self.layers(pixel_values.contiguous(memory_format=self.memory_format))
+        return output.mean((2, 3)).pow(2).mean() if output.shape[1] > 3 else output.pow(2).mean()
+
+
+def normalized() -> nn.Module:
+    layers = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 64, 3)
+    return Images(torch.channels_last, *layers, nn.BatchNorm2d(64), nn.ReLU())
+
+
+def upsampled(mode: str) -> nn.Module:
+    layers = nn.Conv2d(3, 16, 1), nn.Upsample(scale_factor=2, mode=mode), nn.Conv2d(16, 3, 1)
+    return Images(torch.contiguous_format, *layers)
+
+
+def segmented() -> nn.Module:
+    return Images(torch.contiguous_format, nn.Conv2d(3, 16, 1), nn.Conv2d(16, 3, 1))
+
+
+def packed() -> Batch:
+    return {"values": torch.randn(8, 24, 64), "lengths": torch.randint(5, 25, (8,))}
+
+
+class TransposedNorm(nn.Module):
+    """Batch normalization of the last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.BatchNorm1d(64)
+
+    def forward(self, values: Tensor) -> Tensor:
+        for _ in range(3):
+            values = self.norm(self.linear(values).transpose(1, 2)).transpose(1, 2).relu()
+        return values.pow(2).mean()
+
+
 MODELS_OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "nn.LSTM": (partial(Recurrent, "LSTM"), text),
     "nn.LSTM bidirectional": (partial(Recurrent, "LSTM", True), text),
@@ -396,6 +475,14 @@ MODELS_OF_TORCH: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] 
     "Conv1d": (partial(convolutional, 1, (512,)), partial(labeled, 16, 3, 512)),
     "Conv2d": (partial(convolutional, 2, (64, 64)), partial(labeled, 8, 3, 64, 64)),
     "Conv2d without norm": (partial(convolutional, 2, (64, 64), False), partial(labeled, 8, 3, 64, 64)),
+    "Conv2d channels_last": (normalized, lambda: {"pixel_values": images(64, 8)}),
+    "Conv2d with few outputs": (segmented, lambda: {"pixel_values": images(128, 4)}),
+    "Upsample nearest": (partial(upsampled, "nearest"), lambda: {"pixel_values": images(64, 4)}),
+    "Upsample bilinear": (partial(upsampled, "bilinear"), lambda: {"pixel_values": images(64, 4)}),
+    "BatchNorm1d transposed": (TransposedNorm, lambda: {"values": torch.randn(32, 32, 64)}),
+    "Packed LSTM": (partial(Packed, "LSTM"), packed),
+    "Packed GRU": (partial(Packed, "GRU"), packed),
+    "Gradient penalty": (GradientPenalty, lambda: {"values": torch.randn(256, 64)}),
     "Conv3d": (partial(convolutional, 3, (16, 16, 16)), partial(labeled, 4, 3, 16, 16, 16)),
 }
 

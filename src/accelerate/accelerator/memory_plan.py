@@ -68,7 +68,7 @@ class MemoryPlanning:
             reason = "layers of FP8 libraries cannot be traced"
             fix = "Plan with mixed_precision='bf16', which needs about as much memory"
             raise wrong_value("mixed_precision", name, reason, fix)
-        given: Any = [optimizer] if hasattr(optimizer, "param_groups") else optimizer
+        given: Any = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
         optimizers = [getattr(each, "optimizer", each) for each in given]
         step = planning.Step(
             extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False),

@@ -1,4 +1,8 @@
-"""`accelerate estimate-memory`: what a model needs, for inference and for training, and its device map."""
+"""The command `accelerate estimate-memory`, which prints the memory of a model and its device map.
+
+The estimate is for inference and for training without activations. With --batch_size, `estimate_training`
+plans a training step with activations instead.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from accelerate.base import (
 )
 from accelerate.commands import estimate_training
 from accelerate.commands.model_tensors import (
-    Tensors,
+    ModelTensors,
     Weight,
     add_timm_hub_prefix as add_timm_hub_prefix,
     check_has_model as check_has_model,
@@ -35,27 +39,27 @@ if TYPE_CHECKING:
     from torch import nn
 
 DESCRIPTION = (
-    "Say how much memory a model needs to be held and to be trained, without activations. Where the model has"
-    " safetensors files only their headers are read; else transformers or timm builds an empty model."
+    "Estimate how much memory a model needs for inference and for training, without activations. If the model"
+    " has safetensors files only their headers are read; else transformers or timm builds an empty model."
 )
 USUAL_DTYPES = ["float32", "float16", "int8", "int4"]
 TABLE_WIDTH = 80
 BITS_OF = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "int4": 4}
 DTYPES = tuple(BITS_OF)
-TRAINED_IN = ("float32", "float16", "bfloat16")
-"""Number formats that models are trained in; the others are for inference."""
+TRAINING_DTYPES = ("float32", "float16", "bfloat16")
+"""Dtypes in which models are trained. The others are for inference."""
 
-FULL = 4  # bytes of a weight, a gradient or an optimizer state in float32
+FLOAT32_BYTES = 4  # bytes of a weight, a gradient or an optimizer state in float32
 
 
 def size_of(weights: Iterable[Weight], dtype: str) -> int:
-    """Bytes that tensors take in a number format; indices and packed weights stay as they are."""
+    """Returns the bytes of tensors in a dtype, where indices and packed weights keep their own."""
     bits = BITS_OF[dtype]
     return sum(math.ceil(w.numel * bits / 8) if w.is_float else w.stored_bytes for w in weights)
 
 
 def layer_of(name: str) -> str:
-    """The part of a model that a tensor belongs to: its block where blocks are numbered, else its module."""
+    """Returns the name of the numbered block that contains a tensor, else of its module."""
     parts = name.split(".")
     numbered = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
     return ".".join(parts[: numbered + 1]) if numbered is not None else ".".join(parts[:-1]) or name
@@ -69,14 +73,17 @@ def largest_layer(weights: Iterable[Weight], dtype: str) -> tuple[str, int]:
 
 
 def _per_weight(count: float) -> Callable[[Sequence[Weight]], int]:
-    return lambda weights: math.ceil(count * FULL * sum(weight.numel for weight in weights))
+    return lambda weights: math.ceil(count * FLOAT32_BYTES * sum(weight.numel for weight in weights))
 
 
 def _factored(weights: Sequence[Weight]) -> int:
-    """Adafactor: a number for each row and column of a matrix, and for each entry of what is no matrix."""
+    """Returns the bytes of the states of Adafactor.
+
+    It has a number for each row and column of a matrix, and for each element of other tensors.
+    """
     matrices = [weight.shape for weight in weights if len(weight.shape) > 1]
     states = sum(math.prod(shape[:-2]) * (shape[-2] + shape[-1]) for shape in matrices)
-    return FULL * (states + sum(weight.numel for weight in weights if len(weight.shape) < 2))
+    return FLOAT32_BYTES * (states + sum(weight.numel for weight in weights if len(weight.shape) < 2))
 
 
 OPTIMIZERS: dict[str, Callable[[Sequence[Weight]], int]] = {
@@ -90,76 +97,79 @@ OPTIMIZERS: dict[str, Callable[[Sequence[Weight]], int]] = {
     "sgd": _per_weight(0),
     "sgd_momentum": _per_weight(1),
 }
-"""Optimizer -> bytes of its states for these trained tensors."""
+"""Optimizer -> function that returns the bytes of its states for the trained tensors."""
 
 
 def training_bytes(
     weights: Sequence[Weight], dtype: str, optimizer: str, sharding: str, processes: int
 ) -> dict[str, int] | None:
-    """Bytes on each process while a model is trained, by part and in total, without activations.
+    """Returns the bytes on each rank during training, by part and in total, without activations.
 
-    ``None`` for a number format that models are not trained in.
+    Returns ``None`` for a dtype in which models are not trained.
     """
-    if dtype not in TRAINED_IN:
+    if dtype not in TRAINING_DTYPES:
         return None
     plan = SHARDINGS[sharding]
     trained = [weight for weight in weights if weight.is_float]
-    kept_in = dtype if plan.masters else "float32"
-    masters = size_of(trained, "float32") if kept_in != "float32" else 0
+    weight_dtype = dtype if plan.has_masters else "float32"
+    masters = size_of(trained, "float32") if weight_dtype != "float32" else 0
     states = OPTIMIZERS[optimizer](trained) + masters
     parts = {
-        "weights": size_of(weights, kept_in) / (processes if plan.weights else 1),
-        "gradients": size_of(trained, kept_in) / (processes if plan.gradients else 1),
+        "weights": size_of(weights, weight_dtype) / (processes if plan.weights else 1),
+        "gradients": size_of(trained, weight_dtype) / (processes if plan.gradients else 1),
         "optimizer": states / (processes if plan.optimizer else 1),
     }
     sizes = {name: math.ceil(size) for name, size in parts.items()}
-    # What the forward pass computes with beside the weights that are kept.
+    # The forward pass needs all-gathered or cast weights in addition.
     if plan.gathered == "layer":
         sizes["weights"] += largest_layer(weights, dtype)[1]
-    elif plan.gathered == "all" or dtype != kept_in:
+    elif plan.gathered == "all" or dtype != weight_dtype:
         sizes["weights"] += size_of(weights, dtype)
     return {**sizes, "total": sum(sizes.values())}
 
 
-BYTES_OF_MSAMP = {"O1": (4, 1, 8), "O2": (2, 1, 3)}
+MSAMP_BYTES = {"O1": (4, 1, 8), "O2": (2, 1, 3)}
 """Level of MS-AMP -> bytes of a weight, a gradient and the two moments of Adam."""
 
 
 def estimate_training_usage(
     bytes: int, mixed_precision: str, msamp_config: str | None = None
 ) -> dict[str, int]:
-    """Memory for training with Adam on one process, from the size of the model alone.
+    """Returns the memory for training with Adam on one process, from the size of the model alone.
 
     Args:
-        bytes: size of the model in float32.
+        bytes: Size of the model in float32, in bytes.
         mixed_precision: "float32", or "float16" or "bfloat16" for mixed precision.
         msamp_config: "O1" or "O2" with MS-AMP.
 
     Returns:
-        Bytes of the "model", the "gradients", the "optimizer", and at the "step" all together; without
-        activations. All are -1 for a number format that models are not trained in.
+        Bytes of the "model", the "gradients" and the "optimizer", and their sum at the "step", without
+        activations. All are -1 for a dtype in which models are not trained.
 
     Raises:
-        ConfigurationError: no such level of MS-AMP.
+        ConfigurationError: The level of MS-AMP is unknown.
     """
-    if mixed_precision not in TRAINED_IN:
+    if mixed_precision not in TRAINING_DTYPES:
         return dict.fromkeys(("model", "gradients", "optimizer", "step"), -1)
-    if msamp_config is not None and msamp_config not in BYTES_OF_MSAMP:
+    if msamp_config is not None and msamp_config not in MSAMP_BYTES:
         raise wrong_value("msamp_config", msamp_config, "there is no such level", "Use O1 or O2")
-    plain = (4 if mixed_precision == "float32" else 6, 4, 8)
-    parts = BYTES_OF_MSAMP[msamp_config] if msamp_config else plain
-    model, gradients, optimizer = (math.ceil(bytes * part / FULL) for part in parts)
+    without_msamp = (4 if mixed_precision == "float32" else 6, 4, 8)
+    parts = MSAMP_BYTES[msamp_config] if msamp_config else without_msamp
+    model, gradients, optimizer = (math.ceil(bytes * part / FLOAT32_BYTES) for part in parts)
     sizes = {"model": model, "gradients": gradients, "optimizer": optimizer}
     return {**sizes, "step": sum(sizes.values())}
 
 
-WHOLE = "_Block"
-MOST_DIGITS = 6  # of the number of a device
+NO_SPLIT_CLASS = "_Block"
+MAX_DEVICE_DIGITS = 6
 DEVICES = ("mps", "cpu", "disk")
 
 
 def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
-    """Read limits such as "0=24GB" or "cpu=64GB"; without any, what is free on this machine counts."""
+    """Returns memory limits such as "0=24GB" or "cpu=64GB" in bytes by device.
+
+    Returns None without limits, for the free memory of this machine.
+    """
     if not words:
         return None
     from accelerate.big_modeling import get_max_memory
@@ -167,80 +177,84 @@ def parse_memory(words: Sequence[str]) -> dict[Any, int] | None:
     limits: dict[Any, str] = {}
     for word in words:
         device, equals, size = word.partition("=")
-        is_number = device.isdecimal() and len(device) <= MOST_DIGITS
+        is_number = device.isdecimal() and len(device) <= MAX_DEVICE_DIGITS
         if not equals or not (is_number or device in DEVICES):
             fix = "write 0=24GB, or cpu=64GB"
-            raise wrong_value("--device_map", word, "this is no device with its memory", fix)
+            raise wrong_value("--device_map", word, "this is not a device with its memory", fix)
         limits[int(device) if is_number else device] = size
     return get_max_memory(limits)
 
 
-def plan_of(
+def plan_device_map(
     weights: Iterable[Weight], dtype: str, memory: Mapping[Any, int] | None
 ) -> tuple[dict[str, Any], str]:
-    """Plan a device map for limits in bytes, None for what is free; return devices by module, and a table."""
+    """Returns a device map and its table.
+
+    Args:
+        memory: Limits in bytes by device. None for the free memory of this machine.
+    """
     from accelerate.big_modeling import explain_device_map, infer_auto_device_map, plan_memory
 
-    model = _build(weights)
-    number_format = CustomDtype.INT4 if dtype == "int4" else dtype
+    model = _build_model(weights)
+    target_dtype = CustomDtype.INT4 if dtype == "int4" else dtype
     limits = plan_memory(memory)
-    device_map = infer_auto_device_map(model, limits, [WHOLE], number_format)
-    return dict(device_map), explain_device_map(model, device_map, limits, number_format)
+    device_map = infer_auto_device_map(model, limits, [NO_SPLIT_CLASS], target_dtype)
+    return dict(device_map), explain_device_map(model, device_map, limits, target_dtype)
 
 
-def _build(weights: Iterable[Weight]) -> nn.Module:
-    """Build modules that have the names and sizes of a model's; numbered ones are blocks that stay whole."""
+def _build_model(weights: Iterable[Weight]) -> nn.Module:
+    """Returns a model on the meta device with these tensors, in which numbered modules are not split."""
     import torch
     from torch import nn
 
-    class _Plain(nn.Module):
+    class _Module(nn.Module):
         def forward(self) -> None:
-            """Say that it can be called, as modules that are no lists can."""
+            """Marks the module as callable, unlike a `ModuleList`."""
 
-    class _Block(_Plain):
+    class _Block(_Module):
         pass
 
-    root = _Plain()
+    root = _Module()
     for weight in weights:
         *path, name = weight.name.split(".")
         module: nn.Module = root
-        for part, following in zip(path, [*path[1:], ""], strict=True):
+        for part, child in zip(path, [*path[1:], ""], strict=True):
             if part not in module._modules:
-                kind = nn.ModuleList if following.isdecimal() else _Block if part.isdecimal() else _Plain
+                kind = nn.ModuleList if child.isdecimal() else _Block if part.isdecimal() else _Module
                 module.add_module(part, kind())
             module = module.get_submodule(part)
         shape = weight.shape if weight.is_float else (weight.stored_bytes,)
-        number_format = torch.float32 if weight.is_float else torch.uint8
-        tensor = torch.empty(shape, dtype=number_format, device="meta")
+        tensor_dtype = torch.float32 if weight.is_float else torch.uint8
+        tensor = torch.empty(shape, dtype=tensor_dtype, device="meta")
         module.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
     return root
 
 
 def gather_data(args: argparse.Namespace) -> list[list[Any]]:
-    """Estimate a model's sizes.
+    """Returns the sizes of a model in each dtype.
 
     Args:
-        args: parsed by `estimate_command_parser`.
+        args: Arguments parsed by `estimate_command_parser`.
 
     Returns:
-        For each number format: its name, bytes of the largest layer, bytes of the whole model, and bytes by
-        part on each process while it is trained (``None`` for formats that models are not trained in).
+        For each dtype a list of its name, bytes of the largest layer, bytes of the whole model, and bytes by
+        part on each rank during training (``None`` for dtypes in which models are not trained).
 
     Raises:
-        ConfigurationError: there is no such model, or it cannot be read.
+        ConfigurationError: The model does not exist, or cannot be read.
     """
     model = read_tensors(args.model_name, args.library_name, args.trust_remote_code)
     return [[dtype, *sizes.values()] for dtype, sizes in _facts(args, model)["dtypes"].items()]
 
 
 def estimate_command(args: argparse.Namespace) -> None:
-    """Print the estimate as a table, or as JSON.
+    """Prints the estimate as a table or as JSON.
 
     Args:
-        args: parsed by `estimate_command_parser`.
+        args: Arguments parsed by `estimate_command_parser`.
 
     Raises:
-        ConfigurationError: there is no such model, or it cannot be read.
+        ConfigurationError: The model does not exist, or cannot be read.
     """
     if getattr(args, "batch_size", None) is not None:
         _print_training(args)
@@ -251,7 +265,7 @@ def estimate_command(args: argparse.Namespace) -> None:
     plans = {}
     if getattr(args, "device_map", None) is not None:
         memory = parse_memory(args.device_map)
-        plans = {dtype: plan_of(model.weights, dtype, memory) for dtype in args.dtypes}
+        plans = {dtype: plan_device_map(model.weights, dtype, memory) for dtype in args.dtypes}
     if getattr(args, "json", False):
         maps = {dtype: device_map for dtype, (device_map, _) in plans.items()}
         print(json.dumps({**facts, "device_maps": maps} if plans else facts, indent=2))
@@ -268,9 +282,9 @@ def estimate_command(args: argparse.Namespace) -> None:
     lines = [
         f"Memory for {args.model_name}",
         _table(headers, cells),
-        f"{facts['parameters']:,} parameters, {convert_bytes(facts['stored_bytes'])} as stored; known from "
+        f"{facts['parameters']:,} parameters, {convert_bytes(facts['stored_bytes'])} as stored; read from "
         f"{model.source}.",
-        f"The largest layer is {facts['largest_layer']}. Activations come on top.",
+        f"The largest layer is {facts['largest_layer']}. Activations are not included.",
     ]
     if facts["num_processes"] > 1:
         processes, sharding = facts["num_processes"], facts["sharding"]
@@ -284,13 +298,16 @@ def estimate_command(args: argparse.Namespace) -> None:
 def _print_training(args: argparse.Namespace) -> None:
     planned = estimate_training.plan_training(args)
     if args.json:
-        print(json.dumps(estimate_training.json_of(args, *planned), indent=2))
+        print(json.dumps(estimate_training.as_json(args, *planned), indent=2))
     else:
-        print(estimate_training.text_of(args, *planned))
+        print(estimate_training.format_plan(args, *planned))
 
 
-def _facts(args: argparse.Namespace, model: Tensors) -> dict[str, Any]:
-    """What is said of a model; a namespace that a program builds may lack the options of training."""
+def _facts(args: argparse.Namespace, model: ModelTensors) -> dict[str, Any]:
+    """Returns the facts about a model that are printed.
+
+    A namespace that was not parsed by `estimate_command_parser` may lack the options of training.
+    """
     processes = getattr(args, "num_processes", 1)
     if processes < 1:
         raise wrong_value("--num_processes", processes, "there is at least one process", "Give 1 or more")
@@ -328,15 +345,15 @@ def _table(headers: list[str], rows: list[list[str]], **kwargs: Any) -> Any:
 
 
 def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) -> str:
-    """Draw a table with plain characters.
+    """Returns a table with ASCII characters.
 
     Args:
-        headers: of the columns.
-        rows: cells of each row; written with `str`.
-        title: above the table.
+        headers: Headers of the columns.
+        rows: Cells of each row, which are formatted with `str`.
+        title: Title above the table.
 
     Returns:
-        The table's lines.
+        The lines of the table.
     """
     from rich import box
     from rich.console import Console
@@ -363,15 +380,15 @@ def estimate_command_parser(parser: CustomArgumentParser) -> None:
         default=USUAL_DTYPES,
         choices=DTYPES,
         metavar="NAME",
-        help=f"Number formats: {', '.join(DTYPES)}.",
+        help=f"Dtypes: {', '.join(DTYPES)}.",
     )
     add("--trust_remote_code", action="store_true", help="Allow code that comes with the model to run.")
     add(
         "--device_map",
         nargs="*",
         metavar="DEVICE=SIZE",
-        help="Also plan which modules go where, for devices such as 0=24GB 1=24GB cpu=64GB, which need not "
-        "be here; without any: for this machine.",
+        help="Also plan a device map, for devices such as 0=24GB 1=24GB cpu=64GB, which need not exist on "
+        "this machine; without any: for this machine.",
     )
     add("--json", action="store_true", help="Print JSON with exact bytes.")
     training = parser.add_argument_group("Training", "How the model would be trained.")
@@ -387,7 +404,7 @@ def estimate_command_parser(parser: CustomArgumentParser) -> None:
         "--sharding",
         choices=tuple(SHARDINGS),
         metavar="NAME",
-        help=f"What is split between the processes (DeepSpeed's ZeRO stages, FSDP's strategies): "
+        help=f"What is sharded across the processes (DeepSpeed's ZeRO stages, FSDP's strategies): "
         f"{', '.join(SHARDINGS)}; default: full_shard with several processes.",
     )
     estimate_training.add_flags(parser)

@@ -1,4 +1,8 @@
-"""`accelerate estimate-memory --batch_size`: the memory of a training step, activations included."""
+"""The command `accelerate estimate-memory --batch_size`, which plans the memory of a training step.
+
+`estimate.py` adds the flags of this file to its parser and calls `plan_training` if --batch_size is given.
+The step is traced on the meta device, so that activations are included.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,18 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from accelerate.planning import Fit, Layout, Loss, MemoryPlan, Planner
+    from accelerate.planning import FittingLayout, Layout, Loss, MemoryPlan, Planner
 
 FACTORY = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
-NUMBER_FORMATS = ("no", "fp16", "bf16")
+MIXED_PRECISIONS = ("no", "fp16", "bf16")
 PARAMETER_DTYPES = ("float32", "bfloat16", "float16")
-STATES = ("adamw8bit", "lion")
-"""Optimizers that torch lacks: their states are computed, and the step is traced with SGD."""
+COMPUTED_OPTIMIZERS = ("adamw8bit", "lion")
+"""Optimizers that torch lacks, whose states are computed while the step is traced with SGD."""
 
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A model on the meta device, with a batch for it and its loss."""
+    """Model on the meta device, with a batch and a loss."""
 
     model: nn.Module
     batch: Any
@@ -37,7 +41,7 @@ class TrainedModel:
 
 
 def add_flags(parser: Any) -> None:
-    """Add the flags of a training step to the parser of `estimate-memory`."""
+    """Adds the flags of a training step to the parser of `estimate-memory`."""
     group = parser.add_argument_group(
         "Training step", "With --batch_size a training step is traced, activations included."
     )
@@ -47,26 +51,26 @@ def add_flags(parser: Any) -> None:
     add(
         "--mixed_precision",
         default="no",
-        choices=NUMBER_FORMATS,
+        choices=MIXED_PRECISIONS,
         metavar="NAME",
-        help=f"Number format of the computation: {', '.join(NUMBER_FORMATS)}.",
+        help=f"Mixed precision of the computation: {', '.join(MIXED_PRECISIONS)}.",
     )
     add(
         "--parameter_dtype",
         default="float32",
         choices=PARAMETER_DTYPES,
         metavar="NAME",
-        help=f"Number format of the trained parameters: {', '.join(PARAMETER_DTYPES)}.",
+        help=f"Dtype of the trained parameters: {', '.join(PARAMETER_DTYPES)}.",
     )
     add("--gradient_checkpointing", action="store_true", help="Recompute activations of blocks in backward.")
     add("--gradient_accumulation_steps", type=int, default=1, metavar="N", help="Passes for each step.")
-    add("--tp_size", type=int, default=1, metavar="N", help="Processes that share each layer.")
+    add("--tp_size", type=int, default=1, metavar="N", help="Tensor-parallel size.")
     add(
         "--offload",
         default="none",
         choices=("none", "optimizer", "all"),
         metavar="NAME",
-        help="What is kept in the memory of the host: none, optimizer or all.",
+        help="What is offloaded to the memory of the host: none, optimizer or all.",
     )
     add(
         "--devices",
@@ -77,14 +81,14 @@ def add_flags(parser: Any) -> None:
 
 
 def refuse_without_batch_size(args: argparse.Namespace) -> None:
-    """Raise an error for flags of a training step without --batch_size."""
-    given = [f"--{name}" for name, usual in USUAL.items() if getattr(args, name, usual) != usual]
+    """Raises an error for flags of a training step without --batch_size."""
+    given = [f"--{name}" for name, default in DEFAULTS.items() if getattr(args, name, default) != default]
     if given or FACTORY.fullmatch(args.model_name):
         what = ", ".join(given) or "module:function as the model"
         raise ConfigurationError(f"{what} needs a training step: add --batch_size, such as --batch_size 8.")
 
 
-USUAL = {
+DEFAULTS = {
     "sequence_length": None,
     "mixed_precision": "no",
     "parameter_dtype": "float32",
@@ -99,18 +103,22 @@ USUAL = {
 
 def plan_training(
     args: argparse.Namespace,
-) -> tuple[tuple[str, bool], MemoryPlan, dict[str, Any], list[Fit]]:
-    """Return the class of the model and whether it was assumed, the plan of the layout that the flags
-    describe, facts about devices, and layouts that fit."""
+) -> tuple[tuple[str, str], MemoryPlan, dict[str, Any], list[FittingLayout]]:
+    """Returns the memory plan of a training step.
+
+    Returns:
+        The class of the model and why it was assumed, the plan of the layout that the flags describe,
+        facts about devices, and layouts that fit.
+    """
     from accelerate import planning
 
     _check_counts(args)
-    count, capacity = planning.read_devices(args.devices) if args.devices else (args.num_processes, 0)
+    count, capacity = planning.parse_devices(args.devices) if args.devices else (args.num_processes, 0)
     if args.devices and args.num_processes not in (1, count):
         reason = f"--devices {args.devices} has {count} devices"
         raise wrong_value("--num_processes", args.num_processes, reason, "Leave one of them out")
     trained = read_model(args)
-    kind, planner = _kind_of(trained.model), _planner(args, trained)
+    kind, planner = _model_class(trained.model), _planner(args, trained)
     layout = _layout(args, count)
     fits = planner.fitting(layout, count, capacity, args.batch_size) if capacity else []
     if fits and not any(
@@ -127,7 +135,7 @@ def plan_training(
 def _check_counts(args: argparse.Namespace) -> None:
     for name in ("batch_size", "gradient_accumulation_steps", "tp_size", "num_processes"):
         if getattr(args, name) < 1:
-            raise wrong_value(f"--{name}", getattr(args, name), "it counts from 1", "Give 1 or more")
+            raise wrong_value(f"--{name}", getattr(args, name), "it is less than 1", "Give 1 or more")
 
 
 def _layout(args: argparse.Namespace, count: int) -> Layout:
@@ -148,7 +156,10 @@ def _layout(args: argparse.Namespace, count: int) -> Layout:
 
 
 def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
-    """Return the planner of a model; devices update all parameters at once, so the optimizer does too."""
+    """Returns the planner of a model.
+
+    Its optimizer updates all parameters at once (`foreach`), as on a device.
+    """
     import torch
 
     from accelerate import planning, strategies
@@ -156,14 +167,11 @@ def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
     from accelerate.commands.model_tensors import Weight
     from accelerate.precision import MixedPrecision, Precision
 
+    planning.check_step(trained.model, (), trained.batch)
     trained.model.to(getattr(torch, args.parameter_dtype)).train()
     parameters = [parameter for parameter in trained.model.parameters() if parameter.requires_grad]
-    if not parameters:
-        raise wrong_value(
-            "MODEL", args.model_name, "it has no parameters that train", "Let some require gradients"
-        )
     weights = [Weight("", tuple(parameter.shape), "F32") for parameter in parameters]
-    state = OPTIMIZERS[args.optimizer](weights) if args.optimizer in STATES else 0
+    state = OPTIMIZERS[args.optimizer](weights) if args.optimizer in COMPUTED_OPTIMIZERS else 0
     step = planning.Step(
         trained.model,
         [_optimizer(args.optimizer, parameters)],
@@ -177,14 +185,7 @@ def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
     trace = planning.tracer_of(step, autocast or Precision(), autocast, strategies.recompute)
 
     def trace_with_state(variant: planning.Variant) -> planning.Trace:
-        try:
-            return trace(variant).with_state(state)
-        except ConfigurationError:
-            raise
-        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-            reason = f"its training step fails: {type(error).__name__}: {shortened(str(error))}"
-            fix = "Check the model and its batch, or pass both as module:function"
-            raise wrong_value("MODEL", args.model_name, reason, fix) from error
+        return trace(variant).with_state(state)
 
     return planning.Planner(trace_with_state)
 
@@ -205,10 +206,10 @@ def _optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.optim.O
 
 
 def read_model(args: argparse.Namespace) -> TrainedModel:
-    """Build a model on the meta device, with a batch for it.
+    """Returns a model on the meta device, with a batch and a loss.
 
     Raises:
-        ConfigurationError: there is no such model or function, or it cannot be built.
+        ConfigurationError: The model or the function does not exist, or the model cannot be built.
     """
     from accelerate import planning
 
@@ -233,7 +234,10 @@ def read_model(args: argparse.Namespace) -> TrainedModel:
 
 
 def _from_factory(args: argparse.Namespace, module: str, name: str) -> TrainedModel:
-    """Call the user's function for a model, a batch and maybe a loss."""
+    """Returns the model, the batch and the loss from a function of the user.
+
+    The batch and the loss are optional in the result of the function.
+    """
     import torch
     from torch import nn
 
@@ -243,16 +247,16 @@ def _from_factory(args: argparse.Namespace, module: str, name: str) -> TrainedMo
     try:
         factory = getattr(importlib.import_module(module), name)
         with torch.device("meta"):
-            made = factory()
-    except (ImportError, AttributeError, TypeError, RuntimeError, ValueError) as error:
-        reason = f"it cannot be imported and called: {shortened(str(error))}"
+            result = factory()
+    except Exception as error:
+        reason = f"it cannot be imported and called: {type(error).__name__}: {shortened(str(error))}"
         fix = "Name a function without arguments that returns a model and a batch, as module:function"
         raise wrong_value("MODEL", args.model_name, reason, fix) from error
     finally:
         sys.path.remove(str(Path.cwd()))
-    parts = made if isinstance(made, tuple) else (made,)
+    parts = result if isinstance(result, tuple) else (result,)
     if not isinstance(parts[0], nn.Module) or len(parts) > 3:
-        reason = f"it returned {type(made).__name__}"
+        reason = f"it returned {type(result).__name__}"
         raise wrong_value("MODEL", args.model_name, reason, "Return model, batch or model, batch, loss")
     if len(parts) == 1 and not hasattr(parts[0], "config"):
         reason = "it returned no batch, and no model of transformers to make one for"
@@ -263,21 +267,25 @@ def _from_factory(args: argparse.Namespace, module: str, name: str) -> TrainedMo
     return TrainedModel(model, batch, loss)
 
 
-def _kind_of(model: nn.Module) -> tuple[str, bool]:
-    """Return the class of a model, and whether its configuration names others or none."""
+def _model_class(model: nn.Module) -> tuple[str, str]:
+    """Returns the class of a model, and why it is not one that its configuration names, or an empty text."""
     config: Any = getattr(model, "config", None)
-    kind = type(model).__name__
-    return kind, hasattr(config, "architectures") and kind not in (config.architectures or ())
+    kind, names = type(model).__name__, getattr(config, "architectures", None) or ()
+    if not hasattr(config, "architectures") or kind in names:
+        return kind, ""
+    if not names:
+        return kind, "its configuration names no class in architectures"
+    return kind, f"the class {' or '.join(names)} in its architectures is not one of transformers"
 
 
-def text_of(
+def format_plan(
     args: argparse.Namespace,
-    kind: tuple[str, bool],
+    kind: tuple[str, str],
     plan: MemoryPlan,
     devices: Mapping[str, Any],
-    fits: list[Fit],
+    fits: list[FittingLayout],
 ) -> str:
-    """Return the plan for people: tables, a bar for the devices, and what fits."""
+    """Returns the plan as text, with tables, a bar for the devices, and layouts that fit."""
     from accelerate import planning
 
     layout, accumulation = plan.layout, plan.layout.accumulation
@@ -286,16 +294,15 @@ def text_of(
         f"A training step of {args.model_name} with {args.optimizer}, mixed precision "
         f"{args.mixed_precision}, batch size {plan.batch_size}"
         + (f" x {accumulation} passes" if accumulation > 1 else ""),
-        *([f"Model: {kind[0]}, since its configuration names no class in architectures."] * kind[1]),
+        *([f"Model: {kind[0]}, since {kind[1]}."] if kind[1] else ()),
         f"Layout: {layout.name}, {count} device{'s' * (count > 1)}. Peak of each device:",
         "",
-        planning.table_of(plan.parts),
+        planning.format_parts(plan.parts),
         "",
     ]
     capacity = devices.get("bytes", plan.peak)
-    lines.append(
-        f"device 0{f' to {count - 1}, each' if count > 1 else ''}: {planning.bar_of(plan.parts, capacity)}"
-    )
+    bar = planning.format_bar(plan.parts, capacity)
+    lines.append(f"device 0{f' to {count - 1}, each' if count > 1 else ''}: {bar}")
     host = plan.as_dict()["host_bytes"]
     if host:
         lines.append(f"host, for each process: {convert_bytes(host)}")
@@ -306,18 +313,18 @@ def text_of(
         lines += ["", f"Largest batch on each device that fits in this layout: {fit}{more}."]
         head = f"Layouts that fit {args.devices}, without offload and with the least communication first:"
         none = f"No layout fits {args.devices}. Use a smaller batch, or more or larger devices."
-        lines += ["", head, planning.layouts_table(fits)] if fits else ["", none]
+        lines += ["", head, planning.format_layouts(fits)] if fits else ["", none]
     return "\n".join(lines)
 
 
-def json_of(
+def as_json(
     args: argparse.Namespace,
-    kind: tuple[str, bool],
+    kind: tuple[str, str],
     plan: MemoryPlan,
     devices: Mapping[str, Any],
-    fits: list[Fit],
+    fits: list[FittingLayout],
 ) -> dict[str, Any]:
-    """Return the plan in exact bytes."""
+    """Returns the plan in bytes, as a mapping for JSON."""
     facts = {
         "model": args.model_name,
         "model_class": kind[0],

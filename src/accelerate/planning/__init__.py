@@ -1,4 +1,4 @@
-"""Predict the memory of training before it runs: a traced step, layouts over devices, and batch sizes."""
+"""Prediction of the memory of training, for `plan_memory` and `accelerate estimate-memory`."""
 
 from accelerate.base import attach
 

@@ -1,3 +1,4 @@
+from accelerate.planning.checks import check_step as check_step
 from accelerate.planning.inputs import (
     batch_for as batch_for,
     classification_loss as classification_loss,
@@ -10,24 +11,24 @@ from accelerate.planning.layouts import (
     ZERO_STAGES as ZERO_STAGES,
     Layout as Layout,
     Sharding as Sharding,
-    candidates as candidates,
+    candidate_layouts as candidate_layouts,
     communication_of as communication_of,
     host_bytes as host_bytes,
     memory_of as memory_of,
-    read_devices as read_devices,
+    parse_devices as parse_devices,
 )
 from accelerate.planning.parts import Parts as Parts, Trace as Trace
 from accelerate.planning.plan import (
     LARGEST_BATCH as LARGEST_BATCH,
-    Fit as Fit,
+    FittingLayout as FittingLayout,
     MemoryPlan as MemoryPlan,
     Planner as Planner,
     Variant as Variant,
-    bar_of as bar_of,
     build_plan as build_plan,
+    format_bar as format_bar,
+    format_layouts as format_layouts,
+    format_parts as format_parts,
     largest_batch as largest_batch,
-    layouts_table as layouts_table,
-    table_of as table_of,
 )
 from accelerate.planning.tracing import (
     Loss as Loss,

@@ -1,4 +1,7 @@
-"""Batches for models of transformers and timm, made from their configurations, on the meta device."""
+"""Batches on the meta device for models of transformers and timm, built from their configurations.
+
+Called by `accelerate estimate-memory` for models that the user gives by name.
+"""
 
 from __future__ import annotations
 
@@ -11,26 +14,26 @@ from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, wrong_value
 
-USUAL_LENGTH, USUAL_IMAGE = 512, 224
+DEFAULT_LENGTH, DEFAULT_IMAGE_SIZE = 512, 224
 PER_SAMPLE = ("ForSequenceClassification", "ForImageClassification", "ForAudioClassification")
-"""Ends of the names of models whose labels are one number for each sample."""
+"""Suffixes of the class names of models whose labels have one integer per sample."""
 
 
 def batch_for(model: nn.Module, batch_size: int, length: int | None) -> dict[str, Any]:
-    """Return the keyword arguments of a forward pass that returns a loss where the model has one.
+    """Returns the keyword arguments of a forward pass, which returns a loss if the model has one.
 
     Args:
-        model: of transformers.
-        batch_size: samples.
-        length: tokens in each sequence; the default is the longest one of the model, at most 512.
+        model: Model of transformers.
+        batch_size: Number of samples.
+        length: Tokens in each sequence. None uses the maximum of the model, but at most 512.
     """
     config: Any = model.config
-    limit = _text_config(config)
-    usual = min(USUAL_LENGTH, limit or USUAL_LENGTH)
+    limit = _max_length(config)
+    default = min(DEFAULT_LENGTH, limit or DEFAULT_LENGTH)
     if length is not None and not 0 < length <= (limit or length):
         reason = f"sequences of {type(model).__name__} have 1 to {limit or 'any number of'} tokens"
         raise wrong_value("sequence_length", length, reason, "Give a number in that range")
-    shape = batch_size, length or usual
+    shape = batch_size, length or default
     accepted = inspect.signature(model.forward).parameters
     name = str(getattr(model, "main_input_name", "input_ids"))
     if name not in INPUTS:
@@ -39,19 +42,19 @@ def batch_for(model: nn.Module, batch_size: int, length: int | None) -> dict[str
             "Write a function that returns the model and a batch, and pass it as module:function."
         )
     batch: dict[str, Any] = {name: INPUTS[name](config, shape)}
-    if "return_loss" in accepted:  # pairs of texts and images
-        batch |= {each: INPUTS[each](config, shape) for each in ("input_ids", "pixel_values")}
+    if "return_loss" in accepted:  # a model of pairs of texts and images
+        batch |= {name: INPUTS[name](config, shape) for name in ("input_ids", "pixel_values")}
         return {**batch, "return_loss": True}
     if "labels" in accepted:
         batch["labels"] = _indices(None, shape[:1] if type(model).__name__.endswith(PER_SAMPLE) else shape)
     elif {"start_positions", "end_positions"} <= set(accepted):
-        batch |= {each: _indices(None, shape[:1]) for each in ("start_positions", "end_positions")}
+        batch |= {name: _indices(None, shape[:1]) for name in ("start_positions", "end_positions")}
     elif "decoder_input_ids" in accepted:
         batch["decoder_input_ids"] = _indices(None, shape)
     return batch
 
 
-def _text_config(config: Any) -> int | None:
+def _max_length(config: Any) -> int | None:
     names = ("max_position_embeddings", "n_positions", "max_target_positions")
     texts = (config, getattr(config, "text_config", None))
     sizes = (getattr(text, name, None) for text in texts for name in names)
@@ -64,7 +67,7 @@ def _indices(config: Any, shape: tuple[int, ...]) -> Tensor:
 
 def _images(config: Any, shape: tuple[int, ...]) -> Tensor:
     vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", None) or USUAL_IMAGE
+    size = getattr(vision, "image_size", None) or DEFAULT_IMAGE_SIZE
     height, width = (size, size) if isinstance(size, int) else size
     return torch.empty(shape[0], getattr(vision, "num_channels", 3), height, width, device="meta")
 
@@ -78,22 +81,22 @@ INPUTS: Mapping[str, Callable[[Any, tuple[int, ...]], Tensor]] = {
     "pixel_values": _images,
     "input_features": _spectrograms,
 }
-"""Name of the input of a model -> its tensor, for a configuration and a number of samples and tokens."""
+"""Name of a model input -> function that returns its tensor for a configuration and (samples, tokens)."""
 
 
 def timm_batch(model: Any, batch_size: int) -> tuple[Tensor, Tensor]:
-    """Return images and labels for a model of timm."""
+    """Returns images and labels for a model of timm."""
     images = torch.empty(batch_size, *model.default_cfg["input_size"], device="meta")
     return images, _indices(None, (batch_size,))
 
 
 def classification_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the loss of a model that has logits as its output."""
+    """Returns the cross entropy of a model that returns logits."""
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def loss_or_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the loss in the output of a model; of a model without one, the mean of its first output."""
+    """Returns the loss in the output of a model, or the mean of its first output if it has no loss."""
     output = model(**batch)
     loss = getattr(output, "loss", None)
     mean: Tensor = output[0].float().mean() if loss is None else loss

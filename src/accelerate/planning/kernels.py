@@ -1,4 +1,7 @@
-"""Buffers inside of operators: what a kernel allocates besides its results."""
+"""Temporary buffers that the kernels of operators allocate in addition to their results.
+
+Traces with fake tensors do not contain them, so `planning.operators` adds them to a trace with `Kernels`.
+"""
 
 from __future__ import annotations
 
@@ -20,27 +23,33 @@ BATCHED: Mapping[Any, tuple[int, ...]] = {
     aten.mkldnn_rnn_layer.default: (0,),
     aten.mkldnn_rnn_layer_backward.default: (0, 7, 10),
 }
-"""Operator with buffers -> its arguments whose dimension 0 is of samples or time steps."""
+"""Operator with temporary buffers -> indices of its arguments with the batch or time in dimension 0."""
+RECURRENT = {aten.mkldnn_rnn_layer.default, aten.mkldnn_rnn_layer_backward.default}
+"""Operators of `BATCHED` with features in the last dimension. Convolutions have them in dimension 1."""
 
 
-def _strided(args: Sequence[Any], result: Any) -> int:
-    """Arguments that are not contiguous are copied."""
-    return sum(each.nbytes for each in args if isinstance(each, Tensor) and not each.is_contiguous())
+def _strided_bytes(args: Sequence[Any], result: Any) -> int:
+    """Returns the bytes of the arguments that are not contiguous, which the kernel copies."""
+    return sum(arg.nbytes for arg in args if isinstance(arg, Tensor) and not arg.is_contiguous())
 
 
-def _first_argument(args: Sequence[Any], result: Any) -> int:
-    return _strided(args, result) + int(args[0].nbytes)
+def _strided_and_input_bytes(args: Sequence[Any], result: Any) -> int:
+    return _strided_bytes(args, result) + int(args[0].nbytes)
 
 
-def _both(args: Sequence[Any], result: Any) -> int:
-    return int(args[0].nbytes) + sum(each.nbytes for each in iterate_tensors(result))
+def _input_bytes(args: Sequence[Any], result: Any) -> int:
+    return int(args[0].nbytes)
 
 
-def _mask(args: Sequence[Any], result: Any) -> int:
+def _input_and_result_bytes(args: Sequence[Any], result: Any) -> int:
+    return int(args[0].nbytes) + sum(tensor.nbytes for tensor in iterate_tensors(result))
+
+
+def _mask_bytes(args: Sequence[Any], result: Any) -> int:
     return int(args[0].numel())
 
 
-COPIED: Mapping[Any, Callable[[Sequence[Any], Any], int]] = {
+COPIED_BYTES: Mapping[Any, Callable[[Sequence[Any], Any], int]] = {
     **dict.fromkeys(
         (
             aten.native_layer_norm.default,
@@ -53,35 +62,47 @@ COPIED: Mapping[Any, Callable[[Sequence[Any], Any], int]] = {
             aten.gelu_backward.default,
             operator("_ctc_loss_backward.Tensor"),
         ),
-        _strided,
+        _strided_bytes,
     ),
-    aten.native_batch_norm_backward.default: _first_argument,
-    aten.roll.default: _first_argument,
-    operator("_safe_softmax.default"): _mask,
-    aten.upsample_nearest2d.default: _both,
-    aten.upsample_nearest2d_backward.default: _both,
-    aten.upsample_bilinear2d.default: _both,
-    aten.upsample_bilinear2d_backward.default: _both,
+    aten.native_batch_norm_backward.default: _input_bytes,
+    aten.roll.default: _strided_and_input_bytes,
+    operator("_safe_softmax.default"): _mask_bytes,
+    aten.upsample_nearest2d.default: _input_and_result_bytes,
+    aten.upsample_bilinear2d.default: _input_and_result_bytes,
 }
-"""Operator -> bytes of the arguments and results that it copies to a memory format of its own."""
+"""Operator -> bytes of the arguments and results that its kernel copies to another memory format."""
 
-MOST_PRODUCTS = 2 * 10**9
-"""Multiplications of an operator that is run to measure its buffers: at most about a second."""
+MEASURED = {
+    aten.native_batch_norm_backward.default,
+    aten.avg_pool2d_backward.default,
+    aten.max_pool2d_with_indices_backward.default,
+    *(
+        operator(f"{name}.default")
+        for mode in ("upsample_nearest", "upsample_bilinear", "upsample_bicubic", "_upsample_nearest_exact")
+        for name in (f"{mode}2d", f"{mode}2d_backward")
+    ),
+}
+"""Operators of images whose copies depend on the memory format and the size. They are measured on the CPU."""
+MAX_ELEMENTS = 2**27
+"""Most elements of the first argument of such an operator that runs to measure its copies."""
+
+MAX_MULTIPLICATIONS = 2 * 10**9
+"""Most multiplications of an operator that runs to measure its buffers, about one second."""
 WORKSPACE = 40, 25
-"""Bytes in the workspace of a recurrent layer, for each hidden value and for each of the wider side."""
+"""Bytes in the workspace of a recurrent layer per unit of its hidden size, and of its larger size."""
 Buffers = tuple[float, tuple[int, ...]]
-"""Bytes that an operator allocates besides its results, and those of each result."""
+"""Peak bytes of the temporary buffers of an operator, and the bytes of each result."""
 
 
 class Kernels:
-    """Counts the buffers inside of operators in a trace.
+    """Adds the temporary buffers of kernels to a trace with fake tensors.
 
-    An operator of a step on the CPU runs with zeros, and its allocations are recorded. On other devices its
-    kernel is assumed to copy arguments and results to its memory format.
+    For a step on the CPU, each operator runs once with zeros, and its allocations are recorded. On other
+    devices, its kernel is assumed to copy arguments and results to its memory format.
 
     Args:
-        measures: whether operators may run.
-        on_cpu: whether the step runs on the CPU.
+        measures: Whether operators may run.
+        on_cpu: Whether the step runs on the CPU.
     """
 
     def __init__(self, measures: bool, on_cpu: bool) -> None:
@@ -90,90 +111,106 @@ class Kernels:
         self.known: dict[Any, Buffers | None] = {}
 
     def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> Any:
-        """Allocate the buffers of an operator for a moment; return its result, with what it really has."""
+        """Allocates and frees the buffers of an operator.
+
+        Returns:
+            The result of the operator, in which fake tensors have the bytes that the kernel allocates.
+        """
         if func not in BATCHED:
             _allocate(self._copied(func, args, result), result)
             return result
-        key = (func, *(_described(each) for each in args))
+        key = (func, *(_hashable(arg) for arg in args))
         if key not in self.known:
             self.known[key] = self._measure(func, args) if self.measures else None
-        found = self.known[key]
+        measured = self.known[key]
         results = list(iterate_tensors(result))
-        buffers, sizes = found or (_copies(func, args, result), _workspaces(func, args, results))
+        buffers, sizes = measured or (_copies(func, args, result), _workspaces(func, args, results))
         if len(results) == len(sizes) and any(
-            size != each.untyped_storage().nbytes() for size, each in zip(sizes, results, strict=True)
+            size != tensor.untyped_storage().nbytes() for size, tensor in zip(sizes, results, strict=True)
         ):
             pairs = zip(results, sizes, strict=True)
             result = tuple(
-                each if size == each.untyped_storage().nbytes() else each.new_empty(size, dtype=torch.uint8)
-                for each, size in pairs
+                tensor
+                if size == tensor.untyped_storage().nbytes()
+                else tensor.new_empty(size, dtype=torch.uint8)
+                for tensor, size in pairs
             )
         _allocate(buffers, result)
         return result
 
     def _copied(self, func: Any, args: Sequence[Any], result: Any) -> int:
-        if func in COPIED:
-            return COPIED[func](args, result)
+        if self.measures and func in MEASURED and args[0].numel() <= MAX_ELEMENTS:
+            key = (func, *(_hashable(arg) for arg in args))
+            if key not in self.known:
+                self.known[key] = _run(func, args, args[0].shape[0])
+            if (measured := self.known[key]) is not None:
+                return round(measured[0])
+        if func in COPIED_BYTES:
+            return COPIED_BYTES[func](args, result)
         if self.on_cpu and torch.Tag.pointwise in func.tags:
-            return _promoted(args)
+            return _promoted_bytes(args)
         return 0
 
     def _measure(self, func: Any, args: Sequence[Any]) -> Buffers | None:
-        """Return the buffers of an operator that runs; of a large one from those of two small batches."""
+        """Returns the buffers of an operator, or None if they cannot be measured.
+
+        The buffers of a large batch are extrapolated from those of two small batches.
+        """
         size = args[BATCHED[func][0]].shape[0]
-        limit = int(size * MOST_PRODUCTS / max(1, _products(args)))
+        limit = int(size * MAX_MULTIPLICATIONS / max(1, _num_multiplications(func, args)))
         if size <= limit:
             return _run(func, args, size)
         if limit < 2:
             return None
-        one, two = (_run(func, args, part) for part in (limit // 2, limit))
+        one, two = (_run(func, args, num_samples) for num_samples in (limit // 2, limit))
         if one is None or two is None:
             return None
-        steps = (size - limit) / (limit - limit // 2)
+        num_steps = (size - limit) / (limit - limit // 2)
         first, second = ((buffers, *sizes) for buffers, sizes in (one, two))
-        grown = [b + max(0, b - a) * steps for a, b in zip(first, second, strict=True)]
-        return grown[0], tuple(round(each) for each in grown[1:])
+        extrapolated = [b + max(0, b - a) * num_steps for a, b in zip(first, second, strict=True)]
+        return extrapolated[0], tuple(round(size) for size in extrapolated[1:])
 
 
 def _allocate(size: float, result: Any) -> None:
-    """Allocate bytes next to a result for a moment."""
+    """Allocates bytes on the device of a result and frees them, so that the memory tracker counts them."""
     if size > 0:
         torch.empty(round(size), dtype=torch.uint8, device=next(iterate_tensors(result)).device)
 
 
-def _promoted(args: Sequence[Any]) -> int:
-    """Return the bytes of arguments that kernels of the CPU convert to the dtype that all have in common."""
-    tensors = [each for each in args if isinstance(each, Tensor)]
+def _promoted_bytes(args: Sequence[Any]) -> int:
+    """Returns the bytes of the arguments after the CPU kernel has converted them to the promoted dtype."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
     if len({tensor.dtype for tensor in tensors}) < 2:
         return 0
     dtype = tensors[0].dtype
     for tensor in tensors[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
-    return sum(each.numel() * dtype.itemsize for each in tensors if each.dtype != dtype and each.ndim)
+    return sum(t.numel() * dtype.itemsize for t in tensors if t.dtype != dtype and t.ndim)
 
 
-def _described(argument: Any) -> Any:
+def _hashable(argument: Any) -> Any:
     if isinstance(argument, Tensor):
         return tuple(argument.shape), argument.stride(), argument.dtype, argument.device.type
     return tuple(argument) if isinstance(argument, (list, tuple)) else argument
 
 
-def _products(args: Sequence[Any]) -> int:
-    """Return about how many multiplications an operator makes: weights, for each position of its argument."""
-    weights = sum(each.numel() for each in args[1:6] if isinstance(each, Tensor) and each.ndim > 1)
-    channels: int = args[0].shape[1 if args[0].ndim > 3 else -1]
+def _num_multiplications(func: Any, args: Sequence[Any]) -> int:
+    """Returns the approximate number of multiplications, one per weight and position of the input."""
+    indices = [index for index in range(1, 5) if index not in BATCHED[func]]
+    weights = sum(args[i].numel() for i in indices if isinstance(args[i], Tensor) and args[i].ndim > 1)
+    channels: int = args[0].shape[-1 if func in RECURRENT else 1]
     return int(weights * args[0].numel() // channels)
 
 
 def _copies(func: Any, args: Sequence[Any], result: Any) -> int:
-    """Return the bytes of copies of the arguments and of the first result."""
+    """Returns the bytes of copies of the batched arguments and of the first result."""
     copied = [*(args[index] for index in BATCHED[func]), next(iterate_tensors(result), None)]
-    return sum(each.nbytes for each in copied[:2] if isinstance(each, Tensor))
+    return sum(value.nbytes for value in copied[:2] if isinstance(value, Tensor))
 
 
 def _workspaces(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tuple[int, ...]:
-    """Return the bytes of results, with those of the workspace that a recurrent layer keeps for backward."""
-    sizes = [each.untyped_storage().nbytes() for each in results]
+    """Returns the bytes of each result, with the workspace that a recurrent layer saves for backward."""
+    sizes = [result.untyped_storage().nbytes() for result in results]
     if func is aten.mkldnn_rnn_layer.default:
         time, batch, inputs = args[0].shape
         hidden = results[0].shape[-1]
@@ -182,12 +219,16 @@ def _workspaces(func: Any, args: Sequence[Any], results: Sequence[Tensor]) -> tu
 
 
 def _run(func: Any, args: Sequence[Any], size: int) -> Buffers | None:
-    """Run an operator with zeros for a number of samples, and return its buffers."""
+    """Runs an operator with zeros for a number of samples.
+
+    Returns:
+        Its buffers, or None if allocations cannot be recorded.
+    """
 
     def zeros(index: int, argument: Any) -> Any:
         if not isinstance(argument, Tensor):
             return argument
-        shape = (size, *argument.shape[1:]) if index in BATCHED[func] else argument.shape
+        shape = (size, *argument.shape[1:]) if index in BATCHED.get(func, ()) else argument.shape
         return torch.empty_strided(shape, argument.stride(), dtype=argument.dtype).zero_()
 
     def run() -> Any:
@@ -199,5 +240,5 @@ def _run(func: Any, args: Sequence[Any], size: int) -> Buffers | None:
         if measured is None:
             return None
         result, peak = measured
-        sizes = tuple(each.untyped_storage().nbytes() for each in iterate_tensors(result))
+        sizes = tuple(tensor.untyped_storage().nbytes() for tensor in iterate_tensors(result))
         return peak - sum(sizes), sizes

@@ -1,13 +1,14 @@
-"""Operators that fake tensors refuse, and buffers that they do not count.
+"""Dispatch modes that run operators on fake tensors if their results depend on values.
 
-A trace has shapes and no values. `Operators` is a dispatch mode above the tracker and the fake tensors: it
-keeps the values of small tensors that no weight influences, assumes balanced ones for the rest, and allocates
-the buffers of kernels while they would run.
+A trace has shapes and no values. `planning.tracing` enters `OperatorMode` above the memory tracker and the
+fake tensors. It stores the values of small tensors that do not depend on weights, assumes balanced values for
+other tensors, and allocates the temporary buffers of kernels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ from accelerate.torch_private import operator
 
 aten: Any = torch.ops.aten
 NUMBER = operator("_local_scalar_dense.default")
-"""Operator that reads a number from a tensor."""
-MOST_INTEGERS, MOST_FLOATS = 2**22, 2**16
-"""Elements of the largest tensors whose values are kept."""
-MOST_BYTES = 2**28
-"""Bytes of arguments that an operator of values is run with."""
+"""Operator of `Tensor.item`, which reads a number from a tensor."""
+PACK = operator("_pack_padded_sequence.default")
+"""Operator of `pack_padded_sequence`, whose results have sizes that depend on the lengths."""
+MAX_INTEGERS, MAX_FLOATS = 2**22, 2**16
+"""Elements of the largest integer and floating-point tensors whose values are stored."""
+MAX_BYTES = 2**28
+"""Most bytes of the arguments without known values for which an operator runs with ones."""
 
 
 def _nonzero(mask: Tensor) -> Tensor:
@@ -52,7 +55,7 @@ def _bincount(values: Tensor, weights: Tensor | None = None, minlength: int = 0)
     return values.new_empty((max(minlength, values.numel()),), dtype=dtype)
 
 
-LARGEST: Mapping[Any, Callable[..., Any]] = {
+LARGEST_RESULTS: Mapping[Any, Callable[..., Any]] = {
     aten.nonzero.default: _nonzero,
     operator("_unique2.default"): _unique,
     aten.unique_consecutive.default: _unique,
@@ -61,13 +64,16 @@ LARGEST: Mapping[Any, Callable[..., Any]] = {
     aten.bincount.default: _bincount,
     aten.equal.default: lambda one, other: one is other,
 }
-"""Operator whose result has a size that depends on values -> the largest result."""
+"""Operator whose result has a size that depends on values -> function that returns the largest result."""
 
 
 def _grouped_mm(
     first: Tensor, second: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
-    """Each group is multiplied by a matrix of its own; torch's rule for shapes refuses float32."""
+    """Returns the result of a product of groups of rows, each with its own matrix.
+
+    The meta kernel of torch does not accept float32.
+    """
     if first.ndim == 2:
         groups = () if second.ndim == 3 else (len(offs),)  # type: ignore[arg-type]
     else:
@@ -76,10 +82,31 @@ def _grouped_mm(
     return first.new_empty(shape, dtype=out_dtype or first.dtype)
 
 
-SHAPES: Mapping[Any, Callable[..., Any]] = {operator("_grouped_mm.default"): _grouped_mm}
-"""Operator that runs with arguments for which torch has no rule for shapes -> its result."""
+CHANNELS_LAST = {4: [torch.channels_last], 5: [torch.channels_last_3d]}
+"""Number of dimensions -> memory formats with channels in the last dimension."""
 
-CHOICES = {
+
+def _batch_norm(values: Tensor, weight: Tensor | None, *others: Any) -> Any:
+    """Returns the results of batch normalization, which are contiguous or in the channels-last format.
+
+    The meta kernel of torch returns the strides of the input.
+    """
+    formats = [torch.contiguous_format, *CHANNELS_LAST.get(values.ndim, ())]
+    if any(values.is_contiguous(memory_format=memory_format) for memory_format in formats):
+        return aten.native_batch_norm.default(values, weight, *others)
+    is_training = others[3]
+    saved = values if weight is None else weight
+    means = [saved.new_empty(values.shape[1] if is_training else 0) for _ in range(2)]
+    return (values.new_empty(values.shape), *means)
+
+
+META_KERNELS: Mapping[Any, Callable[..., Any]] = {
+    operator("_grouped_mm.default"): _grouped_mm,
+    aten.native_batch_norm.default: _batch_norm,
+}
+"""Operator whose meta kernel differs from its other kernels -> replacement."""
+
+INDEX_OPERATORS = {
     aten.topk.default,
     aten.sort.default,
     aten.sort.stable,
@@ -91,18 +118,18 @@ CHOICES = {
     aten.kthvalue.default,
     aten.multinomial.default,
 }
-"""Operators that choose positions by values; tokens are routed to experts by them."""
+"""OperatorMode that return indices chosen by values, for example to route tokens to experts."""
 
 
 CONVERSIONS = {Tensor.__format__, Tensor.numpy, Tensor.__array__}
-"""Functions of a tensor that need values and are no operators."""
+"""Tensor methods that need values and are not operators."""
 
 
-class Operators(torch_private.TorchDispatchMode):  # type: ignore[misc]
-    """Runs the operators of a trace, those included that need values.
+class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
+    """Dispatch mode that runs the operators of a trace, including those that need values.
 
     Args:
-        kernels: tells the bytes of buffers inside of operators.
+        kernels: Temporary buffers of operators, which are added to the trace.
     """
 
     def __init__(self, kernels: Kernels) -> None:
@@ -111,9 +138,12 @@ class Operators(torch_private.TorchDispatchMode):  # type: ignore[misc]
         self.values: Any = WeakIdKeyDictionary()
         self.current: Any = None  # the operator that runs
 
-    def learn(self, fake: Tensor, value: Tensor) -> None:
-        """Keep the values of a tensor that the trace begins with; those of weights are of no use."""
-        if value.is_meta or value.is_floating_point() or value.numel() > MOST_INTEGERS:
+    def store(self, fake: Tensor, value: Tensor) -> None:
+        """Stores the values of a buffer or input of the trace.
+
+        Large tensors and floating-point tensors, such as weights, are not stored.
+        """
+        if value.is_meta or value.is_floating_point() or value.numel() > MAX_INTEGERS:
             return
         with torch_private.no_dispatch():
             self.values[fake] = value.detach().to("cpu", copy=True)
@@ -126,29 +156,34 @@ class Operators(torch_private.TorchDispatchMode):  # type: ignore[misc]
         if func is NUMBER:
             return self._number(args[0])
         if func is aten.index.Tensor:
-            args = (args[0], self._positions(args[1]))
+            args = (args[0], self._expand_masks(args[1]))
         known = self._is_known(func, args, kwargs)
-        if func in LARGEST:
+        if func is PACK:
+            result, value = self._pack(*args), None
+        elif func in LARGEST_RESULTS:
             value = self._compute(func, args, kwargs) if known else None
             if value is None:
-                result = LARGEST[func](*args, **kwargs)
+                result = LARGEST_RESULTS[func](*args, **kwargs)
             else:
                 result = _like(value, args)
         else:
             result = self._run(func, args, kwargs)
             known = known and all(_is_small(tensor) for tensor in _tensors((result,)))
             value = self._compute(func, args, kwargs) if known else None
-        self._keep(func, args, kwargs, result, value)
+        self._store_results(func, args, kwargs, result, value)
         return self.kernels.count(func, args, kwargs, result)
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator on fake tensors; where it needs values, on real ones: ones where none are known."""
+        """Runs an operator on fake tensors.
+
+        An operator that needs values runs on the known values, with ones for tensors without known values.
+        """
         fakes = torch_private.fake_tensors
         try:
-            return SHAPES.get(func, func)(*args, **kwargs)
+            return META_KERNELS.get(func, func)(*args, **kwargs)
         except (fakes.DynamicOutputShapeException, fakes.DataDependentOutputException):
-            unknown = [each for each in _tensors((*args, *kwargs.values())) if self._value(each) is None]
-            if sum(tensor.nbytes for tensor in unknown) > MOST_BYTES:
+            unknown = [arg for arg in _tensors((*args, *kwargs.values())) if self._value(arg) is None]
+            if sum(tensor.nbytes for tensor in unknown) > MAX_BYTES:
                 raise
             with torch_private.no_dispatch():
                 for tensor in unknown:
@@ -162,6 +197,16 @@ class Operators(torch_private.TorchDispatchMode):  # type: ignore[misc]
                 raise
             return _like(value, args)
 
+    def _pack(self, values: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """Returns packed sequences and their batch sizes, a real tensor because recurrent layers read it."""
+        known = self._value(lengths)
+        with torch_private.no_dispatch():
+            steps = torch.arange(values.shape[1 if batch_first else 0])
+            sizes = torch.full(lengths.shape, len(steps)) if known is None else known
+            batch_sizes = (sizes[:, None] > steps[: int(sizes.max())]).sum(0)
+            size = int(sizes.sum())
+        return values.new_empty((size, *values.shape[2:])), batch_sizes
+
     def _number(self, tensor: Tensor) -> bool | int | float:
         value = self.read(tensor)
         with torch_private.no_dispatch():
@@ -169,55 +214,51 @@ class Operators(torch_private.TorchDispatchMode):  # type: ignore[misc]
         return number
 
     def read(self, tensor: Tensor) -> Tensor:
-        """Return the values of a tensor on the CPU; ones where none are known."""
+        """Returns the values of a tensor on the CPU, or ones if they are not known."""
         value = self._value(tensor)
         if value is None:
             value = _assumed(NUMBER, tensor)
-        if value is None and tensor.nbytes > MOST_BYTES:
+        if value is None and tensor.nbytes > MAX_BYTES:
             raise torch_private.fake_tensors.DataDependentOutputException(NUMBER)
         with torch_private.no_dispatch():
             return torch.ones(tensor.shape, dtype=tensor.dtype) if value is None else value
 
-    def _positions(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Return indices with the positions that masks among them select."""
-        found: list[Tensor | None] = []
+    def _expand_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Returns indices in which each mask is replaced by the positions that it selects."""
+        expanded: list[Tensor | None] = []
         for index in indices:
             if index is not None and index.dtype in (torch.bool, torch.uint8):
                 with self:
-                    found += index.nonzero().unbind(1)
+                    expanded += index.nonzero().unbind(1)
             else:
-                found.append(index)
-        return found
+                expanded.append(index)
+        return expanded
 
     def _value(self, tensor: Tensor) -> Tensor | None:
         if isinstance(tensor, torch_private.fake_tensors.FakeTensor):
             value: Tensor | None = self.values.get(tensor)
             return value
-        return tensor if tensor.is_cpu and _is_small(tensor) else None  # a constant
+        return tensor if tensor.is_cpu and _is_small(tensor) else None  # constant
 
     def _is_known(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether an operator has one result, which is that of known values."""
+        """Returns whether an operator is deterministic and the values of all its arguments are known."""
         if any(self._value(tensor) is None for tensor in _tensors((*args, *kwargs.values()))):
             return False
         return torch.Tag.nondeterministic_seeded not in func.tags
 
     def _compute(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator on known values; None if they do not fit."""
+        """Returns the result of an operator on known values, or None if it raises an error for them."""
         if torch_private.mutated_by(func):
             tensors = _tensors((*args, *kwargs.values()))
             if not all(isinstance(tensor, torch_private.fake_tensors.FakeTensor) for tensor in tensors):
-                return None  # constants of the model stay as they are
-        real = [self._on_cpu(each) for each in args]
-        options = {name: self._on_cpu(each) for name, each in kwargs.items()}
+                return None  # constants of the model are not modified
+        real = [self._on_cpu(arg) for arg in args]
+        options = {name: self._on_cpu(arg) for name, arg in kwargs.items()}
         with torch_private.no_dispatch():
             try:
                 result = func(*real, **options)
-            except (
-                RuntimeError,
-                IndexError,
-                ValueError,
-            ):  # of assumed values: then these are unknown as well
-                return None
+            except (RuntimeError, IndexError, ValueError):
+                return None  # the assumed values are not valid arguments, so the result is unknown as well
             if func.overloadpacket.__name__.startswith(("empty", "new_empty")):
                 result.zero_()
         return result
@@ -226,26 +267,26 @@ class Operators(torch_private.TorchDispatchMode):  # type: ignore[misc]
         if isinstance(argument, Tensor):
             return self._value(argument)
         if isinstance(argument, (list, tuple)):
-            return [self._on_cpu(each) for each in argument]
+            return [self._on_cpu(element) for element in argument]
         return torch.device("cpu") if isinstance(argument, torch.device) else argument
 
-    def _keep(
+    def _store_results(
         self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, value: Any
     ) -> None:
-        """Keep the values of the results of an operator, and forget those that it overwrites."""
+        """Stores the values of the results of an operator, and removes those of modified tensors."""
         if value is None and (names := torch_private.mutated_by(func)):
-            given = torch_private.arguments_of(func, args, kwargs)
-            for tensor in _tensors([given[name] for name in names if name in given]):
-                self._forget(tensor)
+            arguments = torch_private.arguments_of(func, args, kwargs)
+            for tensor in _tensors([arguments[name] for name in names if name in arguments]):
+                self._remove(tensor)
         results = list(_tensors((result,)))
         values: list[Any] = list(_tensors((value,))) if value is not None else [None] * len(results)
-        for tensor, each in zip(results, values, strict=True):
-            if each is None and self._value(tensor) is None:
-                each = _assumed(func, tensor, torch_private.arguments_of(func, args, kwargs))
-            if each is not None:
-                self.values[tensor] = each
+        for tensor, stored in zip(results, values, strict=True):
+            if stored is None and self._value(tensor) is None:
+                stored = _assumed(func, tensor, torch_private.arguments_of(func, args, kwargs))
+            if stored is not None:
+                self.values[tensor] = stored
 
-    def _forget(self, changed: Tensor) -> None:
+    def _remove(self, changed: Tensor) -> None:
         if self._value(changed) is None:
             return
         storage = changed.untyped_storage()
@@ -254,21 +295,39 @@ class Operators(torch_private.TorchDispatchMode):  # type: ignore[misc]
                 del self.values[tensor]
 
 
-class Conversions(TorchFunctionMode):
-    """Gives values to functions that convert tensors to objects of Python and numpy."""
+class ConversionMode(TorchFunctionMode):
+    """Torch function mode that converts fake tensors to text and arrays, with values of an `OperatorMode`."""
 
-    def __init__(self, operators: Operators) -> None:
+    def __init__(self, operators: OperatorMode) -> None:
         super().__init__()
         self.operators = operators
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if getattr(func, "__name__", "") == "_pad_packed_sequence":
+            return _pad_packed(*args, **(kwargs or {}))
         if func not in CONVERSIONS or (func is Tensor.__format__ and args[0].ndim):
             return func(*args, **(kwargs or {}))
         value = self.operators.read(args[0].detach())
         with torch_private.no_dispatch():
             return func(value, *args[1:], **(kwargs or {}))
+
+
+def _pad_packed(
+    values: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """Returns padded sequences and their lengths, with operators that read no fake tensor."""
+    with torch_private.no_dispatch():
+        sizes: list[int] = batch_sizes.tolist()
+        lengths = (batch_sizes > torch.arange(sizes[0])[:, None]).sum(1)
+    padded = values.new_full((max(total_length, len(sizes)), sizes[0], *values.shape[1:]), padding_value)
+    first = row = 0
+    for size, steps in ((size, len(list(steps))) for size, steps in groupby(sizes)):
+        rows = values[row : row + size * steps].view(steps, size, *values.shape[1:])
+        padded[first : first + steps, :size].copy_(rows)
+        first, row = first + steps, row + size * steps
+    return padded.transpose(0, 1) if batch_first else padded, lengths
 
 
 def _tensors(arguments: Any) -> Iterator[Tensor]:
@@ -280,25 +339,30 @@ def _tensors(arguments: Any) -> Iterator[Tensor]:
 
 
 def _is_small(tensor: Tensor) -> bool:
-    return tensor.numel() <= (MOST_FLOATS if tensor.is_floating_point() else MOST_INTEGERS)
+    return tensor.numel() <= (MAX_FLOATS if tensor.is_floating_point() else MAX_INTEGERS)
 
 
 def _like(value: Any, args: Sequence[Any]) -> Any:
-    """Return fake tensors of the sizes of real ones."""
+    """Returns fake tensors with the shapes and dtypes of real ones."""
     if isinstance(value, (list, tuple)):
-        return tuple(_like(each, args) for each in value)
+        return tuple(_like(element, args) for element in value)
     return args[0].new_empty(value.shape, dtype=value.dtype) if isinstance(value, Tensor) else value
 
 
-def _assumed(func: Any, tensor: Tensor, given: Mapping[str, Any] | None = None) -> Tensor | None:
-    """Return values for the result of an operator on unknown ones; None for a tensor that needs none.
+def _assumed(func: Any, tensor: Tensor, arguments: Mapping[str, Any] | None = None) -> Tensor | None:
+    """Returns assumed values for the result of an operator on unknown values, or None if it needs none.
 
-    Positions that an operator chooses are spread evenly, as those of experts in training are. A single number
-    is one; a condition is false, but for those that all elements meet: models raise errors for the others.
+    Indices chosen by values are spread evenly, like those of experts in training. A scalar is one. A
+    condition is false, except for `all`, because models raise errors if other conditions are true.
     """
-    if func in CHOICES and tensor.dtype == torch.long and given and tensor.numel() <= MOST_INTEGERS:
-        source = next(_tensors(given.values()))
-        dim = given.get("dim")
+    if (
+        func in INDEX_OPERATORS
+        and tensor.dtype == torch.long
+        and arguments
+        and tensor.numel() <= MAX_INTEGERS
+    ):
+        source = next(_tensors(arguments.values()))
+        dim = arguments.get("dim")
         extent = source.numel() if dim is None else source.shape[dim] if source.ndim else 1
         with torch_private.no_dispatch():
             return torch.arange(tensor.numel()).remainder_(max(extent, 1)).view(tensor.shape)

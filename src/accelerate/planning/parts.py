@@ -1,4 +1,4 @@
-"""What takes the memory of a device, in bytes: at moments of a traced step, and at its peak."""
+"""Bytes of parameters, gradients, activations and so on at moments of a traced training step."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class Parts:
-    """Bytes of each part at one moment."""
+    """Bytes of each part of the memory of a device at one moment of a training step."""
 
     parameters: float = 0
     buffers: float = 0
@@ -27,42 +27,43 @@ class Parts:
         return [getattr(self, field.name) for field in fields(self)]
 
     def as_dict(self) -> dict[str, int]:
-        """Return whole bytes by name, "total" included."""
+        """Returns the bytes by name as integers, with their sum as "total"."""
         sizes = {field.name: round(getattr(self, field.name)) for field in fields(self)}
         return {**sizes, "total": sum(sizes.values())}
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One traced training step on one device that holds everything.
+    """Memory of a training step that was traced on one device, without sharding.
 
-    `work` are moments of the forward and backward passes, `step` those of clipping and the optimizer step.
+    `forward_backward` has moments of the forward and backward passes, `step` those of gradient clipping and
+    the optimizer step.
     """
 
     batch_size: int
-    work: tuple[Parts, ...]
+    forward_backward: tuple[Parts, ...]
     step: tuple[Parts, ...]
-    trained_bytes: int  # of parameters that have gradients
+    trained_bytes: int  # bytes of the parameters that require gradients
     largest_block: int  # bytes of the parameters of the largest block
-    outside_blocks: int  # bytes of the parameters that are in no block
+    outside_blocks: int  # bytes of the parameters outside of all blocks
     block_outputs: int = 0  # bytes of the outputs of all blocks
-    masters: float = 1.0  # bytes of a weight that the optimizer steps, for each byte of a traced weight
+    master_ratio: float = 1.0  # bytes of the master weights of the optimizer / bytes of the traced weights
     can_split_layers: bool = False  # whether the model has a plan for tensor parallelism
 
     @property
     def peak(self) -> Parts:
         """The moment with the most bytes."""
-        return largest((*self.work, *self.step))
+        return largest((*self.forward_backward, *self.step))
 
     def with_state(self, size: int) -> Trace:
-        """Return the trace with further bytes of optimizer state, which are there at all moments."""
+        """Returns the trace with `size` more bytes of optimizer state at all moments."""
 
         def add(moments: Iterable[Parts]) -> tuple[Parts, ...]:
             return tuple(replace(moment, optimizer=moment.optimizer + size) for moment in moments)
 
-        return replace(self, work=add(self.work), step=add(self.step))
+        return replace(self, forward_backward=add(self.forward_backward), step=add(self.step))
 
 
 def largest(moments: Iterable[Parts]) -> Parts:
-    """Return the moment with the most bytes."""
+    """Returns the moment with the most bytes."""
     return max(moments, key=lambda moment: moment.total)

@@ -1,4 +1,4 @@
-"""Lists of blocks that repeat in a model, and the model with fewer of them."""
+"""Lists of equal blocks in a model, which `planning.variants` shortens to trace the model in less time."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from torch import nn
 
 from accelerate.planning.tracing import Step, lists_of_blocks
 
-SIMPLE = (bool, int, float, str, type(None))
-TWICE = 2
-"""Repetitions in the smallest model: the first and the last block may differ from those between them."""
+SIMPLE_TYPES = (bool, int, float, str, type(None))
+MIN_REPETITIONS = 2
+"""Repetitions in the smallest model, because the first and the last block may differ from the others."""
 
 
 @dataclass(frozen=True)
 class Repeat:
-    """A list of blocks whose kinds repeat with a period, after those at its beginning.
+    """List of blocks whose kinds repeat with a period, after some blocks at its beginning.
 
     Attributes:
-        blocks: the list.
-        count: blocks in the list.
-        fewest: blocks of the smallest model.
-        period: blocks after which their kinds repeat.
-        verified: periods that are added to verify an extrapolation.
+        blocks: The list.
+        count: Number of blocks in the list.
+        fewest: Number of blocks in the smallest model.
+        period: Number of blocks after which their kinds repeat.
+        verified: Number of periods that are added to verify an extrapolation.
     """
 
     blocks: nn.Module
@@ -38,27 +38,27 @@ class Repeat:
 
     @property
     def times(self) -> int:
-        """How many periods the list has more than the smallest model."""
+        """Number of periods that the list has in addition to those of the smallest model."""
         return (self.count - self.fewest) // self.period
 
 
 def repeats_of(model: nn.Module, *, by_attributes: bool = True) -> list[Repeat]:
-    """Return the lists of blocks for which tracing a few blocks takes less time than tracing all.
+    """Returns the lists of blocks for which a trace of a few blocks takes less time than one of all blocks.
 
     Args:
-        model: on any device.
-        by_attributes: whether blocks of one kind have the same attributes, such as a sliding window, or the
-            same classes and parameters only. In the latter case verified steps have blocks with all
-            attributes.
+        model: Model on any device.
+        by_attributes: Whether blocks of one kind have the same attributes, such as a sliding window, or only
+            the same classes and parameters. In the latter case, the steps that verify the extrapolation have
+            blocks with all attributes.
     """
-    found = [_repeat(each, True) for each in lists_of_blocks(model)]
-    exact = [each for each in found if each is not None]
+    repeats = [_repeat(blocks, True) for blocks in lists_of_blocks(model)]
+    exact = [repeat for repeat in repeats if repeat is not None]
     if by_attributes:
-        return [each for each in exact if _saves_time(each)]
-    shorter = ((each, _repeat(each.blocks, False) or each) for each in exact)
+        return [repeat for repeat in exact if _saves_time(repeat)]
+    shorter = ((repeat, _repeat(repeat.blocks, False) or repeat) for repeat in exact)
     return [
-        replace(short, verified=max(2, (each.fewest + each.period - short.fewest) // short.period))
-        for each, short in shorter
+        replace(short, verified=max(2, (repeat.fewest + repeat.period - short.fewest) // short.period))
+        for repeat, short in shorter
         if _saves_time(short)
     ]
 
@@ -71,11 +71,11 @@ def _repeat(blocks: nn.Module, by_attributes: bool) -> Repeat | None:
     kinds = [_kind(block, by_attributes) for block in blocks.children()]
     count = len(kinds)
     candidates = []
-    for period in range(1, count // (TWICE + 1) + 1):
+    for period in range(1, count // (MIN_REPETITIONS + 1) + 1):
         first = count - period
         while first and _are_equal(kinds[first - 1], kinds[first - 1 + period], first - 1, period):
             first -= 1
-        fewest = first + TWICE * period
+        fewest = first + MIN_REPETITIONS * period
         fewest += (count - fewest) % period
         if fewest + period <= count:
             candidates.append((2 * fewest + period, fewest, period))
@@ -86,23 +86,24 @@ def _repeat(blocks: nn.Module, by_attributes: bool) -> Repeat | None:
 
 
 def _kind(block: nn.Module, by_attributes: bool) -> list[Any]:
-    """Return what the memory of a block depends on: classes, sizes of tensors, and simple attributes.
+    """Returns the properties that the memory of a block depends on.
 
-    Of a float, such as a rate of dropout, it is whether it is zero.
+    They are the classes of its modules, the shapes and dtypes of its tensors, and simple attributes. For a
+    float, such as a dropout probability, it only matters whether it is zero.
     """
     kind: list[Any] = []
     for name, module in block.named_modules():
         kind += [name, type(module)]
         tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
-        kind += [(key, each.shape, each.dtype, each.requires_grad) for key, each in tensors]
+        kind += [(key, tensor.shape, tensor.dtype, tensor.requires_grad) for key, tensor in tensors]
         for key, value in sorted(vars(module).items()) if by_attributes else ():
-            if isinstance(value, SIMPLE):
+            if isinstance(value, SIMPLE_TYPES):
                 kind += [key, bool(value) if isinstance(value, float) else value]
     return kind
 
 
 def _are_equal(one: list[Any], other: list[Any], index: int, period: int) -> bool:
-    """Return whether two blocks are of one kind; attributes may be their positions in the list."""
+    """Returns whether two blocks are of one kind, where attributes may be their indices in the list."""
     return len(one) == len(other) and all(
         a == b or (isinstance(a, int) and isinstance(b, int) and (a, b) == (index, index + period))
         for a, b in zip(one, other, strict=True)
@@ -111,17 +112,20 @@ def _are_equal(one: list[Any], other: list[Any], index: int, period: int) -> boo
 
 @contextmanager
 def shortened_to(step: Step, counts: Sequence[tuple[nn.Module, int]]) -> Iterator[None]:
-    """Let lists of blocks have their first blocks only, and optimizers the parameters of these."""
-    everything = {id(each) for each in step.model.parameters()}
+    """Removes all but the first blocks of lists from a step until the context ends.
+
+    Parameters of removed blocks are removed from the optimizers, too.
+    """
+    all_ids = {id(parameter) for parameter in step.model.parameters()}
     lists: list[tuple[Any, Any]] = [(blocks, blocks._modules) for blocks, _ in counts]
-    groups = [(group, group["params"]) for each in step.optimizers for group in each.param_groups]
-    states = [(each, each.state) for each in step.optimizers]
+    groups = [(group, group["params"]) for optimizer in step.optimizers for group in optimizer.param_groups]
+    states = [(optimizer, optimizer.state) for optimizer in step.optimizers]
     try:
         for (blocks, modules), (_, count) in zip(lists, counts, strict=True):
             blocks._modules = dict(itertools.islice(modules.items(), count))
-        removed = everything - {id(each) for each in step.model.parameters()}
+        removed = all_ids - {id(parameter) for parameter in step.model.parameters()}
         for group, parameters in groups:
-            group["params"] = [each for each in parameters if id(each) not in removed]
+            group["params"] = [parameter for parameter in parameters if id(parameter) not in removed]
         for optimizer, state in states:
             kept = {key: value for key, value in state.items() if id(key) not in removed}
             optimizer.state = defaultdict(dict, kept)

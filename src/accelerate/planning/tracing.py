@@ -1,4 +1,6 @@
-"""Trace one training step without memory and without computing: fake tensors, and torch's memory tracker.
+"""Trace of one training step with fake tensors and torch's memory tracker, without computation.
+
+`planning.variants` calls it for each variant of a step whose memory is planned.
 
 Source: https://docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html
 """
@@ -18,26 +20,34 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedParameter
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, shortened, wrong_value
 from accelerate.nested import iterate_tensors, recursively_apply
+from accelerate.planning.checks import check_loss, check_step
 from accelerate.planning.kernels import Kernels
-from accelerate.planning.operators import Conversions, Operators
+from accelerate.planning.libraries import values_readable
+from accelerate.planning.operators import ConversionMode, OperatorMode
 from accelerate.planning.parts import Trace
 from accelerate.planning.recording import COLUMNS, Phase, Recording, Sizes
 
 Loss = Callable[[nn.Module, Any], Tensor]
-"""From the model and a batch to the loss: what a loop does before it calls `backward`."""
+"""Function of the model and a batch that returns the loss, as a training loop does before `backward`."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """What is traced: a model, its optimizers and a batch, none of which is changed.
+    """Training step to be traced, whose model, optimizers and batch are not modified.
 
-    `convert` returns the model in the number format of the run; `parameter_dtype` is what its parameters are
-    cast to before, where `masters` says that the optimizer steps larger ones.
+    Attributes:
+        convert: Function that applies mixed precision and activation checkpointing to the model.
+        accumulates: Whether the step has two forward and backward passes, as with gradient accumulation.
+        parameter_dtype: Dtype that parameters are cast to before `convert`. The optimizer then updates master
+            weights of the original dtype.
+        max_norm: Norm to which gradients are clipped. None does not clip them.
+        batch_size: Size of dimension 0 of the tensors in the batch. None uses that of the batch.
+        keeps_output: Whether the loop keeps the output of the model until that of the next step.
+        measures: Whether operators may run on the CPU to measure their temporary buffers.
     """
 
     model: nn.Module
@@ -49,24 +59,24 @@ class Step:
     accumulates: bool = False
     parameter_dtype: torch.dtype | None = None
     max_norm: float | None = 1.0
-    batch_size: int | None = None  # that dimension 0 of tensors in the batch gets
-    keeps_output: bool = False  # whether the loop has the output of the model until that of the next step
-    measures: bool = True  # whether operators may run on the CPU to measure the buffers inside of them
+    batch_size: int | None = None
+    keeps_output: bool = False
+    measures: bool = True
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Call a model with a batch, and return the loss in its output, as models of transformers have it."""
+    """Returns the loss in the output of a model for a batch, as models of transformers have it."""
     if isinstance(batch, Mapping):
         output = model(**batch)
     else:
         output = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-    found = output if isinstance(output, Tensor) else _loss_in(output)
-    if found is None or found.numel() != 1:
+    loss = output if isinstance(output, Tensor) else _loss_in(output)
+    if loss is None or loss.numel() != 1:
         raise ConfigurationError(
             f"The output of {type(model).__name__} has no loss: it is a {type(output).__name__}. Add labels "
             "to the batch, or pass loss=lambda model, batch: ..., which returns the loss of a batch."
         )
-    return found
+    return loss
 
 
 def _loss_in(output: Any) -> Tensor | None:
@@ -75,23 +85,21 @@ def _loss_in(output: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) else None
 
 
-WITHOUT_PLAN: dict[type[torch.optim.Optimizer], str] = {
-    torch.optim.LBFGS: "it computes the loss several times in each step",
-    torch.optim.SparseAdam: "it takes sparse gradients",
-}
-"""Optimizer -> why its step cannot be traced."""
-
-UNTRACEABLE = ("DataDependentOutputException", "DynamicOutputShapeException", "UnsupportedOperatorException")
-"""Errors of fake tensors about operations that need values."""
+UNTRACEABLE_ERRORS = (
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "UnsupportedOperatorException",
+)
+"""Names of the errors that fake tensors raise for operators that need values."""
 
 
 def trace_step(step: Step) -> Trace:
-    """Return the trace of a step; see `record_step`."""
+    """Returns the trace of a step, as `record_step` does for its recording."""
     return trace_of(record_step(step), step)
 
 
 def trace_of(recording: Recording, step: Step) -> Trace:
-    """Return the trace of a step from its recording."""
+    """Returns the trace of a step from its recording."""
     model = step.model
     can_split = bool(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None))
     size = batch_size_of(step.batch) if step.batch_size is None else step.batch_size
@@ -99,37 +107,42 @@ def trace_of(recording: Recording, step: Step) -> Trace:
 
 
 def record_step(step: Step) -> Recording:
-    """Return the bytes of each part during a step; nothing is computed, and no weights are allocated.
+    """Returns the bytes of each part during a step, without computation and without allocation of weights.
 
     Raises:
-        ConfigurationError: fake tensors cannot run this model, with the operation that needs values; a
-            parameter has no shape yet, or the optimizer cannot be traced.
-        PreparationError: the model or an optimizer cannot be copied.
+        ConfigurationError: Fake tensors cannot run an operator of this model because it needs values, a
+            parameter has no shape yet, or the optimizer cannot be traced. The message names the operator.
+        PreparationError: The model or an optimizer cannot be copied.
     """
-    _check(step)
+    check_step(step.model, step.optimizers, step.batch)
     mode = torch_private.fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
     on_cpu = step.device == torch.device("cpu")
-    operators = Operators(Kernels(step.measures and on_cpu, on_cpu))
+    operators = OperatorMode(Kernels(step.measures and on_cpu, on_cpu))
     model, optimizers = _fake_copies(mode, step)
     for fake, buffer in zip(model.buffers(), step.model.buffers(), strict=True):
-        operators.learn(fake, buffer)
+        operators.store(fake, buffer)
     batch = _fake_batch(mode, step, operators)
-    masters = _cast(model, step.parameter_dtype) if step.parameter_dtype is not None else 1.0
+    master_ratio = _cast(model, step.parameter_dtype) if step.parameter_dtype is not None else 1.0
     model = step.convert(model)
     tracker = torch_private.MemTracker()
-    tracker.memory_tracking = {}  # it reads all values at each operator, which weak references make slow
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # it prints the traceback of what is raised here
+    log = logging.getLogger(
+        "torch._subclasses.fake_tensor"
+    )  # it logs the traceback of the errors raised here
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings(), _kept_generators(), torch_private.fake_parameters_converted(), mode:
-            gc.collect()  # what the model left in cycles is no part of the step
-            # about modules that end with the forward pass, such as losses: their parents are tracked
-            warnings.filterwarnings("ignore", "Module is None. Skipping", UserWarning)
+        with (
+            warnings.catch_warnings(),
+            _restored_generators(),
+            torch_private.fake_parameters_converted(),
+            values_readable(),
+            mode,
+        ):
+            gc.collect()  # tensors in reference cycles of earlier calls are not part of the step
             tracker.track_external(model, *optimizers, *iterate_tensors(batch))
             traced = replace(step, model=model, optimizers=optimizers, batch=batch)
-            return _run(traced, tracker, operators, masters)
-    except tuple(getattr(torch_private.fake_tensors, name) for name in UNTRACEABLE) as error:
+            return _run(traced, tracker, operators, master_ratio)
+    except tuple(getattr(torch_private.fake_tensors, name) for name in UNTRACEABLE_ERRORS) as error:
         operation = getattr(error, "func", None) or shortened(str(error))
         raise ConfigurationError(
             f"The step of {type(model).__name__} cannot be traced: {operation} needs the values of a tensor, "
@@ -140,24 +153,12 @@ def record_step(step: Step) -> Recording:
         log.setLevel(level)
 
 
-def _check(step: Step) -> None:
-    """Raise an error for optimizers and parameters that no trace can have."""
-    lazy = [name for name, each in step.model.named_parameters() if isinstance(each, UninitializedParameter)]
-    if lazy:
-        reason = f"{', '.join(lazy[:3])} of {type(step.model).__name__} have no shape yet"
-        fix = "Call the model with a batch once before it is planned, as before it gets an optimizer"
-        raise wrong_value("model", type(step.model).__name__, reason, fix)
-    for optimizer in step.optimizers:
-        kind = next((each for each in WITHOUT_PLAN if isinstance(optimizer, each)), None)
-        if kind is not None:
-            reason = f"{WITHOUT_PLAN[kind]}, and a plan traces one pass with dense gradients"
-            fix = "Plan with torch.optim.AdamW, whose state is two values for each parameter"
-            raise wrong_value("optimizer", type(optimizer).__name__, reason, fix)
-
-
 @contextmanager
-def _kept_generators() -> Iterator[None]:
-    """Restore the generators of torch, numpy and Python: models draw from them which layers they drop."""
+def _restored_generators() -> Iterator[None]:
+    """Restores the states of the generators of torch, numpy and Python when the context ends.
+
+    Models use these generators, for example to drop layers.
+    """
     of_numpy, of_python = np.random.get_state(), random.getstate()
     try:
         with torch.random.fork_rng(devices=[]):
@@ -168,7 +169,7 @@ def _kept_generators() -> Iterator[None]:
 
 
 def _fake_copies(mode: Any, step: Step) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
-    """Return copies of the model and the optimizers that share fake parameters."""
+    """Returns copies of the model and the optimizers, both with the same fake parameters."""
     tensors = {id(tensor): tensor for tensor in _tensors_of(step.model, step.optimizers)}
     memo: dict[int, Any] = {key: _fake(mode, tensor, step.device) for key, tensor in tensors.items()}
     try:
@@ -179,8 +180,9 @@ def _fake_copies(mode: Any, step: Step) -> tuple[nn.Module, list[torch.optim.Opt
             f"{shortened(str(error))}. Remove what cannot be copied from its attributes."
         ) from error
     for optimizer, original in zip(optimizers, step.optimizers, strict=True):
-        _choose_foreach(optimizer, original)
-        optimizer.state.clear()  # the traced step makes it: optimizers read numbers from what exists
+        _copy_foreach(optimizer, original)
+        # The traced step creates the state, because optimizers read numbers from an existing one.
+        optimizer.state.clear()
     return model, optimizers
 
 
@@ -197,7 +199,7 @@ def _tensors_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -
 
 
 def batch_size_of(batch: Any) -> int:
-    """Return dimension 0 of the first tensor in a batch."""
+    """Returns the size of dimension 0 of the first tensor in a batch."""
     size = next((tensor.shape[0] for tensor in iterate_tensors(batch) if tensor.ndim), None)
     if size is None:
         reason = "it has no tensor with a dimension of samples"
@@ -205,26 +207,26 @@ def batch_size_of(batch: Any) -> int:
     return size
 
 
-def _fake_batch(mode: Any, step: Step, operators: Operators) -> Any:
-    """Return the batch of fake tensors, with the samples of the step; operators learn its values."""
-    given = batch_size_of(step.batch)
-    size = given if step.batch_size is None else step.batch_size
+def _fake_batch(mode: Any, step: Step, operators: OperatorMode) -> Any:
+    """Returns a batch of fake tensors of the batch size of the step, and stores its values in `operators`."""
+    original_size = batch_size_of(step.batch)
+    size = original_size if step.batch_size is None else step.batch_size
 
     def resize(tensor: Tensor) -> Tensor:
-        if size == given or not tensor.ndim or tensor.shape[0] != given:
+        if size == original_size or not tensor.ndim or tensor.shape[0] != original_size:
             fake, value = _fake(mode, tensor, step.device), tensor
         else:
             with mode:
                 fake = torch.empty((size, *tensor.shape[1:]), dtype=tensor.dtype, device=step.device)
             value = tensor[:1].expand(fake.shape) if size else tensor
-        operators.learn(fake, value)
+        operators.store(fake, value)
         return fake
 
     return recursively_apply(resize, step.batch)
 
 
 def _fake(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a fake tensor of the same shape and dtype, on the device of the run."""
+    """Returns a fake tensor of the same shape and dtype, on the device of the run."""
     fake = mode.from_tensor(tensor)
     if fake.device == device:
         return fake  # type: ignore[no-any-return]
@@ -233,16 +235,18 @@ def _fake(mode: Any, tensor: Tensor, device: torch.device) -> Tensor:
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
-def _choose_foreach(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer) -> None:
-    """Let a copy update parameters one by one or all at once as the original does: fake tensors are always
-    updated one by one, which takes less memory."""
-    for group, given in zip(optimizer.param_groups, original.param_groups, strict=True):
+def _copy_foreach(optimizer: torch.optim.Optimizer, original: torch.optim.Optimizer) -> None:
+    """Sets the default of `foreach` that torch would choose for the real parameters of the original.
+
+    For fake tensors it would choose the loop over parameters, which needs less memory.
+    """
+    for group, real in zip(optimizer.param_groups, original.param_groups, strict=True):
         if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = torch_private.default_to_foreach(given["params"], False, False)[1]
+            group["foreach"] = torch_private.default_to_foreach(real["params"], False, False)[1]
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> float:
-    """Cast a fake model in place; return by how much its trained parameters shrink."""
+    """Casts a fake model in place, and returns the factor by which its trained parameters shrink."""
     before = _bytes(p for p in model.parameters() if p.requires_grad)
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_floating_point():
@@ -251,37 +255,39 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> float:
 
 
 class _Moments:
-    """Records the bytes of each part at each operator that a tracker sees."""
+    """Records the bytes of each part after each operator that a memory tracker observes."""
 
-    def __init__(self, tracker: Any, operators: Operators, device: torch.device) -> None:
+    def __init__(self, tracker: Any, operators: OperatorMode, device: torch.device) -> None:
         self.tracker, self.operators, self.device = tracker, operators, device
         self.names: list[int] = []
         self.sizes: list[list[float]] = []
         torch_private.record_moments(tracker, self.add)
 
     def now(self) -> list[float]:
-        """Return the bytes of each part."""
+        """Returns the current bytes of each part."""
         snapshot = torch_private.tracked_bytes(self.tracker)
-        here = [sizes for place, sizes in snapshot.items() if place.type == self.device.type]
-        return [float(sum(sizes.get(NAMES.get(part, ""), 0) for sizes in here)) for part in COLUMNS]
+        on_device = [sizes for device, sizes in snapshot.items() if device.type == self.device.type]
+        return [
+            float(sum(sizes.get(TRACKER_NAMES.get(part, ""), 0) for sizes in on_device)) for part in COLUMNS
+        ]
 
     def add(self) -> None:
         self.names.append(id(self.operators.current))
         self.sizes.append(self.now())
 
     def take(self) -> Phase:
-        """Return the moments since the last call."""
+        """Returns the moments since the last call."""
         self.add()
         phase = Phase(np.array(self.names), np.array(self.sizes))
         self.names, self.sizes = [], []
         return phase
 
 
-def _run(step: Step, tracker: Any, operators: Operators, masters: float) -> Recording:
-    """Run the step under the tracker, in a mode of fake tensors."""
+def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float) -> Recording:
+    """Runs the step under the memory tracker and a mode of fake tensors, and returns its recording."""
     blocks = blocks_of(step.model)
     sizes = [_bytes(block.parameters()) for block in blocks]
-    outputs = 0
+    outputs: dict[nn.Module, int] = {}
     phases: list[Phase] = []
     kept: list[Any] = []
     moments = _Moments(tracker, operators, step.device)
@@ -289,18 +295,21 @@ def _run(step: Step, tracker: Any, operators: Operators, masters: float) -> Reco
     def keep(model: nn.Module, args: Any, output: Any) -> None:
         kept[:] = [output]
 
-    hooks = [step.model.register_forward_hook(keep)] if step.keeps_output else []
+    def count(block: nn.Module, args: Any, output: Any) -> None:
+        outputs[block] = sum(tensor.numel() * tensor.element_size() for tensor in iterate_tensors(output))
+
+    hooks = [block.register_forward_hook(count) for block in blocks]
+    hooks += [step.model.register_forward_hook(keep)] if step.keeps_output else []
     for _ in range(2 if step.accumulates else 1):
-        tracker.reset_mod_stats()
         torch_private.skip_frozen_gradients(tracker, step.model)
-        with tracker, operators, Conversions(operators):
+        torch_private.replace_module_hooks(tracker, step.model)
+        with tracker, operators, ConversionMode(operators):
             loss = step.loss(step.model, step.batch)
+            check_loss(loss)
             phases.append(moments.take())
             loss.backward()  # type: ignore[no-untyped-call]
         del loss
         phases.append(moments.take())
-        seen = tracker.memory_tracking
-        outputs = sum(getattr(seen[block], "output_mem", 0) for block in blocks if block in seen)
     before = np.array(moments.now())
     with tracker, operators:
         if step.max_norm is not None:
@@ -312,22 +321,25 @@ def _run(step: Step, tracker: Any, operators: Operators, masters: float) -> Reco
         hook.remove()
     kept.clear()
     output = (after - np.array(moments.now())).sum()
-    # In all later steps the state of the optimizer exists before the forward pass.
+    # In all later steps, the optimizer state exists before the forward pass.
     for index, phase in enumerate(phases):
         phase.sizes[:, STATE] += (after - before)[STATE]
         phase.sizes[:, COLUMNS.index("activations")] += output * (index % 2 == 0)
-    facts = {
+    scalars = {
         "trained_bytes": _bytes(p for p in step.model.parameters() if p.requires_grad),
         "largest_block": max(sizes, default=0),
         "outside_blocks": _bytes(step.model.parameters()) - sum(sizes),
-        "block_outputs": outputs,
-        "masters": masters,
+        "block_outputs": sum(outputs.values()),
+        "master_ratio": master_ratio,
     }
-    return Recording(tuple(phases), _peak_of_step(stepped, after), facts)
+    return Recording(tuple(phases), _peak_of_step(stepped, after), scalars)
 
 
 def _peak_of_step(moments: Sizes, after: Sizes) -> Sizes:
-    """Return the moment with the most bytes; more state than remains is temporary."""
+    """Returns the moment with the most bytes.
+
+    Optimizer state that does not exist after the step is counted as temporary.
+    """
     peak: Sizes = moments[moments.sum(1).argmax()].copy()
     peak[COLUMNS.index("temporary")] += max(0, peak[STATE] - after[STATE])
     peak[STATE] = after[STATE]
@@ -335,15 +347,15 @@ def _peak_of_step(moments: Sizes, after: Sizes) -> Sizes:
 
 
 def lists_of_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost lists of modules."""
+    """Returns the outermost `ModuleList` and `Sequential` modules."""
     lists = [module for module in model.modules() if isinstance(module, (nn.ModuleList, nn.Sequential))]
-    inside = {child for each in lists for block in each for child in block.modules()}
-    return [each for each in lists if each not in inside]
+    inner = {child for blocks in lists for block in blocks for child in block.modules()}
+    return [blocks for blocks in lists if blocks not in inner]
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules in lists, such as the layers of a transformer, those with parameters."""
-    blocks = dict.fromkeys(block for each in lists_of_blocks(model) for block in each.children())
+    """Returns the outermost modules in lists that have parameters, such as the layers of a transformer."""
+    blocks = dict.fromkeys(block for outer in lists_of_blocks(model) for block in outer.children())
     return [block for block in blocks if next(block.parameters(), None) is not None]
 
 
@@ -351,7 +363,7 @@ def _bytes(tensors: Any) -> int:
     return sum(tensor.nbytes for tensor in tensors)
 
 
-NAMES = {
+TRACKER_NAMES = {
     "parameters": "Parameter",
     "buffers": "Buffer",
     "gradients": "Gradient",
@@ -360,5 +372,5 @@ NAMES = {
     "temporary": "Temp",
     "inputs": "Other",
 }
-"""Part -> the name that torch's tracker has for it."""
+"""Part -> name of the part in torch's memory tracker."""
 STATE = COLUMNS.index("optimizer")

@@ -1,4 +1,7 @@
-"""The variants of a step that a plan traces: other batch sizes, recomputation, parameters that are cast."""
+"""Traces of a training step with other batch sizes, activation checkpointing or cast parameters.
+
+`tracer_of` returns the function with which a `Planner` traces the variants of a step.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from accelerate.base import AccelerateError, shortened, wrong_value
+from accelerate.planning.checks import check_step
+from accelerate.planning.libraries import disable_caches
 from accelerate.planning.parts import Trace
 from accelerate.planning.plan import Variant
 from accelerate.planning.recording import Recording, extrapolate, is_close
@@ -19,20 +25,21 @@ logger = logging.getLogger(__name__)
 
 Recompute = Callable[[nn.Module, Sequence[nn.Module]], None]
 TOLERANCE = 1e-4
-"""Difference between a step with more blocks and its extrapolation, as a fraction of its bytes."""
+"""Allowed difference between a step with more blocks and its extrapolation, relative to its bytes."""
 
 
 def tracer_of(
     step: Step, precision: Precision, autocast: MixedPrecision | None, recompute: Recompute
 ) -> Callable[[Variant], Trace]:
-    """Return what traces the variants of a step.
+    """Returns a function that traces the variants of a step.
 
     Args:
-        step: the step as the user gave it.
-        precision: the number format of layouts that keep parameters whole.
-        autocast: that of layouts that cast parameters once; None in full precision.
-        recompute: lets blocks of a model recompute their activations in backward, in place.
+        step: Step as the user passed it.
+        precision: Mixed precision of layouts without sharding.
+        autocast: Mixed precision of layouts that cast parameters once. None in full precision.
+        recompute: Function that applies activation checkpointing to blocks of a model, in place.
     """
+    check_step(step.model, step.optimizers, step.batch)
     tracer = _Tracer(step.model)
 
     def trace(variant: Variant) -> Trace:
@@ -40,7 +47,7 @@ def tracer_of(
 
         def convert(model: nn.Module) -> nn.Module:
             if variant.checkpointing:
-                _disable_caches(model)
+                disable_caches(model)
                 recompute(model, blocks_of(model))
             return (low or precision).convert(model)
 
@@ -57,59 +64,66 @@ def tracer_of(
     return trace
 
 
-def _disable_caches(model: nn.Module) -> None:
-    """Let models of transformers keep no keys and values: blocks that recompute would add theirs again."""
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False  # type: ignore[union-attr]
-
-
 class _Tracer:
-    """Traces a step with few of the blocks that repeat, and extrapolates to all of them.
+    """Traces a step with a few of the repeated blocks, and extrapolates to all blocks.
 
-    The first step is also traced with more blocks. Where that is not what the extrapolation says, as of
-    blocks that use outputs of all others, the kinds of blocks include their attributes, and at last all steps
-    are traced with all blocks.
+    The first step is also traced with more blocks to verify the extrapolation. If they differ, for example
+    because blocks use the outputs of all others, the attributes of blocks are compared as well. If they still
+    differ, all steps are traced with all blocks.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = [repeats_of(model, by_attributes=False), repeats_of(model)]
-        self.ways = [each for each in found if each]
+        candidates = [repeats_of(model, by_attributes=False), repeats_of(model)]
+        self.candidates = [repeats for repeats in candidates if repeats]
         self.is_verified = False
 
     def trace(self, step: Step) -> Trace:
-        """Return the trace of a step."""
-        while self.ways:
-            recording = self._extrapolate(step, self.ways[0])
+        """Returns the trace of a step."""
+        while self.candidates:
+            recording = self._extrapolate(step, self.candidates[0])
             if recording is not None:
                 return trace_of(recording, step)
-            del self.ways[0]
+            del self.candidates[0]
             self.is_verified = False
-        return trace_step(step)
+        try:
+            return trace_step(step)
+        except AccelerateError:
+            raise
+        except Exception as error:
+            reason = f"its training step fails: {type(error).__name__}: {shortened(str(error))}"
+            fix = (
+                "If the step also fails without a plan, the model and the batch do not match. Otherwise "
+                "plan a version of the model without the operation that cannot be traced"
+            )
+            raise wrong_value("model", type(step.model).__name__, reason, fix) from error
 
     def _extrapolate(self, step: Step, repeats: Sequence[Repeat]) -> Recording | None:
-        """Return the recording of a step; None if its blocks do not repeat, or cannot be removed."""
+        """Returns the recording of a step, or None if its blocks do not repeat or cannot be removed."""
         try:
             base = _record(step, repeats, [0] * len(repeats))
-            grown = [_record(step, repeats, [int(other is each) for other in repeats]) for each in repeats]
+            grown = [
+                _record(step, repeats, [int(other is repeat) for other in repeats]) for repeat in repeats
+            ]
             if not self.is_verified:
-                more = [min(each.verified, each.times) for each in repeats]
+                more = [min(repeat.verified, repeat.times) for repeat in repeats]
                 expected = extrapolate(base, grown, more)
                 if expected is None or not is_close(expected, _record(step, repeats, more), TOLERANCE):
                     return None
                 self.is_verified = True
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
-            # The model may fail without some of its blocks; a trace with all blocks shows whether it does.
-            logger.debug("The step does not run with fewer blocks; all are traced.", exc_info=True)
+        except Exception:
+            # The model may fail without some blocks. The trace with all blocks raises its other errors.
+            logger.debug(
+                "The step does not run with fewer blocks, so it is traced with all blocks.", exc_info=True
+            )
             return None
-        return extrapolate(base, grown, [each.times for each in repeats])
+        return extrapolate(base, grown, [repeat.times for repeat in repeats])
 
 
 def _record(step: Step, repeats: Sequence[Repeat], more: Sequence[int]) -> Recording:
-    """Record a step with few blocks, and further periods of each list."""
+    """Returns the recording of a step with few blocks and `more` periods of each list."""
     counts = [
-        (each.blocks, each.fewest + times * each.period) for each, times in zip(repeats, more, strict=True)
+        (repeat.blocks, repeat.fewest + times * repeat.period)
+        for repeat, times in zip(repeats, more, strict=True)
     ]
     with shortened_to(step, counts):
         return record_step(step)

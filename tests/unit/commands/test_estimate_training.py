@@ -31,6 +31,19 @@ def frozen():
     model, *others = whole()
     return model.requires_grad_(False), *others
 
+def lazy():
+    return nn.LazyLinear(4), [torch.ones(2, 4)], lambda model, batch: model(*batch).sum()
+
+def missing_key():
+    raise KeyError("size")
+
+class Asserting(nn.Linear):
+    def forward(self, values):
+        raise AssertionError("too small")
+
+def asserting():
+    return Asserting(4, 4), [torch.ones(2, 4)], lambda model, batch: model(*batch).sum()
+
 def number():
     return 3
 
@@ -173,13 +186,16 @@ def test_a_batch_is_made_from_the_configuration(
     ("words", "message"),
     [
         (("M:whole",), "add --batch_size"),
-        (("M:whole", "--batch_size", "0"), "--batch_size=0: it counts from 1"),
+        (("M:whole", "--batch_size", "0"), "--batch_size=0: it is less than 1"),
         (("M:none", "--batch_size", "2"), "has no attribute 'none'"),
         (("no_such_module:none", "--batch_size", "2"), "No module named 'no_such_module'"),
         (("M:failing", "--batch_size", "2"), "no such size"),
         (("M:number", "--batch_size", "2"), "it returned int. Return model, batch"),
         (("M:alone", "--batch_size", "2"), "it returned no batch"),
         (("M:frozen", "--batch_size", "2"), "no parameters that train"),
+        (("M:lazy", "--batch_size", "2"), "have no shape yet"),
+        (("M:missing_key", "--batch_size", "2"), "cannot be imported and called: KeyError: 'size'"),
+        (("M:asserting", "--batch_size", "2"), "its training step fails: AssertionError: too small"),
         (("M:without_loss", "--batch_size", "2"), "The output of Linear has no loss"),
         (("M:wrong_shape", "--batch_size", "2"), "its training step fails: RuntimeError"),
         (("M:whole", "--batch_size", "2", "--devices", "8by80"), "Write 8x80GB"),
@@ -264,3 +280,22 @@ def test_large_models_are_planned_as_arithmetic_says(name: str, capsys: pytest.C
     fits = 16 * weights / 8 < 80e9
     without_offload = [each for each in found["fitting_layouts"] if "offload" not in each["name"]]
     assert bool(without_offload) == fits
+
+
+def test_a_class_that_transformers_lacks_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(**sizes, vocab_size=200, architectures=["FooForBar"])
+    config.save_pretrained(tmp_path)
+    words = [str(tmp_path), "--batch_size", "1", "--sequence_length", "8"]
+    estimate_command(estimate_command_parser().parse_args(words))
+    assert "since the class FooForBar in its architectures is not one of" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("changes", [{"hidden_size": "x"}, {"hidden_size": 100, "num_attention_heads": 7}])
+def test_a_wrong_configuration_is_one_error(changes: dict[str, Any], tmp_path: Path) -> None:
+    facts = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", **changes}
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    args = estimate_command_parser().parse_args([str(tmp_path), "--batch_size", "1"])
+    with pytest.raises(ConfigurationError, match="transformers cannot build it.*hidden.size") as raised:
+        estimate_command(args)
+    assert raised.value.__cause__ is not None

@@ -10,11 +10,11 @@ from accelerate.planning import (
     Layout,
     Parts,
     Trace,
-    candidates,
+    candidate_layouts,
     communication_of,
     host_bytes,
     memory_of,
-    read_devices,
+    parse_devices,
 )
 
 WEIGHTS, STATE, ACTIVATIONS = 800, 1600, 400
@@ -22,7 +22,7 @@ BLOCK, OUTSIDE = 100, 200
 WORK = Parts(parameters=WEIGHTS, gradients=WEIGHTS, optimizer=STATE, activations=ACTIVATIONS)
 STEP = Parts(parameters=WEIGHTS, gradients=WEIGHTS, optimizer=STATE, temporary=80)
 TRACE = Trace(1, (WORK,), (STEP,), WEIGHTS, BLOCK, OUTSIDE, block_outputs=60)
-LOW = Trace(1, (WORK,), (STEP,), WEIGHTS, BLOCK, OUTSIDE, masters=2.0)
+LOW = Trace(1, (WORK,), (STEP,), WEIGHTS, BLOCK, OUTSIDE, master_ratio=2.0)
 N = 4
 
 
@@ -116,12 +116,12 @@ def test_tensor_parallel_sends_the_outputs_of_blocks() -> None:
 
 
 def test_candidates_use_all_devices() -> None:
-    found = list(candidates(8, can_split_layers=True))
+    found = list(candidate_layouts(8, can_split_layers=True))
     assert all(each.shards * each.tensor_parallel == 8 for each in found)
     assert {each.sharding for each in found} == set(SHARDINGS)
     assert {each.tensor_parallel for each in found} == {1, 2, 4, 8}
-    assert {each.tensor_parallel for each in candidates(8)} == {1}
-    assert [each.name for each in candidates(1)] == ["none", "none + checkpointing"]
+    assert {each.tensor_parallel for each in candidate_layouts(8)} == {1}
+    assert [each.name for each in candidate_layouts(1)] == ["none", "none + checkpointing"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_candidates_use_all_devices() -> None:
     [("8x80GB", (8, 80 * 10**9)), ("24GiB", (1, 24 * 2**30)), ("2 X 1.5gb", (2, 15 * 10**8))],
 )
 def test_devices_are_a_number_and_a_size(text: str, devices: tuple[int, int]) -> None:
-    assert read_devices(text) == devices
+    assert parse_devices(text) == devices
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_devices_are_a_number_and_a_size(text: str, devices: tuple[int, int]) ->
 )
 def test_other_texts_are_no_devices(text: str) -> None:
     with pytest.raises(ConfigurationError, match="Write 8x80GB"):
-        read_devices(text)
+        parse_devices(text)
 
 
 @pytest.mark.parametrize(

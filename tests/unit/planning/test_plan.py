@@ -15,10 +15,10 @@ from accelerate.planning import (
     Planner,
     Trace,
     Variant,
-    bar_of,
     build_plan,
+    format_bar,
+    format_layouts,
     largest_batch,
-    layouts_table,
 )
 
 
@@ -92,7 +92,7 @@ def test_layouts_that_fit_come_without_offload_and_with_the_least_communication_
     assert "ddp" not in names  # 4,200 bytes
     assert "full_shard" in names
     assert not any(name.startswith("full_shard + offload") for name in names)  # it fits without
-    assert layouts_table(fits).count("\n") == 2 + min(5, len(fits)) - 1
+    assert format_layouts(fits).count("\n") == 2 + min(5, len(fits)) - 1
 
 
 def test_checkpointing_and_offload_are_used_where_they_are_needed() -> None:
@@ -103,9 +103,9 @@ def test_checkpointing_and_offload_are_used_where_they_are_needed() -> None:
 
 def test_a_bar_shows_the_parts_and_what_does_not_fit() -> None:
     parts = Parts(parameters=25, activations=25)
-    assert bar_of(parts, 100).startswith("[" + "P" * 15 + "A" * 15 + "." * 30 + "]")
-    assert bar_of(parts, 100).endswith("50 bytes of 100 bytes, 50%")
-    assert bar_of(parts, 25).startswith("[" + "P" * 60 + "]" + "A" * 60)
+    assert format_bar(parts, 100).startswith("[" + "P" * 15 + "A" * 15 + "." * 30 + "]")
+    assert format_bar(parts, 100).endswith("50 bytes of 100 bytes, 50%")
+    assert format_bar(parts, 25).startswith("[" + "P" * 60 + "]" + "A" * 60)
 
 
 @pytest.mark.parametrize("size", [0, -1])

@@ -76,7 +76,7 @@ def compare(step: Step, *, checkpointing: bool = False, accumulates: bool = Fals
     for layout in LAYOUTS:
         found, expected = (memory_of(each, layout).values() for each in (short, whole))
         assert found == pytest.approx(expected, rel=1e-3, abs=64)
-    facts = [replace(each, work=(), step=()) for each in (short, whole)]
+    facts = [replace(each, forward_backward=(), step=()) for each in (short, whole)]
     assert facts[0] == facts[1]
 
 

@@ -137,7 +137,7 @@ def test_parameters_that_are_cast_have_masters() -> None:
     trace = trace_step(
         make_step(parameter_dtype=torch.bfloat16, loss=lambda model, batch: _in_low(model, batch))
     )
-    assert trace.masters == 2
+    assert trace.master_ratio == 2
     assert 2 * trace.peak.parameters == trace_step(make_step()).peak.parameters
 
 
@@ -157,7 +157,7 @@ def test_blocks_are_the_outermost_modules_in_lists() -> None:
 
 
 def test_an_operation_that_needs_too_many_values_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.planning.operators.MOST_BYTES", 0)
+    monkeypatch.setattr("accelerate.planning.operators.MAX_BYTES", 0)
     model = nn.Linear(4, 4)
 
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
