@@ -19,6 +19,10 @@ from accelerate.monitoring.ranks import (
     own_seconds as own_seconds,
     summary_of as summary_of,
 )
+from accelerate.monitoring.record_thread import (
+    RecordThread as RecordThread,
+    warn_no_response as warn_no_response,
+)
 from accelerate.monitoring.records import (
     FOLDER as FOLDER,
     PATH_SUFFIX as PATH_SUFFIX,

@@ -182,11 +182,19 @@ class RecordWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = (folder / f"rank-{rank:05}.jsonl").absolute()
         self._file = open(self.path, "ab+", buffering=0)  # noqa: SIM115 (open until `close`)
+        try:
+            self._end_line()
+        except OSError:  # a pipe
+            self._file.close()
+            raise
+        _leave_path(self.path)
+
+    def _end_line(self) -> None:
+        """Ends the last line, if a process was killed while it wrote it."""
         if self._file.seek(0, os.SEEK_END):
             self._file.seek(-1, os.SEEK_END)
-            if self._file.read(1) != b"\n":  # a process was killed while it wrote its last line
+            if self._file.read(1) != b"\n":
                 self._file.write(b"\n")
-        _leave_path(self.path)
 
     def write(self, *records: Record) -> None:
         """Append records.

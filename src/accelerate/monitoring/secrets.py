@@ -1,72 +1,19 @@
-"""Passwords, tokens and private keys are replaced in what a run records, by their names and by their formats.
+"""Replacement of passwords, tokens and private keys in the records of a run, by names and by formats.
 
-The folder of a project is often uploaded as a whole. Names are split into words: `hub_token` is `hubToken` or
-`HUB-TOKEN`, and `max_tokens` or `pad_token` are not secret.
+The folder of a project is often uploaded as a whole. `secret_names.py` recognizes the names.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+from accelerate.monitoring.secret_names import Strength, is_special, looks_random, strength_of
 
 HIDDEN = "***"
 """Written in place of a secret."""
-
-_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_ENDINGS = frozenset({"value", "text", "string", "str", "json", "base64", "b64", "bytes", "raw"})
-_STRONG = re.compile(
-    r"(\w*(password|passwd|passphrase|pwd)|secret|credential|authorization|apikey|privatekey|secretkey)s?"
-)
-"""Words that are secret as the last one of a name, whole numbers included."""
-_WEAK = re.compile(r"auth|(hf|hub|api|access|auth|bearer|refresh|session|github|gitlab|wandb)(token|key)s?")
-_SERVICES = frozenset(
-    {"anthropic", "aws", "azure", "clearml", "cohere", "comet", "gcp", "gemini", "github", "gitlab", "google"}
-    | {"groq", "hf", "hub", "huggingface", "mistral", "neptune", "openai", "pinecone", "replicate", "slack"}
-    | {"swanlab", "together", "wandb"}
-)
-_OF_KEYS = _SERVICES | {
-    *(
-        "access",
-        "account",
-        "api",
-        "auth",
-        "client",
-        "deploy",
-        "encryption",
-        "gpg",
-        "hmac",
-        "license",
-        "master",
-    ),
-    *("pgp", "private", "rsa", "secret", "service", "signing", "ssh", "subscription"),
-}
-"""Words before "key" that make it secret: others are keys of dictionaries, of sorting, of attention."""
-_OF_TOKENS = _SERVICES | {"access", "api", "auth", "bearer", "bot", "refresh", "secret", "session", "user"}
-"""Words before "tokens" that make them secret: other names in the plural are counts and text."""
-_TEXT_TOKENS = frozenset(
-    {
-        "additional",
-        "audio",
-        "begin",
-        "bos",
-        "boi",
-        "class",
-        "cls",
-        "end",
-        "eoi",
-        "eos",
-        "eot",
-        "first",
-        "image",
-    }
-    | {"img", "last", "mask", "max", "next", "new", "num", "pad", "per", "prefix", "prompt", "replacement"}
-    | {"sep", "special", "start", "stop", "suffix", "unexpected", "unk", "unknown", "video", "word"}
-)
-"""Words before "token" that make it one of a text."""
-_OF_PASS = frozenset({"admin", "db", "database", "ftp", "mail", "mysql", "postgres", "proxy", "smtp", "user"})
 
 _FORMATS = re.compile(
     r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
@@ -83,95 +30,115 @@ _FORMATS = re.compile(
 )
 _URL = re.compile(r"(?<=://)[^\s/:@]{0,200}:[^\s/]{1,500}@")
 _LOGIN = re.compile(r"(?<![\w.+/:-])([\w.+-]{1,100}):[^\s:/@]{1,200}@(?!sha\d+:)(?=[\w-]+)")
+_USER_INFO = re.compile(r"(?<=://)[^\s/:@]{8,200}(?=@)")
+_SIGNATURE = re.compile(r"(?i)([?&][\w-]{0,40}sig(?:nature)?=)[^\s&#\"']+")
+_COOKIE = re.compile(r"(?i)(?<![\w-])((?:set-)?cookie: {0,5})[^\r\n\"']+")
+_USER_OPTION = r"-u|--?(?:[\w-]{0,40}[_-])?user"
+_USER = re.compile(rf"((?<![\w-])(?:{_USER_OPTION})[ =]{{1,5}}[^\s:/@\"']{{1,100}}:)(?!\d+\b)[^\s\"']+")
+_USER_NAMES = frozenset({"user", "username", "login", "email"})
 _NAMED = re.compile(
-    r"""(?<![\w.-])(\\*["'])?(?P<name>[A-Za-z_][\w./-]{0,100})(?(1)\\*["'])\s{0,5}(?P<sign>[:=])\s{0,5}"""
+    r"""(?<![\w.-])(\\*["'])?(?P<dash>-{1,5})?(?P<name>[A-Za-z_][\w./-]{0,100})(?(1)\\*["'])"""
+    r"""(?:\s{0,5}(?P<sign>[:=])\s{0,5}|(?(dash)(?(1)\s{0,5},\s{0,5}|\s{1,5})|(?!)))"""
 )
 _VALUE = re.compile(
-    r"""(?:Bearer|Basic|Token)\s+[^\s"',;]+|[^\s,;&"'\[\](){}\\]+(?!["'])"""
+    r"""(?i:bearer|basic|token)\s+[^\s"',;]+|(?!b?\\*["'])[^\s,;&"'\[\](){}\\]+"""
     r"""|b?\\*(?P<quote>["'])(?:(?!\\*(?P=quote)).){0,20000}(?:\\*(?P=quote))?|(?P<bracket>[\[({])|[^\s]+""",
     re.DOTALL,
 )
 LONGEST_BRACKET = 20_000
 _NAME = re.compile(r"[\w.+/~-]{1,200}")
+_SHORT_WORD = re.compile(r"[a-z]{1,3}")
 _NUMBER = re.compile(r"[-+]?\d+(\.\d+)?|true|false|none|null", re.IGNORECASE)
 _SEVERAL = re.compile(r"(tokens|keys|passwords|secrets|credentials)$", re.IGNORECASE)
 
 
-def _strength(name: str) -> int:
-    """Return 2 for a name whose value is always a secret, 1 for one whose text is, and else 0."""
-    words = [word.lower() for word in _WORD.findall(name)]
-    while len(words) > 1 and (words[-1] in _ENDINGS or words[-1].isdecimal()):
-        words.pop()
-    before, last = (["", "", *words])[-2:]
-    if _STRONG.fullmatch(last) or (last == "pass" and before in _OF_PASS):
-        return 2
-    if _WEAK.fullmatch(last):
-        return 1
-    is_secret = {
-        "token": before not in _TEXT_TOKENS,
-        "tokens": not before or before in _OF_TOKENS,
-        "key": before in _OF_KEYS,
-        "keys": before in _OF_KEYS,
-    }
-    return int(is_secret.get(last, False))
-
-
-@functools.lru_cache(maxsize=4096)
-def strength_of(name: object) -> int:
-    """Return the largest strength of the parts of a name, which `/` and `.` separate."""
-    return max(_strength(part) for part in re.split(r"[/.]", str(name)[-200:]))
-
-
 def hide_secrets(values: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return nested values by name with `***` in place of secrets."""
-    return {name: _hide(value, strength_of(name)) for name, value in values.items()}
+    """Returns nested values by name with `***` in place of secrets."""
+    return _hide_mapping(values, Strength.NONE, "")
 
 
-def _hide(value: Any, strength: int) -> Any:
-    """Return a value of a name; of one below a secret name all text is hidden."""
+def _hide_mapping(values: Mapping[Any, Any], strength: Strength, parent: object) -> dict[Any, Any]:
+    """Returns the values of a name, where a `key` of `wandb` and the `pass` of a user are secret, too."""
+    is_login = any(str(name).lower() in _USER_NAMES for name in values)
+    parents = (parent, "user") if is_login else (parent,)
+    shown = {}
+    for name, item in values.items():
+        own = max(strength_of(f"{name}" if not outer else f"{outer}/{name}") for outer in parents)
+        shown[name] = _hide(item, max(strength, own), name)
+    return shown
+
+
+def _hide(value: Any, strength: Strength, name: object = "") -> Any:
+    """Returns a value of a name, with all text hidden below a secret name."""
     if type(value) is float:
         return value
     if isinstance(value, Mapping):
-        return {name: _hide(item, max(strength, strength_of(name))) for name, item in value.items()}
+        return _hide_mapping(value, strength, name)
     if isinstance(value, (list, tuple, set, frozenset)):
-        return [_hide(item, strength) for item in value]
+        if not strength and any(isinstance(item, str) and item[:1] == "-" for item in value):
+            return _hide_words(value)
+        return [_hide(item, strength, name) for item in value]
     if isinstance(value, (bytes, bytearray)):
         value = bytes(value).decode("utf-8", "replace")
     if isinstance(value, str):
-        return HIDDEN if value and strength else hide_in_text(value)
-    is_number = isinstance(value, (bool, float)) or (strength < 2 and hasattr(value, "__float__"))
+        return hide_in_text(value) if _is_shown(value, strength) else HIDDEN
+    is_number = isinstance(value, (bool, float)) or (
+        strength < Strength.ALWAYS and hasattr(value, "__float__")
+    )
     return value if value is None or not strength or is_number else HIDDEN
 
 
+def _is_shown(text: str, strength: Strength) -> bool:
+    return not text or not strength or (strength is Strength.UNLESS_SPECIAL and is_special(text))
+
+
 def hide_in_text(text: str) -> str:
-    """Return a text without logins of URLs, and values that have the format of a token or a secret name."""
+    """Returns a text without logins of URLs, and values that have the format of a token or a secret name."""
     if text[:1] in ("{", "["):
         try:
-            return json.dumps(_hide(json.loads(text), 0))
+            return json.dumps(_hide(json.loads(text), Strength.NONE))
         except (ValueError, RecursionError):
             pass  # no JSON: text in brackets
     text = _URL.sub(f"{HIDDEN}@", _FORMATS.sub(HIDDEN, text))
+    text = _USER_INFO.sub(lambda user: HIDDEN if looks_random(user[0]) else user[0], text)
+    for pattern in (_SIGNATURE, _COOKIE, _USER):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
     return _LOGIN.sub(rf"\1:{HIDDEN}@", "".join(_without_values(text)))
 
 
 def _without_values(text: str) -> Iterator[str]:
-    """Yield the parts of a text, with `***` in place of values that follow secret names."""
+    """Yields the parts of a text, with `***` in place of values that follow secret names."""
     position = 0
     for named in _NAMED.finditer(text):
-        strength = strength_of(named["name"]) if named.start() >= position else 0
-        before = text[max(named.start() - 20, 0) : named.start()].rstrip(" ")[-1:]
-        is_prose = named["sign"] == ":" and not named[1] and strength < 2 and before not in "{,[(-\n"
-        value = None if is_prose or not strength else _VALUE.match(text, named.end())
-        if value is None or (strength < 2 and _NUMBER.fullmatch(value[0])):
+        strength = strength_of(named["name"]) if named.start() >= position else Strength.NONE
+        value = _VALUE.match(text, named.end()) if strength else None
+        if value is None:
+            continue
+        end = _end_of_bracket(text, value.start()) if value["bracket"] else value.end()
+        if _is_harmless(named, text[value.start() : end], strength):
             continue
         quote = value["quote"] or ""
         yield f"{text[position : value.start()]}{quote}{HIDDEN}{quote}"
-        position = _end_of_bracket(text, value.start()) if value["bracket"] else value.end()
+        position = end
     yield text[position:]
 
 
+def _is_harmless(named: re.Match[str], value: str, strength: Strength) -> bool:
+    """Returns whether a value that follows a secret name in a text is prose, a number or another option."""
+    if strength < Strength.ALWAYS and _NUMBER.fullmatch(value):
+        return True
+    if not named["sign"]:  # "--name value"
+        plain = value.strip("\\\"'")
+        is_option = plain[:1] == "-" and not looks_random(plain)
+        return is_option or value[:1] == "(" or _SHORT_WORD.fullmatch(value) is not None
+    before = named.string[max(named.start() - 20, 0) : named.start()].rstrip(" ")[-1:]
+    if named["sign"] == ":" and not named[1] and strength < Strength.ALWAYS and before not in "{,[(-\n":
+        return True
+    return _is_shown(value, strength)
+
+
 def _end_of_bracket(text: str, start: int) -> int:
-    """Return the position after the bracket that closes the one at a position."""
+    """Returns the position after the bracket that closes the one at a position."""
     depth = 0
     for position, letter in enumerate(text[start : start + LONGEST_BRACKET], start + 1):
         depth += (letter in "([{") - (letter in ")]}")
@@ -181,27 +148,36 @@ def _end_of_bracket(text: str, start: int) -> int:
 
 
 def hide_secrets_of_command(words: Sequence[str]) -> list[str]:
-    """Return the words of a command line, without the values of options that have the name of a secret."""
-    shown: list[str] = []
-    option, is_first = "", False  # whose values follow, and whether this word is the first of them
+    """Returns the words of a command line, without the values of options that have the name of a secret."""
+    return _hide_words(words)
+
+
+def _hide_words(words: Iterable[Any]) -> list[Any]:
+    shown: list[Any] = []
+    option, is_first = "", False  # option whose values follow, and whether this word is the first of them
+    previous = ""
     for word in words:
-        is_option = word.startswith("-" if not is_first else "--")
-        name, equals, value = word.partition("=")
+        text = word if isinstance(word, str) else ""
+        is_option = text.startswith("--" if is_first else "-") and not (is_first and looks_random(text))
+        name, equals, value = text.partition("=")
         if option and not is_option:
             shown.append(_hide_value(option, word))
             option, is_first = option if _SEVERAL.search(option) else "", False
         elif equals and _NAME.fullmatch(name):
-            shown.append(f"{name}={_hide_value(name, value)}")
+            shown.append(hide_in_text(f"{name}={_hide_value(name, value)}"))
             option, is_first = "", False
         else:
-            shown.append(hide_in_text(word))
-            option, is_first = (word, True) if word.startswith("-") and strength_of(word) else ("", False)
+            start = f"{previous} " if re.fullmatch(_USER_OPTION, previous) else ""
+            shown.append(hide_in_text(start + text)[len(start) :] if text else _hide(word, Strength.NONE))
+            option, is_first = (text, True) if text.startswith("-") and strength_of(text) else ("", False)
+        previous = text
     return shown
 
 
-def _hide_value(name: str, value: str) -> str:
-    """Return the text of an option or a variable; a count is shown."""
+def _hide_value(name: str, value: Any) -> Any:
+    """Returns the value of an option or a variable, where a count is shown."""
     strength = strength_of(name)
-    if not value or not strength or (strength < 2 and _NUMBER.fullmatch(value)):
-        return hide_in_text(value)
-    return HIDDEN
+    if not isinstance(value, str):
+        return _hide(value, strength)
+    is_count = strength < Strength.ALWAYS and _NUMBER.fullmatch(value)
+    return hide_in_text(value) if is_count or _is_shown(value, strength) else HIDDEN

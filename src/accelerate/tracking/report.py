@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import time
 from typing import Any
 
 from accelerate.base import environ, wrong_value
 from accelerate.logging import get_logger
-from accelerate.monitoring import RECORDS_VARIABLE, Event, RecordWriter, Values, hide_secrets, records_folder
-from accelerate.state import PartialState
+from accelerate.monitoring import RECORDS_VARIABLE, Event, RecordThread, Values, hide_secrets, records_folder
+from accelerate.state import PartialState, services
 from accelerate.tracking.base import GeneralTracker, flatten, on_main_process
 
 logger = get_logger(__name__)
@@ -18,7 +19,8 @@ logger = get_logger(__name__)
 class ReportTracker(GeneralTracker):
     """Tracker that writes values to the records of this rank for `accelerate report`.
 
-    The records are in `run_records` of the folder, or in the folder of `ACCELERATE_RUN_RECORDS`.
+    The records are in `run_records` of the folder, or in the folder of `ACCELERATE_RUN_RECORDS`. A thread
+    writes them. It is the one of the monitor of the run if that uses the same folder.
 
     Args:
         run_name: Name of the project, which is part of the configuration of the run.
@@ -33,16 +35,16 @@ class ReportTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.logging_dir = logging_dir
-        self.writer: RecordWriter | None = None
+        self.writer: RecordThread | None = None
 
     @property
-    def tracker(self) -> RecordWriter | None:
-        """Writer of the records, or None on ranks that do not log."""
+    def tracker(self) -> RecordThread | None:
+        """Thread that writes the records, or None on ranks that do not log."""
         return self.writer
 
     @on_main_process
     def start(self) -> None:
-        """Opens the file of records.
+        """Starts to write records.
 
         Raises:
             ConfigurationError: The records of runs are disabled.
@@ -52,14 +54,17 @@ class ReportTracker(GeneralTracker):
         if folder is None:
             fix = "Leave the variable out or name a folder, or take 'report' out of log_with"
             raise wrong_value(RECORDS_VARIABLE, setting, "the tracker 'report' writes records", fix)
-        self.writer = RecordWriter(folder, PartialState().process_index)
+        found = services.find(RecordThread)
+        is_shared = found is not None and found.folder == folder
+        self.writer = found if is_shared else RecordThread(folder, PartialState().process_index)
+        atexit.register(self.finish)
         self.store_init_configuration({"project_name": self.run_name})
 
     @on_main_process
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         assert self.writer is not None
         text = json.dumps({name: str(value) for name, value in flatten(hide_secrets(values)).items()})
-        self.writer.write(Event(time=time.time(), name="config", step=0, text=text))
+        self.writer.put(Event(time=time.time(), name="config", step=0, text=text))
 
     @on_main_process
     def log(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
@@ -71,9 +76,15 @@ class ReportTracker(GeneralTracker):
             logger.warning_once(
                 f"the tracker 'report' does not log {name!r}: a {kind} is not a number or text"
             )
-        self.writer.write(Values(time=time.time(), step=step, values=flat))
+        self.writer.put(Values(time=time.time(), step=step, values=flat))
 
     @on_main_process
     def finish(self) -> None:
-        if self.writer is not None:
+        """Waits until all records are written, unless the file system does not respond."""
+        atexit.unregister(self.finish)
+        if self.writer is None:
+            return
+        if self.writer is services.find(RecordThread):
+            self.writer.flush()
+        else:
             self.writer.close()

@@ -61,6 +61,24 @@ NAMES = [
     "Authorization",
     "model.hub.token",
     "trackers/wandb/api_key",
+    "wandb.key",
+    "openai/key",
+    "access_key_id",
+    "AWS_ACCESS_KEY_ID",
+    "wandbapikey",
+    "OPENAIAPIKEY",
+    "secretaccesskey",
+    "sshkey",
+    "dbpass",
+    "tokenhf",
+    "token_hf",
+    "TOKENS_HF",
+    "jwt",
+    "creds",
+    "bearer",
+    "github_pat",
+    "session_id",
+    "Cookie",
 ]
 HARMLESS = [
     "max_tokens",
@@ -88,6 +106,17 @@ HARMLESS = [
     "compass",
     "bypass",
     "forward_pass",
+    "passes",
+    "num_passes",
+    "key_value_cache",
+    "num_key_value_heads",
+    "turkey",
+    "pat",
+    "user_id",
+]
+TEXT_TOKENS = [
+    *("tool_token", "think_token", "register_token", "system_token", "separator_token", "newline_token"),
+    *("classifier_token", "distill_token", "assistant_token", "user_token", "user_tokens", "tokens"),
 ]
 FORMATS = [
     "hf_" + "aB3dE6gH9j" * 3 + "abcd",
@@ -124,6 +153,24 @@ LOGINS = [
     f"{{net: {{hub_token: {SECRET}}}}}",
     f"lr: 1\nhub_token: {SECRET}\n",
     f"https://user:a={SECRET}@host",
+    f"https://{SECRET}@github.com/x",
+    f"https://{SECRET}@o1.ingest.sentry.io/1",
+    f"https://host/x?sig={SECRET}&n=1",
+    f"https://host/x?n=1&X-Amz-Signature={SECRET}",
+    f"Authorization: token {SECRET}",
+    f"Cookie: id=1; session={SECRET}",
+    f"train.py --token {SECRET}",
+    f"python x.py --hub_token={SECRET} --lr 1",
+    f"failed: x --hf_token {SECRET} --lr 1",
+    f"--hf_token\n{SECRET}",
+    f"Command '['x', '--token', '{SECRET}']' returned 1",
+    f'["--token", "{SECRET}"]',
+    f"-password={SECRET}",
+    f"--password:{SECRET}",
+    f"url?x&--token={SECRET}",
+    f"curl -u me:{SECRET}",
+    f"curl --user me:{SECRET}",
+    f"sh -c 'x.py --hub_token={SECRET}'",
 ]
 
 
@@ -201,11 +248,30 @@ def test_secrets_in_texts_are_hidden(text: str) -> None:
         "2024-01-01 10:00:00",
         '{"lr": 0.1, "layers": [1, 2]}',
         "-----BEGIN CERTIFICATE-----",
+        "train.py --lr 0.1 --max_tokens 512 --tokenizer gpt2",
+        "use --hub_token or --push, as --token is missing",
+        "argument --token: expected one argument",
+        "x.py --hub_token --push --token 512",
+        "Command '['x', '--lr', '1', '--hub_token', '--push']' returned 1",
+        "https://user@host and git@github.com:org/x",
+        "docker run -u 1000:1000 --user root image",
+        "tool_token=<|tool|> user_token='<|user|>', sep [SEP]",
+        "tokens=[1, 2, 3] tokens='7 8'",
+        "https://host/x?design=a1b2c3",
         "",
     ],
 )
 def test_harmless_texts_are_shown(text: str) -> None:
     assert hide_in_text(text) == text
+
+
+@pytest.mark.parametrize("option", ["--wrap", "--extra_args"])
+def test_a_command_in_a_word_of_a_command_is_read_as_one(option: str) -> None:
+    command = f"python x.py --lr 1 --hub_token={SECRET} --token {SECRET}"
+    shown = "python x.py --lr 1 --hub_token=*** --token ***"
+    assert hide_secrets_of_command([option, command]) == [option, shown]
+    assert hide_secrets_of_command([f"{option}={command}"]) == [f"{option}={shown}"]
+    assert hide_in_text(f"{option}='{command}'") == f"{option}='{shown}'"
 
 
 def test_options_with_the_names_of_secrets_are_hidden() -> None:
@@ -219,6 +285,9 @@ def test_options_with_the_names_of_secrets_are_hidden() -> None:
         f"--tokens {SECRET} b{SECRET} --n 2": "--tokens *** *** --n 2",
         "--hub_token --push --tokens 512": "--hub_token --push --tokens 512",
         "train.py --hub_token": "train.py --hub_token",
+        f"--hub_token --{SECRET} x": "--hub_token *** x",
+        f"--user me:{SECRET} -u me:{SECRET} --user me": "--user me:*** -u me:*** --user me",
+        f"--extra=--hub_token={SECRET}": "--extra=--hub_token=***",
         "--tokenizer gpt2 -p 8080 --token= a": "--tokenizer gpt2 -p 8080 --token= a",
         f'--config={{"token":"{SECRET}=="}}': '--config={"token": "***"}',
         f'{{"token":"{SECRET}=="}}': '{"token": "***"}',
@@ -229,8 +298,46 @@ def test_options_with_the_names_of_secrets_are_hidden() -> None:
         )
 
 
+@pytest.mark.parametrize("name", TEXT_TOKENS)
+def test_tokens_of_texts_are_shown_and_random_text_is_hidden(name: str) -> None:
+    for value in ("<|user|>", "</s>", "[SEP]", "sep", "User", "\n", "1, 2, 3", "[1, 2]", "<|a|> <|b|>", 7):
+        assert hide_secrets({name: value, "deep": [{name: value}]}) == {name: value, "deep": [{name: value}]}
+        words = ["train.py", f"--{name}={value}", f"--{name}", str(value)]
+        assert hide_secrets_of_command(words) == words
+    for value in (SECRET, f"<{SECRET}>", f"sep {SECRET}", "s3cr3tvalue", "correct horse!"):
+        assert hide_secrets({name: value}) == {name: "***"}
+        assert hide_secrets_of_command([f"--{name}={value}"]) == [f"--{name}=***"]
+
+
+@pytest.mark.parametrize("service", ["wandb", "openai", "api", "aws"])
+def test_a_key_below_the_name_of_a_service_is_hidden(service: str) -> None:
+    hidden = {service: {"key": "***", "lr": "x"}}
+    assert hide_secrets({service: {"key": SECRET, "lr": "x"}}) == hidden
+    assert hide_secrets({"deep": [{service: [{"key": SECRET}]}]}) == {"deep": [{service: [{"key": "***"}]}]}
+
+
+def test_the_pass_of_a_user_is_hidden() -> None:
+    assert hide_secrets({"user": "me", "pass": "hunter"}) == {"user": "me", "pass": "***"}
+    assert hide_secrets({"epoch": "1", "pass": "first"}) == {"epoch": "1", "pass": "first"}
+
+
+def test_a_list_of_the_words_of_a_command_is_read_as_one() -> None:
+    words = ["x.py", "--lr", 1, "--token", SECRET, 2.5, "--user", f"me:{SECRET}", "-1", ["a"]]
+    shown = ["x.py", "--lr", 1, "--token", "***", 2.5, "--user", "me:***", "-1", ["a"]]
+    assert hide_secrets({"args": words, "deep": [{"x": tuple(words)}]}) == {
+        "args": shown,
+        "deep": [{"x": shown}],
+    }
+
+
 def test_long_texts_take_no_long_time() -> None:
     for text in (
+        "--token " * 10**5,
+        "-" * 10**5,
+        "-u a:" * 10**5,
+        "?sig=&" * 10**5,
+        "hfhf" * 10**5 + "=1",
+        "://" + "a1" * 10**5,
         "x" * 10**6,
         "a=" * 10**5,
         "{" * 10**5,

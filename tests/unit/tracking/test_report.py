@@ -5,6 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
+import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -109,3 +114,126 @@ def test_values_that_are_no_numbers_or_text_are_left_out_with_a_warning(
     assert "does not log 'image of this test': a Tensor" in caplog.text
     (values,) = [record for record in records_below(tmp_path) if isinstance(record, Values)]
     assert values.values == {"loss": 1.0}
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The warnings of a logged run, at the end of its trackers and of its state."""
+    PartialState._reset_state()
+    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
+@pytest.mark.parametrize("case", ["full", "pipe", "folder"])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_records_that_cannot_be_written_are_one_warning(
+    case: str, is_alone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "run_records" / "rank-00000.jsonl"
+    path.parent.mkdir()
+    make = {
+        "full": lambda: path.symlink_to("/dev/full"),
+        "pipe": lambda: os.mkfifo(path),
+        "folder": path.mkdir,
+    }
+    make[case]()
+    project = ProjectConfiguration(
+        project_dir=None if is_alone else str(tmp_path), logging_dir=str(tmp_path) if is_alone else None
+    )
+    log(Accelerator(cpu=True, log_with="report", project_config=project))
+    (warning,) = warnings_of(caplog)
+    assert warning.startswith(f"The run is no longer recorded in {path.parent}: [Errno ")
+
+
+def test_a_folder_that_is_removed_while_values_are_logged_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator = Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path / "run"))
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": 1.0}, step=0)
+    accelerator.get_tracker("report", unwrap=True).flush()
+    shutil.rmtree(tmp_path / "run")
+    for step in range(1, 4):
+        accelerator.log({"loss": 1.0}, step=step)
+        assert accelerator.trackers
+    accelerator.end_training()
+    (warning,) = warnings_of(caplog)
+    assert "is no longer recorded in" in warning
+    assert not (tmp_path / "run").exists()
+
+
+def test_values_that_cannot_be_written_are_one_warning_and_later_ones_are_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from accelerate.monitoring import records
+
+    encode = records.encode
+
+    def fail_at_two(record: Record) -> bytes:
+        if isinstance(record, Values) and record.step in (1, 2):
+            raise TypeError("no such value")
+        return encode(record)
+
+    monkeypatch.setattr(records, "encode", fail_at_two)
+    accelerator = Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path))
+    accelerator.init_trackers("project")
+    for step in range(4):
+        accelerator.log({"loss": 1.0}, step=step)
+    accelerator.end_training()
+    (warning,) = warnings_of(caplog)
+    assert "are incomplete: TypeError('no such value')" in warning
+    assert [record.step for record in records_below(tmp_path) if isinstance(record, Values)] == [0, 3]
+
+
+def test_values_are_written_while_the_run_goes_on_and_where_it_does_not_end(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path))
+    accelerator.init_trackers("project")
+    for step in range(3):
+        accelerator.log({"loss": 1.0}, step=step)
+        deadline = time.monotonic() + 30
+        while len([record for record in records_below(tmp_path) if isinstance(record, Values)]) <= step:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    accelerator.end_training()
+
+
+RUNS = """
+import sys, time
+import torch
+from accelerate import Accelerator
+from accelerate.monitoring import RecordThread, records
+from accelerate.utils import ProjectConfiguration
+
+case, folder, is_alone, is_ended = sys.argv[1], sys.argv[2], sys.argv[3] == "True", sys.argv[4] == "True"
+RecordThread.SECONDS_TO_END = 0.5
+if case == "hang":
+    records.open = lambda *args, **kwargs: time.sleep(1000)
+project = ProjectConfiguration(**{"logging_dir" if is_alone else "project_dir": folder})
+accelerator = Accelerator(cpu=True, log_with="report", project_config=project)
+accelerator.init_trackers("project", config={"lr": 0.1})
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+for step in range(8):
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    accelerator.log({"loss": 1.0}, step=step)
+assert accelerator.trackers
+if is_ended:
+    accelerator.end_training()
+print("the end")
+"""
+
+
+@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("is_ended", [False, True])
+@pytest.mark.parametrize("case", ["hang", "write"])
+def test_a_program_ends_with_its_records_or_with_one_warning(
+    case: str, is_ended: bool, is_alone: bool, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", RUNS, case, str(tmp_path), str(is_alone), str(is_ended)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
+    values = [record.step for record in records_below(tmp_path) if isinstance(record, Values)]
+    is_hung = case == "hang"
+    assert values == ([] if is_hung else list(range(8)))
+    assert done.stderr.count(f"are not in {tmp_path / 'run_records'}: the file system") == is_hung
+    assert "Error" not in done.stderr

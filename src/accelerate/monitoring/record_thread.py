@@ -1,0 +1,148 @@
+"""Thread that appends the records of a rank to its file, so that training does not wait for a file system."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from queue import Empty, Queue
+from typing import ClassVar
+
+from accelerate.monitoring.records import Record, RecordWriter
+
+logger = logging.getLogger(__name__)
+
+CAPACITY = 100_000  # maximum number of queued calls, after which records are dropped
+
+
+class RecordThread:
+    """Thread that is the only one of its process to access the records in a folder.
+
+    It starts with the first record. After an error of the file system one warning is logged, and no more
+    records are written.
+
+    Args:
+        folder: Folder of the records, or None if there are none.
+        rank: Rank of this process.
+    """
+
+    SECONDS_TO_END: ClassVar[float] = 10.0
+    """Seconds that the end of a run waits for its last records to be written."""
+
+    def __init__(self, folder: Path | None, rank: int) -> None:
+        self.folder, self._rank = folder, rank
+        self.is_run_ending = False  # a program may remove its folder before it ends
+        self._has_given_up = folder is None
+        self._has_warned = False
+        self._pid = os.getpid()
+        self._queue: Queue[tuple[Record, ...]] = Queue()  # an empty tuple ends the thread
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._writer: RecordWriter | None = None
+
+    def put(self, *records: Record) -> None:
+        """Queues records without waiting for the file system."""
+        if not records or self._has_given_up or self._queue.qsize() >= CAPACITY:
+            return
+        self._queue.put(records)
+        with self._lock:
+            if self._thread is not None:
+                return
+            thread = threading.Thread(target=self._write_all, name="accelerate-records", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # from Python 3.12 on an interpreter that exits starts no threads
+                self._write_queued()
+            else:
+                self._thread = thread
+
+    def flush(self, seconds: float | None = None) -> bool:
+        """Waits until all records are written, unless the file system does not respond.
+
+        Args:
+            seconds: Timeout in seconds, by default `SECONDS_TO_END`.
+
+        Returns:
+            Whether the thread has nothing left to do.
+        """
+        if os.getpid() != self._pid:
+            return True
+        limit = self.SECONDS_TO_END if seconds is None else seconds
+        with self._queue.all_tasks_done:
+            is_done = self._queue.all_tasks_done.wait_for(
+                lambda: not self._queue.unfinished_tasks, 0.0 if self._has_given_up else limit
+            )
+        if not is_done and not self._has_given_up:
+            self._has_given_up = True
+            warn_no_response(self.folder, self.SECONDS_TO_END)
+        return is_done
+
+    def close(self, seconds: float | None = None) -> None:
+        """Writes all records, closes the file and ends the thread; a later record starts another thread."""
+        if os.getpid() != self._pid:
+            return
+        is_done = self.flush(seconds)
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is None:
+            self.guard(self._close_file)
+            return
+        self._queue.put(())
+        thread.join(self.SECONDS_TO_END if is_done else 0.0)
+
+    def guard(self, function: Callable[[], None]) -> None:
+        """Calls a function, and logs its exception the first time."""
+        try:
+            function()
+        except Exception as error:
+            if not self._has_warned:
+                logger.warning("Records of this run are incomplete: %r. Training goes on.", error)
+            logger.debug("The thread that records the run got an exception.", exc_info=error)
+            self._has_warned = True
+
+    def _write_all(self) -> None:
+        while records := self._queue.get():
+            self.guard(partial(self._write, records))
+            self._queue.task_done()
+        self.guard(self._close_file)
+        self._queue.task_done()
+
+    def _write_queued(self) -> None:
+        while True:
+            try:
+                records = self._queue.get_nowait()
+            except Empty:
+                return
+            self.guard(partial(self._write, records))
+            self._queue.task_done()
+
+    def _write(self, records: tuple[Record, ...]) -> None:
+        if self._has_given_up or self.folder is None:
+            return
+        try:
+            if self._writer is None:
+                self._writer = RecordWriter(self.folder, self._rank)
+            self._writer.write(*records)
+        except OSError as error:
+            self._has_given_up = True
+            is_expected = self.is_run_ending and isinstance(error, FileNotFoundError)
+            level = logging.INFO if is_expected else logging.WARNING
+            text = "The run is no longer recorded in %s: %s. Training goes on."
+            logger.log(level, text, self.folder, error)
+
+    def _close_file(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+def warn_no_response(folder: Path | None, seconds: float) -> None:
+    """Warns about records that the end of a run does not wait for any longer."""
+    logger.warning(
+        "The last records of this run are not in %s: the file system has not responded for %g s.",
+        folder,
+        seconds,
+    )
