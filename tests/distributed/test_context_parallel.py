@@ -150,6 +150,36 @@ def test_attention_that_is_not_causal_is_refused(run: Run, attention: str, reaso
     assert all(reason in error for error in run(train_refused, attention))
 
 
+SHAPES = {"shorter values": (4, 4), "longer values": (4, 16), "one key and value": (1, 8)}
+
+
+def attend_to_shards(name: str) -> None:
+    set_seed(0)
+    accelerator = Accelerator(parallelism_config=ParallelismConfig(cp_size=2))
+    accelerator.prepare(nn.Linear(2, 2))
+    kv_heads, size = SHAPES[name]
+    heads = [
+        torch.randn(2, count, LENGTH, width) for count, width in ((4, 8), (kv_heads, 8), (kv_heads, size))
+    ]
+    weights = torch.randn(2, 4, LENGTH, size)
+    results = attend_with_gradients(heads, weights)
+    buffers = [*heads, weights, *results]
+    with accelerator.maybe_context_parallel(buffers, [2] * len(buffers)):
+        for result, expected in zip(attend_with_gradients(heads, weights), results, strict=True):
+            torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-5)
+
+
+def attend_with_gradients(heads: list[torch.Tensor], weights: torch.Tensor) -> list[torch.Tensor]:
+    inputs = [part.clone().requires_grad_() for part in heads]
+    output = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    return [output.detach().clone(), *torch.autograd.grad((output * weights).sum(), inputs)]
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_attention_with_heads_of_other_shapes_equals_that_of_one_process(run: Run, name: str) -> None:
+    run(attend_to_shards, name)
+
+
 def test_parameters_are_sharded_over_the_axis_too(run: Run, alone: dict[int, Any]) -> None:
     check(run(train, {"cp_size": 2}, BATCH, "allgather", True), alone[BATCH])
 

@@ -1,4 +1,4 @@
-"""Number formats: which dtype a forward runs in, and what that asks of the backward pass."""
+"""Mixed precision of models, with autocast, gradient scaling and FP8 layers."""
 
 from accelerate.base import attach
 

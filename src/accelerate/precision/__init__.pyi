@@ -3,7 +3,7 @@ from accelerate.precision.amp import (
     MixedPrecision as MixedPrecision,
     Precision as Precision,
     ScaledPrecision as ScaledPrecision,
-    fp16_gradients_explained as fp16_gradients_explained,
+    explain_fp16_gradients as explain_fp16_gradients,
     get_fsdp2_grad_scaler as get_fsdp2_grad_scaler,
     get_grad_scaler as get_grad_scaler,
     get_mixed_precision_context_manager as get_mixed_precision_context_manager,
@@ -23,7 +23,7 @@ from accelerate.precision.fp8 import (
     has_transformer_engine_layers as has_transformer_engine_layers,
 )
 from accelerate.precision.resolve import (
-    FORMATS as FORMATS,
+    PRECISIONS as PRECISIONS,
     RECIPES as RECIPES,
     PrecisionRequest as PrecisionRequest,
     resolve_precision as resolve_precision,

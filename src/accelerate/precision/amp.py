@@ -1,5 +1,6 @@
-"""Number formats: full precision, and by `torch.autocast` bfloat16, and float16 with a gradient scaler.
+"""Full precision, and mixed precision by `torch.autocast` in bfloat16, or in float16 with a gradient scaler.
 
+The strategies call the `Precision` of a run, and `precision/resolve.py` creates it.
 Source: https://docs.pytorch.org/docs/stable/amp.html
 """
 
@@ -20,7 +21,7 @@ from accelerate.state import AcceleratorState
 
 
 class ScaledOptimizer(Protocol):
-    """What a number format needs of a prepared optimizer."""
+    """Protocol of a prepared optimizer whose gradients `Precision.unscale` divides by their scale."""
 
     optimizer: torch.optim.Optimizer
     scaler: GradScaler | None
@@ -28,57 +29,66 @@ class ScaledOptimizer(Protocol):
 
 
 class Precision:
-    """Full precision: the null case of every number format.
+    """Full precision, and the interface of mixed precision.
 
-    A strategy calls, in this order and on every rank: `initialize` for each `prepare` call, `convert` once
-    for each prepared model, `autocast` where the user opens a context, `backward` for each loss, `unscale`
-    before gradients are read or clipped. `name` is the value of `mixed_precision`.
+    A strategy calls these methods on all ranks in this order: `initialize` for each `prepare` call, `convert`
+    once for each prepared model, `autocast` if the user enters the context, `backward` for each loss, and
+    `unscale` before gradients are read or clipped.
+
+    Args:
+        name: Value of `mixed_precision`.
     """
 
     scaler: GradScaler | None = None
     fp8_backend: FP8BackendType = FP8BackendType.NO
-    """The library whose layers compute in FP8."""
+    """Library whose layers compute in FP8."""
 
     def __init__(self, name: str = "no") -> None:
         self.name = name
 
     def initialize(self, models: list[nn.Module], optimizers: list[Any]) -> tuple[list[nn.Module], list[Any]]:
-        """Return the new models and optimizers of a `prepare` call, as this format changes them together."""
+        """Returns the new models and optimizers of a `prepare` call, which are converted together."""
         return models, optimizers
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return `model`, on its device, ready to run its forward in this format; the same object."""
+        """Converts a model, which is on its device, in place, and returns it."""
         return model
 
     def autocast(
         self, enabled: bool = True, cache_enabled: bool | None = None
     ) -> AbstractContextManager[Any]:
-        """Return a context in which operations run in this format, unless it is not enabled."""
+        """Returns the autocast context, which has no effect unless it is enabled."""
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of `loss`, a 0-d tensor that is already divided by the accumulation steps."""
+        """Computes the gradients of a loss.
+
+        Args:
+            loss: 0-d tensor, divided by the number of accumulation steps already.
+            **kwargs: Arguments of `torch.Tensor.backward`.
+        """
         loss.backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizers: Iterable[ScaledOptimizer]) -> None:
-        """Bring the gradients of `optimizers` to their true size, once for each update."""
+        """Divides the gradients of optimizers by their scale, once for each step."""
 
     def gradient_scale(self) -> float:
-        """Return the factor by which gradients are too large before `unscale`."""
+        """Returns the scale of the gradients before `unscale`."""
         return 1.0
 
-    def adopt(self, optimizers: list[Any]) -> None:
-        """Take note of all optimizers that step in this format."""
+    def set_optimizers(self, optimizers: list[Any]) -> None:
+        """Sets the prepared optimizers of the run."""
 
 
 AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
-"""The dtype of autocast by `mixed_precision`; what FP8 layers leave over runs in bfloat16."""
+"""Dtype of autocast by `mixed_precision`, where operations outside of FP8 layers run in bfloat16."""
 
 
 class AutocastForward:
-    """A module's forward under autocast, with float32 outputs: its instance attribute `forward`.
+    """Callable that runs the forward of a module under autocast and converts its outputs to float32.
 
-    Unlike a closure it follows the module through pickle and `copy.deepcopy`.
+    It is the instance attribute `forward` of the module. Unlike a closure it can be pickled and copied with
+    the module.
     """
 
     def __init__(
@@ -90,19 +100,19 @@ class AutocastForward:
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
-        """The forward without autocast; `inspect.signature` follows this name."""
+        """Forward without autocast, for `inspect.signature`."""
         return self.inner or type(self.module).forward.__get__(self.module)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(*self.autocast):
-            if self.inner is None:  # not `__wrapped__`: torch before 2.13 does not trace `__get__`
+            if self.inner is None:  # not `__wrapped__`, as torch before 2.13 does not trace `__get__`
                 outputs = type(self.module).forward(self.module, *args, **kwargs)
             else:
                 outputs = self.inner(*args, **kwargs)
         return convert_to_fp32(outputs)
 
     def restore(self, module: nn.Module) -> None:
-        """Give `module` back the forward it had before."""
+        """Restores the original forward of the module."""
         if self.inner is None:
             del module.__dict__["forward"]
         else:
@@ -110,7 +120,7 @@ class AutocastForward:
 
 
 class MixedPrecision(Precision):
-    """bfloat16 by autocast; no scaling is needed because its range is that of float32."""
+    """Mixed precision by autocast without a gradient scaler, as bfloat16 has the range of float32."""
 
     def __init__(self, name: str, device_type: str, settings: AutocastKwargs | None = None) -> None:
         super().__init__(name)
@@ -128,8 +138,8 @@ class MixedPrecision(Precision):
 
 
 @contextmanager
-def fp16_gradients_explained(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Name the option where a gradient scaler refuses float16 gradients inside the block."""
+def explain_fp16_gradients(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Replaces the error of a gradient scaler about float16 gradients by one that names the option."""
     try:
         yield
     except ValueError as error:
@@ -146,10 +156,10 @@ def fp16_gradients_explained(optimizer: torch.optim.Optimizer) -> Iterator[None]
 
 
 class ScaledPrecision(MixedPrecision):
-    """float16 by autocast, with a gradient scaler against underflow.
+    """Mixed precision by autocast in float16, with a gradient scaler that prevents underflow.
 
-    One scaler serves all optimizers. With several of them its scale may change only after the last one has
-    stepped, so the update waits for the next backward pass.
+    All optimizers share one scaler. With several of them, its scale may change only after the last one has
+    stepped, so the update is postponed to the next backward pass.
     """
 
     scaler: GradScaler
@@ -166,29 +176,32 @@ class ScaledPrecision(MixedPrecision):
         self.updates_due: list[GradScaler] = []
         self.optimizers: list[Any] = []
 
-    def adopt(self, optimizers: list[Any]) -> None:
-        """Let several optimizers share the scaler: its update then waits until all of them have stepped."""
+    def set_optimizers(self, optimizers: list[Any]) -> None:
+        """Sets the prepared optimizers, and postpones updates of the scaler if there are several."""
         self.optimizers = optimizers
         for optimizer in optimizers:
-            optimizer.note_scaled_step = self._postpone_update if len(optimizers) > 1 else None
+            optimizer.update_scaler = self._postpone_update if len(optimizers) > 1 else None
 
     def _postpone_update(self, scaler: GradScaler) -> None:
-        # Clients may give each optimizer a scaler of its own: the one that stepped is the one to update.
+        # Clients may set a separate scaler for each optimizer, so the scaler of the step is updated.
         if not any(scaler is due for due in self.updates_due):
             self.updates_due.append(scaler)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Compute gradients of the scaled loss."""
+        """Computes the gradients of the scaled loss.
+
+        Postponed updates of the scaler are done first.
+        """
         while self.updates_due:
             self.updates_due.pop().update()
         self.scaler.scale(loss).backward(**kwargs)  # type: ignore[no-untyped-call]
 
     def unscale(self, optimizers: Iterable[ScaledOptimizer]) -> None:
-        """Unscale the gradients of each optimizer that has not been since its last step."""
+        """Unscales the gradients of each optimizer, once after each of its steps."""
         for optimizer in optimizers:
             if optimizer.gradients_unscaled or optimizer.scaler is None:
                 continue
-            with fp16_gradients_explained(optimizer.optimizer):
+            with explain_fp16_gradients(optimizer.optimizer):
                 optimizer.scaler.unscale_(optimizer.optimizer)
             optimizer.gradients_unscaled = True
 
@@ -199,11 +212,11 @@ class ScaledPrecision(MixedPrecision):
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None
 ) -> AbstractContextManager[Any]:
-    """Return the autocast context of the running `AcceleratorState`.
+    """Returns the autocast context for the mixed precision of `AcceleratorState`.
 
     Args:
-        native_amp: `False` gives a context that does nothing.
-        autocast_kwargs: arguments for `torch.autocast`; the default enables it.
+        native_amp: Whether to use autocast. The default, False, returns a context that does nothing.
+        autocast_kwargs: Arguments of `torch.autocast`. The default enables it.
     """
     if not native_amp:
         return nullcontext()
@@ -214,20 +227,23 @@ def get_mixed_precision_context_manager(
 
 
 def get_fsdp2_grad_scaler(**kwargs: Any) -> GradScaler:
-    """Return a gradient scaler for FSDP 2: torch's own, which asks all ranks about distributed gradients.
+    """Returns the gradient scaler for FSDP 2.
+
+    It is the one of torch, which reduces the check for infinite gradients over the ranks of a distributed
+    tensor.
 
     Args:
-        **kwargs: arguments of `torch.amp.GradScaler`.
+        **kwargs: Arguments of `torch.amp.GradScaler`.
     """
     return get_grad_scaler(DistributedType.FSDP, **kwargs)
 
 
 def get_grad_scaler(distributed_type: DistributedType | None = None, **kwargs: Any) -> GradScaler:
-    """Return the gradient scaler that suits the device of this process.
+    """Returns the gradient scaler for the device of this process.
 
     Args:
-        distributed_type: the method of the run; accepted for callers that name it, the device decides.
-        **kwargs: arguments of `torch.amp.GradScaler`.
+        distributed_type: Has no effect, because the scaler depends only on the device.
+        **kwargs: Arguments of `torch.amp.GradScaler`.
     """
     scaler: GradScaler = AcceleratorState().device_backend.grad_scaler(**kwargs)
     return scaler

@@ -1,5 +1,6 @@
-"""FP8: what its libraries have in common, torchao, MS-AMP, and Transformer Engine.
+"""FP8 layers of torchao, MS-AMP and Transformer Engine, and the choice of the layers to convert.
 
+`precision/resolve.py` creates the `Precision` of the library of a run, and some functions are public.
 Sources: https://docs.pytorch.org/ao/stable/workflows/training.html,
 https://azure.github.io/MS-AMP/docs/user-tutorial/usage and
 https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.html
@@ -8,6 +9,7 @@ https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/api/pytorch.h
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
@@ -38,9 +40,14 @@ logger = get_logger(__name__)
 Filter = Callable[[nn.Module, str], bool]
 ConvertLayers = Callable[[nn.Module, Any, Any], object]
 TILE = 16
-"""FP8 kernels take sizes that are multiples of this."""
-ROUTERS = frozenset({"gate", "router"})
-"""Parts of names of modules that choose experts: rounded to FP8, their scores become NaN or choose others."""
+"""Divisor of all sizes that FP8 kernels support."""
+ROUTER = re.compile(r"(^|[._])(routers?|gating|gates?(?!\w*_(up|proj)))([._]|$)")
+"""Word in the names of routers of experts, whose scores in FP8 become NaN or select other experts.
+
+Layers of gated MLPs, such as `gate_proj` and `gate_up_proj`, are not routers.
+"""
+NO_ROUTER = re.compile(r"(attn|attention|(^|\.)experts|(^|\.)shared_experts?)\.|_proj$", re.IGNORECASE)
+"""Names of layers of attention and of experts, whose number of outputs may equal the number of experts."""
 NUM_EXPERTS = (
     "num_experts",
     "num_local_experts",
@@ -49,28 +56,35 @@ NUM_EXPERTS = (
     "moe_num_experts",
     "n_experts",
 )
-"""Fields of configs with the number of experts, which is the number of outputs of a router."""
+"""Fields of model configs with the number of experts, which is the number of outputs of a router."""
 
 
 def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return the names of the first and the last linear layer of a model; `None` where there is none."""
+    """Returns the names of the first and the last linear layer of a model.
+
+    Args:
+        model: Any module.
+
+    Returns:
+        The two names, or None and None without a linear layer.
+    """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     return (names[0], names[-1]) if names else (None, None)
 
 
 def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence[str | None]) -> bool:
-    """Return whether a module shall compute in FP8.
+    """Returns whether a module is to compute in FP8.
 
     Args:
-        module: of a model.
-        fqn: its name in the model.
-        layers_to_filter: names of modules that shall not.
+        module: Module of a model.
+        fqn: Its fully qualified name in the model.
+        layers_to_filter: Names of modules that are not to compute in FP8.
 
     Returns:
-        `False` for those, for routers (`gate` or `router` in the name), and for linear layers of sizes that
-        FP8 kernels do not take.
+        False for modules in `layers_to_filter`, for routers of experts (with a word such as `gate` or
+        `router` in the name), and for linear layers with sizes that FP8 kernels do not support.
     """
-    if ROUTERS & set(fqn.split(".")):
+    if ROUTER.search(fqn.lower()):
         return False
     if isinstance(module, nn.Linear) and (module.in_features % TILE or module.out_features % TILE):
         return False
@@ -78,26 +92,46 @@ def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Sequence
 
 
 def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
-    """Return whether a module shall compute in FP8, if not for the first and last linear layer in it."""
+    """Returns whether a module is to compute in FP8, except for the first and last linear layer in it.
+
+    Args:
+        module: Module of a model.
+        fqn: Its fully qualified name in the model.
+
+    Returns:
+        As `filter_linear_layers`, with these two layers in `layers_to_filter`.
+    """
     return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
 
 
 def find_routers(model: nn.Module) -> set[str]:
-    """Return the names of the linear layers that choose experts, by their names or numbers of outputs."""
+    """Returns the names of the linear layers that route to experts, by name, class or number of outputs."""
     configs: list[Any] = [getattr(module, "config", None) for module in model.modules()]
     configs += [config.get_text_config() for config in configs if hasattr(config, "get_text_config")]
-    counts = {getattr(config, field, None) for config in configs for field in NUM_EXPERTS}
+    counts = {getattr(config, field, None) for config in configs for field in NUM_EXPERTS} - {1}
+    modules = dict(model.named_modules())
+    routers = tuple(f"{name}." for name, module in modules.items() if name and _is_router(name, module))
     return {
         name
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if isinstance(module, nn.Linear)
-        and (ROUTERS & set(name.split(".")) or (module.out_features > 1 and module.out_features in counts))
+        and (f"{name}.".startswith(routers) or (module.out_features in counts and not NO_ROUTER.search(name)))
     }
 
 
+def _is_router(name: str, module: nn.Module) -> bool:
+    """Returns whether the name of a module or of its class contains the word for a router."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", type(module).__name__)
+    return any(ROUTER.search(text.lower()) for text in (name, words))
+
+
 def _log_converted(model: nn.Module, linear: Sequence[str]) -> None:
-    """Log which of the layers that were linear layers of torch compute in FP8."""
-    if not PartialState._shared_state:  # nothing says which rank this is
+    """Logs the names of the linear layers that compute in FP8, and of those that do not.
+
+    Args:
+        linear: Names of the linear layers before the conversion.
+    """
+    if not PartialState._shared_state:  # the logger needs the rank
         return
     modules = dict(model.named_modules())
     kept = [name for name in linear if type(modules[name]) is nn.Linear]
@@ -114,7 +148,11 @@ def _linear_layers(model: nn.Module) -> list[str]:
 
 @torchao_required
 def has_ao_layers(model: nn.Module) -> bool:
-    """Return whether linear layers of torchao's float8 are in a model."""
+    """Returns whether a model contains float8 linear layers of torchao.
+
+    Args:
+        model: Any module.
+    """
     from torchao.float8.float8_linear import Float8Linear
 
     return any(isinstance(module, Float8Linear) for module in model.modules())
@@ -124,31 +162,33 @@ def has_ao_layers(model: nn.Module) -> bool:
 def convert_model_to_fp8_ao(
     model: nn.Module, config: Float8LinearConfig | None = None, module_filter_func: Filter | None = None
 ) -> None:
-    """Let linear layers of a model compute in float8, in place.
+    """Converts linear layers of a model in place to float8 linear layers of torchao.
 
     Args:
-        model: any module.
-        config: how; torchao's defaults otherwise.
-        module_filter_func: called with a module and its name, whether it is converted. Otherwise all linear
-            layers are, but the first and the last one, routers of experts, and those of sizes that FP8
-            kernels do not take.
+        model: Any module.
+        config: Configuration of torchao. The default is that of torchao.
+        module_filter_func: Predicate of a module and its name that selects the layers to convert. The default
+            selects all linear layers except the first and the last one, routers of experts, and layers with
+            sizes that FP8 kernels do not support.
     """
     from torchao.float8 import convert_to_float8_training
 
     kept = [*find_first_last_linear_layers(model), *find_routers(model)]
-    chosen = module_filter_func or partial(filter_linear_layers, layers_to_filter=kept)
-    convert_to_float8_training(model, module_filter_fn=chosen, config=config)
+    selected = module_filter_func or partial(filter_linear_layers, layers_to_filter=kept)
+    convert_to_float8_training(model, module_filter_fn=selected, config=config)
 
 
 class Fp8Precision(MixedPrecision):
-    """Layers of a library compute in FP8, the rest under bfloat16 autocast.
+    """Base class of mixed precision with FP8 layers of a library, and bfloat16 autocast outside of them.
 
-    `recipe`, how the library converts layers, is a live object that is read when a model is converted.
+    Args:
+        recipe: Configuration of the conversion, which is read when a model is converted. Users may change it
+            until then.
     """
 
     library: str
     device_types: Collection[str] = ()
-    """Those that the library runs on; empty: all."""
+    """Device types that the library supports, or an empty collection for all."""
 
     def __init__(self, device_type: str, recipe: Any, settings: AutocastKwargs | None = None) -> None:
         if self.device_types and device_type not in self.device_types:
@@ -161,7 +201,7 @@ class Fp8Precision(MixedPrecision):
 
 
 class TorchaoPrecision(Fp8Precision):
-    """Linear layers of torchao's float8 under bfloat16 autocast; FSDP 2 may gather weights in float8."""
+    """Mixed precision with float8 linear layers of torchao, whose weights FSDP 2 can all-gather in float8."""
 
     library = "torchao"
     fp8_backend = FP8BackendType.AO
@@ -182,7 +222,8 @@ class TorchaoPrecision(Fp8Precision):
         if not has_ao_layers(model):
             config = self.recipe.config
             if config is not None and config.enable_fsdp_float8_all_gather and not self.gathers_shards:
-                # All-gathers in float8 make new parameters, which no optimizer knows; nothing is sent here.
+                # The option replaces parameters, which optimizers would not have, and without FSDP 2 there is
+                # no all-gather.
                 config = dataclasses.replace(config, enable_fsdp_float8_all_gather=False)
             linear = _linear_layers(model)
             self.convert_layers(model, config, self.recipe.module_filter_func)
@@ -191,7 +232,10 @@ class TorchaoPrecision(Fp8Precision):
 
 
 class MsAmpPrecision(Fp8Precision):
-    """MS-AMP, which is no longer maintained: weights, gradients and, with O2, optimizer states in FP8."""
+    """Mixed precision by MS-AMP, with weights, gradients and, with O2, optimizer states in FP8.
+
+    MS-AMP is no longer maintained.
+    """
 
     library = "MS-AMP"
     device_types = ("cuda",)
@@ -202,14 +246,14 @@ class MsAmpPrecision(Fp8Precision):
     ) -> None:
         super().__init__(device_type, recipe, settings)
         warnings.warn(
-            "MS-AMP is no longer maintained, and support for it will go. Set fp8_backend to ao (torchao) or "
-            "te (Transformer Engine).",
+            "MS-AMP is no longer maintained, and support for it will be removed. Set fp8_backend to ao "
+            "(torchao) or te (Transformer Engine).",
             FutureWarning,
             stacklevel=2,
         )
 
     def initialize(self, models: list[nn.Module], optimizers: list[Any]) -> tuple[list[nn.Module], list[Any]]:
-        """Return a model and its optimizer as MS-AMP changes them together."""
+        """Returns a model and its optimizer, which MS-AMP converts together."""
         if len(models) != 1 or len(optimizers) != 1:
             raise PreparationError(
                 f"MS-AMP changes one model and its optimizer together, and this call of `prepare` has "
@@ -224,7 +268,7 @@ class MsAmpPrecision(Fp8Precision):
 Model = TypeVar("Model", bound=nn.Module)
 
 _LIBRARIES = {"cuda": "transformer_engine", "hpu": "intel_transformer_engine"}
-_OURS_ALONE = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend", "opt_level", "fp8_format")
+_NOT_IN_RECIPE = ("use_autocast_during_eval", "use_mxfp8_block_scaling", "backend", "opt_level", "fp8_format")
 
 
 def convert_model(
@@ -233,16 +277,17 @@ def convert_model(
     _convert_linear: bool = True,
     _convert_ln: bool = True,
 ) -> None:
-    """Replace linear layers and layer norms in a model by those of Transformer Engine, or back; in place.
+    """Replaces linear layers and layer norms of a model in place by those of Transformer Engine, or back.
 
-    The new layers have the weights of the old ones, as parameters of their own. A linear layer whose sizes
-    are no multiples of 16 stays, and so does a router of experts.
+    The new layers have new parameters with the values of the old ones. Linear layers whose sizes are not
+    multiples of 16, and routers of experts, are not replaced.
 
     Args:
-        model: holds the layers; is not replaced itself.
-        to_transformer_engine: `False` restores torch's layers.
-        _convert_linear: whether linear layers are replaced.
-        _convert_ln: whether layer norms are replaced.
+        model: Module that contains the layers, and is not replaced itself.
+        to_transformer_engine: Whether to replace the layers of torch. False replaces those of Transformer
+            Engine instead. The default is True.
+        _convert_linear: Whether to replace linear layers. The default is True.
+        _convert_ln: Whether to replace layer norms. The default is True.
     """
     engine = _layers_of(model)
     source, target = (nn, engine) if to_transformer_engine else (engine, nn)
@@ -254,11 +299,15 @@ def convert_model(
                 continue
             for kind in kinds:
                 if isinstance(child, getattr(source, kind)) and (target is nn or _fits(child)):
-                    setattr(parent, name, _with_weights_of(child, _like(child, kind, target)))
+                    setattr(parent, name, _copy_weights(child, _empty_layer_like(child, kind, target)))
 
 
 def has_transformer_engine_layers(model: nn.Module) -> bool:
-    """Return whether layers of Transformer Engine are in a model."""
+    """Returns whether a model contains layers of Transformer Engine.
+
+    Args:
+        model: Any module.
+    """
     engine = _layers_of(model)
     kinds = (engine.LayerNorm, engine.Linear, engine.TransformerLayer)
     return any(isinstance(module, kinds) for module in model.modules())
@@ -267,12 +316,16 @@ def has_transformer_engine_layers(model: nn.Module) -> bool:
 def contextual_fp8_autocast(
     model_forward: Callable[..., Any], fp8_recipe: Any, use_during_eval: bool = False
 ) -> Callable[..., Any]:
-    """Return a forward that runs under the FP8 autocast of Transformer Engine.
+    """Wraps the forward of a module in the FP8 autocast of Transformer Engine.
 
     Args:
-        model_forward: a bound method of a module.
-        fp8_recipe: of Transformer Engine.
-        use_during_eval: whether it computes in FP8 when the module evaluates, too.
+        model_forward: Bound method of a module.
+        fp8_recipe: Recipe of Transformer Engine.
+        use_during_eval: Whether to compute in FP8 if the module is in evaluation mode as well. The default is
+            False.
+
+    Returns:
+        The wrapped forward.
     """
     model: nn.Module = model_forward.__self__  # type: ignore[attr-defined]  # a bound method
     engine = _layers_of(model)
@@ -285,11 +338,14 @@ def contextual_fp8_autocast(
 
 
 def apply_fp8_autowrap(model: Model, fp8_recipe_handler: TERecipeKwargs | None) -> Model:
-    """Let the forward of a model run under the FP8 autocast of Transformer Engine.
+    """Wraps the forward of a model in place in the FP8 autocast of Transformer Engine.
 
     Args:
-        model: changed in place, and returned.
-        fp8_recipe_handler: how FP8 numbers are scaled; the defaults otherwise.
+        model: Any module.
+        fp8_recipe_handler: Configuration of the scaling of FP8 tensors. None uses the defaults.
+
+    Returns:
+        The argument `model`.
     """
     handler = fp8_recipe_handler or TERecipeKwargs()
     forward = contextual_fp8_autocast(
@@ -300,26 +356,26 @@ def apply_fp8_autowrap(model: Model, fp8_recipe_handler: TERecipeKwargs | None) 
 
 
 def build_recipe(model: nn.Module, handler: TERecipeKwargs) -> Any:
-    """Return the recipe of Transformer Engine for the arguments of a user."""
+    """Returns the recipe of Transformer Engine for the arguments of a user."""
     recipes = import_module(f"{_library_of(model)}.common.recipe")
     scaling = recipes.MXFP8BlockScaling if handler.use_mxfp8_block_scaling else recipes.DelayedScaling
-    given = {name: value for name, value in handler.to_kwargs().items() if name not in _OURS_ALONE}
-    if handler.use_mxfp8_block_scaling and given:
-        reason = f"MXFP8 scales blocks by themselves and knows no {', '.join(given)}"
+    arguments = {name: value for name, value in handler.to_kwargs().items() if name not in _NOT_IN_RECIPE}
+    if handler.use_mxfp8_block_scaling and arguments:
+        reason = f"MXFP8 scales blocks by themselves and has no {', '.join(arguments)}"
         raise wrong_value("use_mxfp8_block_scaling", True, reason, "Leave these arguments out")
-    return scaling(fp8_format=getattr(recipes.Format, str(handler.fp8_format)), **given)
+    return scaling(fp8_format=getattr(recipes.Format, str(handler.fp8_format)), **arguments)
 
 
 class TransformerEnginePrecision(Fp8Precision):
-    """Layers of Transformer Engine, the rest under bfloat16 autocast."""
+    """Mixed precision with layers of Transformer Engine, and bfloat16 autocast outside of them."""
 
     library = "Transformer Engine"
     device_types = tuple(_LIBRARIES)
     fp8_backend = FP8BackendType.TE
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Convert the layers of `model`, unless some are already, and let it run in FP8 and autocast."""
-        if isinstance(model.__dict__.get("forward"), AutocastForward):  # it was converted before
+        """Converts the layers of a model, unless it has some already, and wraps its forward in autocast."""
+        if isinstance(model.__dict__.get("forward"), AutocastForward):  # the model is converted already
             return model
         if not has_transformer_engine_layers(model):
             linear = _linear_layers(model)
@@ -335,14 +391,14 @@ class TransformerEnginePrecision(Fp8Precision):
 
 
 def _fits(layer: Any) -> bool:
-    """Whether FP8 kernels take the sizes of a layer of torch."""
+    """Returns whether FP8 kernels support the sizes of a layer of torch."""
     if isinstance(layer, nn.LayerNorm):
         return len(layer.normalized_shape) == 1 and layer.elementwise_affine
     return all(size % TILE == 0 for size in layer.weight.shape)
 
 
-def _like(layer: Any, kind: str, library: Any) -> Any:
-    """Return a new layer of torch or Transformer Engine with the sizes of another one."""
+def _empty_layer_like(layer: Any, kind: str, library: Any) -> Any:
+    """Returns a new layer of torch or Transformer Engine with the sizes and dtype of another."""
     weight = layer.weight
     options = {"device": weight.device, "dtype" if library is nn else "params_dtype": weight.dtype}
     if kind == "LayerNorm":
@@ -352,7 +408,8 @@ def _like(layer: Any, kind: str, library: Any) -> Any:
 
 
 @torch.no_grad()
-def _with_weights_of(old: nn.Module, new: nn.Module) -> nn.Module:
+def _copy_weights(old: nn.Module, new: nn.Module) -> nn.Module:
+    """Copies parameters and training mode of a layer to a new one, and returns that."""
     for name, parameter in old.named_parameters(recurse=False):
         successor = getattr(new, name)
         successor.copy_(parameter)

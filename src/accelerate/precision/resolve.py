@@ -1,4 +1,7 @@
-"""Choose the number format of a run."""
+"""Choice of the `Precision` of a run, from `mixed_precision`, the hardware and FP8 recipes.
+
+The strategies call `resolve_precision` once for each run.
+"""
 
 from __future__ import annotations
 
@@ -36,20 +39,20 @@ logger = get_logger(__name__)
 
 @dataclass(frozen=True)
 class PrecisionRequest:
-    """What a run asks of its number format."""
+    """Settings of a run that determine its `Precision`."""
 
     name: str  # value of `mixed_precision`
     backend: DeviceBackend
     autocast: AutocastKwargs | None = None
     scaler: GradScalerKwargs | None = None
-    make_scaler: Callable[..., GradScaler] | None = None  # None takes the gradient scaler of the hardware
+    make_scaler: Callable[..., GradScaler] | None = None  # None uses the gradient scaler of the hardware
     recipes: Sequence[KwargsHandler] = ()
-    fp8_library: str | None = None  # its name in the launch configuration; None leaves it open
-    gathers_shards: bool = False  # FSDP 2 shards the model
+    fp8_library: str | None = None  # name in the launch configuration, or None for an installed one
+    gathers_shards: bool = False  # whether FSDP 2 shards the model, and all-gathers its parameters
     convert_layers: ConvertLayers = convert_model_to_fp8_ao
 
 
-def _float16(request: PrecisionRequest) -> Precision:
+def _build_float16(request: PrecisionRequest) -> Precision:
     arguments = request.scaler.to_kwargs() if request.scaler else {}
     make_scaler = request.make_scaler or request.backend.grad_scaler
     scaler = make_scaler(**arguments)
@@ -58,23 +61,23 @@ def _float16(request: PrecisionRequest) -> Precision:
     return ScaledPrecision("fp16", request.backend.name, scaler, request.autocast)
 
 
-def _by_torchao(request: PrecisionRequest, recipe: AORecipeKwargs) -> Precision:
+def _build_torchao(request: PrecisionRequest, recipe: AORecipeKwargs) -> Precision:
     require("torchao", "mixed_precision='fp8'")
-    device, sends_shards = request.backend.name, request.gathers_shards
-    return TorchaoPrecision(device, recipe, request.autocast, sends_shards, request.convert_layers)
+    device, gathers_shards = request.backend.name, request.gathers_shards
+    return TorchaoPrecision(device, recipe, request.autocast, gathers_shards, request.convert_layers)
 
 
-def _by_transformer_engine(request: PrecisionRequest, recipe: TERecipeKwargs) -> Precision:
+def _build_transformer_engine(request: PrecisionRequest, recipe: TERecipeKwargs) -> Precision:
     return TransformerEnginePrecision(request.backend.name, recipe, request.autocast)
 
 
-def _by_msamp(request: PrecisionRequest, recipe: MSAMPRecipeKwargs) -> Precision:
+def _build_msamp(request: PrecisionRequest, recipe: MSAMPRecipeKwargs) -> Precision:
     require("msamp", "FP8 by MS-AMP")
     return MsAmpPrecision(request.backend.name, recipe, request.autocast)
 
 
 class _Library(NamedTuple):
-    """A library that computes in FP8."""
+    """FP8 library, with its recipe, and the functions that find it and create its `Precision`."""
 
     recipe: type[KwargsHandler]
     is_installed: Callable[[], bool]
@@ -82,14 +85,14 @@ class _Library(NamedTuple):
 
 
 _FP8 = {
-    "AO": _Library(AORecipeKwargs, is_torchao_available, _by_torchao),
-    "TE": _Library(TERecipeKwargs, is_transformer_engine_available, _by_transformer_engine),
-    "MSAMP": _Library(MSAMPRecipeKwargs, is_msamp_available, _by_msamp),
+    "AO": _Library(AORecipeKwargs, is_torchao_available, _build_torchao),
+    "TE": _Library(TERecipeKwargs, is_transformer_engine_available, _build_transformer_engine),
+    "MSAMP": _Library(MSAMPRecipeKwargs, is_msamp_available, _build_msamp),
 }
-"""By name, in the order of preference."""
+"""FP8 libraries by name, in the order of preference."""
 
 
-def _fp8(request: PrecisionRequest) -> Precision:
+def _build_fp8(request: PrecisionRequest) -> Precision:
     if len(request.recipes) > 1:
         names = listed([type(recipe).__name__ for recipe in request.recipes])
         reason, fix = "one library computes in FP8", "Pass the recipe of one of them"
@@ -105,23 +108,28 @@ def _fp8(request: PrecisionRequest) -> Precision:
     return library.build(request, recipe or library.recipe())
 
 
-FORMATS: dict[str, Callable[[PrecisionRequest], Precision]] = {
+PRECISIONS: dict[str, Callable[[PrecisionRequest], Precision]] = {
     "no": lambda request: Precision(),
     "bf16": lambda request: MixedPrecision("bf16", request.backend.name, request.autocast),
-    "fp16": _float16,
-    "fp8": _fp8,
+    "fp16": _build_float16,
+    "fp8": _build_fp8,
 }
+"""Functions that create the `Precision`, by the value of `mixed_precision`."""
+
 RECIPES = tuple(library.recipe for library in _FP8.values())
-"""What says how FP8 numbers are scaled."""
+"""Handlers that configure the scaling of FP8 tensors."""
 
 
 def resolve_precision(request: PrecisionRequest) -> Precision:
-    """Return the number format for `request`, or refuse one that cannot run here; recipes need FP8."""
-    build = FORMATS.get(request.name)
+    """Returns the `Precision` for a request, or raises an error if the hardware or torch does not support it.
+
+    FP8 recipes have no effect without `mixed_precision="fp8"`, and are logged as a warning.
+    """
+    build = PRECISIONS.get(request.name)
     if build is None:
-        formats = f"the formats of this version are {', '.join(FORMATS)}"
-        raise wrong_value("mixed_precision", request.name, formats, "Choose one of them")
-    if request.recipes and build is not _fp8:
+        names = f"the values of this version are {', '.join(PRECISIONS)}"
+        raise wrong_value("mixed_precision", request.name, names, "Choose one of them")
+    if request.recipes and build is not _build_fp8:
         names = listed([type(recipe).__name__ for recipe in request.recipes])
         logger.warning(
             f"{names} has no effect with mixed_precision={request.name!r}: set mixed_precision='fp8'."
@@ -136,5 +144,5 @@ def resolve_precision(request: PrecisionRequest) -> Precision:
 def _has_autocast(device_type: str) -> bool:
     try:
         return torch.amp.is_autocast_available(device_type)
-    except RuntimeError:  # torch does not know this device at all: its package has not registered it
+    except RuntimeError:  # no package has registered this device type with torch
         return False

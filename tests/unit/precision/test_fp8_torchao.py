@@ -80,6 +80,76 @@ def test_routers_of_experts_stay(states: None, caplog: pytest.LogCaptureFixture)
     assert "2 linear layers of Experts are converted (last, mlp.gate_proj), 5 are not (first," in line
 
 
+class TopKRouter(nn.Module):
+    """Router whose class alone says that it is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weigh = nn.Linear(32, 64)
+
+
+def nested(name: str) -> nn.Module:
+    """Returns modules around a linear layer with 16 outputs of this name."""
+    module: nn.Module = nn.Linear(32, 16)
+    for part in reversed(name.split(".")):
+        module = nn.ModuleDict({part: module})
+    return module
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(
+            "router_proj",
+            "router_linear",
+            "Router",
+            "gating",
+            "moe_gate",
+            "gate_network",
+            "shared_expert_gate",
+        ),
+        *("mlp.gates.0", "mlp.gate.wg", "experts.router.layer"),
+    ],
+)
+def test_words_in_names_of_layers_identify_routers(name: str) -> None:
+    assert precision.find_routers(nested(name)) == {name}
+    assert not precision.filter_linear_layers(nn.Linear(32, 16), name, [])
+
+
+@pytest.mark.parametrize("name", ["mlp.gate_proj", "gate_up_proj", "w_gate_up", "investigate", "delegated"])
+def test_layers_of_gated_mlps_are_not_routers(name: str) -> None:
+    assert not precision.find_routers(nested(name))
+    assert precision.filter_linear_layers(nn.Linear(32, 16), name, [])
+
+
+@pytest.mark.parametrize(("kind", "is_router"), [("MoEGate", 1), ("TopKGating", 1), ("GatedMLP", 0)])
+def test_words_in_names_of_classes_identify_routers(kind: str, is_router: int) -> None:
+    named = type(kind, (nn.ModuleDict,), {})
+    model = nn.ModuleDict({"select": named({"score": nn.Linear(32, 16)}), "top": TopKRouter()})
+    assert precision.find_routers(model) == {"top.weigh", *["select.score"] * is_router}
+    assert not precision.find_routers(named({"score": nn.Linear(32, 16)}))  # a whole model is no router
+
+
+@pytest.mark.parametrize(
+    ("name", "is_router"),
+    [
+        ("mlp.scores", True),
+        ("self_attn.k_proj", False),
+        ("layer.0.SelfAttention.q", False),
+        ("linear_attn.mix", False),
+        ("mlp.up_proj", False),
+        ("mlp.experts.3.wi", False),
+        ("mlp.shared_expert.down", False),
+    ],
+)
+def test_as_many_outputs_as_experts_identify_routers_outside_of_attention_and_experts(
+    name: str, is_router: bool
+) -> None:
+    model = nested(name)
+    model.config = SimpleNamespace(num_experts=16)  # type: ignore[assignment]
+    assert precision.find_routers(model) == ({name} if is_router else set())
+
+
 def test_a_filter_of_the_user_decides() -> None:
     model = build()
     precision.convert_model_to_fp8_ao(model, module_filter_func=lambda module, name: name in ("0", "4"))

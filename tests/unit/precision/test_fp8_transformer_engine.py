@@ -124,7 +124,7 @@ def test_evaluation_may_run_in_fp8_and_blocks_may_have_scales(contexts: list[Any
 
 @pytest.mark.usefixtures("contexts")
 def test_blocks_take_no_margin() -> None:
-    with pytest.raises(ConfigurationError, match="knows no margin"):
+    with pytest.raises(ConfigurationError, match="has no margin"):
         precision.build_recipe(build(), TERecipeKwargs(use_mxfp8_block_scaling=True, margin=1))
 
 

@@ -18,7 +18,7 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
-from accelerate.strategies.axes.masks import causal_arguments, check_masks, sharded
+from accelerate.strategies.axes.masks import attend, check_masks, sharded
 from accelerate.strategies.axes.sequence import Axis
 
 logger = get_logger(__name__)
@@ -121,7 +121,7 @@ class _AnyAttention(TorchFunctionMode):
 @contextmanager
 def _within(split: AbstractContextManager[Any], buffers: list[Tensor], dims: list[int]) -> Iterator[None]:
     attention = _AnyAttention()
-    with sharded(buffers, dims), split, torch_private.attention_checked(causal_arguments), attention:
+    with sharded(buffers, dims), split, torch_private.attention_replaced(attend), attention:
         yield
     if not attention.calls:
         logger.warning_once(

@@ -34,6 +34,7 @@ class Sequences:
     length: int | None = None  # of the whole sequences; None while none is sharded
     whole: Mapping[int, Tensor] = {}  # copies of buffers before they were sharded, by identity
     checked: dict[tuple[int, ...], Any]  # identities -> tensors, which are kept alive
+    layer: tuple[str, Any] | None = None  # name and config of the attention layer that is in its forward
 
     def __init__(self) -> None:
         self.checked = {}
@@ -54,7 +55,7 @@ def sharded(buffers: Iterable[Tensor], dims: Iterable[int]) -> Iterator[None]:
     sequences.length = max(buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True))
     may_be_checked = [buffer for buffer in buffers if buffer.ndim > 3 or not buffer.is_floating_point()]
     sequences.whole = {id(buffer): buffer.clone() for buffer in may_be_checked}
-    sequences.checked = {}
+    sequences.checked, sequences.layer = {}, None
     try:
         yield
     finally:
@@ -67,10 +68,11 @@ def check_masks(model: nn.Module) -> None:
         if _is_attention(name, module):
             hook: Callable[..., Any] = partial(_check_layer, name, _config_of(module) or _config_of(model))
             module.register_forward_pre_hook(hook, with_kwargs=True)
+            module.register_forward_hook(_leave_layer)
             continue
-        names = list(inspect.signature(module.forward).parameters)
+        names = _names_of_inputs(module)
         if {"input_ids", "attention_mask"} <= set(names):
-            hook = partial(_check_inputs, name or type(module).__name__, names)
+            hook = partial(_check_inputs, name or type(module).__name__, names, _counts_positions(module))
             module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
@@ -78,13 +80,28 @@ def _is_attention(name: str, module: nn.Module) -> bool:
     return name.endswith("self_attn") or (hasattr(module, "is_causal") and hasattr(module, "layer_idx"))
 
 
+def _names_of_inputs(module: nn.Module) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Returns whether this is a model of transformers in which no model takes position_ids."""
+    if not any(kind.__name__ == "PreTrainedModel" for kind in type(module).__mro__):
+        return False
+    inputs = [set(_names_of_inputs(part)) for part in module.modules()]
+    return not any(
+        {"attention_mask", "position_ids"} <= names and names & {"input_ids", "inputs_embeds"}
+        for names in inputs
+    )
+
+
 def _config_of(module: nn.Module) -> Any:
     config: Any = getattr(module, "config", None)
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def _refuse(name: str, problem: str, fix: str = FIX) -> ConfigurationError:
-    return ConfigurationError(f"{name} {problem}, and {REASON}. {fix}.")
+def _refuse(name: str, problem: str, fix: str = FIX, reason: str = REASON) -> ConfigurationError:
+    return ConfigurationError(f"{name} {problem}, and {reason}. {fix}.")
 
 
 # Layers
@@ -129,9 +146,11 @@ def _check_layer(
     name: str, config: Any, layer: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
     """Refuse other attention; otherwise let a layer be causal without its mask, which is that of a shard."""
-    length = services.of_process(Sequences).length
+    sequences = services.of_process(Sequences)
+    length = sequences.length
     if length is None:
         return None
+    sequences.layer = name, config
     window = window_of(layer, config)
     if window is not None and window.size < length:
         kind = type(config).__name__ if config is not None else type(layer).__name__
@@ -146,10 +165,20 @@ def _check_layer(
     if "attention_mask" not in kwargs:
         return None
     mask = kwargs["attention_mask"]
-    if isinstance(mask, Tensor) and _first_time(mask) and _reaches_ahead(mask):
-        raise _refuse(name, "gets a mask that lets positions attend to later ones (a prefix, or all tokens)")
+    if isinstance(mask, Tensor) and _first_time(mask):
+        if _reaches_ahead(mask):
+            raise _refuse(
+                name, "gets a mask that lets positions attend to later ones (a prefix, or all tokens)"
+            )
+        if mask.ndim > 2 and _is_biased(mask):
+            source = f" by alibi=True of {type(config).__name__}" if getattr(config, "alibi", None) else ""
+            raise _refuse(name, f"adds a bias to its scores{source}", "Use a model without such a bias")
     causal = {"is_causal": True} if name.endswith("self_attn") else {}
     return args, {**kwargs, "attention_mask": None, **causal}
+
+
+def _leave_layer(layer: nn.Module, args: Any, output: Any) -> None:
+    services.of_process(Sequences).layer = None
 
 
 def _first_time(*tensors: Tensor | None) -> bool:
@@ -172,21 +201,30 @@ def _reaches_ahead(mask: Tensor) -> bool:
     return bool(_is_allowed(mask).triu(1).any())
 
 
+def _is_biased(mask: Tensor) -> bool:
+    """Returns whether a mask that is added to scores changes one that it allows."""
+    return mask.is_floating_point() and bool((_is_allowed(mask) & (mask != 0)).any())
+
+
 def is_causal_mask(mask: Tensor) -> bool:
     """Return whether a mask of shape [..., queries, keys] is the one of causal attention."""
     if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     allowed, size = _is_allowed(mask), mask.shape[-1]
     causal = torch.ones(size, size, dtype=torch.bool, device=mask.device).tril()
-    is_biased = mask.dtype != torch.bool and bool((allowed & (mask != 0)).any())
-    return not is_biased and bool((allowed == causal).all())
+    return not _is_biased(mask) and bool((allowed == causal).all())
 
 
 # Inputs
 
 
 def _check_inputs(
-    name: str, names: list[str], module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    name: str,
+    names: list[str],
+    counts_positions: bool,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
     """Refuse padding before tokens, packed sequences, masks that are not causal, and missing positions."""
     sequences = services.of_process(Sequences)
@@ -198,17 +236,22 @@ def _check_inputs(
     for mask in masks.values() if isinstance(masks, Mapping) else [masks]:
         if isinstance(mask, Tensor) and _first_time(mask):
             _check_mask(name, sequences.whole.get(id(mask), mask))
+    _check_presence(name, names, counts_positions, positions)
     if positions is None:
-        if "position_ids" in names:
-            fix = "Pass position_ids, and make them one of the buffers"
-            raise ConfigurationError(
-                f"{name} gets no position_ids, so each rank would count positions from 0. {fix}."
-            )
         return
     mask = masks if isinstance(masks, Tensor) and masks.ndim == 2 else None
     if isinstance(positions, Tensor) and id(positions) in sequences.whole and _first_time(positions, mask):
         real = None if mask is None else sequences.whole.get(id(mask), mask)
         _check_positions(name, sequences.whole[id(positions)], real)
+
+
+def _check_presence(name: str, names: list[str], counts_positions: bool, positions: Any) -> None:
+    problem, fix = "takes no position_ids", "Use a model whose forward takes position_ids, or set cp_size=1"
+    if not counts_positions:
+        if positions is not None or "position_ids" not in names:
+            return
+        problem, fix = "gets no position_ids", "Pass position_ids, and make them one of the buffers"
+    raise ConfigurationError(f"{name} {problem}, so each rank would count positions from 0. {fix}.")
 
 
 def _check_kinds(name: str, config: Any) -> None:
@@ -261,8 +304,71 @@ def causal_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[s
     if mask is not None:
         if not is_causal_mask(mask):
             problem = f"gets an attn_mask of shape {list(mask.shape)} that is not causal"
-            raise _refuse("scaled_dot_product_attention", problem)
+            raise _refuse(_caller()[0], problem)
         given["is_causal"] = True
     if not given.get("is_causal"):
-        raise _refuse("scaled_dot_product_attention", "is called with is_causal=False")
+        raise _refuse(_caller()[0], "is called with is_causal=False")
+    if rate := given.get("dropout_p"):
+        raise _refuse_dropout(rate)
     return given
+
+
+def _caller() -> tuple[str, Any]:
+    """Returns the name and the config of the layer that calls torch's function, as far as they are known."""
+    return services.of_process(Sequences).layer or ("scaled_dot_product_attention", None)
+
+
+def _refuse_dropout(rate: float) -> ConfigurationError:
+    """Returns the error for dropout, whose random state ring attention saves for its last step only."""
+    name, config = _caller()
+    fields = [field for field in getattr(config, "__dict__", {}) if "att" in field and "drop" in field]
+    fields = [field for field in fields if getattr(config, field) == rate]
+    source = f"{fields[0]}={rate} of {type(config).__name__}" if fields else f"dropout_p={rate}"
+    reason = "context parallelism computes attention without dropout"
+    return _refuse(name, f"drops attention weights by {source}", "Set it to 0, or set cp_size=1", reason)
+
+
+def attend(attention: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Computes causal attention in shapes that the kernels of ring attention take.
+
+    They take heads of one size; zeros at the end of shorter heads change neither scores nor results.
+
+    Args:
+        attention: Function of torch inside `context_parallel`, which attends over all ranks.
+        args: Arguments of `scaled_dot_product_attention`.
+        kwargs: Its keyword arguments.
+
+    Raises:
+        ConfigurationError: the call computes another attention, or one that no kernel computes.
+    """
+    given = causal_arguments(args, kwargs)
+    query, key, value = heads = [given.pop(name) for name in _NAMES[:3]]
+    if any(part.ndim != 4 for part in heads):
+        reason = "context parallelism takes the dimensions [batch, heads, sequence, size]"
+        fix = "Reshape query, key and value"
+        raise _refuse(_caller()[0], f"attends with tensors of shapes {_shapes(heads)}", fix, reason)
+    sizes = {part.shape[-1] for part in heads}
+    if len(sizes) > 1 and given.get("scale") is None:
+        given["scale"] = query.shape[-1] ** -0.5
+    if key.shape[1] == value.shape[1] == 1 < query.shape[1]:
+        given["enable_gqa"] = True  # kernels take one head for all queries under this name only
+    try:
+        return attention(*(_fill_up(part, max(sizes)) for part in heads), **given)[..., : value.shape[-1]]
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        problem = f"attends with tensors of {query.dtype} of shapes {_shapes(heads)}"
+        problem += ", for which torch has no kernel here"
+        fix = "Use another dtype or shape, allow all backends of sdpa_kernel, or set cp_size=1"
+        reason = "context parallelism splits the work of such a kernel"
+        raise _refuse(_caller()[0], problem, fix, reason) from error
+
+
+def _shapes(heads: Iterable[Tensor]) -> str:
+    return ", ".join(str(list(part.shape)) for part in heads)
+
+
+def _fill_up(part: Tensor, size: int) -> Tensor:
+    missing = size - part.shape[-1]
+    filled = nn.functional.pad(part, (0, missing)) if missing else part
+    return filled if filled.stride(-1) == 1 else filled.contiguous()

@@ -21,7 +21,7 @@ from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
 from accelerate.optimizer import steps_in_backward
-from accelerate.plugins import Filling, TorchDynamoPlugin, undo_filling
+from accelerate.plugins import AutoValues, TorchDynamoPlugin, restore_auto
 from accelerate.settings import AUTO, look_up, problems_of_counts, refuse_config, straighten
 from accelerate.state import Topology, process_group
 from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
@@ -64,7 +64,7 @@ class Given:
         return min(sizes) if self.smallest else max(sizes)
 
 
-def filling_of(given: Given, config: Mapping[str, Any]) -> Filling:
+def filling_of(given: Given, config: Mapping[str, Any]) -> AutoValues:
     """Return the values for a configuration."""
     values: dict[str, Any] = {STEPS: given.accumulation}
     sources = {STEPS: "Accelerator(gradient_accumulation_steps)"}
@@ -79,7 +79,7 @@ def filling_of(given: Given, config: Mapping[str, Any]) -> Filling:
     if given.batch_sizes and _number(config.get(MICRO), None) not in given.batch_sizes:
         values[MICRO] = given.choose(given.batch_sizes)
         sources[MICRO] = "the loader (its batch on one process)"
-    return Filling(values, sources, usual=usual, hints=HINTS)
+    return AutoValues(values, sources, defaults=usual, hints=HINTS)
 
 
 def _micro_batch(given: Given, config: Mapping[str, Any]) -> int | None:
@@ -332,7 +332,7 @@ def _rank_variables(topology: Topology) -> dict[str, str]:
 def complete(plugin: Any, given: Given) -> dict[str, Any]:
     """Return a plugin's configuration, filled in from a `prepare` call; in place if the model is trained."""
     config: dict[str, Any] = plugin.deepspeed_config
-    undo_filling(config, plugin.filled)
+    restore_auto(config, plugin.filled)
     straighten(config)
     refuse_config(problems_of_counts(config), "Correct the configuration")
     if TOTAL not in config:

@@ -17,7 +17,7 @@ from accelerate.base import ConfigurationError, DistributedType, PrecisionType, 
 from accelerate.checkpointing import Part
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import ZERO_STAGES, Layout
-from accelerate.plugins import undo_filling
+from accelerate.plugins import restore_auto
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
@@ -152,7 +152,7 @@ class DeepSpeed(Strategy):
             device = self.context.device if to_device else None
             return self.compile(building.run_only(model, device, plugin.deepspeed_config))
         # Accumulate as the configuration says where the user does not: a client may fill it in late.
-        undo_filling(plugin.deepspeed_config, plugin.filled)
+        restore_auto(plugin.deepspeed_config, plugin.filled)
         steps, gradients = str(plugin.get_value(STEPS)), self.context.gradients
         if gradients.num_steps == 1 and steps.isdecimal():
             gradients.plugin_kwargs["num_steps"] = int(steps)
@@ -208,7 +208,7 @@ class DeepSpeed(Strategy):
             return DeepSpeedSchedulerWrapper(self.built[1], self.wrappers)
         inner = building.innermost(self.built[0])
         if inner is not None and getattr(scheduler, "optimizer", None) is self.given.optimizer:
-            torch_private.point_scheduler(scheduler, inner)
+            torch_private.set_scheduler_optimizer(scheduler, inner)
         return scheduler
 
     def _backward(self, loss: Tensor, **kwargs: Any) -> None:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType
 from accelerate.checkpointing import refuse_unnamed_state
-from accelerate.ops import whole_tensor
+from accelerate.ops import to_full_tensor
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
 from accelerate.strategies.axes import share_layers
@@ -169,7 +169,7 @@ class DistributedTensors(Sharded):
         gathered: dict[int, Tensor] = {}  # tied tensors stay one
         for name, value in source.state_dict(keep_vars=True).items():
             if id(value) not in gathered:
-                whole = whole_tensor(value) if isinstance(value, DTensor) else value
+                whole = to_full_tensor(value) if isinstance(value, DTensor) else value
                 gathered[id(value)] = whole.detach().cpu() if self.keeps_whole_states else whole.new_empty(0)
             state[name] = gathered[id(value)]
         return state if self.keeps_whole_states else {}
@@ -306,7 +306,7 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
     def gather(value: Any) -> Any:
         if not isinstance(value, DTensor):
             return value
-        whole = whole_tensor(value)
+        whole = to_full_tensor(value)
         return whole.cpu() if keep else None
 
     whole = {

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate.base import ConfigurationError
 from accelerate.strategies.axes import ContextAxis
-from accelerate.strategies.axes.masks import causal_arguments, sharded, window_of
+from accelerate.strategies.axes.masks import attend, causal_arguments, sharded, window_of
 
 
 class Attention(nn.Module):
@@ -78,6 +78,18 @@ def test_layers_that_attend_to_later_positions_are_refused(whole: torch.Tensor) 
     model.self_attn.is_causal = False
     with pytest.raises(ConfigurationError, match=r"self_attn .*is_causal=False"):
         model.self_attn(HIDDEN, attention_mask=None)
+
+
+def test_a_bias_in_a_mask_raises_an_error(whole: torch.Tensor) -> None:
+    model = Model()
+    model.config = config(alibi=True)  # type: ignore[assignment]
+    transformed(model)
+    alibi = torch.arange(4.0).masked_fill(~CAUSAL, torch.finfo(torch.float32).min)
+    with pytest.raises(ConfigurationError, match="self_attn adds a bias .* by alibi=True of SimpleNamespace"):
+        model.self_attn(HIDDEN, attention_mask=alibi[None, None])
+    per_key = torch.arange(4.0)[None, None, None]
+    with pytest.raises(ConfigurationError, match="self_attn adds a bias"):
+        model.self_attn(HIDDEN, attention_mask=per_key)
 
 
 def config(**fields: Any) -> SimpleNamespace:
@@ -173,6 +185,45 @@ def test_inputs_of_models(positions: list[int] | None, mask: list[int] | None, e
     model(buffers[0])  # outside of the block nothing is checked
 
 
+class PreTrainedModel(nn.Module):
+    """Base class of models, with the name of that of transformers."""
+
+
+class Decoder(nn.Module):
+    """Model that counts positions itself, with an embedding that has position_ids as an option."""
+
+    def __init__(self, embedding: nn.Module | None = None) -> None:
+        super().__init__()
+        self.embedding = embedding
+
+    def forward(self, input_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> None:
+        pass
+
+
+class Embedding(nn.Module):
+    def forward(self, input_ids: Any, position_ids: Any = None) -> None:
+        pass
+
+
+class PreTrainedDecoder(Decoder, PreTrainedModel):
+    pass
+
+
+@pytest.mark.parametrize("part", [None, Embedding(), Decoder()])
+def test_transformers_models_without_position_ids_raise_an_error(
+    whole: torch.Tensor, part: nn.Module | None
+) -> None:
+    model = transformed(PreTrainedDecoder(part))
+    for given in ({}, {"position_ids": whole}):
+        with pytest.raises(ConfigurationError, match="PreTrainedDecoder takes no position_ids"):
+            model(whole, **given)
+
+
+def test_models_that_may_read_position_ids_from_kwargs_work(whole: torch.Tensor) -> None:
+    transformed(PreTrainedDecoder(Language()))(whole, position_ids=whole)
+    transformed(Decoder())(whole, position_ids=whole)
+
+
 def test_layers_of_other_kinds_are_refused(whole: torch.Tensor) -> None:
     model = Language()
     model.config = config(layer_types=["linear_attention", FULL])  # type: ignore[assignment]
@@ -185,11 +236,76 @@ def test_calls_with_causal_masks_become_causal() -> None:
     heads = (HIDDEN, HIDDEN, HIDDEN)
     assert causal_arguments(heads, {"is_causal": True})["is_causal"]
     for mask in (CAUSAL, CAUSAL[None].float().log()):
-        given = causal_arguments((*heads, mask, 0.5), {"scale": 2.0})
+        given = causal_arguments((*heads, mask, 0.0), {"scale": 2.0})
         assert "attn_mask" not in given
-        assert (given["is_causal"], given["dropout_p"], given["scale"]) == (True, 0.5, 2.0)
+        assert (given["is_causal"], given["dropout_p"], given["scale"]) == (True, 0.0, 2.0)
     for mask in (~CAUSAL, CAUSAL.float(), torch.ones(4, 8, dtype=torch.bool).tril()):
         with pytest.raises(ConfigurationError, match="attn_mask"):
             causal_arguments(heads, {"attn_mask": mask})
     with pytest.raises(ConfigurationError, match="is_causal=False"):
         causal_arguments(heads, {})
+
+
+class Dropping(Attention):
+    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> Any:
+        return causal_arguments((hidden, hidden, hidden), {"is_causal": True, "dropout_p": 0.1})
+
+
+@pytest.mark.parametrize(
+    ("field", "source"), [("attn_pdrop", "attn_pdrop=0.1 of SimpleNamespace"), ("dropout", "dropout_p=0.1")]
+)
+def test_dropout_of_attention_raises_an_error_that_names_it(
+    whole: torch.Tensor, field: str, source: str
+) -> None:
+    model = Model()
+    model.self_attn = Dropping()
+    model.config = config(**{field: 0.1})  # type: ignore[assignment]
+    transformed(model)
+    with pytest.raises(ConfigurationError, match=f"self_attn drops attention weights by {source}"):
+        model.self_attn(HIDDEN)
+
+
+def test_errors_outside_of_attention_layers_name_the_function(whole: torch.Tensor) -> None:
+    transformed(Model()).self_attn(HIDDEN)
+    with pytest.raises(ConfigurationError, match="scaled_dot_product_attention is called with is_causal=Fal"):
+        causal_arguments((HIDDEN, HIDDEN, HIDDEN), {})
+
+
+def compute(shapes: tuple[tuple[int, ...], ...], **options: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (torch.randn(shape, generator=generator) for shape in shapes)
+    query = query.mT.contiguous().mT  # with another stride in the last dimension
+    expected = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True, **options)
+    computed = attend(fused, (query, key, value), {"is_causal": True, **options})
+    assert torch.allclose(computed, expected, atol=1e-6)
+    return computed
+
+
+def fused(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Computes attention with a kernel, and fails as in torch's context where there is none."""
+    if torch._fused_sdp_choice(query, key, value, **options) == 0:
+        raise RuntimeError("aten.add.Tensor got mixed torch.Tensor and DTensor")
+    return nn.functional.scaled_dot_product_attention(query, key, value, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}])
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("size", [4, 8, 16])
+def test_a_kernel_computes_heads_of_other_sizes(size: int, kv_heads: int, options: dict[str, Any]) -> None:
+    shapes = ((2, 4, 6, 8), (2, kv_heads, 6, 8), (2, kv_heads, 6, size))
+    assert compute(shapes, **options).shape == (2, 4, 6, size)
+
+
+def test_shapes_and_dtypes_without_a_kernel_raise_an_error() -> None:
+    heads = [torch.zeros(2, 6, 8)] * 3
+    with pytest.raises(ConfigurationError, match=r"shapes \[2, 6, 8\].*\[batch, heads, sequence, size\]"):
+        attend(fused, tuple(heads), {"is_causal": True})
+    rows = [torch.zeros(2, 1, 6, 8), torch.zeros(1, 1, 6, 8), torch.zeros(1, 1, 6, 8)]
+    with pytest.raises(ConfigurationError, match="torch has no kernel here"):
+        attend(fused, tuple(rows), {"is_causal": True})
+
+    def fail(*args: Any, **kwargs: Any) -> torch.Tensor:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        attend(fail, tuple(rows), {"is_causal": True})

@@ -83,7 +83,7 @@ def test_all_problems_are_in_one_error(fake: Fake, monkeypatch: pytest.MonkeyPat
     assert "7 reasons" in message
     for text in (
         "megatron.training cannot be imported. Install megatron-core 0.17 or newer",
-        "1 processes cannot be divided: one copy of the model takes tp_degree=2 * pp_degree=2",
+        "1 processes cannot be divided: one replica of the model takes tp_degree=2 * pp_degree=2",
         "gradient_accumulation_steps=2",
         "micro_batch_size",
         "3 layers cannot be divided between pp_degree=2",
