@@ -110,7 +110,7 @@ class Part:
         ]
 
     def start(self) -> None:
-        self.driver = Driver(self.ranks, LIMITS.pause)
+        self.driver = Driver(self.ranks, LIMITS.interval)
 
     def counts(self) -> tuple[int, int]:
         return sum(rank.store.total for rank in self.ranks), sum(rank.store.bytes for rank in self.ranks)
@@ -166,7 +166,7 @@ class Part:
         for step in range(COMPARISONS):
             before = [(rank.store.total, rank.store.bytes) for rank in self.ranks]
             for exchange in reversed(exchanges):
-                exchange.look(step, times)
+                exchange.exchange(step, times)
             time.sleep(1.0)  # the other parts post theirs
         after = [(rank.store.total, rank.store.bytes) for rank in self.ranks]
         pairs = list(zip(before, after, strict=True))

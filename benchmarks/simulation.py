@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from accelerate.diagnostics import Doing, Identity, Limits, Peers, RankState, Report, Watchdog, processes
+from accelerate.diagnostics import Activity, Identity, Limits, Peers, RankState, Report, Watchdog, processes
 from accelerate.state import StoreChannel
 
 _METHODS = "set get add check wait append compare_set delete_key multi_get multi_set"
@@ -57,7 +57,7 @@ class Host:
     def __init__(self) -> None:
         self.dead: set[int] = set()
 
-    def runs(self, pid: int, born: float | None = None) -> bool:
+    def runs(self, pid: int, start_time: float | None = None) -> bool:
         return pid not in self.dead
 
 
@@ -73,21 +73,21 @@ class SimulatedRank(Watchdog):
         peers = Peers(channel, rank, size, own, local_size)
         super().__init__(rank, limits, peers, self, self)  # type: ignore[arg-type]
 
-    # What an observation says.
+    # Interface of a `ThreadObserver`.
 
-    def waited(self) -> tuple[object, float]:
+    def current_wait(self) -> tuple[object, float]:
         began = self.wait_began
         return (began, time.monotonic() - began) if began else (None, 0.0)
 
     def state(self) -> RankState:
-        token, seconds = self.waited()
-        doing = Doing.OTHER_CODE if token is None else Doing.COLLECTIVE
-        return RankState(self.rank, doing, "gather", 1, file="train.py", line=7, seconds=seconds)
+        token, seconds = self.current_wait()
+        activity = Activity.OTHER_CODE if token is None else Activity.COLLECTIVE
+        return RankState(self.rank, activity, "gather", 1, file="train.py", line=7, seconds=seconds)
 
     def release(self) -> None:
         """End."""
 
-    # What an outlet takes.
+    # Interface of a `HangReporter`.
 
     def publish(self, report: Report) -> None:
         self.reports.append(report.text)
@@ -131,7 +131,7 @@ class Driver:
             rank = self._ranks[index]
             if self._ended.wait(max(due - time.monotonic(), 0.0)) or rank.ended.is_set():
                 continue
-            rank.look()
+            rank.check()
             self._due.put((time.monotonic() + self._pause, index))
 
     def stop(self) -> None:

@@ -157,7 +157,7 @@ def build_pipeline(
     _make_sendable(pipe.get_stage_module(state.process_index), state.process_index, last)
     stage = pipe.build_stage(state.process_index, device=state.device)
     if of_device(state.device).is_host and is_torch_version("<", "2.11"):
-        torch_private.skip_opening_messages(stage)
+        torch_private.skip_connection_messages(stage)
     return stage
 
 

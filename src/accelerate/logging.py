@@ -7,7 +7,7 @@ from collections.abc import MutableMapping
 from typing import TYPE_CHECKING, Any
 
 from accelerate.base import current, plain_value, wrong_value
-from accelerate.state import PartialState, get_cpu_distributed_information, note_event, services
+from accelerate.state import PartialState, get_cpu_distributed_information, record_event, services
 
 FRAMES_HERE = (
     2  # frames between the caller and the logger of Python, so that the line of the caller is logged
@@ -58,7 +58,7 @@ class MultiProcessAdapter(_LoggerAdapter):
 
     def _emit(self, level: int, msg: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if level >= logging.WARNING and self.logger.name.startswith("accelerate."):
-            note_event("warning", str(msg) % args if args else str(msg))
+            record_event("warning", str(msg) % args if args else str(msg))
         if self.isEnabledFor(level):
             text, keywords = self.process(msg, kwargs)
             keywords["stacklevel"] = keywords.get("stacklevel", 1) + FRAMES_HERE

@@ -1,4 +1,4 @@
-"""Deprecated import path: `accelerate.utils.memory` has these names."""
+"""Deprecated import path of `accelerate.utils.memory`."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""AcceleratedOptimizer: a torch optimizer that steps only when gradients are complete."""
+"""Wrapper of a torch optimizer that steps only when gradients are synchronized, returned by `prepare`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from accelerate.devices import is_torch_xla_available as is_torch_xla_available
 from accelerate.logging import get_logger
 from accelerate.nested import honor_type as honor_type, recursively_apply
 from accelerate.ops import reduce
-from accelerate.precision import fp16_gradients_explained
+from accelerate.precision import explain_fp16_gradients
 from accelerate.state import AcceleratorState, GradientState, step_clock
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-_ATTACHED_BY_SCALER = (
+_SCALER_ATTRIBUTES = (
     "_accelerate_step_called",
     "_optimizer_original_step_method",
     "_optimizer_patched_step_method",
@@ -28,11 +28,11 @@ _ATTACHED_BY_SCALER = (
 
 
 def move_to_device(state: T, device: torch.device | str) -> T:
-    """Return an optimizer state with its tensors on `device`.
+    """Returns an optimizer state with its tensors on `device`.
 
     Args:
-        state: a nested structure of lists, tuples, mappings and tensors.
-        device: of the tensors.
+        state: Nested structure of lists, tuples, mappings and tensors.
+        device: Device of the returned tensors.
     """
     moved: T = recursively_apply(lambda tensor: tensor.to(device), state)
     return moved
@@ -41,10 +41,10 @@ def move_to_device(state: T, device: torch.device | str) -> T:
 def patch_optimizer_step(
     accelerated_optimizer: AcceleratedOptimizer, method: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Return `method` with a note on `accelerated_optimizer` that it was called.
+    """Returns `method` with a wrapper that sets `_accelerate_step_called` of `accelerated_optimizer`.
 
-    A gradient scaler calls the step of its optimizer only when all gradients are finite; the note,
-    `_accelerate_step_called`, says whether it did.
+    A gradient scaler calls the step of its optimizer only if all gradients are finite. The attribute shows
+    whether it did.
     """
 
     def patched_step(*args: Any, **kwargs: Any) -> Any:
@@ -55,12 +55,12 @@ def patch_optimizer_step(
 
 
 def _no_step(*args: Any, **kwargs: Any) -> None:
-    """Leave the parameters as they are."""
+    """Does nothing, in place of the step of an optimizer that is skipped."""
 
 
 @torch.no_grad()
 def are_finite(gradients: Iterable[torch.Tensor | None]) -> bool:
-    """Return whether all elements on this rank are finite, of gradients that may be sharded or missing."""
+    """Returns whether all gradients on this rank are finite, where gradients may be sharded or None."""
     local: list[Any] = [g.to_local() if hasattr(g, "to_local") else g for g in gradients if g is not None]
     local = [g.coalesce().values() if g.is_sparse else g for g in local]
     local = [g for g in local if g.numel()]
@@ -68,36 +68,38 @@ def are_finite(gradients: Iterable[torch.Tensor | None]) -> bool:
 
 
 def steps_in_backward(optimizer: Any) -> bool:
-    """Return whether an optimizer updates parameters while gradients appear, and has no step (LOMO)."""
+    """Returns whether an optimizer updates parameters during backward and has no step (LOMO)."""
     return callable(getattr(optimizer, "fused_backward", None))
 
 
 class AcceleratedOptimizer(torch.optim.Optimizer):
-    """Wraps a torch optimizer: steps and clears gradients only on synchronising rounds, and through the
-    gradient scaler.
+    """Wrapper of a torch optimizer for gradient accumulation and gradient scaling.
+
+    It updates parameters and clears gradients only in steps that synchronize gradients. All attributes of the
+    inner optimizer are available.
 
     Args:
-        optimizer: the optimizer to wrap; all of its attributes are reached through this object.
-        device_placement: whether its state is moved to the device of the run.
-        scaler: the gradient scaler of float16 training, `None` for the other formats.
+        optimizer: Optimizer to wrap.
+        device_placement: Whether the state of the optimizer is moved to the device of the run.
+        scaler: Gradient scaler of float16 training. None for other dtypes.
     """
 
-    _is_accelerate_prepared = True  # other projects ask for it
+    _is_accelerate_prepared = True  # other projects read it
 
     num_updates: int = 0
-    """How many times the parameters were updated, over all interruptions of a run."""
+    """Number of updates of the parameters, including those before a resume of the run."""
 
     num_skipped: int = 0
-    """How many updates were skipped for gradients that were not finite, by `skip_nonfinite_updates`."""
+    """Number of updates that `skip_nonfinite_updates` has skipped because gradients were not finite."""
 
     skips_nonfinite: bool = False
-    """Whether an update is skipped on all ranks if a gradient of any rank is not finite."""
+    """True if all ranks skip an update when a gradient of any rank is not finite."""
 
     is_joined: bool = False
-    """Whether the optimizer steps inside `join_uneven_inputs`, where other ranks may have no batches left."""
+    """True inside `join_uneven_inputs`, where other ranks may have no batches left."""
 
     steps_in_backward: bool = False
-    """Whether the inner optimizer does its work in `Accelerator.backward` (LOMO); `step` only counts."""
+    """True if the inner optimizer updates parameters in `Accelerator.backward` (LOMO), not in `step`."""
 
     def __init__(
         self,
@@ -105,7 +107,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         device_placement: bool = True,
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
-        # The inner optimizer owns groups, state and hooks: torch's constructor would make second ones.
+        # The inner optimizer has the groups, state and hooks. torch's constructor would create second ones.
         self.optimizer = optimizer
         self.scaler = scaler
         self.accelerator_state = AcceleratorState()
@@ -114,21 +116,23 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.gradients_unscaled = False
         self.steps_in_backward = steps_in_backward(optimizer)
         self.skips_nonfinite = bool(self.gradient_state.plugin_kwargs.get("skip_nonfinite_updates"))
-        self.note_scaled_step: Callable[[torch.amp.GradScaler], None] | None = None
+        self.update_scaler: Callable[[torch.amp.GradScaler], None] | None = None
         self._is_overflow = False
         if scaler is not None:
-            self._attach_step_note()
-        if device_placement and optimizer.state:  # torch's state_dict() of an empty one loads its compiler
+            self._attach_patched_step()
+        if (
+            device_placement and optimizer.state
+        ):  # state_dict() of an empty state would import torch's compiler
             optimizer.load_state_dict(move_to_device(optimizer.state_dict(), self.accelerator_state.device))
 
-    def _attach_step_note(self) -> None:
+    def _attach_patched_step(self) -> None:
         self._accelerate_step_called = False
         self._optimizer_original_step_method = self.optimizer.step
         self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
 
     @property
     def state(self) -> Any:
-        """State of each parameter, as the inner optimizer holds it."""
+        """State of each parameter in the inner optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -154,51 +158,51 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.defaults = defaults
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only for names that neither this object nor its class has, such as hooks and methods of
+        # Called only for names that neither this object nor its class has, such as hooks and methods of
         # subclasses.
         if name == "optimizer":
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group of parameters to the inner optimizer."""
+        """Adds a parameter group to the inner optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the inner optimizer; its tensors go to the device of their parameters."""
+        """Loads the state of the inner optimizer, with its tensors on the device of their parameters."""
         self.optimizer.load_state_dict(state_dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner optimizer, in its own format."""
+        """Returns the state dict of the inner optimizer, in its own format."""
         return self.optimizer.state_dict()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clear gradients; does nothing while they accumulate.
+        """Clears gradients, except in accumulation steps without synchronization.
 
         Args:
-            set_to_none: `False` fills with zeros; the default drops the gradient tensors, as torch does.
+            set_to_none: Whether gradients are set to None, as by default, or filled with zeros.
         """
         if self.gradient_state.sync_gradients:
             self.optimizer.zero_grad(set_to_none is None or set_to_none)
 
     def train(self) -> None:
-        """Switch optimizers that know a training mode to it, such as schedule-free ones."""
+        """Sets the training mode of optimizers that have one, such as schedule-free optimizers."""
         if callable(train := getattr(self.optimizer, "train", None)):
             train()
 
     def eval(self) -> None:
-        """Switch optimizers that know an evaluation mode to it; nothing for the others."""
+        """Sets the evaluation mode of optimizers that have one, such as schedule-free optimizers."""
         if callable(evaluate := getattr(self.optimizer, "eval", None)):
             evaluate()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters; does nothing while gradients accumulate.
+        """Updates the parameters, except in accumulation steps without synchronization.
 
         Args:
-            closure: reevaluates the model and returns the loss, for optimizers that need it.
+            closure: Function that reevaluates the model and returns the loss, for optimizers that need it.
 
         Returns:
-            What the inner optimizer returns; `None` when the step was left out.
+            The result of the step of the inner optimizer, or None if it was skipped.
         """
         if not self.gradient_state.sync_gradients:
             return None
@@ -210,10 +214,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.step(closure)
 
     def _measured_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Step, and count the time, unless the clock begins with the next step."""
-        before, updates = step_clock.begin_step(id(self)), self.num_updates
+        """Updates the parameters, and records the time unless the clock starts at the next step."""
+        begin, num_updates = step_clock.begin_step(id(self)), self.num_updates
         result = self._step(closure)
-        step_clock.end_step(before, id(self), self.num_updates - updates, self.num_updates)
+        step_clock.end_step(begin, id(self), self.num_updates - num_updates, self.num_updates)
         return result
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
@@ -234,32 +238,32 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             step = _no_step
         with (
             torch_private.step_replaced(self.optimizer, step, original),
-            fp16_gradients_explained(self.optimizer),
+            explain_fp16_gradients(self.optimizer),
         ):
             result = scaler.step(self.optimizer, *(() if closure is None else (closure,)))
         self._is_overflow = not self._accelerate_step_called
         self._accelerate_step_called = False
         self.num_updates += not self._is_overflow
         self.gradients_unscaled = False
-        if must_skip:  # on this rank gradients may be finite, and its scaler would grow
+        if must_skip:  # gradients of this rank may be finite, and its scale would grow
             scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-        elif self.note_scaled_step is None:
+        elif self.update_scaler is None:
             scaler.update()
         else:
-            self.note_scaled_step(scaler)
+            self.update_scaler(scaler)
         return result
 
     def _must_skip(self) -> bool:
         """Returns whether a gradient of any rank is not finite, and logs that.
 
-        All ranks must call it. Inside `join_uneven_inputs` only ranks with batches call it; the gradients
-        that DistributedDataParallel has averaged are the same on all of them.
+        All ranks must call it. Inside `join_uneven_inputs` only ranks with batches call it, all of which have
+        the same gradients, averaged by DistributedDataParallel.
         """
-        is_bad = not are_finite(p.grad for p in self.parameters())
+        has_nonfinite = not are_finite(p.grad for p in self.parameters())
         if not self.is_joined:
             device = self.accelerator_state.device
-            is_bad = bool(float(reduce(torch.tensor(float(is_bad), device=device), "sum")))
-        if not is_bad:
+            has_nonfinite = bool(float(reduce(torch.tensor(float(has_nonfinite), device=device), "sum")))
+        if not has_nonfinite:
             return False
         self.num_skipped += 1
         logger.warning(
@@ -270,21 +274,21 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a gradient was infinite or not a number."""
+        """True if the last step was skipped because a gradient was infinite or NaN."""
         return self._is_overflow
 
     def parameters(self) -> Iterable[torch.Tensor]:
-        """Iterate over all parameters of all groups."""
+        """Returns an iterator over the parameters of all groups."""
         return (p for group in self.optimizer.param_groups for p in group["params"])
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in (*_ATTACHED_BY_SCALER, "note_scaled_step"):
+        for name in (*_SCALER_ATTRIBUTES, "update_scaler"):
             state.pop(name, None)
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.note_scaled_step = None
+        self.update_scaler = None
         if self.scaler is not None:
-            self._attach_step_note()
+            self._attach_patched_step()

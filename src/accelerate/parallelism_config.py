@@ -1,4 +1,4 @@
-"""The mesh: how many processes along which axis, and what the axes are called together."""
+"""Configuration of the device mesh, with the size and the name of each dimension."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from accelerate import torch_private
 from accelerate.base import (
     ConfigurationError,
-    DistributedType as DistributedType,  # the import path has always offered it
+    DistributedType as DistributedType,  # imported from here by client programs
     StateError,
     current,
-    is_torch_version as is_torch_version,  # and this
+    is_torch_version as is_torch_version,  # imported from here by client programs
     wrong_value,
 )
 from accelerate.plugins import (
@@ -31,32 +31,34 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""All axes from the outermost to the innermost: neighbours along the last one talk the most."""
+"""Mesh dimensions from the outermost to the innermost, whose ranks communicate the most."""
 
 BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
 
 
 @dataclass
 class ParallelismConfig:
-    """Sizes of the axes of the mesh; their product is the number of processes.
+    """Sizes of the dimensions of the device mesh, whose product is the world size.
 
-    What is not given is read from PARALLELISM_CONFIG_ with the field's name in capitals when the object is
-    built, and otherwise is 1. Sizes that are assigned later take effect when the mesh is built.
+    Fields that are not passed are read from environment variables when the object is created. The name of a
+    variable is PARALLELISM_CONFIG_ and the name of the field in capitals. The default of sizes is 1. Sizes
+    that are assigned later take effect when the mesh is built.
 
     Args:
-        dp_replicate_size: Groups of processes that each hold a whole copy of the model.
-        dp_shard_size: Processes that share one copy of the model.
-        tp_size: Processes that share each layer.
-        cp_size: Processes that share each sequence by context parallelism.
+        dp_replicate_size: Number of replicas of the model.
+        dp_shard_size: Number of ranks that shard one replica.
+        tp_size: Number of ranks that shard each layer, by tensor parallelism.
+        cp_size: Number of ranks that shard each sequence, by context parallelism.
         cp_backend: "torch".
-        sp_size: Processes that share each sequence by Ulysses sequence parallelism.
+        sp_size: Number of ranks that shard each sequence, by Ulysses sequence parallelism.
         sp_backend: "deepspeed".
-        tp_handler: Details of tensor parallelism.
-        cp_handler: Details of context parallelism.
-        sp_handler: Details of sequence parallelism.
+        tp_handler: Options of tensor parallelism.
+        cp_handler: Options of context parallelism.
+        sp_handler: Options of sequence parallelism.
 
     Raises:
-        ConfigurationError: A size below one, an unknown back end, or both ways of sharing sequences.
+        ConfigurationError: A size is below 1, a backend is unknown, or both context parallelism and sequence
+            parallelism are used.
     """
 
     dp_replicate_size: int | None = None
@@ -82,7 +84,7 @@ class ParallelismConfig:
         for axis in AXES:
             self._set_size(axis, getattr(self, f"{axis}_size"))
         if self.cp_enabled and self.sp_enabled:
-            reason = f"cp_size={self.cp_size} shares sequences already"
+            reason = f"cp_size={self.cp_size} shards sequences already"
             raise wrong_value("sp_size", self.sp_size, reason, "Leave one of them at 1")
         if self.tp_enabled:
             self.tp_handler = self.tp_handler or TorchTensorParallelConfig()
@@ -97,81 +99,84 @@ class ParallelismConfig:
 
     @property
     def dp_dim_names(self) -> list[str]:
-        """Axes along which processes see different data."""
+        """Dimensions along which ranks have different data."""
         return self._active("dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
-        """Axes along which processes work on the same data."""
+        """Dimensions along which ranks have the same data."""
         return self._active("tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Axes along which parameters are sharded."""
+        """Dimensions along which parameters are sharded."""
         return self._active("dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
-        """Axes along which a loss is averaged."""
+        """Dimensions along which a loss is averaged."""
         return self._active("dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        """Names, in the built mesh, of what FSDP gets: replicas if there are any, and the sharding axis."""
+        """Names of the mesh dimensions of FSDP, which are the replicas, if there are any, and the shards."""
         return [*self._active("dp_replicate"), "dp_shard_cp"]
 
     @property
     def total_size(self) -> int:
-        """Number of processes in the mesh."""
+        """Number of ranks in the mesh."""
         return prod(self._sizes.values())
 
     @property
     def non_data_parallel_size(self) -> int:
-        """Number of processes that work on the same data."""
+        """Number of ranks that have the same data."""
         return prod(self._sizes[axis] for axis in ("tp", "cp", "sp"))
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of groups that see different data."""
+        """Number of groups of ranks that have different data."""
         return prod(self._sizes[axis] for axis in ("dp_replicate", "dp_shard"))
 
     @property
     def dp_replicate_enabled(self) -> bool:
-        """Whether there is more than one copy of the model."""
+        """True if there is more than one replica of the model."""
         return self._sizes["dp_replicate"] > 1
 
     @property
     def dp_shard_enabled(self) -> bool:
-        """Whether a copy of the model is shared."""
+        """True if each replica of the model is sharded."""
         return self._sizes["dp_shard"] > 1
 
     @property
     def tp_enabled(self) -> bool:
-        """Whether layers are shared."""
+        """True if layers are sharded by tensor parallelism."""
         return self._sizes["tp"] > 1
 
     @property
     def cp_enabled(self) -> bool:
-        """Whether sequences are shared by context parallelism."""
+        """True if sequences are sharded by context parallelism."""
         return self._sizes["cp"] > 1
 
     @property
     def sp_enabled(self) -> bool:
-        """Whether sequences are shared by Ulysses sequence parallelism."""
+        """True if sequences are sharded by Ulysses sequence parallelism."""
         return self._sizes["sp"] > 1
 
     @property
     def active_mesh_dims(self) -> list[str]:
-        """Axes with more than one process."""
+        """Dimensions with more than one rank."""
         return self.dp_dim_names + self.non_dp_dim_names
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Build the mesh; called on all ranks. A mesh of one process is none.
+        """Builds the device mesh, with the flattened dimensions "dp", "dp_shard_cp" and "dp_cp".
 
-        Besides its axes it knows their unions by name: "dp", "dp_shard_cp" and "dp_cp".
+        All ranks must call it.
 
         Args:
-            device_type: torch's name of the devices, such as "cuda" or "cpu".
+            device_type: Type of the devices in torch, such as "cuda" or "cpu".
+
+        Returns:
+            The mesh, or None for a single rank.
         """
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -179,25 +184,27 @@ class ParallelismConfig:
         if not names:
             return None
         mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
-        unions = {
+        flattened = {
             "dp": self.dp_dim_names,
             "dp_shard_cp": self.dp_shard_cp_dim_names,
             "dp_cp": self.dp_cp_dim_names,
         }
-        for union, axes in unions.items():
+        for name, axes in flattened.items():
             if axes:
-                torch_private.flatten_mesh(mesh[tuple(axes)], union)
+                torch_private.flatten_mesh(mesh[tuple(axes)], name)
         return mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
-        """Return the mesh, built at the first call; called on all ranks.
+        """Returns the device mesh, which the first call builds.
+
+        All ranks must call it.
 
         Args:
-            device_type: torch's name of the devices; may be left out once the mesh is built.
+            device_type: Type of the devices in torch. It may be omitted after the mesh is built.
 
         Raises:
-            StateError: The mesh is not built yet and the devices are not named.
-            ConfigurationError: The mesh was built for other devices.
+            StateError: The mesh is not built yet, and `device_type` is omitted.
+            ConfigurationError: The mesh was built for another type of devices.
         """
         if self.device_mesh is None:
             if device_type is None:
@@ -209,14 +216,14 @@ class ParallelismConfig:
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields by name as plain values; the details of an axis are dictionaries."""
+        """Returns the fields by name as plain values, with dictionaries for the options of a dimension."""
         return dataclasses.asdict(self)
 
     def _active(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self._sizes[axis] > 1]
 
     def _get_mesh(self) -> tuple[tuple[int, ...], tuple[str, ...]]:
-        """Return sizes and names of the active axes, the outermost first."""
+        """Returns the sizes and names of the active dimensions, the outermost first."""
         names = tuple(axis for axis in AXES if axis in self.active_mesh_dims)
         return tuple(self._sizes[axis] for axis in names), names
 
@@ -226,7 +233,7 @@ class ParallelismConfig:
         setattr(self, f"{parallelism}_size", size)
 
     def _validate_accelerator(self, accelerator: Any) -> None:
-        """Refuse a mesh that is not made of all processes."""
+        """Raises an error if the size of the mesh is not the world size."""
         if self.total_size != accelerator.num_processes:
             sizes = " x ".join(f"{axis}_size={size}" for axis, size in self._sizes.items() if size > 1)
             raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""AcceleratedScheduler: a learning-rate scheduler that follows the optimizer's real steps."""
+"""Wrapper of a learning-rate scheduler that steps after updates of its optimizers, returned by `prepare`."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from accelerate.state import AcceleratorState, GradientState
 logger = get_logger(__name__)
 
 TOLERANCE = 0.1
-"""Part of a schedule for which training may go on after its end without a warning."""
+"""Fraction of a schedule that training may continue after its end without a warning."""
 
 ROUNDING = 1e-6
-"""Relative difference of two rates that count as equal."""
+"""Largest relative difference of two learning rates that are regarded as equal."""
 
 StepPolicy = Literal["per_update"] | bool
-"""`True`: once per process and update; "per_update": once per update; `False`: whenever called."""
+"""Policy of steps.
+
+True steps once per process and update, "per_update" once per update, and False in each call.
+"""
 
 
-class _EndOfSchedule:
-    """Warns once when optimizers go on stepping although their schedule has ended."""
+class _ScheduleEndWarning:
+    """Logs one warning if optimizers continue to step after the end of their schedule."""
 
     def __init__(self) -> None:
         self.has_warned = False
@@ -32,14 +35,14 @@ class _EndOfSchedule:
         self.length = 0
         self.updates_after = 0
 
-    def look(self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer], steps: int) -> None:
-        """Look at the inner scheduler after an optimizer step, before it takes so many steps itself."""
+    def check(self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer], steps: int) -> None:
+        """Checks the inner scheduler after an optimizer step and before its own steps."""
         if self.has_warned:
             return
         rates = [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
         taken = getattr(scheduler, "last_epoch", None)
         if not isinstance(taken, int) or any(isinstance(rate, torch.Tensor) for rate in rates):
-            return  # the values of tensors would have to come from the device first
+            return  # reading the values of tensors would synchronize with the device
         is_zero = self.had_rates and not any(rates)
         self.had_rates = self.had_rates or any(rates)
         length = _known_length(scheduler, rates)
@@ -49,7 +52,7 @@ class _EndOfSchedule:
         if not self.updates_after:
             self.length = taken if length is None else length
         self.updates_after += 1
-        # The last batches of epochs are filled up to whole steps, so the end may come a little early.
+        # The last batches of epochs are padded to whole steps, so the schedule may end a little early.
         if self.updates_after > 1 and self.updates_after * steps > self.length * TOLERANCE:
             self.has_warned = True
             state = "all learning rates are 0" if is_zero else "its last step is over"
@@ -64,11 +67,11 @@ class _EndOfSchedule:
 
 
 def _known_length(scheduler: Any, rates: Sequence[float]) -> int | None:
-    """The steps after which a schedule of torch is over; None where it has no length, and after a warm-up."""
+    """Returns the number of steps of a torch schedule, or None for a warm-up or one without a length."""
     for name in ("total_steps", "T_max", "total_iters"):
         length = getattr(scheduler, name, None)
         if isinstance(length, int):
-            # A schedule that ends at the rates it began from, or above them, is a warm-up.
+            # A schedule that ends at or above its initial learning rates is a warm-up.
             bases = zip(rates, getattr(scheduler, "base_lrs", ()), strict=False)
             is_warm = all(rate >= base * (1 - ROUNDING) for rate, base in bases)
             return None if name == "total_iters" and is_warm else length
@@ -76,24 +79,25 @@ def _known_length(scheduler: Any, rates: Sequence[float]) -> int | None:
 
 
 class AcceleratedScheduler:
-    """Steps a scheduler only when its optimizers have stepped.
+    """Wrapper of a scheduler that steps only after its optimizers have updated parameters.
 
-    A schedule written for one process counts that process's batches. With N processes one update consumes N
-    such batches, so the inner scheduler is stepped N times per update, except when each batch is split over
-    the processes (`split_batches`) or when the schedule counts updates (`step_with_optimizer="per_update"`).
+    A schedule written for one process counts the batches of that process. With N processes, one update uses N
+    such batches, so the inner scheduler steps N times per update. It steps once per update if each batch is
+    split between the processes (`split_batches`), or if the schedule counts updates
+    (`step_with_optimizer="per_update"`).
 
     Args:
-        scheduler: a scheduler of `torch.optim.lr_scheduler`, or any object with `step`.
-        optimizers: the prepared optimizers it belongs to; when one of them skipped its step, the schedule
-            waits.
-        step_with_optimizer: `True`, "per_update", or `False` to step whenever `step` is called.
-        split_batches: whether each process gets a part of one batch instead of a whole one.
+        scheduler: Scheduler of `torch.optim.lr_scheduler`, or any object with `step`.
+        optimizers: Prepared optimizers of the scheduler. If one of them skips its step, the scheduler does
+            not step.
+        step_with_optimizer: True, "per_update", or False to step in each call of `step`.
+        split_batches: Whether each process gets a part of a batch instead of a whole batch.
     """
 
-    _is_accelerate_prepared = True  # other projects ask for it
+    _is_accelerate_prepared = True  # other projects read it
 
     belongs_to_engine: bool = False
-    """Whether an engine steps it, saves it and loads it."""
+    """True if an engine, such as that of DeepSpeed, steps, saves and loads the scheduler."""
 
     def __init__(
         self,
@@ -111,21 +115,21 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
         self.num_processes: int = AcceleratorState().num_processes
         self.total_steps: int | None = getattr(scheduler, "total_steps", None)
-        self._end = _EndOfSchedule()
+        self._end_warning = _ScheduleEndWarning()
 
     @property
     def steps_per_update(self) -> int:
-        """How often the inner scheduler steps for one update of the parameters."""
+        """Number of steps of the inner scheduler for one update of the parameters."""
         if self.split_batches or self.step_with_optimizer == "per_update":
             return 1
         return self.num_processes
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Step the schedule if the optimizers have stepped.
+        """Steps the inner scheduler if the optimizers have updated parameters.
 
         Args:
-            *args: passed to the inner scheduler (an epoch, a metric).
-            **kwargs: likewise.
+            *args: Arguments of the step of the inner scheduler, such as an epoch or a metric.
+            **kwargs: Keyword arguments of the step of the inner scheduler.
         """
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
@@ -136,31 +140,31 @@ class AcceleratedScheduler:
             return
         steps = self.steps_per_update
         if steps > 1:
-            self._end.look(self.scheduler, self.optimizers, steps)
+            self._end_warning.check(self.scheduler, self.optimizers, steps)
         for _ in range(steps):
             if self.total_steps is not None and self.scheduler.last_epoch >= self.total_steps:
-                return  # Past its end OneCycleLR raises, and N steps per update may well get there.
+                return  # OneCycleLR raises an error after its end, which N steps per update may reach
             self.scheduler.step(*args, **kwargs)
 
     def get_last_lr(self) -> Any:
-        """Return the last learning rate of each parameter group."""
+        """Returns the last learning rate of each parameter group."""
         return self.scheduler.get_last_lr()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the inner scheduler."""
+        """Returns the state dict of the inner scheduler."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the inner scheduler."""
+        """Loads the state of the inner scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def get_lr(self) -> Any:
-        """Return the learning rates that the inner scheduler computes for its current step."""
+        """Returns the learning rates that the inner scheduler computes for its current step."""
         return self.scheduler.get_lr()
 
     def print_lr(self, *args: Any, **kwargs: Any) -> Any:
-        """Print the learning rate, as the inner scheduler does."""
+        """Prints the learning rate, as the inner scheduler does."""
         return self.scheduler.print_lr(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -11,8 +11,21 @@ import pytest
 
 SOURCE = Path(__file__).parents[2] / "src/accelerate"
 PACKAGES = ("base", "big_modeling", "devices", "hooks", "quantization", "weights")
-PACKAGES += ("launch", "launchers", "settings", "tracking")
+PACKAGES += (
+    "commands",
+    "diagnostics",
+    "launch",
+    "launchers",
+    "ops",
+    "planning",
+    "plugins",
+    "precision",
+    "report",
+    "settings",
+)
+PACKAGES += ("state", "test_utils", "tracking", "utils")
 MODULES = ("nested.py", "rng.py", "inference.py", "local_sgd.py", "wrappers.py", "logging.py", "display.py")
+MODULES += ("memory_utils.py", "optimizer.py", "parallelism_config.py", "scheduler.py", "torch_private.py")
 """Parts of the package that follow the rules, to be extended to all of it."""
 QUESTION = re.compile("what|how|which|who|whose|whether|where|when|why|whatever")
 IMPERATIVE = re.compile(

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from accelerate.devices import CPU
-from accelerate.precision import FORMATS, Precision, PrecisionRequest, resolve_precision
+from accelerate.precision import PRECISIONS, Precision, PrecisionRequest, resolve_precision
 
 
-@pytest.fixture(params=sorted(FORMATS))
+@pytest.fixture(params=sorted(PRECISIONS))
 def precision(request: pytest.FixtureRequest) -> Precision:
     return resolve_precision(PrecisionRequest(request.param, CPU))
 

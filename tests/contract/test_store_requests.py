@@ -56,7 +56,7 @@ def ranks_of(simulation: Any, size: int, limits: Limits = LIMITS) -> list[Any]:
     ]
     for _ in range(8):  # ranks of a machine get to know each other
         for rank in ranks:
-            rank.look()
+            rank.check()
     return ranks
 
 
@@ -73,7 +73,7 @@ SIZES = pytest.mark.parametrize("size", [8, 64])
 @SIZES
 def test_ranks_that_train(simulation: Any, host: Any, size: int) -> None:
     ranks = ranks_of(simulation, size)
-    made = made_by([r.store for r in ranks], lambda: [rank.look() for _ in range(40) for rank in ranks])
+    made = made_by([r.store for r in ranks], lambda: [rank.check() for _ in range(40) for rank in ranks])
     assert max(made) <= 40 * IDLE
 
 
@@ -82,7 +82,7 @@ def test_ranks_that_wait(simulation: Any, host: Any, size: int) -> None:
     ranks = ranks_of(simulation, size, Limits(1000.0, False))
     for rank in ranks:
         rank.wait_began = time.monotonic() - 100.0
-    made = made_by([r.store for r in ranks], lambda: [rank.look() for _ in range(40) for rank in ranks])
+    made = made_by([r.store for r in ranks], lambda: [rank.check() for _ in range(40) for rank in ranks])
     assert max(made) <= 40 * WAITING
 
 
@@ -115,7 +115,7 @@ def test_an_inquiry(simulation: Any, host: Any, size: int, num_idle: int) -> Non
     looks = [0] * size
 
     def count(rank: Any) -> None:
-        rank.look, look = lambda: (looks.__setitem__(rank.rank, looks[rank.rank] + 1), look()), rank.look
+        rank.check, check = lambda: (looks.__setitem__(rank.rank, looks[rank.rank] + 1), check()), rank.check
 
     for rank in ranks:
         count(rank)
@@ -162,7 +162,7 @@ def test_a_slow_store_is_no_silent_rank(simulation: Any, host: Any, monkeypatch:
     asker = stopped[0]
     asker.wait_began = time.monotonic() - 5.0
     asker.store._counted = lambda name, method, counted=asker.store._counted: delayed(counted(name, method))
-    asker.look()
+    asker.check()
     (text,) = asker.reports
     assert "rank 1 gave no answer yet: the store of the run is slow (0.3 s for a request)" in text
 
@@ -236,7 +236,7 @@ def test_restart_generations(simulation: Any, size: int) -> None:
     agree = process_group.agree_on_generation
     calls = [partial(agree, channel(stores[n]), n, size, timedelta(seconds=60)) for n in range(size)]
     made = made_by(stores, lambda: simulation.call_together(calls))
-    looks = 2 * (time.monotonic() - started) / process_group.FIRST_PAUSE
+    looks = 2 * (time.monotonic() - started) / process_group.MIN_POLL_INTERVAL
     assert max(made) <= AGREEMENT + looks
 
 
@@ -246,14 +246,14 @@ def test_ranks_that_wait_for_missing_ones(
 ) -> None:
     stores, looks, open_ = connect(simulation, size), [0] * size, threading.Event()
     reports: list[str] = []
-    outlet = SimpleNamespace(publish=lambda report: reports.append(report.text), withdraw=reports.append)
-    monkeypatch.setattr(arrivals, "Outlet", lambda *_: outlet)
+    reporter = SimpleNamespace(publish=lambda report: reports.append(report.text), withdraw=reports.append)
+    monkeypatch.setattr(arrivals, "HangReporter", lambda *_: reporter)
     monkeypatch.setattr(ArrivalWatch, "_connect", lambda watch: channel(stores[watch._rank]))
-    look = ArrivalWatch._look
+    check = ArrivalWatch._check
 
     def counted(watch: ArrivalWatch) -> None:
         looks[watch._rank] += 1
-        look(watch)
+        check(watch)
 
     inquire, inquiries = ArrivalWatch._inquire, [0]  # on a loaded machine a rank asks again
 
@@ -261,7 +261,7 @@ def test_ranks_that_wait_for_missing_ones(
         inquiries[0] += 1
         inquire(watch, channel)
 
-    monkeypatch.setattr(ArrivalWatch, "_look", counted)
+    monkeypatch.setattr(ArrivalWatch, "_check", counted)
     monkeypatch.setattr(ArrivalWatch, "_inquire", counted_inquire)
 
     def wait(rank: int) -> None:
@@ -272,7 +272,7 @@ def test_ranks_that_wait_for_missing_ones(
     for thread in threads:
         thread.start()
     until(lambda: bool(reports))
-    time.sleep(3 * LIMITS.pause)
+    time.sleep(3 * LIMITS.interval)
     open_.set()
     for thread in threads:
         thread.join()

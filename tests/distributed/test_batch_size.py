@@ -22,9 +22,9 @@ def run_out() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 
 
-def search(failing_rank: int | None, when: str, patience: float) -> dict[str, Any]:
+def search(failing_rank: int | None, when: str, timeout: float) -> dict[str, Any]:
     """Train with batches of 8, of which at most 4 fit on one rank, or on all when it is None."""
-    memory.SECONDS_OF_GRACE = patience
+    memory.STUCK_TIMEOUT = timeout
     state = PartialState()
     sizes, groups, kept_alive = [], [], []
     before = reduce_async([1.0], "sum", "test").wait()  # opens a group of its own
@@ -74,8 +74,8 @@ def search(failing_rank: int | None, when: str, patience: float) -> dict[str, An
 def test_all_ranks_retry_with_a_smaller_batch(
     run: Run, failing_rank: int | None, when: str, kept: bool
 ) -> None:
-    patience = 1.0 if not kept else 20.0
-    for result in run(search, failing_rank, when, patience, processes=3):
+    timeout = 1.0 if not kept else 20.0
+    for result in run(search, failing_rank, when, timeout, processes=3):
         assert result["found"] == (14, 24)
         assert result["total"] == 42.0
         assert result["sizes"] == [8, 4, 4]
@@ -104,7 +104,7 @@ def fail_on_one_rank() -> str:
 def test_an_error_of_one_process_reaches_the_others(run: Run) -> None:
     first, second = run(fail_on_one_rank)
     assert second == "KeyError: 'column'"
-    assert first == "StateError: The attempt failed on another process. Process 1: KeyError: 'column'"
+    assert first == "StateError: The attempt failed on another rank. Rank 1: KeyError: 'column'"
 
 
 def find_nothing() -> str:

@@ -85,7 +85,7 @@ def save_on_one_rank() -> str:
 
 def test_a_save_on_one_rank_names_the_others(run: Run) -> None:
     message, _, _ = run(save_on_one_rank, processes=3)
-    assert "processes 1, 2 did not come within 0.5 s" in message
+    assert "processes 1, 2 did not arrive within 0.5 s" in message
     assert "is_main_process" in message
 
 
@@ -96,7 +96,7 @@ def save_on_the_other_rank() -> str:
     if not accelerator.is_main_process:
         from accelerate.state import agreement
 
-        agreement.SECONDS_FOR_THE_VERDICT = 0.2
+        agreement.DECISION_TIMEOUT = 0.2
         with pytest.raises(StateError) as error:
             accelerator.save_state()
         message = str(error.value)
@@ -105,7 +105,7 @@ def save_on_the_other_rank() -> str:
 
 
 def test_a_save_without_rank_0_is_no_hang(run: Run) -> None:
-    assert "process 0 did not come" in run(save_on_the_other_rank)[1]
+    assert "process 0 did not arrive" in run(save_on_the_other_rank)[1]
 
 
 def save_while_the_other_loads() -> str:

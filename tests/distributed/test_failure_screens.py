@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from accelerate.commands.launch import main
-from accelerate.diagnostics import MOST_LINES
+from accelerate.diagnostics import MAX_LINES
 from accelerate.report import read_run
 
 LOST = "raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1')"
@@ -72,7 +72,7 @@ def fail(end: Callable[..., Any], tmp_path: Path) -> Iterator[Fail]:
         path = re.search(r"For machines: (\S+)", found[0])
         assert path is not None
         folders.append(Path(path[1]).parent)
-        assert len(found[0].splitlines()) <= MOST_LINES
+        assert len(found[0].splitlines()) <= MAX_LINES
         return Screen(code, found[0], err, json.loads(Path(path[1]).read_text()))
 
     yield fail
@@ -187,7 +187,7 @@ def test_a_long_message_is_cut_on_the_screen_and_complete_in_the_report(fail: Fa
     )
     screen = fail(both + "raise ValueError('\\n'.join(f'line {n}' for n in range(10_000)))\n")
     assert "lines are left out here; the whole text is in " in screen.text
-    assert len(screen.err.splitlines()) < MOST_LINES + 10
+    assert len(screen.err.splitlines()) < MAX_LINES + 10
     assert "line 5000\n" in screen.report["first"]["trace"]
     assert "rank 0: the same error" in screen.text or "rank 1: the same error" in screen.text
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from accelerate import Accelerator
 from accelerate.base import is_torch_version
-from accelerate.diagnostics import render
+from accelerate.diagnostics import format_screen
 from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect, report
 from accelerate.state import AcceleratorState, GradientState, PartialState, process_group
 from accelerate.utils import gather, gather_object, patch_environment, reduce
@@ -249,7 +249,7 @@ def run_fault_on_all_ranks(end: Run, folder: Path, name: str, **options: Any) ->
     }
     ended = end(run_fault, name, processes=FAULTS[name].processes, env=env, **options)
     outcome = collect(folder, 1)
-    return ended, render(outcome, folder).replace(__file__, "FILE")
+    return ended, format_screen(outcome, folder).replace(__file__, "FILE")
 
 
 @pytest.mark.parametrize("name", names_of(HANGS))

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.diagnostics import render
+from accelerate.diagnostics import format_screen
 from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect
 from accelerate.state import PartialState
 from accelerate.utils import gather, patch_environment
@@ -158,7 +158,7 @@ def test_a_worker_that_gives_no_batch_is_named_with_its_line(end: Run, tmp_path:
         r"accelerate: hang: rank 1 waits in gather #\d+, <GATHERS>, .*; rank 0 waits for a batch, <READS>, .*"
         r"worker \d \(process \d+\), which owes the next batch, sleeps.*<WORKER>"
     )
-    digest = render(collect(tmp_path, 1), tmp_path)
+    digest = format_screen(collect(tmp_path, 1), tmp_path)
     assert pattern(said).search(digest), f"{digest}\n{outputs_of(ended)}"
 
 

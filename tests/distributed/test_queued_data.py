@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator
-from accelerate.diagnostics import render
+from accelerate.diagnostics import format_screen
 from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect
 from accelerate.state import PartialState
 from accelerate.utils import patch_environment
@@ -103,7 +103,7 @@ def test_the_report_names_the_dataset_for_which_rank_0_waits(end: Run, tmp_path:
         rf"accelerate: hang: rank 1 waits in \w+ #\d+, FILE:{reads}, since \d+ s; rank 0 waits for the "
         rf"dataset of rank 0, FILE:{reads if ready else queue}, since .*line {queue}, in __iter__"
     )
-    digest = render(collect(tmp_path, 1), tmp_path).replace(__file__, "FILE")
+    digest = format_screen(collect(tmp_path, 1), tmp_path).replace(__file__, "FILE")
     assert re.search(said, digest, re.DOTALL), f"{digest}\n{ended.outputs}"
     assert ended.codes == [1, 1]
 

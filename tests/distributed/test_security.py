@@ -96,7 +96,7 @@ def save_with_unsigned_values_in_the_store() -> list[str]:
         prefixes = {
             key.partition("checkpoints/0/")[0] for key in unsigned.list_keys() if "checkpoints/0/" in key
         }
-        for number, prefix, name in itertools.product(range(40), prefixes, ("verdict", "0", "1")):
+        for number, prefix, name in itertools.product(range(40), prefixes, ("decision", "0", "1")):
             unsigned.set(f"{prefix}checkpoints/0/0.1/{number}/{name}", forged[number % 3])
     accelerator.wait_for_everyone()
     accelerator.save_state("second")

@@ -92,7 +92,7 @@ def test_a_config_is_written_as_json() -> None:
         ({"tp_size": 0}, "tp_size=0"),
         ({"cp_backend": "ring"}, "cp_backend='ring'"),
         ({"sp_backend": "torch"}, "sp_backend='torch'"),
-        ({"cp_size": 2, "sp_size": 2}, "sp_size=2: cp_size=2 shares sequences already"),
+        ({"cp_size": 2, "sp_size": 2}, "sp_size=2: cp_size=2 shards sequences already"),
     ],
 )
 def test_invalid_settings_are_refused(wrong: dict[str, Any], named: str) -> None:

@@ -223,11 +223,11 @@ def test_a_scheduler_follows_the_optimizer_that_steps() -> None:
     first = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(first, 0.5)
     second = torch.optim.SGD(first.param_groups, lr=0.1)
-    torch_private.point_scheduler(scheduler, second)
+    torch_private.set_scheduler_optimizer(scheduler, second)
     second.step()
     scheduler.step()  # warns if it takes the step for missing
     assert second.param_groups[0]["lr"] == 0.05
-    torch_private.point_scheduler(scheduler, second)
+    torch_private.set_scheduler_optimizer(scheduler, second)
     assert scheduler.optimizer is second
 
 

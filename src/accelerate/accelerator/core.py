@@ -318,7 +318,7 @@ class Accelerator(
         moves = self.device_placement if device_placement is None else device_placement
         prepared = self._runtime.strategy.prepare_optimizer(optimizer, to_device=moves)
         self._optimizers.append(prepared)
-        self._runtime.strategy.precision.adopt(self._optimizers)
+        self._runtime.strategy.precision.set_optimizers(self._optimizers)
         return prepared  # type: ignore[return-value]  # it passes on what `optimizer` has
 
     def prepare_scheduler(self, scheduler: A) -> A:

@@ -40,7 +40,7 @@ def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
     """Record a run, where something is to be recorded; nothing happens a second time."""
     state = runtime.state
     reader = _Reader(runtime, environ)
-    sources = diagnostics.Sources(
+    sources = diagnostics.MonitorSources(
         reader.start, reader.memory, reader.learning_rate, reader.num_workers, reader.updates, reader.batches
     )
     status = environ.get(STATUS_VARIABLE)

@@ -52,9 +52,9 @@ class Runtime:
         self.prepared = session.prepared
         self.trackers: list[Any] = []
         self.senders = tracking.Senders()
-        self.agreement = diagnostics.agreement_of_run(environ.current())
+        self.agreement = diagnostics.get_stop_requests(environ.current())
         self.checkpoints = checkpointing.Session(
-            diagnostics.watching.read_limits(environ.current()).seconds or SECONDS_WITHOUT_LIMIT
+            diagnostics.watching.read_limits(environ.current()).timeout or SECONDS_WITHOUT_LIMIT
         )
         self.joins = False  # ranks may run out of batches at different times now
         self.counted_weights = CountedWeights(self.strategy.replicas)

@@ -149,7 +149,7 @@ class _Reader:
         self._source = iter(loader)
         self.loader: Any = None
         self._latest: data_loader.BatchMetadata = {}
-        self._ahead: tuple[_Batches, ops.Answer] | None = None
+        self._ahead: tuple[_Batches, ops.AsyncReduction] | None = None
         self._goes_on = True
 
     def read_ahead(self) -> None:
@@ -261,7 +261,7 @@ class CountedWeights:
         self._factor = 2.0 ** (math.frexp(self._factor)[1] - 1)
         self._items: list[Any] = []
         self._models: dict[int, nn.Module] = {}
-        self._answer: ops.Answer | None = None
+        self._answer: ops.AsyncReduction | None = None
 
     def add(self, items: Any, models: Sequence[nn.Module]) -> None:
         """Count a round: its items on this rank (tensors on devices are read later), and the models in it."""
@@ -315,7 +315,7 @@ def forget_gradients(runtime: Runtime) -> None:
         for parameter in optimizer.parameters():
             parameter.grad = None
     if runtime.strategy.precision.scaler is not None:
-        torch_private.forget_unscaled(runtime.strategy.precision.scaler)
+        torch_private.reset_unscaled(runtime.strategy.precision.scaler)
 
 
 def factor_of(total: float, replicas: int) -> float:

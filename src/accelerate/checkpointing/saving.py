@@ -133,7 +133,7 @@ def _agree_on_site(request: Request, consensus: Consensus, begin: Callable[[Path
     first = _staging_folder(target, answer)
     sees = answer["target"] == str(target) and first.folder.is_dir()
     name = "" if sees else f"{socket.gethostname()}:{target}"
-    leader, offer = consensus.share(name, lambda: _spell(begin(target)), request.patience)
+    leader, offer = consensus.compute_once(name, lambda: _spell(begin(target)), request.patience)
     if sees:
         return Site(first, consensus.rank == 0, consensus, request, save=first.folder.name)
     staging, commits = _staging_folder(target, offer), leader == consensus.rank

@@ -1,1 +1,1 @@
-"""The command line: parse, call, print."""
+"""Subcommands of the `accelerate` command line, which parse arguments, call other packages and print."""

@@ -1,4 +1,4 @@
-"""`python -m accelerate.commands` is `accelerate`."""
+"""Entry point of `python -m accelerate.commands`, which is the same as `accelerate`."""
 
 from accelerate.commands.accelerate_cli import main
 

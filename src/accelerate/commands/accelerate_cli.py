@@ -1,4 +1,4 @@
-"""`accelerate`: one subcommand per file, each loaded only when it is the one that was asked for."""
+"""Entry point of the `accelerate` command, which imports only the module of the requested subcommand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMANDS = {
     "env": ("env:env_command_parser", "Show versions, devices and configuration."),
     "estimate-memory": (
         "estimate:estimate_command_parser",
-        "Say how much memory a model needs, without loading it.",
+        "Estimate how much memory a model needs, without loading it.",
     ),
     "launch": ("launch:launch_command_parser", "Run a script on one or several processes."),
     "merge-weights": ("merge:merge_command_parser", "Merge a sharded checkpoint into whole weights."),
@@ -33,18 +33,18 @@ COMMANDS = {
     "to-fsdp2": ("to_fsdp2:to_fsdp2_command_parser", "Write a configuration file of FSDP 1 for FSDP 2."),
     "tpu-config": ("tpu:tpu_command_parser", "Run set-up commands on all hosts of a TPU pod."),
 }
-"""Name -> module of this package with the function in it that makes the parser, and what it does."""
+"""Name -> `module:function` of this package that builds the parser, and the summary of the command."""
 
-_MAKERS = {name: maker.split(":") for name, (maker, _) in COMMANDS.items()}
+_BUILDERS = {name: builder.split(":") for name, (builder, _) in COMMANDS.items()}
 
-# The makers can be imported from here too, each loaded on first use.
+# The builders can be imported from here, too. Each is loaded on first use.
 __getattr__, __dir__, _ = attach(
-    __name__, {f"accelerate.commands.{module}": (function,) for module, function in _MAKERS.values()}
+    __name__, {f"accelerate.commands.{module}": (function,) for module, function in _BUILDERS.values()}
 )
 
 
 def make_cli_parser(words: list[str]) -> CustomArgumentParser:
-    """The parser of `accelerate`, with the subcommands that these words need."""
+    """Returns the parser of `accelerate`, with the subcommands that these arguments need."""
     parser = CustomArgumentParser(
         prog="accelerate",
         usage="accelerate <command> [<args>]",
@@ -60,9 +60,9 @@ def make_cli_parser(words: list[str]) -> CustomArgumentParser:
     elif words and words[0] in ("-h", "--help"):
         needed = []
     for name in needed:
-        module, function = _MAKERS[name]
+        module, function = _BUILDERS[name]
         getattr(import_module(f"accelerate.commands.{module}"), function)(subparsers)
-    # The help gets its table of commands without loading them.
+    # The help lists all commands without importing them.
     subparsers._choices_actions.clear()
     for name, (_, summary) in COMMANDS.items():
         subparsers._choices_actions.append(subparsers._ChoicesPseudoAction(name, (), summary))
@@ -70,7 +70,7 @@ def make_cli_parser(words: list[str]) -> CustomArgumentParser:
 
 
 def main() -> None:
-    """Run as ``accelerate``."""
+    """Runs the ``accelerate`` command."""
     words = sys.argv[1:]
     parser = make_cli_parser(words)
     args = parser.parse_args()

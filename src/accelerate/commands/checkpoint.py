@@ -1,4 +1,7 @@
-"""`accelerate checkpoint`: look at checkpoints, verify, compare and prune them."""
+"""The command `accelerate checkpoint`, which lists, verifies, compares and prunes checkpoints.
+
+`accelerate report` uses `summarize_checkpoints` for its list of checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ description = "List, verify, compare and prune the checkpoints that `Accelerator
 
 
 @dataclass(frozen=True)
-class Row:
-    """What is shown of one checkpoint."""
+class CheckpointSummary:
+    """Summary of one checkpoint, as a row of the table."""
 
     name: str
     complete: bool
-    fault: str = ""
+    fault: str = ""  # the reason why it is not complete
     step: int | None = None
     epoch: int | None = None
     created: str = ""
@@ -42,14 +45,17 @@ class Row:
 
 
 def list_command(args: argparse.Namespace) -> None:
-    """Show the checkpoints below a folder, with what is wrong with the incomplete ones."""
-    _show(_survey(args.folder, deep=False), args.json)
+    """Prints the checkpoints below a folder, with the faults of incomplete ones."""
+    _print_table(_find_checkpoints(args.folder, deep=False), args.json)
 
 
 def verify_command(args: argparse.Namespace) -> None:
-    """Compare all files with their checksums; a `CheckpointError` where one does not fit."""
-    rows = _survey(args.folder, deep=True)
-    _show(rows, args.json)
+    """Compares all files with their checksums.
+
+    Raises a `CheckpointError` if a checkpoint is incomplete or damaged.
+    """
+    rows = _find_checkpoints(args.folder, deep=True)
+    _print_table(rows, args.json)
     if broken := [row.name for row in rows if not row.complete]:
         raise CheckpointError(f"Not complete and undamaged: {', '.join(broken)}.")
     if not args.json:
@@ -57,11 +63,12 @@ def verify_command(args: argparse.Namespace) -> None:
 
 
 def prune_command(args: argparse.Namespace) -> None:
-    """Delete the oldest numbered checkpoints of a folder, or of `checkpoints` in it."""
+    """Deletes the oldest numbered checkpoints of a folder, or of `checkpoints` in it."""
     from accelerate.checkpointing import retention
 
     if args.keep < 1:
-        raise wrong_value("--keep", args.keep, "the newest complete checkpoint always stays", "use 1 or more")
+        reason = "the newest complete checkpoint is always kept"
+        raise wrong_value("--keep", args.keep, reason, "use 1 or more")
     _check_folder(args.folder, "name one with checkpoints")
     inner = args.folder / "checkpoints"
     deleted = [str(path) for path in retention.prune(inner if inner.is_dir() else args.folder, args.keep)]
@@ -72,34 +79,35 @@ def prune_command(args: argparse.Namespace) -> None:
 
 
 def diff_command(args: argparse.Namespace) -> None:
-    first, second = _contents(args.first), _contents(args.second)
+    first, second = _read_checkpoint(args.first), _read_checkpoint(args.second)
+    in_both = first.keys() & second.keys()
     differences = dict.fromkeys(first.keys() - second.keys(), "only in the first")
     differences |= dict.fromkeys(second.keys() - first.keys(), "only in the second")
-    differences |= {name: _difference(first[name], second[name]) for name in first.keys() & second.keys()}
+    differences |= {name: _format_difference(first[name], second[name]) for name in in_both}
     different = [{"name": name, "difference": text} for name, text in sorted(differences.items()) if text]
     if args.json:
         print(json.dumps(different, indent=1))
         return
     for entry in different:
-        print(_beside(f"{entry['name']}:", entry["difference"]))
+        print(_join_lines(f"{entry['name']}:", entry["difference"]))
     print(f"{len(different)} of {len(differences)} entries differ.")
 
 
-def _beside(name: str, text: str) -> str:
-    """Return both on one line, or on two where the terminal is too narrow."""
+def _join_lines(name: str, text: str) -> str:
+    """Returns both texts on one line, or on two lines if the terminal is too narrow."""
     line = f"{name} {text}"
     return line if len(line) <= get_terminal_size().columns else f"{name}\n    {text}"
 
 
-def _difference(first: Any, second: Any) -> str:
-    """Describe how two values differ; empty when they do not."""
+def _format_difference(first: Any, second: Any) -> str:
+    """Returns the difference of two values as text, which is empty if they are equal."""
     import torch
 
     if isinstance(first, OpaqueFile) and isinstance(second, OpaqueFile):
-        return "" if first == second else "another file, by its checksum; its content is not compared"
+        return "" if first == second else "different files, by their checksums; contents are not compared"
     if not (isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor)):
         same = type(first) is type(second) and repr(first) == repr(second)
-        return "" if same else f"{_short(first)} and {_short(second)}"
+        return "" if same else f"{_shorten(first)} and {_shorten(second)}"
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{list(first.shape)} {first.dtype} and {list(second.shape)} {second.dtype}"
     if torch.equal(first, second):
@@ -108,7 +116,7 @@ def _difference(first: Any, second: Any) -> str:
     return f"{int((distance != 0).sum())} of {first.numel()} elements, by {distance.max().item():.3g} at most"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
 
@@ -118,8 +126,8 @@ def _check_folder(folder: Path, fix: str) -> None:
         raise wrong_value("folder", str(folder), "there is no such folder", fix)
 
 
-def _contents(folder: Path) -> dict[str, Any]:
-    """All tensors and values of a checkpoint, by file and name in it."""
+def _read_checkpoint(folder: Path) -> dict[str, Any]:
+    """Returns all tensors and values of a checkpoint, by the file and the name in it."""
     from accelerate.checkpointing import files_under, manifest, shard_index
 
     _check_folder(folder, "name a checkpoint")
@@ -131,27 +139,29 @@ def _contents(folder: Path) -> dict[str, Any]:
     contents: dict[str, Any] = {}
     for name in files_under(folder):
         path = folder / name
-        if name == manifest.NAME or (path.suffix == SHARDS and (path.parent / shard_index.NAME).is_file()):
+        is_shard = path.suffix == SHARD_SUFFIX and (path.parent / shard_index.NAME).is_file()
+        if name == manifest.NAME or is_shard:
             continue
-        contents.update(_flat(f"{name.removesuffix(f'/{shard_index.NAME}')}:", _read(path)))
+        contents.update(_flatten(f"{name.removesuffix(f'/{shard_index.NAME}')}:", _read_file(path)))
     return contents
 
 
-SHARDS = ".distcp"  # ending of files of shards, which are read by way of the metadata beside them
+SHARD_SUFFIX = ".distcp"  # suffix of shard files, which are read with the metadata file of their folder
 
 
 @dataclass(frozen=True)
 class OpaqueFile:
-    """A file that is compared by size and checksum alone."""
+    """Size and checksum of a file whose content is not read."""
 
     size: int
     checksum: str
 
 
-def _read(path: Path) -> Any:
-    """Read a file, with the metadata of shards all of them; one of another format is only measured.
+def _read_file(path: Path) -> Any:
+    """Returns the content of a file, or an `OpaqueFile` for an unknown format.
 
-    So is one with objects that could run code.
+    For the metadata file of shards, these are the values of all shards. A file with objects that could run
+    code is an `OpaqueFile`, too.
     """
     from accelerate.checkpointing import measure, memory_for, rejoin, shard_files, shard_index
     from accelerate.weights import read_safetensors, read_torch, refused_globals
@@ -171,7 +181,7 @@ def _read(path: Path) -> Any:
     return OpaqueFile(*measure(path))
 
 
-def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Mapping):
         entries: Iterable[tuple[Any, Any]] = value.items()
     elif isinstance(value, (list, tuple)) and len(value) <= 64:
@@ -180,21 +190,29 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield path.rstrip(".:"), value
         return
     for key, inner in entries:
-        yield from _flat(f"{path}{key}.", inner)
+        yield from _flatten(f"{path}{key}.", inner)
 
 
-def _survey(folder: Path, *, deep: bool) -> list[Row]:
-    """Describe all checkpoints below a folder; `deep` compares the checksums of their files."""
+def _find_checkpoints(folder: Path, *, deep: bool) -> list[CheckpointSummary]:
+    """Returns the summaries of all checkpoints below a folder, and raises an error if it has none.
+
+    Args:
+        deep: Whether to compare the checksums of their files.
+    """
     _check_folder(folder, "name one with checkpoints")
     with progress_bar("Verifying"):
-        rows = find_rows(folder, deep=deep)
+        rows = summarize_checkpoints(folder, deep=deep)
     if not rows:
         raise CheckpointError(f"{folder} holds no checkpoint.")
     return rows
 
 
-def find_rows(folder: Path, *, deep: bool) -> list[Row]:
-    """Describe all checkpoints below a folder, none where there are none."""
+def summarize_checkpoints(folder: Path, *, deep: bool) -> list[CheckpointSummary]:
+    """Returns the summaries of all checkpoints below a folder.
+
+    Args:
+        deep: Whether to compare the checksums of their files.
+    """
     from accelerate.checkpointing import retention
 
     rows = []
@@ -206,12 +224,12 @@ def find_rows(folder: Path, *, deep: bool) -> list[Row]:
             facts = {"step": step, "epoch": manifest.epoch, "created": manifest.created}
             facts |= {"bytes": manifest.size, "processes": manifest.world_size}
         complete = manifest is not None and not fault
-        rows.append(Row(path.name, complete, fault, path=str(path), **facts))
+        rows.append(CheckpointSummary(path.name, complete, fault, path=str(path), **facts))
     return rows
 
 
-def _show(rows: list[Row], as_json: bool) -> None:
-    """Print rows as tables that fit their terminal, and in which nothing is cut off."""
+def _print_table(rows: list[CheckpointSummary], as_json: bool) -> None:
+    """Prints rows as JSON, or as tables that fit the terminal without truncation."""
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=1))
         return
@@ -219,27 +237,29 @@ def _show(rows: list[Row], as_json: bool) -> None:
     from rich.text import Text
 
     console = Console()
-    for number, (folder, group) in enumerate(_groups(rows, console)):
+    for number, (folder, group) in enumerate(_group_rows(rows, console)):
         if number:
             console.print()
         console.print(Text(_relative(folder), "bold"), soft_wrap=True)
-        console.print(_table(group, folder))
+        console.print(_build_table(group, folder))
     for row in rows:
         if row.fault:
-            print(_beside(f"{_relative(row.path)} is not complete:", f"{row.fault}."))
+            print(_join_lines(f"{_relative(row.path)} is not complete:", f"{row.fault}."))
 
 
-def _groups(rows: list[Row], console: Console) -> Iterator[tuple[str, list[Row]]]:
-    """Yield the rows of each table, and the folder to which its names are relative.
+def _group_rows(
+    rows: list[CheckpointSummary], console: Console
+) -> Iterator[tuple[str, list[CheckpointSummary]]]:
+    """Yields the rows of each table with the folder to which its names are relative.
 
-    Paths that are short enough share a table; of the others there is one for each folder.
+    Rows with short paths are in one table. The others have one table for each folder.
     """
     top = os.path.commonpath([os.path.dirname(row.path) for row in rows])
     names = [os.path.relpath(row.path, top) for row in rows]
     unlimited = console.options.update(max_width=sys.maxsize)
     widest = max(map(len, [COLUMNS[0], *names]))
-    room = console.width - console.measure(_table(rows, top), options=unlimited).maximum + widest
-    short = [row for row, name in zip(rows, names, strict=True) if len(name) <= room]
+    max_width = console.width - console.measure(_build_table(rows, top), options=unlimited).maximum + widest
+    short = [row for row, name in zip(rows, names, strict=True) if len(name) <= max_width]
     if short:
         yield top, short
     others = [row for row in rows if row not in short]
@@ -250,7 +270,7 @@ def _groups(rows: list[Row], console: Console) -> Iterator[tuple[str, list[Row]]
 COLUMNS = ("checkpoint", "step", "epoch", "saved (UTC)", "size", "ranks", "complete")
 
 
-def _table(rows: list[Row], folder: str) -> Table:
+def _build_table(rows: list[CheckpointSummary], folder: str) -> Table:
     from rich.table import Table
     from rich.text import Text
 
@@ -260,15 +280,15 @@ def _table(rows: list[Row], folder: str) -> Table:
         table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "checkpoint")
     for row in rows:
         size = "" if row.bytes is None else convert_bytes(row.bytes)
-        facts = (row.step, row.epoch, minute_of(row.created), size, row.processes)
-        shown = [Text("" if fact is None else str(fact)) for fact in facts]
+        values = (row.step, row.epoch, format_time(row.created), size, row.processes)
+        cells = [Text("" if value is None else str(value)) for value in values]
         state = Text("yes") if row.complete else Text("no", "red")
-        table.add_row(Text(os.path.relpath(row.path, folder), overflow="fold"), *shown, state)
+        table.add_row(Text(os.path.relpath(row.path, folder), overflow="fold"), *cells, state)
     return table
 
 
-def minute_of(created: str) -> str:
-    """Return a time as tables show it; text that is none as it is."""
+def format_time(created: str) -> str:
+    """Returns a time in UTC to the minute, or the text itself if it is not a time."""
     try:
         return datetime.fromisoformat(created).astimezone(timezone.utc).strftime("%Y-%m-%d %H:%M")
     except ValueError:
@@ -276,7 +296,7 @@ def minute_of(created: str) -> str:
 
 
 def _relative(path: str) -> str:
-    """Return a path below the working directory relative to it; another path as it is."""
+    """Returns a path relative to the working directory if it is below it, and otherwise unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 
@@ -295,15 +315,15 @@ def checkpoint_command_parser(parser: CustomArgumentParser) -> None:
     top = "A checkpoint, or a folder with checkpoints in it, at any depth."
     sums = "Compare the files of all checkpoints below a folder with their checksums."
     two = {"first": "A checkpoint.", "second": "Another one."}
-    oldest = "Delete the oldest numbered checkpoints of a folder; the newest complete one stays."
+    oldest = "Delete the oldest numbered checkpoints of a folder; the newest complete one is kept."
     numbered = "The folder of numbered checkpoints, or the folder of the project."
     add("list", "Show all checkpoints below a folder.", list_command, folder=top)
     add("verify", sums, verify_command, folder=top)
-    add("diff", "Say what differs between two checkpoints, and how much.", diff_command, **two)
+    add("diff", "Show the differences between two checkpoints.", diff_command, **two)
     prune = add("prune", oldest, prune_command, folder=numbered)
-    prune.add_argument("--keep", type=int, required=True, help="How many checkpoints stay.")
+    prune.add_argument("--keep", type=int, required=True, help="Number of checkpoints to keep.")
     for child in actions.choices.values():
-        child.add_argument("--json", action="store_true", help="Print JSON, for machines.")
+        child.add_argument("--json", action="store_true", help="Print JSON.")
 
 
 main = entry_point(checkpoint_command_parser, __name__)

@@ -1,4 +1,7 @@
-"""`accelerate clients`: whether the installed libraries that use `accelerate` accept this package."""
+"""The command `accelerate clients`, which lists the installed libraries that depend on `accelerate`.
+
+For each library it prints whether it accepts this package, and known differences of results.
+"""
 
 from __future__ import annotations
 
@@ -28,33 +31,33 @@ DESCRIPTION = (
 )
 PACKAGE = "accelerate"
 HEADER = "Home-page: https://huggingface.co/docs/accelerate"
-"""The line that `--allow` writes: where the interface of this package is described."""
-SEARCHED = "huggingface"
-NEWEST = Version("1.15.0")  # the newest version that llamafactory accepts
-HEADER_GATE = ("sentence-transformers", "setfit")  # libraries whose training asks for that word in the header
-MEANING = (
+"""Line that `--allow` writes, with the page that documents the interface of this package."""
+HEADER_WORD = "huggingface"
+NEWEST_FOR_LLAMAFACTORY = Version("1.15.0")  # the newest version that llamafactory accepts
+HEADER_LIBRARIES = ("sentence-transformers", "setfit")  # libraries whose training requires `HEADER_WORD`
+HEADER_NOTICE = (
     "sentence-transformers, and setfit through it, trains only with a package whose metadata has the header "
-    f'"Home-page" with the word "{SEARCHED}" in it. This package is an independent implementation of the '
+    f'"Home-page" with the word "{HEADER_WORD}" in it. This package is an independent implementation of the '
     "interface and does not claim that page as its own. The header is your own statement to that one check: "
     "that you want to train with this package all the same. It changes one line of the installed metadata, "
     "which `pip show` displays; no code changes, and installing the package again removes it."
 )
-ORDER = "batches of loaders without workers are drawn as in plain PyTorch, not one ahead"
+COMMON_DIFFERENCE = "batches of loaders without workers are drawn as in plain PyTorch, not one ahead"
 WIDTH = 80
 DIFFERENCES = {
     "transformers": "fp16 on a CPU is float16; a resumed Trainer with dispatch_batches sees the rest",
     **dict.fromkeys(("trl", "peft", "diffusers", "sentence-transformers"), "none in the programs compared"),
 }
-"""Library -> where its results differ from those with the original."""
+"""Library -> known differences of its results from those with the original."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """A library that uses `accelerate`, and why it does not accept this package; empty where it does."""
+    """Library that depends on `accelerate`, with the reasons why it does not accept this package."""
 
     name: str
     version: str
-    refusals: tuple[str, ...]
+    refusals: tuple[str, ...]  # empty if it accepts this package
 
 
 def clients_command(args: argparse.Namespace) -> None:
@@ -62,13 +65,13 @@ def clients_command(args: argparse.Namespace) -> None:
         package = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
         raise ConfigurationError(
-            "No installed metadata of `accelerate` was found, and libraries look there. Install the package: "
+            "No installed metadata of `accelerate` was found, which libraries read. Install the package: "
             "pip install ."
         ) from None
     if args.undo:
         print(_undo(package))
     elif args.allow:
-        print(fill(MEANING, WIDTH), end="\n\n")
+        print(fill(HEADER_NOTICE, WIDTH), end="\n\n")
         print(_allow(package))
     else:
         for line in _report(package):
@@ -76,7 +79,7 @@ def clients_command(args: argparse.Namespace) -> None:
 
 
 def find_clients(package: metadata.Distribution) -> list[Client]:
-    """Return the installed libraries that ask for `accelerate`, in the order of their names."""
+    """Returns the installed libraries that require `accelerate`, sorted by name."""
     clients = {}
     for library in metadata.distributions():
         ranges = list(_ranges(library.requires or ()))
@@ -87,11 +90,11 @@ def find_clients(package: metadata.Distribution) -> list[Client]:
 
 
 def _ranges(requires: Iterable[str]) -> Iterator[SpecifierSet]:
-    """The versions of `accelerate` that a distribution asks for."""
+    """Yields the versions of `accelerate` that a distribution requires."""
     for line in requires:
         try:
             requirement = Requirement(line)
-        except InvalidRequirement:  # of old distributions; pip does not read these either
+        except InvalidRequirement:  # of old distributions, which pip ignores, too
             continue
         if canonicalize_name(requirement.name) == PACKAGE:
             yield requirement.specifier
@@ -101,24 +104,27 @@ def _refusals(name: str, ranges: Iterable[SpecifierSet], package: metadata.Distr
     for specifiers in ranges:
         if not specifiers.contains(package.version, prereleases=True):
             yield f"it requires {PACKAGE}{specifiers}"
-    if name in HEADER_GATE and not _has_header(package):
+    if name in HEADER_LIBRARIES and not _has_header(package):
         yield (
-            "its training asks for a header that this package does not have (the rest works): "
-            f"`accelerate clients --allow {HEADER_GATE[0]}` says more"
+            "its training requires a header that this package does not have (the rest works): "
+            f"`accelerate clients --allow {HEADER_LIBRARIES[0]}` explains it"
         )
-    if name == "llamafactory" and Version(package.version) > NEWEST:
-        yield f"it compares with <={NEWEST}, local version included; DISABLE_VERSION_CHECK=1 skips that"
+    if name == "llamafactory" and Version(package.version) > NEWEST_FOR_LLAMAFACTORY:
+        yield (
+            f"it requires <={NEWEST_FOR_LLAMAFACTORY}, local version included; "
+            "DISABLE_VERSION_CHECK=1 skips that check"
+        )
 
 
 def _has_header(package: metadata.Distribution) -> bool:
-    return "Home-page" in package.metadata and SEARCHED in package.metadata["Home-page"]
+    return "Home-page" in package.metadata and HEADER_WORD in package.metadata["Home-page"]
 
 
 def _report(package: metadata.Distribution) -> Iterator[str]:
     yield f"{PACKAGE} {package.version}, an independent implementation"
     clients = find_clients(package)
     if not clients:
-        yield "No installed library asks for it."
+        yield "No installed library requires it."
         return
     width = max(len(f"{client.name} {client.version}") for client in clients)
     for client in clients:
@@ -127,13 +133,13 @@ def _report(package: metadata.Distribution) -> Iterator[str]:
         yield from (f"  {reason}" for reason in client.refusals)
         if client.name in DIFFERENCES:
             yield f"  Differences: {DIFFERENCES[client.name]}"
-    yield f"In all of them {ORDER}."
+    yield f"In all of them {COMMON_DIFFERENCE}."
     yield 'The guide "Libraries on top" lists the programs that were compared, and the numbers.'
 
 
 def _allow(package: metadata.Distribution) -> str:
     if _has_header(package):
-        return "The header is there already; nothing was changed."
+        return "The header exists already; nothing was changed."
     path = _file(package, "METADATA")
     head, separator, body = path.read_text(encoding="utf-8").partition("\n\n")
     _rewrite(package, f"{head}\n{HEADER}{separator}{body}")
@@ -159,7 +165,7 @@ def _file(package: metadata.Distribution, name: str) -> Path:
 
 
 def _rewrite(package: metadata.Distribution, text: str) -> None:
-    """Replace the metadata, and its checksum in the list of installed files."""
+    """Replaces the metadata of the package, and its checksum in the list of installed files."""
     path, record = _file(package, "METADATA"), _file(package, "RECORD")
     content = text.encode()
     digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
@@ -183,7 +189,9 @@ def _rewrite(package: metadata.Distribution, text: str) -> None:
 @parser_of("clients", DESCRIPTION, clients_command)
 def clients_command_parser(parser: CustomArgumentParser) -> None:
     parser.add_argument(
-        "--allow", choices=HEADER_GATE, help="Say what header this library asks for, and write it."
+        "--allow",
+        choices=HEADER_LIBRARIES,
+        help="Explain the header that this library requires, and write it.",
     )
     parser.add_argument("--undo", action="store_true", help="Remove that header again.")
 

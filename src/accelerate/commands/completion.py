@@ -1,4 +1,4 @@
-"""`accelerate completion`: what makes TAB work in bash, zsh and fish."""
+"""The command `accelerate completion`, which prints a completion script for bash, zsh or fish."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SHELLS = {
     "zsh": 'eval "$(accelerate completion zsh)"      # in ~/.zshrc, after compinit',
     "fish": "accelerate completion fish | source      # in ~/.config/fish/config.fish",
 }
-"""Shell -> the line that switches completion on."""
+"""Shell -> the line that enables completion."""
 
 DESCRIPTION = (
     "Print a script that completes commands, flags, their values and files. To switch it on: "
@@ -30,7 +30,10 @@ def completion_command(args: argparse.Namespace) -> None:
 
 
 def make_script(shell: str) -> str:
-    """The script that completes `accelerate` in a shell; needs shtab."""
+    """Returns the script that completes `accelerate` in a shell.
+
+    Requires the package shtab.
+    """
     require("shtab", "Completion in the shell")
     import shtab
 

@@ -1,4 +1,4 @@
-"""`accelerate env`: versions, devices and configuration, for people and as JSON."""
+"""The command `accelerate env`, which prints versions, devices and configuration as text or JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from accelerate.settings import (
 
 __getattr__, __dir__, _ = attach(__name__, {"accelerate.devices": DEVICE_PROBES})
 
-DESCRIPTION = "Show versions, devices and configuration, as wanted in a report of a problem."
+DESCRIPTION = "Show versions, devices and configuration, as needed in a bug report."
 IMPLEMENTATION = "an independent implementation of the Accelerate interface"
 SHOWN_PREFIXES = (
     "ACCELERATE_",
@@ -35,7 +35,11 @@ version = str(installed_version("accelerate"))
 
 
 def gather_facts(config_file: str | None) -> dict[str, Any]:
-    """Collect what `accelerate env` prints; ``None`` is the default configuration file, if there is one."""
+    """Returns the facts that `accelerate env` prints, by name.
+
+    Args:
+        config_file: Configuration file. ``None`` for the default file, if it exists.
+    """
     import numpy
     import psutil
     import torch
@@ -69,25 +73,25 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
 
 
 def env_command(args: argparse.Namespace) -> dict[str, Any]:
-    """Print the facts and return them.
+    """Prints the facts and returns them.
 
     Args:
-        args: ``config_file`` and ``json``.
+        args: Arguments with ``config_file`` and ``json``.
 
     Raises:
-        ConfigurationError: the configuration file is missing or wrong.
+        ConfigurationError: The configuration file is missing or wrong.
     """
     facts = gather_facts(args.config_file)
-    print(json.dumps(facts, indent=2, default=str) if getattr(args, "json", False) else _as_text(facts))
+    print(json.dumps(facts, indent=2, default=str) if getattr(args, "json", False) else _format(facts))
     return facts
 
 
-def _as_text(facts: dict[str, Any]) -> str:
+def _format(facts: dict[str, Any]) -> str:
     lines = []
     for name, value in facts.items():
         if isinstance(value, dict):
             lines.append(f"- {name}:")
-            lines += [f"    {inner}: {held}" for inner, held in value.items()]
+            lines += [f"    {key}: {entry}" for key, entry in value.items()]
         elif isinstance(value, list):
             lines.append(f"- {name}: {', '.join(value) or 'none'}")
         else:

@@ -1,4 +1,7 @@
-"""Manifests of Kubernetes that run a launch in pods, one per machine: PyTorchJob, JobSet and indexed Job."""
+"""Kubernetes manifests that run a launch in pods, one for each node, for `accelerate launch --manifest`.
+
+There are three kinds of manifests, PyTorchJob, JobSet and indexed Job.
+"""
 
 from __future__ import annotations
 
@@ -25,39 +28,43 @@ from accelerate.launch import (
 from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings, flags
 from accelerate.settings.sections import SlurmSection
 
-OWN = (
+REPLACED_OPTIONS = (
     *("num_machines", "num_processes", "processes_per_machine", "machine_rank", "main_process_ip"),
     *("main_process_port", "same_network", "max_restarts", "gpu_ids"),
-    *(row.name for row in SlurmSection.options()),  # in a file without effect outside of an allocation
+    *(row.name for row in SlurmSection.options()),  # in a file they have no effect outside of an allocation
 )
 """Options that variables of the pods and fields of the manifest replace, or that have no effect in pods."""
 
-NO_IMAGE = "IMAGE"
-"""Replaces the image where none is given; no name of an image has capital letters."""
+IMAGE_PLACEHOLDER = "IMAGE"
+"""Name of the image if none is given, which is not a valid name because it has capital letters."""
 
 REPLICAS = "pods"
-KILL_AFTER = 15
-"""Seconds that a launcher has to end after it has killed its processes."""
-LONGEST_NAME = 40
+KILL_TIMEOUT = 15
+"""Timeout for a launcher to end after it has killed its processes, in seconds."""
+MAX_NAME_LENGTH = 40
 
 
 @dataclass(frozen=True)
 class PodJob:
-    """What the three kinds of manifests have in common."""
+    """Values that all kinds of manifests use."""
 
     name: str
     image: str
     command: list[str]
-    variables: Mapping[str, str]  # settings that have no flag, or that this machine's environment gives
+    variables: Mapping[str, str]  # settings without a flag, or from the environment of this machine
     pods: int
     processes: int  # in each pod
     gpus: int  # in each pod
     port: int
     max_restarts: int
-    notes: tuple[str, ...]  # of the plan
+    notes: tuple[str, ...]  # notes of the launch plan
 
     def container(self, host: str | None) -> dict[str, Any]:
-        """The container of each pod; `host` is the name of pod 0, None where the operator sets it."""
+        """Returns the container of each pod.
+
+        Args:
+            host: Host name of pod 0. None if the operator sets it.
+        """
         variables: dict[str, Any] = {**self.variables, GRACE_VARIABLE: grace()}
         if host is not None:
             variables |= {"PET_NNODES": self.pods, "PET_NPROC_PER_NODE": self.processes}
@@ -69,21 +76,21 @@ class PodJob:
             env.append({"name": KEY_VARIABLE, "valueFrom": {"secretKeyRef": reference}})
         limits = {"resources": {"limits": {"nvidia.com/gpu": self.gpus}}} if self.gpus else {}
         mounts = [{"name": "shm", "mountPath": "/dev/shm"}]
-        # PyTorchJob finds the container by its name.
-        own = {"name": "pytorch", "image": self.image, "command": [*map(_escape, self.command)], "env": env}
-        return {**own, **limits, "volumeMounts": mounts}
+        # PyTorchJob requires this name of the container.
+        base = {"name": "pytorch", "image": self.image, "command": [*map(_escape, self.command)], "env": env}
+        return {**base, **limits, "volumeMounts": mounts}
 
     def pod(self, container: dict[str, Any], **fields: Any) -> dict[str, Any]:
         spec = {
             **fields,
-            "terminationGracePeriodSeconds": grace() + KILL_AFTER,
+            "terminationGracePeriodSeconds": grace() + KILL_TIMEOUT,
             "containers": [container],
             "volumes": [{"name": "shm", "emptyDir": {"medium": "Memory"}}],
         }
         return {"spec": spec}
 
     def indexed_job(self, host: str, retries: int, **fields: Any) -> dict[str, Any]:
-        """The spec of a Job whose pods find their index in `JOB_COMPLETION_INDEX`."""
+        """Returns the spec of a Job whose pods get their index in `JOB_COMPLETION_INDEX`."""
         return {
             "completionMode": "Indexed",
             "completions": self.pods,
@@ -94,7 +101,7 @@ class PodJob:
 
 
 def _escape(text: str) -> str:
-    """Text as Kubernetes takes it, which replaces `$(NAME)` by a variable and `$$` by `$`."""
+    """Escapes a text for Kubernetes, which replaces `$(NAME)` by a variable and `$$` by `$`."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -104,7 +111,7 @@ def _escape(text: str) -> str:
 
 
 def pytorchjob(job: PodJob) -> list[dict[str, Any]]:
-    """A PyTorchJob, whose operator sets the `PET_*` variables in each pod."""
+    """Returns a PyTorchJob, whose operator sets the `PET_*` variables in each pod."""
 
     def replica(count: int) -> dict[str, Any]:
         ports = [{"name": "pytorchjob-port", "containerPort": job.port}]
@@ -113,7 +120,7 @@ def pytorchjob(job: PodJob) -> list[dict[str, Any]]:
         return {"replicas": count, "restartPolicy": policy, "template": template}
 
     replicas = {"Master": replica(1), **({"Worker": replica(job.pods - 1)} if job.pods > 1 else {})}
-    # The job fails when the restarts of all pods together reach the limit.
+    # The job fails when the total number of restarts of all pods reaches the limit.
     limit = {"backoffLimit": job.max_restarts * job.pods + 1} if job.max_restarts else {}
     run = {"cleanPodPolicy": "Running", **limit}
     spec = {"nprocPerNode": str(job.processes), "runPolicy": run, "pytorchReplicaSpecs": replicas}
@@ -121,7 +128,7 @@ def pytorchjob(job: PodJob) -> list[dict[str, Any]]:
 
 
 def jobset(job: PodJob) -> list[dict[str, Any]]:
-    """A JobSet of one indexed Job: where a pod fails, all pods are replaced."""
+    """Returns a JobSet of one indexed Job, which replaces all pods if one fails."""
     spec = job.indexed_job(f"{job.name}-{REPLICAS}-0-0.{job.name}", 0)
     replicated = [{"name": REPLICAS, "replicas": 1, "template": {"spec": spec}}]
     rules = {"failurePolicy": {"maxRestarts": job.max_restarts}, "replicatedJobs": replicated}
@@ -129,11 +136,11 @@ def jobset(job: PodJob) -> list[dict[str, Any]]:
 
 
 def indexed_job(job: PodJob) -> list[dict[str, Any]]:
-    """An indexed Job, and the headless Service that gives its pods names; a pod that fails is replaced."""
-    retries = job.max_restarts * job.pods  # each failed pod counts, and one that fails takes the others along
+    """Returns an indexed Job, which replaces a failed pod, and the headless Service for names of its pods."""
+    retries = job.max_restarts * job.pods  # each failed pod counts, and one failure makes all pods fail
     if job.pods == 1:
         return [_object("batch/v1", "Job", job.name, job.indexed_job("", retries))]
-    # The pods look for each other before they are ready.
+    # The pods connect to each other before they are ready.
     names = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": {"job-name": job.name}}
     spec = job.indexed_job(f"{job.name}-0.{job.name}", retries, subdomain=job.name)
     return [_object("v1", "Service", job.name, names), _object("batch/v1", "Job", job.name, spec)]
@@ -149,33 +156,34 @@ MANIFESTS = {"pytorchjob": pytorchjob, "jobset": jobset, "job": indexed_job}
 def as_manifest(
     kind: str, image: str | None, settings: Settings, target: Target, present: Mapping[str, str]
 ) -> str:
-    """Write the objects as YAML, after comments that say what the cluster and the image must have.
+    """Returns the manifest as YAML, after comments on the requirements of the cluster and the image.
 
-    `present` is the environment of this machine: what it sets for the workers here is set in the pods.
+    Args:
+        present: Environment of this machine. Its variables for workers are set in the pods.
     """
     import yaml
 
     job = describe_job(image, settings, target, present)
 
     files = [target.name] if target.kind == "script" else []
-    engine = settings.values["deepspeed_config_file"] if settings.values["use_deepspeed"] else None
-    files += [engine] if engine else []
+    config_file = settings.values["deepspeed_config_file"] if settings.values["use_deepspeed"] else None
+    files += [config_file] if config_file else []
     notes = [*(f"{note}." for note in job.notes), f"The image needs {', '.join(['accelerate', *files])}."]
     if image is None:
-        notes.append(f"Replace {NO_IMAGE} with the name of the image, or pass --image.")
+        notes.append(f"Replace {IMAGE_PLACEHOLDER} with the name of the image, or pass --image.")
     if job.pods > 1:
         secret = f"kubectl create secret generic {job.name}-run-key"
         notes.append("Create the key of the run, with which ranks sign what they write to the store:")
         notes.append(f"  {secret} --from-literal=key=$(openssl rand -hex 32)")
     style: Any = {"sort_keys": False, "default_flow_style": None, "allow_unicode": True, "width": 110}
-    written: str = yaml.safe_dump_all(MANIFESTS[kind](job), **style)
-    return "".join(f"# {line}\n" for note in notes for line in note.splitlines()) + written
+    text: str = yaml.safe_dump_all(MANIFESTS[kind](job), **style)
+    return "".join(f"# {line}\n" for note in notes for line in note.splitlines()) + text
 
 
 def describe_job(image: str | None, settings: Settings, target: Target, present: Mapping[str, str]) -> PodJob:
-    """Check the settings as a launch in pod 0 would, and say what the pods run.
+    """Returns the job of the pods, after the checks of a launch in pod 0.
 
-    All values become flags or variables, so that the pods need no configuration file.
+    All values are passed as flags or variables, so that the pods need no configuration file.
     """
     values = settings.values
     if starter := choose_starter(settings, Machine(environ={})):
@@ -194,15 +202,15 @@ def describe_job(image: str | None, settings: Settings, target: Target, present:
     if device_ids(values["gpu_ids"]):
         fix = "Leave it out: each pod gets the GPUs that it requests"
         raise wrong_option(settings, "gpu_ids", "these are devices of this machine", fix)
-    name = _name_of(target)
+    name = _job_name(target)
     in_pod = settings.replaced("manifest", machine_rank=0, main_process_ip=name)
     hardware = CPU if values["cpu"] else CUDA
     pod = Machine(hardware, max(1, total // max(1, pods)), port_in_use=lambda port: False, environ={})
     plan, _ = resolve_plan(in_pod, pod, target)
-    words, variables = _spell(settings, present)
+    words, variables = _format_settings(settings, present)
     return PodJob(
         name=name,
-        image=image or NO_IMAGE,
+        image=image or IMAGE_PLACEHOLDER,
         command=["accelerate", "launch", *words, *target.words],
         variables=variables,
         pods=plan.machines,
@@ -214,9 +222,12 @@ def describe_job(image: str | None, settings: Settings, target: Target, present:
     )
 
 
-def _spell(settings: Settings, present: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Return settings as flags, and as variables those without a flag or from this machine's environment."""
-    left_out = {*OWN}
+def _format_settings(settings: Settings, present: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Returns settings as flags and variables.
+
+    Variables are those without a flag, and those from the environment of this machine.
+    """
+    left_out = {*REPLACED_OPTIONS}
     variables: dict[str, str] = {}
     for section in SECTIONS:
         is_active = section.active(settings.values)
@@ -233,8 +244,8 @@ def _spell(settings: Settings, present: Mapping[str, str]) -> tuple[list[str], d
     return flags.words(settings, *left_out), variables
 
 
-def _name_of(target: Target) -> str:
-    """The name of the objects: that of the script, in the characters that names of services may have."""
+def _job_name(target: Target) -> str:
+    """Returns the name of the objects, which is that of the script in the characters valid for a Service."""
     stem = PurePath(target.name).name.removesuffix(".py").lower()
-    name = re.sub("[^a-z0-9]+", "-", stem)[:LONGEST_NAME].strip("-")
+    name = re.sub("[^a-z0-9]+", "-", stem)[:MAX_NAME_LENGTH].strip("-")
     return name if name[:1].isalpha() else f"train-{name}".strip("-")

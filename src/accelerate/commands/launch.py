@@ -1,4 +1,8 @@
-"""`accelerate launch`: parse, merge, resolve, run."""
+"""The command `accelerate launch`, which resolves the settings to a plan and runs it.
+
+The settings of flags, environment and configuration file are merged first. `accelerate.launch` resolves the
+plan and has the launchers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +50,7 @@ from accelerate.settings import (
     read_layer,
 )
 
-# Names that can also be imported from here, on first use: a launch needs none of them.
+# Names that can be imported from here, too, and are loaded on first use. A launch needs none of them.
 __getattr__, __dir__, _RE_EXPORTS = attach(
     __name__,
     {
@@ -95,43 +99,46 @@ DESCRIPTION = (
 )
 DEFAULT_FILE = "default file"
 ENDED_BY_USER = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, *CONSOLE_EVENTS))
-"""Exit codes of a run that the user ended, unless the launcher saw ranks fail."""
+"""Exit codes of a run that the user ended, unless the launcher recorded that ranks failed."""
 
 
 class LaunchParser(CustomArgumentParser):
-    """A parser that records which flags were given."""
+    """Parser that records the flags that were given."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As in argparse; the namespace gets the attribute ``given``."""
+        """Parses arguments as argparse does, and sets the attribute ``given`` of the namespace."""
         words: Sequence[str] = sys.argv[1:] if args is None else list(args)
         self._words = words
         parsed, rest = super().parse_known_args(words, namespace)
-        if rest:  # here: the parent parser knows none of these flags and could not suggest one
+        if rest:  # raised here, because the parent parser does not know these flags to suggest another
             self.error(f"unrecognized arguments: {' '.join(rest)}")
         flags.mark_given(self, parsed, words)
-        # Some versions of argparse drop a `--` that comes first among the script's words.
-        own = parsed.training_script_args
-        if list(words[: len(words) - len(own)][-2:]) == [parsed.training_script, "--"]:
-            parsed.training_script_args = ["--", *own]
+        # Some versions of argparse drop a `--` that is the first argument of the script.
+        script_args = parsed.training_script_args
+        if list(words[: len(words) - len(script_args)][-2:]) == [parsed.training_script, "--"]:
+            parsed.training_script_args = ["--", *script_args]
         return parsed, rest
 
     def error(self, message: str) -> NoReturn:
-        """As for any parser; where the script is missing, say so."""
+        """Exits with an error message, which is a special one if the script is missing."""
         missing = message.startswith("the following arguments are required: training_script")
         super().error(_missing_script(self._words) if missing else message)
 
 
 def _missing_script(words: Sequence[str]) -> str:
-    """Say that there is no script, and which flag may have taken it as its value."""
+    """Returns the message for a missing script, with the flag that may have consumed it as its value."""
     last = [part for word in words[-2:] for part in word.split("=", 1)]
     flag, value = ["", "", *last][-2:]
     is_value = flag.startswith("-") and value.endswith(".py")
-    taken = f" ({flag} took {shown(value)} as its value)" if is_value else ""
-    return f"the script to run is missing{taken}: accelerate launch [options] train.py"
+    reason = f" ({flag} took {shown(value)} as its value)" if is_value else ""
+    return f"the script to run is missing{reason}: accelerate launch [options] train.py"
 
 
 def read_settings(args: argparse.Namespace) -> Settings:
-    """Merge file, environment and flags; the PET_* variables are weaker than flags alone."""
+    """Returns the settings of file, environment and flags.
+
+    PET_* variables take precedence over all except flags.
+    """
     given, present = getattr(args, "config_file", None), environ.current()
     path = find_config_file(given)
     layers = [read_layer(path, str(path) if given else f"{DEFAULT_FILE} {path}")] if path else []
@@ -139,21 +146,21 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 
 def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
-    """Resolve the plan of a launch, and start nothing."""
+    """Returns the plan of a launch and its settings, without starting processes."""
     settings = choose_cpu_or_devices(read_settings(args))
     this_machine = machine.look(environ.current(), cpu=settings.values["cpu"])
     return resolve_plan(settings, this_machine, Target.of(args))
 
 
 def launch_command(args: argparse.Namespace) -> None:
-    """Run a script as its flags, the environment and the configuration file say.
+    """Runs a script with the settings of flags, environment and configuration file.
 
     Args:
-        args: parsed by `launch_command_parser`.
+        args: Arguments parsed by `launch_command_parser`.
 
     Raises:
-        ConfigurationError: the settings cannot work.
-        SystemExit: the script failed; with its exit code.
+        ConfigurationError: The settings are not valid.
+        SystemExit: The script failed. The exit code is that of the script.
     """
     if getattr(args, "manifest", None) or getattr(args, "image", None):
         print(_manifest(args), end="")
@@ -175,9 +182,9 @@ def launch_command(args: argparse.Namespace) -> None:
 
 
 def _manifest(args: argparse.Namespace) -> str:
-    """The objects of Kubernetes that run this launch."""
+    """Returns the Kubernetes manifest that runs this launch, as YAML."""
     if not args.manifest:
-        raise ConfigurationError("--image belongs to --manifest. Pass --manifest as well, or leave it out.")
+        raise ConfigurationError("--image requires --manifest. Pass --manifest as well, or leave it out.")
     if args.explain or args.dry_run:
         raise ConfigurationError("--manifest, --explain and --dry_run exclude each other. Keep one of them.")
     settings = choose_cpu_or_devices(read_settings(args))
@@ -194,13 +201,13 @@ def _no_view(plan: LaunchPlan, folder: Path) -> AbstractContextManager[LaunchPla
 def _live_view(
     plan: LaunchPlan, folder: Path, title: str, is_quiet: bool
 ) -> AbstractContextManager[LaunchPlan]:
-    from accelerate.launch import live_view  # a run without it does not load it
+    from accelerate.launch import live_view  # imported only by runs with a live view
 
     return live_view(plan, folder, title, is_quiet=is_quiet)
 
 
 def _run(launcher: Launcher, plan: LaunchPlan, show: Show) -> int:
-    """Run a plan; when it fails, the last thing on the screen says how and why."""
+    """Runs a plan, and prints the reason of a failure as the last output."""
     folder = Path(tempfile.mkdtemp(prefix="accelerate-"))
     recorded = record_failures(plan, folder)
     try:
@@ -210,7 +217,7 @@ def _run(launcher: Launcher, plan: LaunchPlan, show: Show) -> int:
         shutil.rmtree(folder)
         raise
     if code and "SLURM_STEP_ID" in environ.current():
-        # srun ends its other tasks as soon as one has failed: this one still prints its failure.
+        # srun terminates all tasks as soon as one has failed. This task prints its failure first.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not (code and recorded is not plan and _explain_failure(folder, code, plan.rendezvous.log_dir)):
         shutil.rmtree(folder)
@@ -218,31 +225,31 @@ def _run(launcher: Launcher, plan: LaunchPlan, show: Show) -> int:
 
 
 def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
-    """Print how a run failed, where a rank recorded it; return whether the folder is still needed."""
-    from accelerate.diagnostics import digest  # a run that succeeds does not load it
+    """Prints the failure of a run that its ranks recorded, and returns whether the folder is still needed."""
+    from accelerate.diagnostics import digest  # imported only by runs that fail
 
     outcome = collect(folder, code)
     is_intended = code in ENDED_BY_USER and not outcome.seen.codes
-    if is_intended or not digest.is_telling(outcome):
+    if is_intended or not digest.is_informative(outcome):
         return False
     report = Path(log_dir) if log_dir else folder
     digest.write_report(outcome, report)
-    text = digest.render(outcome, report, log_dir)
+    text = digest.format_screen(outcome, report, log_dir)
     print(text, file=sys.stderr, flush=True)
     try:
         record_digest(folder, text)
     except OSError as error:
-        print(f"accelerate launch: the records of the run lack its failure: {error}.", file=sys.stderr)
+        print(f"accelerate launch: the failure cannot be added to the records: {error}.", file=sys.stderr)
     return log_dir is None
 
 
 def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespace, Any, bool]:
-    """Fill a namespace with the values that a launch would use.
+    """Fills a namespace with the values that a launch would use.
 
     Returns:
-        The namespace, the loaded configuration or ``None``, and whether the file chose the number format.
+        The namespace, the loaded configuration or ``None``, and whether the file sets the mixed precision.
     """
-    from accelerate.settings import load_config_from_file  # needed here alone
+    from accelerate.settings import load_config_from_file  # not needed by a launch
 
     _, settings = make_plan(args)
     for row, value, _ in settings:
@@ -263,7 +270,7 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
 def launch_command_parser(parser: CustomArgumentParser) -> None:
     add = parser.add_argument
     add("--config_file", help="Configuration file, instead of the default one.")
-    add("--quiet", "-q", action="store_true", default=None, help="Do not say what was assumed.")
+    add("--quiet", "-q", action="store_true", default=None, help="Do not print assumptions.")
     add("-m", "--module", action="store_true", default=None, help="The script is a module, as in python -m.")
     add("--no_python", action="store_true", default=None, help="The script is a program, not a Python file.")
     add(
@@ -271,12 +278,12 @@ def launch_command_parser(parser: CustomArgumentParser) -> None:
         action="store_true",
         help="Print every value with its source, the environment and the command, and start nothing.",
     )
-    add("--dry_run", action="store_true", help="Print the plan as JSON for machines, and start nothing.")
+    add("--dry_run", action="store_true", help="Print the plan as JSON, and start nothing.")
     add(
         "--manifest",
         choices=tuple(MANIFESTS),
         metavar="KIND",
-        help="Print the manifest of Kubernetes that runs this command in pods, one per machine, and start "
+        help="Print the manifest of Kubernetes that runs this command in pods, one per node, and start "
         "nothing: pytorchjob (Kubeflow), jobset, or job (an indexed Job and a Service).",
     )
     add("--image", help="Container image of the pods, with --manifest.")

@@ -1,4 +1,4 @@
-"""`accelerate merge-weights`: a sharded checkpoint as whole weights."""
+"""The command `accelerate merge-weights`, which merges a sharded checkpoint of FSDP into full weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ description = (
 
 
 def merge_command(args: argparse.Namespace) -> None:
-    """Merge and say where the result is.
+    """Merges a checkpoint and prints the path of the result.
 
     Args:
-        args: parsed by `merge_command_parser`.
+        args: Arguments parsed by `merge_command_parser`.
 
     Raises:
-        ConfigurationError: there is no sharded checkpoint, or its removal would take the result with it.
+        ConfigurationError: There is no sharded checkpoint, or its removal would remove the result, too.
     """
     from accelerate.strategies.fsdp import merge_fsdp_weights
 
@@ -37,8 +37,8 @@ def merge_command(args: argparse.Namespace) -> None:
 def merge_command_parser(parser: CustomArgumentParser) -> None:
     add = parser.add_argument
     add("checkpoint_directory", help="Folder with the model's shards.")
-    add("output_path", help="Folder for the whole weights; it is made.")
-    add("--unsafe_serialization", action="store_true", help="Write what torch.save writes, not safetensors.")
+    add("output_path", help="Folder for the whole weights; it is created.")
+    add("--unsafe_serialization", action="store_true", help="Write with torch.save, not as safetensors.")
     add("--remove_checkpoint_dir", action="store_true", help="Remove the folder with the shards afterwards.")
 
 

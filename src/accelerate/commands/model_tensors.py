@@ -1,4 +1,8 @@
-"""Which tensors a model has, without its weights: from safetensors headers, else from an empty model."""
+"""Names, shapes and dtypes of the tensors of a model, read without its weights.
+
+They are read from safetensors headers, else from a model that a library builds on the meta device.
+`accelerate estimate-memory` calls `read_tensors`.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +21,21 @@ from accelerate.base import (
     ConfigurationError,
     expanded,
     require,
+    shortened,
     wrong_value,
 )
 
 CONFIG_NAME = "config.json"
-BITS = {"BOOL": 8, "F4": 4, "F6": 6}  # bits of the number formats whose name does not say it
+BITS = {"BOOL": 8, "F4": 4, "F6": 6}  # bits of the dtypes whose name does not have their number
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One tensor of a model; its dtype is written as safetensors does: F32, BF16, I64, F8_E4M3 ..."""
+    """Name, shape and dtype of one tensor of a model."""
 
     name: str
     shape: tuple[int, ...]
-    dtype: str
+    dtype: str  # name in safetensors, such as F32, BF16, I64 or F8_E4M3
 
     @property
     def numel(self) -> int:
@@ -38,7 +43,7 @@ class Weight:
 
     @property
     def is_float(self) -> bool:
-        """Whether a number format can be chosen for it: not for indices, masks and packed weights."""
+        """True for weights that can be cast, which excludes indices, masks and packed weights."""
         return self.dtype in ("F64", "F32", "F16", "BF16")
 
     @property
@@ -49,26 +54,27 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Tensors:
-    """The tensors of a model, and the source of that knowledge, for the user."""
+class ModelTensors:
+    """Tensors of a model, and a text for the user with their source."""
 
     weights: tuple[Weight, ...]
     source: str
 
 
-def read_tensors(model: str, library: str | None, trust_remote_code: bool) -> Tensors:
-    """Find out which tensors a model has; no weights are downloaded or loaded.
+def read_tensors(model: str, library: str | None, trust_remote_code: bool) -> ModelTensors:
+    """Returns the tensors of a model, without loading or downloading weights.
 
     Args:
-        model: a folder, a ``.safetensors`` file, a configuration file, or a model's name on the Hub.
-        library: "transformers" or "timm": builds the empty model where there are no headers.
+        model: Folder, ``.safetensors`` file, configuration file, or name of a model on the Hub.
+        library: Library that builds the empty model if there are no headers, "transformers" or "timm".
+        trust_remote_code: Whether code that comes with the model may run.
     """
     path = expanded(model)
     if os.path.isdir(path):
         return _of_folder(path, library, trust_remote_code)
     if os.path.isfile(path):
         if path.suffix == ".safetensors":
-            return Tensors(tuple(_read_header(path)), f"safetensors header of {path}")
+            return ModelTensors(tuple(_read_header(path)), f"safetensors header of {path}")
         if path.suffix == ".json":
             return _of_empty_model(str(path), "transformers", trust_remote_code)
         reason = "this is neither a .safetensors file nor a configuration file (.json)"
@@ -78,10 +84,10 @@ def read_tensors(model: str, library: str | None, trust_remote_code: bool) -> Te
     return _of_hub(model, library, trust_remote_code)
 
 
-def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tensors:
+def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> ModelTensors:
     if files := _safetensors_of(path):
         weights = tuple(weight for file in files for weight in _read_header(file))
-        return Tensors(weights, f"safetensors headers of {path}")
+        return ModelTensors(weights, f"safetensors headers of {path}")
     if (path / CONFIG_NAME).is_file():
         return _of_empty_model(str(path), library or "transformers", trust_remote_code)
     reason = f"this folder has neither safetensors files nor {CONFIG_NAME}"
@@ -89,12 +95,12 @@ def _of_folder(path: Path, library: str | None, trust_remote_code: bool) -> Tens
 
 
 def _safetensors_of(path: Path) -> list[Path]:
-    from accelerate.weights import read_weight_map  # it loads torch
+    from accelerate.weights import read_weight_map  # imports torch
 
     index = path / SAFE_WEIGHTS_INDEX_NAME
     if not index.is_file():
-        usual = path / SAFE_WEIGHTS_NAME
-        return [usual] if usual.is_file() else sorted(path.glob("*.safetensors"))
+        single = path / SAFE_WEIGHTS_NAME
+        return [single] if single.is_file() else sorted(path.glob("*.safetensors"))
     try:
         names = sorted(set(read_weight_map(index).values()))
     except CheckpointError as error:
@@ -117,8 +123,8 @@ def _read_header(path: Path) -> Iterator[Weight]:
         raise wrong_value("MODEL", str(path), reason, "Check the file") from error
 
 
-def _of_hub(model: str, library: str | None, trust_remote_code: bool) -> Tensors:
-    """From the Hub; where it cannot be reached, from the files that an earlier download left."""
+def _of_hub(model: str, library: str | None, trust_remote_code: bool) -> ModelTensors:
+    """Returns the tensors of a model on the Hub, or of its cached files if the Hub cannot be reached."""
     try:
         info = verify_on_hub(model)
     except Unreachable as error:
@@ -126,8 +132,8 @@ def _of_hub(model: str, library: str | None, trust_remote_code: bool) -> Tensors
         if folder is None:
             raise ConfigurationError(str(error)) from error
         return _of_folder(folder, library, trust_remote_code)
-    if weights := _ask_hub(model, lambda hub: _headers_on_hub(hub, model)):
-        return Tensors(weights, f"safetensors headers of {model} on the Hub")
+    if weights := _query_hub(model, lambda hub: _headers_on_hub(hub, model)):
+        return ModelTensors(weights, f"safetensors headers of {model} on the Hub")
     return _of_empty_model(model, library or info.library_name or "", trust_remote_code)
 
 
@@ -154,23 +160,23 @@ def _cached_folder(model: str) -> Path | None:
 
 
 class Unreachable(ConfigurationError):
-    """The Hub cannot be asked."""
+    """Error of a request to the Hub that got no answer."""
 
 
 def verify_on_hub(repo: str, token: str | None = None) -> Any:
-    """Ask the Hub about a model.
+    """Returns the description of a model on the Hub.
 
     Args:
-        repo: its name, as ``owner/name``.
-        token: for models that are not public; ``None`` uses the stored one.
+        repo: Name of the model, as ``owner/name``.
+        token: Token for models that are not public. ``None`` uses the stored token.
 
     Returns:
-        What the Hub says about it.
+        The `ModelInfo` of huggingface_hub.
 
     Raises:
-        ConfigurationError: there is no such model, this user may not read it, or the Hub cannot be asked.
+        ConfigurationError: The model does not exist, this user may not read it, or the Hub cannot be reached.
     """
-    return _ask_hub(repo, lambda hub: hub.model_info(repo, token=token))
+    return _query_hub(repo, lambda hub: hub.model_info(repo, token=token))
 
 
 HUB_ERRORS = {
@@ -182,34 +188,34 @@ HUB_ERRORS = {
         "the Hub has no such model, or it is private",
         "Check the name; for a private one run `hf auth login`",
     ),
-    "HFValidationError": ("this is no name of a model", "Write owner/name"),
+    "HFValidationError": ("this is not a valid name of a model", "Write owner/name"),
     "SafetensorsParsingError": ("its safetensors header cannot be read", "Tell the owner of the model"),
 }
-"""Errors of huggingface_hub that the user can act on: the reason, and the fix."""
+"""Errors of huggingface_hub -> the reason and the fix, for errors that the user can fix."""
 
 
-def _ask_hub(repo: str, question: Callable[[Any], Any]) -> Any:
+def _query_hub(repo: str, query: Callable[[Any], Any]) -> Any:
     import huggingface_hub
     from huggingface_hub import utils
 
     errors: Any = utils  # `huggingface_hub.errors` has only some of them before 0.25
     try:
-        return question(huggingface_hub)
+        return query(huggingface_hub)
     except tuple(getattr(errors, name) for name in HUB_ERRORS) as error:
         kinds = {kind.__name__ for kind in type(error).__mro__}
         reason, fix = next(texts for name, texts in HUB_ERRORS.items() if name in kinds)
         raise wrong_value("MODEL", repo, reason, fix) from error
     except (errors.OfflineModeIsEnabled, errors.HfHubHTTPError, OSError, *_connection_errors()) as error:
-        reason = f"the Hub cannot be asked ({' '.join(str(error).partition(chr(10))[0].split())})"
+        reason = f"the Hub cannot be reached ({' '.join(str(error).partition(chr(10))[0].split())})"
         fix = "Check the connection, or give a local folder"
         if isinstance(error, errors.OfflineModeIsEnabled):
-            reason = "HF_HUB_OFFLINE is set, and the model is in no cache of this machine"
+            reason = "HF_HUB_OFFLINE is set, and the model is not cached on this machine"
             fix = "Unset it, or give a local folder"
         raise Unreachable(f"MODEL={repo!r}: {reason}. {fix}.") from error
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """What the HTTP client of huggingface_hub raises, whichever client its version has."""
+    """Returns the error classes of the HTTP client of huggingface_hub, which depends on its version."""
     from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     modules = {kind.__module__.partition(".")[0] for kind in type(get_session()).__mro__}
@@ -217,7 +223,7 @@ def _connection_errors() -> tuple[type[Exception], ...]:
     return tuple(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Exception))
 
 
-def _of_empty_model(model: str, library: str, trust_remote_code: bool) -> Tensors:
+def _of_empty_model(model: str, library: str, trust_remote_code: bool) -> ModelTensors:
     empty = create_empty_model(model, library, trust_remote_code)
     from accelerate.weights import DTYPES
 
@@ -226,29 +232,29 @@ def _of_empty_model(model: str, library: str, trust_remote_code: bool) -> Tensor
         Weight(name, tuple(tensor.shape), names.get(tensor.dtype, f"X{8 * tensor.element_size()}"))
         for name, tensor in (*empty.named_parameters(), *empty.named_buffers())
     )
-    return Tensors(weights, f"an empty model that {library} built for {model}")
+    return ModelTensors(weights, f"an empty model that {library} built for {model}")
 
 
 def create_empty_model(
     model_name: str, library_name: str, trust_remote_code: bool = False, access_token: str | None = None
 ) -> Any:
-    """Build a model on the meta device: it has shapes and no memory.
+    """Builds a model on the meta device, which has shapes and no memory.
 
     Args:
-        model_name: its name on the Hub, or a local folder or configuration file.
+        model_name: Name of the model on the Hub, or a local folder or configuration file.
         library_name: "transformers" or "timm".
-        trust_remote_code: whether code that comes with the model may run.
-        access_token: for models that are not public.
+        trust_remote_code: Whether code that comes with the model may run.
+        access_token: Token for models that are not public.
 
     Returns:
         A `torch.nn.Module`.
 
     Raises:
-        ConfigurationError: another library, or the library cannot build the model.
-        MissingPackageError: the library is not installed.
+        ConfigurationError: The library is unknown, or it cannot build the model.
+        MissingPackageError: The library is not installed.
     """
     if library_name not in BUILDERS:
-        reason = f"{model_name} has no safetensors files, and this is no library that builds an empty model"
+        reason = f"{model_name} has no safetensors files, and this library cannot build an empty model"
         raise wrong_value("--library_name", library_name, reason, f"Use one of {', '.join(BUILDERS)}")
     require(library_name, f"The size of {model_name}, which has no safetensors files,")
     import torch
@@ -256,9 +262,9 @@ def create_empty_model(
     try:
         with torch.device("meta"):
             return BUILDERS[library_name](model_name, trust_remote_code, access_token)
-    except (ImportError, OSError, ValueError, RuntimeError) as error:
-        first = str(error).strip().split("\n")[0]
-        reason = f"{library_name} cannot build it: {first.rstrip('.')}"
+    except Exception as error:
+        text = shortened(" ".join(str(error).split())) or type(error).__name__
+        reason = f"{library_name} cannot build it: {text}"
         raise wrong_value("MODEL", model_name, reason, "Check the name and --library_name") from error
 
 
@@ -282,19 +288,19 @@ BUILDERS = {"transformers": _with_transformers, "timm": _with_timm}
 
 
 def add_timm_hub_prefix(model_name: str) -> str:
-    """Write a name on the Hub the way timm wants it: ``owner/name`` -> ``hf-hub:owner/name``."""
+    """Returns timm's form of a name on the Hub, ``hf-hub:owner/name`` for ``owner/name``."""
     on_hub = "/" in model_name and ":" not in model_name
     return f"hf-hub:{model_name}" if on_hub else model_name
 
 
 def check_has_model(error: BaseException) -> str:
-    """Say which library a failed attempt to build a model came from.
+    """Returns the library that raised an error because it does not know a model.
 
     Args:
-        error: what was raised.
+        error: The error of an attempt to build a model.
 
     Returns:
-        "timm" or "transformers" where it means that the library knows no such model; else "unknown".
+        "timm" or "transformers" if the error means that the library does not know the model, else "unknown".
     """
     for library, marks in UNKNOWN_MODEL.items():
         if any(mark in str(error) for mark in marks):

@@ -1,4 +1,4 @@
-"""`accelerate report`: one page about a run, or about several side by side, from what its ranks recorded."""
+"""The command `accelerate report`, which writes an HTML page about one or more runs from their records."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerate.base import ConfigurationError, convert_bytes, replace_files, wrong_value
-from accelerate.commands.checkpoint import find_rows, minute_of
+from accelerate.commands.checkpoint import format_time, summarize_checkpoints
 from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
 
 if TYPE_CHECKING:
@@ -20,26 +20,26 @@ DESCRIPTION = (
     "memory, ranks, checkpoints, events and configuration. Several folders are shown side by side."
 )
 FILE = "report.html"
-MOST_RUNS = 8
+MAX_RUNS = 8
 
 
 def report_command(args: argparse.Namespace) -> None:
-    """Write the page, or print the summary.
+    """Writes the page, or prints a summary as JSON.
 
     Args:
-        args: ``folders``, ``output`` and ``json``.
+        args: Arguments with ``folders``, ``output`` and ``json``.
 
     Raises:
         ConfigurationError: A folder has no records, or the page cannot be written.
     """
-    from accelerate.report import clean, finding, summarize, write_page
+    from accelerate.report import conclusion_text, sanitize, summarize, write_page
 
     runs = _read_runs(args.folders)
     if args.json:
         print(json.dumps([summarize(run) for run in runs], indent=1, default=str))
         return
     for run in runs:
-        run.stored = _stored(run)
+        run.stored = _checkpoint_rows(run)
     folder = args.folders[0] if len(runs) == 1 else Path()
     target = args.output or folder / FILE
     page = write_page(runs).encode("utf-8", "replace")
@@ -51,34 +51,36 @@ def report_command(args: argparse.Namespace) -> None:
             f"{target} cannot be written: {error.strerror}. Name a file in another folder with --output."
         ) from error
     for run in runs:
-        print(clean(f"{run.name}: {run.outcome()[1]}"))
+        print(sanitize(f"{run.name}: {run.outcome()[1]}"))
         for entry in run.conclusions.in_order():
-            print(clean(f"  {entry.record.name} (step {entry.last_step}): {finding(entry.record)}"))
+            print(
+                sanitize(f"  {entry.record.name} (step {entry.last_step}): {conclusion_text(entry.record)}")
+            )
     print(f"Written to {target} ({convert_bytes(len(page))}).")
 
 
 def _read_runs(folders: list[Path]) -> list[Run]:
-    """Read the runs; those in folders of one name are named by their paths."""
+    """Returns the runs, which have their paths as names if several folders have the same name."""
     from accelerate.report import read_run
 
-    if len(folders) > MOST_RUNS:
-        reason = f"at most {MOST_RUNS} runs are compared, each with a color of its own"
+    if len(folders) > MAX_RUNS:
+        reason = f"at most {MAX_RUNS} runs are compared, each with its own color"
         raise wrong_value("DIR", [str(folder) for folder in folders], reason, "name fewer folders")
     names = Counter(folder.absolute().name for folder in folders)
     return [read_run(folder, "" if names[folder.absolute().name] == 1 else str(folder)) for folder in folders]
 
 
-def _stored(run: Run) -> list[tuple[str, ...]]:
-    """Describe the checkpoints that are in the folder of a run now."""
+def _checkpoint_rows(run: Run) -> list[tuple[str, ...]]:
+    """Returns a row of texts for each checkpoint that is in the folder of a run now."""
     return [
         (
             str(Path(row.path).relative_to(run.folder.absolute())),
             "" if row.step is None else str(row.step),
-            minute_of(row.created),
+            format_time(row.created),
             "" if row.bytes is None else convert_bytes(row.bytes),
             "complete" if row.complete else row.fault,
         )
-        for row in find_rows(run.folder, deep=False)
+        for row in summarize_checkpoints(run.folder, deep=False)
     ]
 
 

@@ -1,4 +1,7 @@
-"""Run commands, and show what they print while they run."""
+"""Functions that run a command as a subprocess and print or return its output.
+
+Tests of client libraries import them, and `accelerate test` re-exports two of them.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class SubprocessCallException(Exception):
-    """A command failed."""
+    """Error of a command that failed."""
 
 
 @dataclass
-class Output:
-    """The exit code of a command, and the lines that it printed to each stream."""
+class CommandOutput:
+    """Exit code of a command, and the lines that it printed to each stream."""
 
     returncode: int = 0
     stdout: list[str] = field(default_factory=list)
@@ -28,7 +31,7 @@ class Output:
 
 
 def path_in_accelerate_package(*components: str) -> Path:
-    """Return a path inside the installed package.
+    """Returns a path inside the installed package.
 
     Args:
         *components: Parts of the path.
@@ -39,27 +42,27 @@ def path_in_accelerate_package(*components: str) -> Path:
 def run_command(
     command: Sequence[str], return_stdout: bool = False, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Run a command and wait for it.
+    """Runs a command and waits for it.
 
     Args:
-        command: Its words.
-        return_stdout: Whether what it printed is returned.
-        env: Its environment; None: that of this process.
+        command: Command and its arguments.
+        return_stdout: Whether to return the output.
+        env: Environment of the command. None uses that of this process.
 
     Returns:
-        What it printed, errors among it, or None.
+        The output with standard error, or None.
 
     Raises:
-        SubprocessCallException: It failed; the text has what it printed.
+        SubprocessCallException: The command failed. The message has the output.
     """
     words = [str(word) for word in command]
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    done = subprocess.run(words, env=env, text=True, errors="replace", check=False, **pipes)
-    if done.returncode:
+    result = subprocess.run(words, env=env, text=True, errors="replace", check=False, **pipes)
+    if result.returncode:
         raise SubprocessCallException(
-            f"`{shlex.join(words)}` ended with exit code {done.returncode}. It printed:\n\n{done.stdout}"
+            f"`{shlex.join(words)}` ended with exit code {result.returncode}. It printed:\n\n{result.stdout}"
         )
-    return str(done.stdout) if return_stdout else None
+    return str(result.stdout) if return_stdout else None
 
 
 def execute_subprocess_async(
@@ -69,27 +72,28 @@ def execute_subprocess_async(
     timeout: float | None = 180,
     quiet: bool = False,
     echo: bool = True,
-) -> Output:
-    """Run a command and show what it prints while it runs.
+) -> CommandOutput:
+    """Runs a command and prints its output while it runs.
 
     Args:
-        cmd: Its words.
-        env: Its environment; None: that of this process.
-        stdin: Where it reads from, as `subprocess.Popen` takes it.
-        timeout: How many seconds it may take; None: any.
-        quiet: Show nothing while it runs.
-        echo: Show the command itself.
+        cmd: Command and its arguments.
+        env: Environment of the command. None uses that of this process.
+        stdin: Standard input of the command, as in `subprocess.Popen`.
+        timeout: Timeout in seconds. None waits without limit.
+        quiet: Whether to print nothing while it runs.
+        echo: Whether to print the command itself.
 
     Returns:
-        Its exit code and the lines that it printed.
+        The exit code and the lines that the command printed.
 
     Raises:
-        RuntimeError: It failed, or took too long; the text has the lines of errors.
+        RuntimeError: The command failed or timed out. The message of a failure has the lines of standard
+            error.
     """
     words = [str(word) for word in cmd]
     if echo:
         print("\nRunning: ", " ".join(words))
-    output = Output()
+    output = CommandOutput()
     pipes: Any = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(words, env=env, text=True, errors="replace", **pipes) as process:
         streams = (

@@ -1,4 +1,7 @@
-"""`accelerate test`: launch the self-check, or compare an interrupted and resumed run with a whole one."""
+"""The command `accelerate test`, which launches a self-check on this machine.
+
+With --resume it compares a run that is interrupted and resumed with an uninterrupted run.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,20 @@ SCRIPT = "accelerate.test_utils.scripts.test_script"
 RESUME_SCRIPT = "accelerate.test_utils.scripts.test_resume"
 RUNS = ("whole", "interrupted", "resumed")
 SAME = "same"
-WIDE = 140  # columns of a table that no terminal shows
-Record = dict[str, Any]  # what one process recorded in one run
+FILE_WIDTH = 140  # columns of a table that is not printed to a terminal
+Record = dict[str, Any]  # record of one rank in one run
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Launch the self-check; each check prints a line, and with ``resume`` a row of a table.
+    """Launches the self-check, in which each check prints a line, or the check of resumed runs.
 
     Args:
-        args: ``config_file`` and ``resume``.
+        args: Arguments with ``config_file`` and ``resume``.
 
     Raises:
-        ConfigurationError: the configuration cannot work.
-        CheckpointError: a resumed run is another run.
-        SystemExit: a check failed.
+        ConfigurationError: The configuration is not valid.
+        CheckpointError: A resumed run differs from the uninterrupted run.
+        SystemExit: A check failed.
     """
     words = ["--config_file", args.config_file] if args.config_file else []
     if getattr(args, "resume", False):
@@ -48,14 +51,14 @@ def test_command(args: argparse.Namespace) -> None:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """The result for one kind of loader."""
+class ResumeResult:
+    """Result of the comparison for one kind of loader."""
 
     name: str
     workers: int
-    batches: int  # that were compared, over all processes
-    samples: str  # "same", or where they begin to differ
-    weights: str  # "same", or by how much they differ
+    batches: int  # number of compared batches, over all ranks
+    samples: str  # "same", or the first batch that differs
+    weights: str  # "same", or the largest difference
 
     @property
     def is_same(self) -> bool:
@@ -63,16 +66,19 @@ class Verdict:
 
 
 def check_resume(words: Sequence[str]) -> None:
-    """Launch the three runs, compare them, and show a table; a `CheckpointError` where they differ."""
+    """Launches the three runs, compares them, and prints a table.
+
+    Raises a `CheckpointError` if they differ.
+    """
     with tempfile.TemporaryDirectory(prefix="accelerate-resume-") as folder:
         for run in RUNS:
             print(f"{run} run ...", flush=True)
             if code := run_child([*AGENT, *words, "--module", RESUME_SCRIPT, run, folder], {}).code:
                 raise LaunchError(f"The {run} run ended with exit code {code}: its output is above.")
         whole, interrupted, resumed = (read_records(Path(folder), run) for run in RUNS)
-    verdicts = compare(whole, interrupted, resumed)
-    _show(whole[0], verdicts)
-    if different := [f"{case.name} ({case.workers} workers)" for case in verdicts if not case.is_same]:
+    results = compare(whole, interrupted, resumed)
+    _print_table(whole[0], results)
+    if different := [f"{case.name} ({case.workers} workers)" for case in results if not case.is_same]:
         raise CheckpointError(
             "A run that is interrupted and resumed is not the same run on this machine. These loaders give "
             f"other samples or weights: {', '.join(different)}."
@@ -81,27 +87,27 @@ def check_resume(words: Sequence[str]) -> None:
 
 
 def read_records(folder: Path, run: str) -> list[Record]:
-    """Read what the processes of this machine recorded in a run, in the order of ranks."""
+    """Returns the records of the ranks of this node in a run, in the order of ranks."""
     paths = sorted(folder.glob(f"{run}_*.json"), key=lambda path: int(path.stem.rpartition("_")[2]))
     if not paths:
         raise LaunchError(
             f"The {run} run left no record on this machine. The check needs a configuration that runs the "
-            "processes here, and waits for them: not one that submits a job."
+            "processes here and waits for them, not one that submits a job."
         )
     return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
 
 
-def compare(whole: list[Record], interrupted: list[Record], resumed: list[Record]) -> list[Verdict]:
-    """Compare the interrupted run, together with the resumed one, with the whole one; exactly."""
-    verdicts = []
+def compare(whole: list[Record], interrupted: list[Record], resumed: list[Record]) -> list[ResumeResult]:
+    """Compares the interrupted run and the resumed one with the uninterrupted one, bit for bit."""
+    results = []
     for key, case in whole[0]["cases"].items():
         runs = zip(whole, interrupted, resumed, strict=True)
         ranks = [tuple(record["cases"][key] for record in records) for records in runs]
         samples = [_compare_steps(first["steps"], a["steps"] + b["steps"]) for first, a, b in ranks]
         weights = [_compare_weights(first["weights"], b["weights"]) for first, _, b in ranks]
         batches = sum(len(first["steps"]) for first, _, _ in ranks)
-        verdicts.append(Verdict(case["name"], case["workers"], batches, _join(samples), _join(weights)))
-    return verdicts
+        results.append(ResumeResult(case["name"], case["workers"], batches, _join(samples), _join(weights)))
+    return results
 
 
 def _compare_steps(expected: list[Any], actual: list[Any]) -> str:
@@ -129,21 +135,21 @@ def _compare_weights(expected: dict[str, list[float]], actual: dict[str, list[fl
 
 
 def _join(results: list[str]) -> str:
-    """One text for all ranks: the first difference, with its rank."""
+    """Returns the first difference with its rank, or "same"."""
     return next((f"rank {rank}: {result}" for rank, result in enumerate(results) if result != SAME), SAME)
 
 
-def _show(about: Record, verdicts: list[Verdict]) -> None:
+def _print_table(record: Record, results: list[ResumeResult]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    title = f"{about['processes']} process(es) on {about['device']}, {about['kind']}"
-    table = Table(title=f"{title}, mixed_precision={about['mixed_precision']}")
+    title = f"{record['processes']} process(es) on {record['device']}, {record['kind']}"
+    table = Table(title=f"{title}, mixed_precision={record['mixed_precision']}")
     for heading in ("loader", "workers", "batches", "samples", "weights"):
         table.add_column(heading, justify="right" if heading in ("workers", "batches") else "left")
-    for case in verdicts:
+    for case in results:
         table.add_row(case.name, str(case.workers), str(case.batches), case.samples, case.weights)
-    Console(width=None if sys.stdout.isatty() else WIDE).print(table)
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
 @parser_of("test", DESCRIPTION, test_command)

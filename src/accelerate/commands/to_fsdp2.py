@@ -1,4 +1,4 @@
-"""`accelerate to-fsdp2`: a configuration file of FSDP 1, written for FSDP 2."""
+"""The command `accelerate to-fsdp2`, which converts a configuration file of FSDP 1 to FSDP 2."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from accelerate.settings import (
     write_mapping,
 )
 
-DESCRIPTION = "Write a configuration file of FSDP 1 for FSDP 2, and say what has no counterpart."
+DESCRIPTION = "Convert a configuration file of FSDP 1 to FSDP 2, and print what has no counterpart."
 
 
 def load_config(config_file: str) -> dict[str, Any]:
-    """Read a YAML or JSON file as it is.
+    """Returns the content of a YAML or JSON file without conversion.
 
     Raises:
-        ConfigurationError: it is missing, cannot be read, or holds no settings.
+        ConfigurationError: The file is missing, cannot be read, or has no settings.
     """
     return read_mapping(expanded(config_file))
 
 
 def _validate_to_fsdp2_args(args: argparse.Namespace) -> None:
-    """Refuse to write over a file without `--overwrite`, or to write nowhere."""
+    """Raises an error if no output file is given, or if it exists and `--overwrite` is not given."""
     existing_file("--config_file", args.config_file)
     if args.output_file is None and not args.overwrite:
         raise ConfigurationError("Give --output_file, or --overwrite to replace the file itself.")
@@ -43,13 +43,13 @@ def _validate_to_fsdp2_args(args: argparse.Namespace) -> None:
 
 
 def to_fsdp2_command(args: argparse.Namespace) -> None:
-    """Convert the file, write it and say what changed.
+    """Converts the file, writes the result and prints notes about the changes.
 
     Args:
-        args: ``config_file``, ``output_file`` and ``overwrite``.
+        args: Arguments with ``config_file``, ``output_file`` and ``overwrite``.
 
     Raises:
-        ConfigurationError: the arguments or the file cannot be used.
+        ConfigurationError: The arguments or the file are not valid.
     """
     _validate_to_fsdp2_args(args)
     old = load_config(args.config_file)
@@ -66,7 +66,7 @@ def to_fsdp2_command_parser(parser: CustomArgumentParser) -> None:
     add = parser.add_argument
     add("--config_file", required=True, help="The file for FSDP 1.")
     add("--overwrite", action="store_true", help="Replace the output file, or the file itself without one.")
-    add("--output_file", help="Where the new file is written.")
+    add("--output_file", help="Path of the new file.")
 
 
 main = entry_point(to_fsdp2_command_parser, __name__)

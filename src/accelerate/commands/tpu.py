@@ -1,4 +1,4 @@
-"""`accelerate tpu-config`: run set-up commands on all hosts of a TPU pod."""
+"""The command `accelerate tpu-config`, which runs set-up commands on all hosts of a TPU pod by gcloud."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ LATEST = "latest"
 
 
 def tpu_command_launcher(args: argparse.Namespace) -> None:
-    """Run the commands on all hosts, or print the command line with ``--debug``.
+    """Runs the commands on all hosts, or prints the command line with ``--debug``.
 
     Args:
-        args: parsed by `tpu_command_parser`.
+        args: Arguments parsed by `tpu_command_parser`.
 
     Raises:
-        ConfigurationError: name, zone or commands are missing.
+        ConfigurationError: Name, zone or commands are missing.
         LaunchError: gcloud is missing or failed.
     """
     command = _gcloud_command(args)
@@ -58,27 +58,27 @@ def _gcloud_command(args: argparse.Namespace) -> list[str]:
             raise ConfigurationError(f"{flag} is missing. Give it, or set it in the configuration file.")
     alpha = ["alpha"] if args.use_alpha else []
     ssh = ["compute", "tpus", "tpu-vm", "ssh", str(name), "--zone", str(zone)]
-    return ["gcloud", *alpha, *ssh, "--command", "; ".join(_lines(args, config)), "--worker", "all"]
+    return ["gcloud", *alpha, *ssh, "--command", "; ".join(_commands(args, config)), "--worker", "all"]
 
 
-def _lines(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
-    """What is run on each host: flags win over the configuration file."""
+def _commands(args: argparse.Namespace, config: ClusterConfig | None) -> list[str]:
+    """Returns the commands for each host, where flags take precedence over the configuration file."""
     file = args.command_file or (config.command_file if config and not args.command else None)
     given = [" ".join(words) for words in args.command or []]
     if file:
         lines = (line.strip() for line in read_file(str(existing_file("--command_file", file))).splitlines())
-        own = [*(line for line in lines if line and not line.startswith("#")), *given]
+        commands = [*(line for line in lines if line and not line.startswith("#")), *given]
     else:
-        own = given or list(config.commands or [] if config else [])
+        commands = given or list(config.commands or [] if config else [])
     if args.install_accelerate:
         version = args.accelerate_version
         package = "-U accelerate" if version == LATEST else shlex.quote(f"accelerate=={version}")
-        own.insert(0, f"pip install {package}")
-    if not own:
+        commands.insert(0, f"pip install {package}")
+    if not commands:
         raise ConfigurationError(
             "There is nothing to run. Give --command, --command_file or --install_accelerate."
         )
-    return own
+    return commands
 
 
 @parser_of("tpu-config", DESCRIPTION, tpu_command_launcher)

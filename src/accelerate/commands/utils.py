@@ -1,4 +1,4 @@
-"""Import path of the parser classes, and how every command ends on an error."""
+"""Functions that build the parser and the entry point of a command, and run it with one error message."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from accelerate.settings import (
 
 _DEVICES = ("hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "xpu")
 DEVICE_PROBES = tuple(f"is_{device}_available" for device in _DEVICES)
-"""Names of `accelerate.devices` that can be imported from several commands too."""
+"""Names of `accelerate.devices` that can be imported from several commands, too."""
 
-PARSER_DOCSTRING = """The parser of ``accelerate {}``.
+PARSER_DOCSTRING = """Returns the parser of ``accelerate {}``.
 
 Args:
-    subparsers: of `accelerate`; ``None`` for a parser of its own.
+    subparsers: Subparsers of `accelerate`. ``None`` builds a separate parser.
 
 Returns:
     The parser, whose default ``func`` runs the command.
@@ -37,9 +37,14 @@ def parser_of(
     parser_class: type[CustomArgumentParser] = CustomArgumentParser,
     **kwargs: Any,
 ) -> Callable[[Callable[[CustomArgumentParser], None]], Callable[..., CustomArgumentParser]]:
-    """Turn a function that adds the options of a command into the one that makes its parser.
+    """Returns a decorator that converts a function which adds options to one which builds the parser.
 
-    The parser calls `command` with the parsed arguments; ``None`` where a subcommand is called.
+    Args:
+        name: Name of the command.
+        description: Description in the help.
+        command: Function that is called with the parsed arguments. ``None`` if a subcommand is called.
+        parser_class: Class of the parser.
+        **kwargs: Further arguments of the class.
     """
     kwargs = {"formatter_class": OneSpellingFormatter, "description": description, **kwargs}
 
@@ -47,12 +52,12 @@ def parser_of(
         def make(subparsers: Any = None) -> CustomArgumentParser:
             if subparsers is None:
                 parser = parser_class(prog=f"accelerate {name}", **kwargs)
-            else:  # add_parser builds with the class that the subparsers object holds
-                usual, subparsers._parser_class = subparsers._parser_class, parser_class
+            else:  # add_parser uses the class of the subparsers object
+                previous, subparsers._parser_class = subparsers._parser_class, parser_class
                 try:
                     parser = subparsers.add_parser(name, prog=f"accelerate {name}", **kwargs)
                 finally:
-                    subparsers._parser_class = usual
+                    subparsers._parser_class = previous
             if command is not None:
                 parser.set_defaults(func=command)
             add_options(parser)
@@ -66,13 +71,13 @@ def parser_of(
 
 
 def entry_point(make: Callable[[], argparse.ArgumentParser], module: str) -> Callable[[], NoReturn]:
-    """Return the `main` of a command, which parses the command line, runs the command and exits.
+    """Returns the `main` of a command, which parses the command line, runs the command and exits.
 
-    It is called at once where the `__name__` of its module says that this is the program (``python -m``).
+    It is called at once if `module` is "__main__", as with ``python -m``.
     """
 
     def main() -> NoReturn:
-        """Run the command as a program of its own, or by ``python -m``."""
+        """Runs the command as a separate program or by ``python -m``."""
         args = make().parse_args()
         run_command(args.func, args)
 
@@ -82,11 +87,11 @@ def entry_point(make: Callable[[], argparse.ArgumentParser], module: str) -> Cal
 
 
 def run_command(command: Callable[[Any], object], args: argparse.Namespace) -> NoReturn:
-    """Run a command and exit; our own errors are one message, not a traceback.
+    """Runs a command and exits, with one message instead of a traceback for errors of this package.
 
-    Exit codes: 0 when all went well, 2 for wrong settings, 1 for other failures, 130 after Ctrl-C.
+    Exit codes are 0 for success, 2 for wrong settings, 1 for other failures, and 130 after Ctrl-C.
     """
-    if isinstance(sys.stdout, TextIOWrapper):  # escape what cannot be encoded, as parts of paths not in UTF-8
+    if isinstance(sys.stdout, TextIOWrapper):  # escapes characters that cannot be encoded, as in paths
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         command(args)

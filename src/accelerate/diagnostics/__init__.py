@@ -1,4 +1,4 @@
-"""What helps when a run does not go as planned: hangs, out of memory, requests to stop, failed runs."""
+"""Diagnostics of a run, such as hang reports, batch sizes that fit in memory and requests to stop."""
 
 from accelerate.base import attach
 

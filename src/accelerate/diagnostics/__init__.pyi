@@ -1,22 +1,26 @@
 from accelerate.diagnostics import watching as watching
-from accelerate.diagnostics.arrivals import ArrivalWatch as ArrivalWatch, Message as Message, Note as Note
+from accelerate.diagnostics.arrivals import (
+    ArrivalWatch as ArrivalWatch,
+    Message as Message,
+    WaitingRank as WaitingRank,
+)
 from accelerate.diagnostics.digest import (
     CAUSES as CAUSES,
-    MOST_LINES as MOST_LINES,
+    MAX_LINES as MAX_LINES,
     find_cause as find_cause,
-    is_telling as is_telling,
-    render as render,
+    format_screen as format_screen,
+    is_informative as is_informative,
     write_report as write_report,
 )
 from accelerate.diagnostics.hang_report import (
     DEVICE as DEVICE,
-    Doing as Doing,
+    Activity as Activity,
+    HangReporter as HangReporter,
     Limits as Limits,
-    Outlet as Outlet,
     RankState as RankState,
     Report as Report,
-    compose as compose,
-    fold as fold,
+    format_report as format_report,
+    group_states as group_states,
     is_hang as is_hang,
     odd_groups as odd_groups,
 )
@@ -29,9 +33,9 @@ from accelerate.diagnostics.memory import (
     should_reduce_batch_size as should_reduce_batch_size,
     snapshot_on_exhaustion as snapshot_on_exhaustion,
 )
-from accelerate.diagnostics.observation import LoaderWatch as LoaderWatch, Observation as Observation
+from accelerate.diagnostics.observation import LoaderWatch as LoaderWatch, ThreadObserver as ThreadObserver
 from accelerate.diagnostics.peers import (
-    Events as Events,
+    EventCounts as EventCounts,
     Identity as Identity,
     Peers as Peers,
     own_identity as own_identity,
@@ -39,33 +43,33 @@ from accelerate.diagnostics.peers import (
 from accelerate.diagnostics.processes import Siblings as Siblings
 from accelerate.diagnostics.rank_exchange import RankExchange as RankExchange
 from accelerate.diagnostics.run_monitor import (
+    MonitorSources as MonitorSources,
     RunMonitor as RunMonitor,
-    Sources as Sources,
     find_monitor as find_monitor,
-    spell_table as spell_table,
+    format_table as format_table,
     start_monitor as start_monitor,
 )
 from accelerate.diagnostics.stopping import (
     ALLOCATION_ENDS as ALLOCATION_ENDS,
     PREEMPTION as PREEMPTION,
+    REPEAT_SECONDS as REPEAT_SECONDS,
+    REQUEST_TYPES as REQUEST_TYPES,
     SAVE_FILE as SAVE_FILE,
-    SECONDS_ALIKE as SECONDS_ALIKE,
     SIGNALS as SIGNALS,
     STOP_FILE as STOP_FILE,
     TIME_IS_UP as TIME_IS_UP,
-    TRIGGERS as TRIGGERS,
-    Agreement as Agreement,
-    SignalNotes as SignalNotes,
-    Trigger as Trigger,
-    agreement_of_run as agreement_of_run,
-    asked as asked,
+    RequestType as RequestType,
+    SignalRecorder as SignalRecorder,
+    StopRequests as StopRequests,
     deadline as deadline,
     find_sources as find_sources,
+    get_stop_requests as get_stop_requests,
     process_age as process_age,
-    rounds_between as rounds_between,
+    read_requests as read_requests,
     save_file as save_file,
-    seldom as seldom,
+    steps_between as steps_between,
     stop_file as stop_file,
+    throttled as throttled,
 )
 from accelerate.diagnostics.watching import (
     Watchdog as Watchdog,

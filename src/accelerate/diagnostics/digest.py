@@ -1,4 +1,7 @@
-"""One screen for a run that failed: who failed first and how, what the others did, the likely cause."""
+"""Failure report of a run, with the rank that failed first, the other ranks and the likely cause.
+
+`accelerate launch` prints it as one screen of text, and writes `failure.json` with the same content.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +29,12 @@ from accelerate.launch import (
 )
 
 REPORT = "failure.json"
-MOST_LINES = 60
-_MOST_OTHERS = 8
-_LEAST_TRACE = 20
+MAX_LINES = 60
+_MAX_OTHERS = 8  # lines about ranks that did not fail first
+_MIN_TRACE = 20  # lines of the traceback that a hang report leaves
 _WIDTH = 80
-_LONGEST_LINE = 400
-_LONGEST_HEADLINE = 200
+_MAX_LINE_LENGTH = 400
+_MAX_HEADLINE_LENGTH = 200
 _NUMBERS = re.compile(r"\d+")
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in .*(?:\n    (?P<source>.*))?', re.M)
 _OURS = str(Path(__file__).parents[1])
@@ -41,7 +44,7 @@ _LIBRARIES = re.compile(
 
 
 class Cause(NamedTuple):
-    """The usual cause of errors whose class names and message match a pattern, and how to fix it."""
+    """Usual cause of errors whose class names and message match a pattern, with its fix."""
 
     pattern: str
     cause: str
@@ -58,7 +61,7 @@ CAUSES: tuple[Cause, ...] = (
     Cause(
         r"re-initialize CUDA in forked|CUDA initiali[sz]ed before",
         "CUDA was used in the parent process before it forked.",
-        "Use the 'spawn' start method for worker processes, and touch no GPU before processes are started.",
+        "Use the 'spawn' start method for worker processes, and use no GPU before processes are started.",
     ),
     Cause(
         r"OutOfMemoryError|out of memory|can't allocate memory|cannot allocate memory",
@@ -89,7 +92,7 @@ CAUSES: tuple[Cause, ...] = (
         "find_unused_parameters=True)] to Accelerator.",
     ),
 )
-"""Tried in order; the first that is found is named."""
+"""Causes in the order in which their patterns are tried."""
 
 _KILLED = Cause(
     "",
@@ -99,54 +102,56 @@ _KILLED = Cause(
 
 _MISUSED = Cause(
     "",
-    "The script refused its own arguments; argparse ends a program so.",
-    "Read its message, above this screen, and correct the words behind the script's name.",
+    "The script rejected its arguments; argparse ends a program with this exit code.",
+    "Read its message above this report, and correct the arguments after the name of the script.",
 )
-_BY_NUMBER = {-SIGKILL: _KILLED, 2: _MISUSED}
-"""What the operating system says of a process that left no Python error -> its cause."""
+_CAUSE_OF_EXIT_CODE = {-SIGKILL: _KILLED, 2: _MISUSED}
+"""Exit code, or negative signal number, of a process without a Python error -> its cause."""
 
-_LEFT = Cause(
+_ENDED_EARLY = Cause(
     "",
     "A rank ended while another still called an operation that needs all ranks.",
     "Let all ranks make the same number of steps: leave a loop on all of them at the same step "
     "(set_trigger and check_trigger, or should_stop).",
 )
-_LOST = Cause(
+_CONNECTION_LOST = Cause(
     "",
-    "The processes lost each other, or never met. Those of this machine were there, and have no other error.",
-    "Where there are other machines, read their screens first. Else check the address, firewalls and network "
-    "interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).",
+    "The processes lost their connections, or never connected. Those of this node have no other error.",
+    "If the run has other nodes, read their reports first. Otherwise check the address, firewalls and "
+    "network interfaces (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME).",
 )
 
 
-def render(outcome: Outcome, folder: Path, log_dir: str | None = None) -> str:
-    """Write the screen: at most 60 lines with one traceback.
+def format_screen(outcome: Outcome, folder: Path, log_dir: str | None = None) -> str:
+    """Returns the report as text of at most 60 lines with one traceback.
 
-    `folder` holds the report for machines, `log_dir` the logs of the ranks, if they were kept.
+    Args:
+        folder: Folder of `failure.json`.
+        log_dir: Folder with the logs of the ranks, if they were kept.
     """
     cause, first = find_cause(outcome), find_first(outcome)
-    heading, text = _first(outcome, first)
+    heading, text = _describe_first(outcome, first)
     where = f"the whole text is in {folder / REPORT}"
-    others = [f"{spell_ranks(ranks)}: {line}" for line, ranks in _others(outcome, first).items()]
-    more = len(others) - _MOST_OTHERS
+    others = [f"{spell_ranks(ranks)}: {line}" for line, ranks in _describe_others(outcome, first).items()]
+    more = len(others) - _MAX_OTHERS
     if more > 0:
-        others[_MOST_OTHERS:] = [f"... and {more} more such lines; {where}"]
+        others[_MAX_OTHERS:] = [f"... and {more} more such lines; {where}"]
     tail = others
     if cause is not None:
         tail += ["", f"Likely cause: {cause.cause}", f"What to do:   {cause.fix}"]
     tail += ["", *([f"Logs of the ranks: {log_dir}"] if log_dir else [])]
     tail += [f"Exit code: {outcome.code}. For machines: {folder / REPORT}", "=" * _WIDTH]
-    room = MOST_LINES - 1 - len(heading) - len(tail)
-    is_said = not outcome.hang or (first is not None and first.kind == Kind.HANG)
-    hang = [] if is_said else ["", "Reported before:", *outcome.hang.splitlines(), ""]
-    hang = _cut(hang, room - min(len(text), _LEAST_TRACE), where)
-    text = _cut(text, room - len(hang), where)
+    num_lines = MAX_LINES - 1 - len(heading) - len(tail)
+    is_in_text = not outcome.hang or (first is not None and first.kind == Kind.HANG)
+    hang = [] if is_in_text else ["", "Reported before:", *outcome.hang.splitlines(), ""]
+    hang = _truncate(hang, num_lines - min(len(text), _MIN_TRACE), where)
+    text = _truncate(text, num_lines - len(hang), where)
     lines = [" accelerate launch: the run failed ".center(_WIDTH, "="), *heading, *text, *hang, *tail]
-    return "\n".join(shortened(line, _LONGEST_LINE) for line in lines)
+    return "\n".join(shortened(line, _MAX_LINE_LENGTH) for line in lines)
 
 
 def write_report(outcome: Outcome, folder: Path) -> None:
-    """Write `failure.json`: the same for machines."""
+    """Writes `failure.json`, which has the content of the screen and all failures."""
     cause, first = find_cause(outcome), find_first(outcome)
     report = {
         "exit_code": outcome.code,
@@ -162,39 +167,44 @@ def write_report(outcome: Outcome, folder: Path) -> None:
     (folder / REPORT).write_text(json.dumps(report, indent=2), encoding="utf-8")
 
 
-def is_telling(outcome: Outcome) -> bool:
-    """Whether there is more to say than the exit code, which a script may choose by `sys.exit`."""
+def is_informative(outcome: Outcome) -> bool:
+    """Returns whether a report has more than an exit code, which the script may have chosen by `sys.exit`."""
     return bool(outcome.failures or any(outcome.seen.codes.values())) or outcome.code > 128
 
 
 def find_cause(outcome: Outcome) -> Cause | None:
-    """Return the likely cause of the first failure; `None` where none fits, or the error itself tells it."""
+    """Returns the likely cause of the first failure.
+
+    None if no pattern matches, or if the error message itself has the cause and the fix.
+    """
     first = find_first(outcome)
     if first is None:
-        return None if outcome.seen.killed else _BY_NUMBER.get(128 - outcome.code)
+        return None if outcome.seen.killed else _CAUSE_OF_EXIT_CODE.get(128 - outcome.code)
     if first.kind == Kind.LEFT:
-        return _LEFT
+        return _ENDED_EARLY
     if first.failure is None:
-        return _BY_NUMBER.get(outcome.seen.codes[first.rank])
+        return _CAUSE_OF_EXIT_CODE.get(outcome.seen.codes[first.rank])
     if AccelerateError.__name__ in first.failure.kind:
         return None
     text = " ".join((*first.failure.kind, first.failure.headline))
     known = next((cause for cause in CAUSES if re.search(cause.pattern, text, re.IGNORECASE)), None)
-    return _LOST if known is None and first.kind == Kind.LOST else known
+    return _CONNECTION_LOST if known is None and first.kind == Kind.LOST else known
 
 
-def _first(outcome: Outcome, first: Suspect | None) -> tuple[list[str], list[str]]:
-    """What is said of the first failure: lines that are shown whole, and a text that may be cut."""
+def _describe_first(outcome: Outcome, first: Suspect | None) -> tuple[list[str], list[str]]:
+    """Returns lines about the first failure that are always printed, and lines that may be truncated."""
     if first is None:
         if outcome.seen.killed:
-            return [f"The script was {_killed(outcome)}."], []
-        return [f"The script ended by itself: {_spell(128 - outcome.code)}, and left no Python error."], []
+            return [f"The script was {_describe_kill(outcome)}."], []
+        return [
+            f"The script ended by itself: {_format_exit(128 - outcome.code)}, and left no Python error."
+        ], []
     if first.kind == Kind.LEFT:
-        return [_leaving(outcome)], []
+        return [_describe_early_exit(outcome)], []
     failure = first.failure
     if failure is None:
-        spelled = _spell(outcome.seen.codes[first.rank])
-        return [f"rank {first.rank} failed first: {spelled}, and left no Python error."], []
+        exit_text = _format_exit(outcome.seen.codes[first.rank])
+        return [f"rank {first.rank} failed first: {exit_text}, and left no Python error."], []
     if HANG_KIND in failure.kind:
         return [], failure.trace.rstrip().splitlines()
     if failure.world_size == 1:
@@ -202,17 +212,18 @@ def _first(outcome: Outcome, first: Suspect | None) -> tuple[list[str], list[str
     return [f"rank {failure.rank} on {failure.host} failed first:"], failure.trace.rstrip().splitlines()
 
 
-def _leaving(outcome: Outcome) -> str:
+def _describe_early_exit(outcome: Outcome) -> str:
     waiting = [failure for failure in outcome.failures if HANG_KIND not in failure.kind]
-    line = next((f" {line}" for line in map(_own_line, waiting) if line), "")
-    gone = spell_ranks(outcome.finished)
+    line = next((f" {line}" for line in map(_user_line, waiting) if line), "")
+    ended = spell_ranks(outcome.finished)
     them = "it" if len(outcome.finished) == 1 else "them"
-    waited = [failure.rank for failure in outcome.failures]
-    return f"{gone} finished and left (exit code 0); {spell_ranks(sorted(waited))} waited for {them}{line}."
+    waiting_ranks = [failure.rank for failure in outcome.failures]
+    waiting_text = f"{spell_ranks(sorted(waiting_ranks))} waited for {them}{line}"
+    return f"{ended} finished and left (exit code 0); {waiting_text}."
 
 
-def _own_line(failure: Failure) -> str:
-    """The last line of a traceback that is no library's."""
+def _user_line(failure: Failure) -> str:
+    """Returns the innermost line of a traceback that is not in a library."""
     frames = [frame for frame in _FRAME.finditer(failure.trace) if not _LIBRARIES.search(frame["file"])]
     if not frames:
         return ""
@@ -220,41 +231,41 @@ def _own_line(failure: Failure) -> str:
     return f"in {frames[-1]['file']}:{frames[-1]['line']}{source}"
 
 
-def _others(outcome: Outcome, first: Suspect | None) -> dict[str, list[int]]:
-    """What became of the ranks that did not fail first: one line for all that fared alike."""
-    texts = {rank: _fate(outcome, rank, number) for rank, number in outcome.seen.codes.items()}
-    looks: dict[tuple[str, str], str] = {}
+def _describe_others(outcome: Outcome, first: Suspect | None) -> dict[str, list[int]]:
+    """Returns the ranks that did not fail first, by a line that describes how they ended."""
+    texts = {rank: _describe_exit(outcome, rank, number) for rank, number in outcome.seen.codes.items()}
+    lines: dict[tuple[str, str], str] = {}
     if first is not None and first.failure is not None:
         is_hang = HANG_KIND in first.failure.kind
-        looks[_look(first.failure)] = "ended for it as well" if is_hang else "the same error"
+        lines[_signature(first.failure)] = "ended for it as well" if is_hang else "the same error"
     for failure in outcome.failures:
-        said = f"afterwards: {shortened(failure.headline, _LONGEST_HEADLINE)}"
-        texts[failure.rank] = looks.setdefault(_look(failure), said)
+        line = f"afterwards: {shortened(failure.headline, _MAX_HEADLINE_LENGTH)}"
+        texts[failure.rank] = lines.setdefault(_signature(failure), line)
     left = outcome.finished if first is not None and first.kind == Kind.LEFT else []
     named = {*left, *([first.rank] if first is not None else outcome.seen.killed)}
     return group_ranks((text, rank) for rank, text in sorted(texts.items()) if rank not in named)
 
 
-def _fate(outcome: Outcome, rank: int, number: int) -> str:
-    """What became of a rank that wrote nothing down."""
+def _describe_exit(outcome: Outcome, rank: int, number: int) -> str:
+    """Describes the exit of a rank that recorded no failure."""
     if rank in outcome.seen.killed:
-        return _killed(outcome)
+        return _describe_kill(outcome)
     if rank in outcome.seen.asked and number in (0, -outcome.seen.asked_by):
         return "ended by the launcher"
-    return _spell(number) if number else "finished (exit code 0)"
+    return _format_exit(number) if number else "finished (exit code 0)"
 
 
-def _killed(outcome: Outcome) -> str:
+def _describe_kill(outcome: Outcome) -> str:
     name = signal.Signals(outcome.seen.asked_by).name
     return f"killed by the launcher: did not end within {grace()} s after {name}"
 
 
-def _look(failure: Failure) -> tuple[str, str]:
-    """What two failures share that are the same but for numbers, such as a rank in the message."""
+def _signature(failure: Failure) -> tuple[str, str]:
+    """Returns a value that is equal for failures which differ only in numbers, such as a rank."""
     return failure.place, _NUMBERS.sub("#", failure.headline)
 
 
-def _spell(number: int) -> str:
+def _format_exit(number: int) -> str:
     if number >= 0:
         return f"exit code {number}"
     name = signal.Signals(-number).name
@@ -262,11 +273,11 @@ def _spell(number: int) -> str:
     return f"killed by signal {-number} ({name}){hint}"
 
 
-def _cut(lines: Sequence[str], room: int, where: str) -> list[str]:
-    """Leave lines out in the middle, and say so."""
-    if len(lines) <= room:
+def _truncate(lines: Sequence[str], num_lines: int, where: str) -> list[str]:
+    """Replaces lines in the middle by a line with their number."""
+    if len(lines) <= num_lines:
         return list(lines)
-    before = (room - 1) // 2
-    after = before + len(lines) - room + 1
+    before = (num_lines - 1) // 2
+    after = before + len(lines) - num_lines + 1
     mark = f"    ... {after - before:,} lines are left out here; {where} ..."
     return [*lines[:before], mark, *lines[after:]]

@@ -1,4 +1,8 @@
-"""The report about ranks that wait for each other: what each of them does, the text, and where it goes."""
+"""Hang report about ranks that wait for each other, with its text and its destinations.
+
+`watching` and `arrivals` build it from the states of the ranks. It goes to standard error, to the event
+records and to a file for the launcher.
+"""
 
 from __future__ import annotations
 
@@ -16,140 +20,146 @@ import psutil
 
 from accelerate.base import spell_ranks
 from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
-from accelerate.state import note_event
+from accelerate.state import record_event
 
-MOST_STACKS = 3
-EXIT_CODE = 1
+MAX_STACKS = 3
+EXIT_CODE = 1  # of a process that ends after a report
 
-SECONDS_BETWEEN_LOOKS = 1.0
-SECONDS_TO_NOTICE_A_DEATH = 1.5
+CHECK_INTERVAL = 1.0  # seconds
+LIVENESS_TIMEOUT = 1.5  # seconds
 
 BACKWARD = "backward"
 DEVICE = "unfinished collectives of its device"
-_LONG = {BACKWARD, DEVICE}  # what may take long on all ranks, without a deadlock
+_LONG_OPERATIONS = {BACKWARD, DEVICE}  # may take long on all ranks without a deadlock
 
 
-class Doing:
-    """What a rank may do; in this order reports name it."""
+class Activity:
+    """Activities of a rank, in the order in which reports list them."""
 
-    STARTING = "starting"  # waiting for the others to open the process group
-    COLLECTIVE = "collective"  # an operation of this package
-    TORCH = "torch"  # an operation that the script or torch calls itself
-    DATA = "data"  # waiting for a batch
+    STARTING = "starting"  # waits for other ranks in `init_process_group`
+    COLLECTIVE = "collective"  # in an operation of this package
+    TORCH = "torch"  # in an operation that the script or torch calls itself
+    DATA = "data"  # waits for a batch
     OTHER_CODE = "other code"  # none of these
-    SILENT = "silent"  # its process runs and does not answer, or may run where it cannot be seen
+    SILENT = "silent"  # does not answer, although its process runs or may run on another node
     ENDED = "ended"
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank does."""
+    """State of one rank, with its activity, line and stack."""
 
     rank: int
-    doing: str  # one of `Doing`
-    operation: str = ""  # its name, or that of the library function that the user's line called
-    sequence: int = 0  # number of the operation; 0 where they are not counted
-    facts: str = ""  # what the operation was called with
+    activity: str  # a constant of `Activity`
+    operation: str = ""  # name of the operation, or of the library function that the user's line called
+    sequence: int = 0  # sequence number of the operation; 0 if operations are not counted
+    arguments: str = ""  # description of the arguments of the operation
     file: str = ""  # the user's file
     line: int = 0
-    seconds: float = 0.0  # how long it has been there; 0 where that is not known
-    ending: str = ""  # how it ended, after "has"; for `SILENT` what is known of it
-    stack: str = ""  # of the thread that trains
+    seconds: float = 0.0  # time at this line; 0 if unknown
+    ending: str = ""  # how it ended, as text after "has"; for `SILENT` a description of its process
+    stack: str = ""  # of the training thread
     host: str = ""
     pid: int = 0
-    recorded: str = ""  # what torch's flight recorder says of it
-    details: str = ""  # lines about what it waits for, such as the workers of its loader
+    recorded: str = ""  # progress of collectives in torch's flight recorder
+    details: str = ""  # lines about the wait, such as the states of the workers of its loader
 
     @property
     def waits(self) -> bool:
-        """Whether it is in an operation that needs other ranks."""
-        return self.doing in (Doing.COLLECTIVE, Doing.TORCH, Doing.STARTING)
+        """Returns whether the rank is in an operation that needs other ranks."""
+        return self.activity in (Activity.COLLECTIVE, Activity.TORCH, Activity.STARTING)
 
 
 @dataclass(frozen=True)
 class Limits:
-    """For how many seconds a rank may wait before it is reported, and whether all ranks end then."""
+    """Timeout of waits before they are reported, and whether the report aborts the run."""
 
-    seconds: float
-    ends: bool
-
-    @property
-    def pause(self) -> float:
-        """Seconds between two looks."""
-        return min(SECONDS_BETWEEN_LOOKS, self.seconds / 10)
+    timeout: float  # seconds
+    aborts: bool  # all ranks end after the report
 
     @property
-    def death(self) -> float:
-        """Seconds of waiting after which a rank looks whether the others still run."""
-        return min(SECONDS_TO_NOTICE_A_DEATH, self.seconds)
+    def interval(self) -> float:
+        """Seconds between two checks."""
+        return min(CHECK_INTERVAL, self.timeout / 10)
+
+    @property
+    def liveness_timeout(self) -> float:
+        """Seconds of waiting after which a rank checks whether the other ranks still run."""
+        return min(LIVENESS_TIMEOUT, self.timeout)
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of an inquiry."""
+    """Result of an inquiry over the store about the states of all ranks."""
 
-    text: str  # the report itself; empty where there is nothing to report
-    printer: int  # rank that prints it
-    ends: bool  # all ranks end now
-    num_answered: int  # ranks that answered
+    text: str  # text of the report; empty if there is nothing to report
+    printer: int  # rank that prints the text
+    aborts: bool  # all ranks end after the report
+    num_answered: int  # number of ranks that answered
     ended: list[int]  # ranks that have ended
     moment: float = field(default_factory=time.time)  # seconds since the epoch
 
 
 def is_hang(states: Sequence[RankState]) -> bool:
-    """Whether ranks wait for others in a deadlock; a step that takes long on all ranks is none."""
+    """Returns whether ranks wait for others in a deadlock.
+
+    A backward or an operation of the device that takes long on all ranks is not a deadlock.
+    """
     waiting = [state for state in states if state.waits]
     operations = {state.operation for state in waiting}
-    is_long_step = len(waiting) == len(states) and len(operations) == 1 and operations <= _LONG
+    is_long_step = len(waiting) == len(states) and len(operations) == 1 and operations <= _LONG_OPERATIONS
     return bool(waiting) and not is_long_step
 
 
-def compose(states: Sequence[RankState], folder: str) -> str:
-    """Write the report: one sentence, then the stacks of the ranks for which the others wait.
+def format_report(states: Sequence[RankState], folder: str) -> str:
+    """Returns the report, which is a sentence followed by the stacks of the ranks for which others wait.
 
-    Where ranks only wait for batches, and no rank for another, it says so. Paths of files below `folder` are
-    written without it.
+    If ranks only wait for batches, and no rank waits for another, the report begins with "waiting for data".
+    Paths of files in `folder` are relative to it.
     """
-    groups = fold(states, folder)
+    groups = group_states(states, folder)
     sentence = "; ".join(f"{spell_ranks([s.rank for s in group])} {text}" for text, group in groups)
-    is_slow = not is_hang(states) and any(state.doing == Doing.DATA for state in states)
+    is_slow = not is_hang(states) and any(state.activity == Activity.DATA for state in states)
     lines = [f"accelerate: {'waiting for data' if is_slow else 'hang'}: {sentence}."]
-    # Of ranks that do the same one stack is enough; what each of them waits for differs.
+    # One stack is enough for ranks with the same activity, but the details of their waits differ.
     odd = odd_groups([group for _, group in groups])
     shown = [state for group in odd for state in (group if group[0].details else group[:1])]
-    for state in shown[:MOST_STACKS]:
-        who = f"rank {state.rank} (process {state.pid} on {state.host})"
-        lines += [f"{who} is at:", state.stack.rstrip()] if state.stack else []
-        lines += [f"{who} {state.details.rstrip()}"] if state.details else []
-    # How far the collectives of torch have come on the ranks, where that differs.
+    for state in shown[:MAX_STACKS]:
+        name = f"rank {state.rank} (process {state.pid} on {state.host})"
+        lines += [f"{name} is at:", state.stack.rstrip()] if state.stack else []
+        lines += [f"{name} {state.details.rstrip()}"] if state.details else []
+    # The progress of the collectives of torch on the ranks, if it differs.
     records = group_ranks((state.recorded, state.rank) for state in states if state.recorded)
-    if len(records) > 1 and any(state.doing == Doing.TORCH for state in states):
+    if len(records) > 1 and any(state.activity == Activity.TORCH for state in states):
         lines += [f"torch recorded on {spell_ranks(ranks)}: {text}." for text, ranks in records.items()]
     return "\n".join(lines)
 
 
-def fold(states: Sequence[RankState], folder: str) -> list[tuple[str, list[RankState]]]:
-    """Ranks that do the same, with their description: those that wait first, those that ended last."""
-    order = list(vars(Doing).values())
+def group_states(states: Sequence[RankState], folder: str) -> list[tuple[str, list[RankState]]]:
+    """Returns groups of ranks with the same activity and line, each with a description.
+
+    Waiting ranks are first, ended ranks last.
+    """
+    order = list(vars(Activity).values())
     groups: dict[tuple[object, ...], list[RankState]] = {}
-    for state in sorted(states, key=lambda state: order.index(state.doing)):
-        own = () if state.doing == Doing.OTHER_CODE else (state.sequence, state.ending)
-        same = (state.doing, state.operation, state.file, state.line, *own)
-        groups.setdefault(same, []).append(state)
+    for state in sorted(states, key=lambda state: order.index(state.activity)):
+        details = () if state.activity == Activity.OTHER_CODE else (state.sequence, state.ending)
+        key = (state.activity, state.operation, state.file, state.line, *details)
+        groups.setdefault(key, []).append(state)
     return [(_describe(group, folder), group) for group in groups.values()]
 
 
 def odd_groups(groups: Sequence[list[RankState]]) -> list[list[RankState]]:
-    """The groups that do something else than most: those that are not waiting, or wait for something else."""
+    """Returns the groups that do not wait, and those that wait in another operation than most ranks."""
     waiting = [group for group in groups if group[0].waits]
-    most = max((len(group) for group in waiting), default=0)
-    leaders = [group for group in waiting if len(group) == most]
-    common = leaders[0] if len(leaders) == 1 else None
+    max_size = max((len(group) for group in waiting), default=0)
+    largest = [group for group in waiting if len(group) == max_size]
+    common = largest[0] if len(largest) == 1 else None
     return sorted((group for group in groups if group is not common), key=lambda group: group[0].waits)
 
 
 def group_ranks(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
-    """The ranks of which the same text is given, by that text."""
+    """Returns the ranks that have the same text, by text."""
     groups: dict[str, list[int]] = {}
     for text, rank in pairs:
         groups.setdefault(text, []).append(rank)
@@ -158,27 +168,31 @@ def group_ranks(pairs: Iterable[tuple[str, int]]) -> dict[str, list[int]]:
 
 def _describe(group: Sequence[RankState], folder: str) -> str:
     state, plural = group[0], len(group) > 1
-    if state.doing in (Doing.SILENT, Doing.ENDED):
-        return f"{'have' if plural else 'has'} {state.ending}" if state.doing == Doing.ENDED else state.ending
+    if state.activity in (Activity.SILENT, Activity.ENDED):
+        return (
+            f"{'have' if plural else 'has'} {state.ending}"
+            if state.activity == Activity.ENDED
+            else state.ending
+        )
     file = state.file.removeprefix(f"{folder}{os.sep}")
     line = f"{file}:{state.line}" if file else "an unknown line"
-    if state.doing == Doing.OTHER_CODE:
+    if state.activity == Activity.OTHER_CODE:
         where = f"at {line}" if state.operation.startswith("<") else f"in {state.operation}, {line}"
         return f"{'are' if plural else 'is'} {where} (not in a collective)"
     reason = {
-        Doing.COLLECTIVE: f"in {state.operation} #{state.sequence}",
-        Doing.TORCH: f"in {state.operation} (not through accelerate)",
-        Doing.STARTING: f"in {state.operation}",
-        Doing.DATA: f"for {state.operation or 'a batch'}",
-    }[state.doing]
+        Activity.COLLECTIVE: f"in {state.operation} #{state.sequence}",
+        Activity.TORCH: f"in {state.operation} (not through accelerate)",
+        Activity.STARTING: f"in {state.operation}",
+        Activity.DATA: f"for {state.operation or 'a batch'}",
+    }[state.activity]
     seconds = max(member.seconds for member in group)
     return f"{'wait' if plural else 'waits'} {reason}, {line}, since {seconds:.0f} s"
 
 
-class Outlet:
-    """Where the reports of one rank go: standard error, the folder of the launcher, the end of the process.
+class HangReporter:
+    """Reporter that prints the hang reports of one rank, stores them for the launcher and ends the process.
 
-    The variables in `environ` name the folder in which the launcher collects failures, and count restarts.
+    The variables in `environ` have the folder in which the launcher collects failures, and the restart count.
     """
 
     def __init__(self, rank: int, size: int, environ: Mapping[str, str]) -> None:
@@ -188,21 +202,21 @@ class Outlet:
         self._folder = Path(folder) if folder else None
 
     def publish(self, report: Report) -> None:
-        """Print a report, and keep it for the launcher."""
+        """Prints a report, and stores it as an event and in a file for the launcher."""
         self._print(report.text)
-        note_event("hang", report.text)
+        record_event("hang", report.text)
         if self._folder is not None and self._folder.is_dir():
-            kept = {"text": report.text, "moment": report.moment, "attempt": self._attempt}
-            (self._folder / HANG).write_text(json.dumps(kept), encoding="utf-8")
+            content = {"text": report.text, "moment": report.moment, "attempt": self._attempt}
+            (self._folder / HANG).write_text(json.dumps(content), encoding="utf-8")
 
     def withdraw(self, text: str) -> None:
-        """Print that a report no longer holds, and keep none."""
+        """Prints a message that the hang is over, and deletes the file for the launcher."""
         self._print(text)
         if self._folder is not None:
             (self._folder / HANG).unlink(missing_ok=True)
 
     def prepare_end(self, report: Report) -> None:
-        """Write for the launcher that this process ends because of a report."""
+        """Writes a failure record, so that the launcher knows that this process ends after a report."""
         if self._folder is None:
             return
         Failure(
@@ -219,13 +233,14 @@ class Outlet:
         ).write(self._folder)
 
     def end(self) -> None:
-        """End this process at once: its main thread is blocked where no exception reaches it.
+        """Ends this process at once, because its main thread is blocked and receives no exception.
 
-        Its daemons, such as the workers of a loader, end with it, as they do when Python ends by itself.
+        Its daemonic child processes, such as the workers of a loader, are killed, as at a regular exit of
+        Python.
         """
-        own = {process.pid for process in psutil.Process().children()}
-        for child in multiprocessing.active_children():  # of a fork: those of its parent too
-            if child.daemon and child.pid in own:
+        children = {process.pid for process in psutil.Process().children()}
+        for child in multiprocessing.active_children():  # in a fork this includes the children of its parent
+            if child.daemon and child.pid in children:
                 child.kill()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -233,6 +248,6 @@ class Outlet:
 
     @staticmethod
     def _print(text: str) -> None:
-        # Parts of it come from other processes: nothing in it may control the terminal.
+        # Parts of the text come from other processes, and must not contain control sequences of the terminal.
         text = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
         print(text, file=sys.stderr, flush=True)

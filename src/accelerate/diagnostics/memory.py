@@ -1,8 +1,9 @@
-"""Memory of the device or the process: smaller batches when it runs out, peaks, records of allocations.
+"""Batch sizes that fit in memory, peak memory and allocation snapshots.
 
-When one of several processes runs out of memory, the others wait for it in a collective. So the ranks agree
-over the store on how an attempt ended. When some do not report because they still wait, every process aborts
-the process group, which wakes them, and a new group is opened on the same store.
+`find_executable_batch_size` is public, and `Accelerator.peak_memory` and the run monitor use the rest. If one
+of several processes runs out of memory, the others wait for it in a collective. So the ranks report over the
+store how an attempt ended. If some ranks do not report because they still wait, all ranks abort the process
+group, which ends these waits, and open a new group on the same store.
 """
 
 from __future__ import annotations
@@ -26,27 +27,28 @@ from accelerate.base import AccelerateError, StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend, clear_device_cache
 from accelerate.logging import get_logger
 from accelerate.ops import current_transport
-from accelerate.state import PartialState, StoreChannel, note_event, process_group, services
+from accelerate.state import PartialState, StoreChannel, process_group, record_event, services
 
 logger = get_logger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SECONDS_OF_GRACE = 5.0
-"""How long a process that ran out of memory waits for the others before it takes them for stuck."""
-SECONDS_TO_LEAVE = 30.0
-_PAUSE = 4.0
-"""Seconds between two looks whether a rank closes the process group: this goes on while all ranks train."""
-_FIRST_LOOK = 0.05
-_GROWTH = 2.0
+STUCK_TIMEOUT = 5.0
+"""Seconds after which a rank that ran out of memory assumes that the others wait in a collective."""
+ABORT_TIMEOUT = 30.0
+"""Timeout for the process group to be aborted, in seconds."""
+_WATCH_INTERVAL = 4.0
+"""Seconds between two checks, while ranks train, whether the process group is to be closed."""
+_FIRST_POLL_INTERVAL = 0.05
+_POLL_GROWTH = 2.0
 
 SNAPSHOT = "memory_{rank}.pickle"
-MOST_EVENTS = 100_000  # allocations and frees that a record keeps; older ones are dropped
+MAX_EVENTS = 100_000  # allocations and frees of a snapshot; older ones are dropped
 MIB = 2**20
-# Linux alone can begin a new peak of a process: writing this to its file forgets the old one.
+# Only Linux can reset the peak memory of a process, by a write to this file.
 CLEAR_REFS, NEW_PEAK, STATUS, PEAK = Path("/proc/self/clear_refs"), "5", Path("/proc/self/status"), "VmHWM:"
-_SIGNS = (
+_OUT_OF_MEMORY_MESSAGES = (
     "out of memory",
     "can't allocate memory",
     "not enough memory",
@@ -55,23 +57,26 @@ _SIGNS = (
     "allocation failed",
     "resource_exhausted",
 )
-"""What allocators say when there is no room, in small letters."""
+"""Parts of messages of allocators that run out of memory, in lower case."""
 
 
 class NoExecutableBatchSizeError(AccelerateError, RuntimeError):
-    """Even the smallest batch did not fit in memory."""
+    """Error of a search in which even the smallest batch does not fit in memory."""
 
 
 def should_reduce_batch_size(exception: BaseException) -> bool:
-    """Tell whether an exception means that memory ran out.
+    """Returns whether an exception was raised because memory ran out.
 
     Args:
-        exception: What a training step raised.
+        exception: Exception of a training step.
+
+    Returns:
+        True for `MemoryError`, `torch.OutOfMemoryError`, and a `RuntimeError` with a message of an allocator.
     """
     if isinstance(exception, (MemoryError, torch.OutOfMemoryError)):
         return True
     text = str(exception).lower()
-    return isinstance(exception, RuntimeError) and any(sign in text for sign in _SIGNS)
+    return isinstance(exception, RuntimeError) and any(message in text for message in _OUT_OF_MEMORY_MESSAGES)
 
 
 @overload
@@ -91,29 +96,29 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[..., int] | None = None,
 ) -> Any:
-    """Call a function with smaller and smaller batch sizes until it does not run out of memory.
+    """Calls a function with decreasing batch sizes until it does not run out of memory.
 
-    Several processes agree: when one runs out, all try again with the smaller size. For that the function is
-    called on all ranks, after the `Accelerator` (or `PartialState`) was made, and what talks to other
-    processes (prepared models, device meshes) is made inside the function: processes that wait in a
-    collective for one that ran out are woken by closing the process group, and a new one is opened. What they
-    did in the meantime is lost. The wait for the others ends with an error after the `timeout` of the process
-    group.
+    All ranks use the same size. If one rank runs out of memory, all ranks retry with the smaller size. The
+    returned function is called on all ranks, after the `Accelerator` or `PartialState` is created. Objects
+    that use the process group (prepared models, device meshes) must be created inside of the function. If
+    ranks wait in a collective for a rank that ran out of memory, the process group is closed, which ends
+    their wait, and a new one is opened. The results of this attempt are lost. The wait for the other ranks
+    ends with an error after the `timeout` of the process group.
 
     Args:
-        function: Takes the batch size as its first argument, which its callers leave out. Without it, a
+        function: Function whose first argument is the batch size, which callers leave out. Without it, a
             decorator is returned.
-        starting_batch_size: The first size to try. Later calls start with the one that was found.
-        reduce_batch_size_fn: Returns the next size; it may take the last one as its argument. By default half
-            of it.
+        starting_batch_size: First size to try. Later calls start with the size that was found.
+        reduce_batch_size_fn: Function that returns the next size. It may take the last size as its argument.
+            Default: half of the last size.
 
     Returns:
         The function without its first argument, or a decorator.
 
     Raises:
-        TypeError: At the call, when the caller passes a batch size.
-        NoExecutableBatchSizeError: At the call, when the size reaches zero (a `RuntimeError`).
-        ConfigurationError: At the call, when `reduce_batch_size_fn` gives no smaller size.
+        TypeError: At the call, if the caller passes a batch size.
+        NoExecutableBatchSizeError: At the call, if the size reaches zero. It is a `RuntimeError`.
+        ConfigurationError: At the call, if `reduce_batch_size_fn` does not return a smaller size.
     """
     if function is None:
         return functools.partial(
@@ -128,7 +133,7 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def with_fitting_batch(*args: Any, **kwargs: Any) -> Any:
         nonlocal fitting
-        _refuse_batch_size(function, args, kwargs)
+        _reject_batch_size(function, args, kwargs)
         size, attempts, reason = fitting, join_attempts(), ""
         while size > 0:
             clear_device_cache(garbage_collection=True)
@@ -143,7 +148,7 @@ def find_executable_batch_size(
                 reason = f"this is not smaller than {size}, with which memory ran out"
                 fix = "Return a smaller batch size at each call"
                 raise wrong_value("reduce_batch_size_fn", smaller, reason, fix)
-            note_event("out_of_memory", f"the batch size is now {smaller}, and was {size}")
+            record_event("out_of_memory", f"the batch size is now {smaller}, and was {size}")
             size = smaller
         raise NoExecutableBatchSizeError(
             f"No executable batch size found, reached zero. `{_name(function)}` ran out of memory with every "
@@ -154,9 +159,9 @@ def find_executable_batch_size(
 
 
 def _attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any, str]:
-    """Call, and return whether it fitted, its result, and what was said when it did not fit.
+    """Returns whether a call fitted in memory, its result, and otherwise the text of its exception.
 
-    The exception does not leave here: its traceback would keep the tensors of the failed attempt alive.
+    The exception is not returned, because its traceback would keep the tensors of the failed attempt alive.
     """
     attempts.begin()
     try:
@@ -171,7 +176,7 @@ def _attempt(attempts: Attempts, call: Callable[[], Any]) -> tuple[bool, Any, st
         raise
 
 
-def _refuse_batch_size(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _reject_batch_size(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     try:
         inspect.signature(function).bind_partial(0, *args, **kwargs)
     except TypeError as error:
@@ -193,31 +198,40 @@ def _short(value: Any) -> str:
 
 
 class Attempts:
-    """Agreement over the transport, where there is one process or no store.
+    """Attempts of one process, or of several processes without a store, which agree over the transport.
 
-    Each attempt is one `begin`, then one of `agree` and `fail`. Without a store no rank may be stuck in a
-    collective meanwhile.
+    Each attempt is one `begin`, then one of `agree` and `fail`. Without a store, no rank may wait in a
+    collective for a rank that runs out of memory.
     """
 
     def begin(self) -> None:
-        """An attempt starts. Called on all ranks."""
+        """Starts an attempt.
+
+        Called on all ranks.
+        """
 
     def was_interrupted(self) -> bool:
-        """Whether an error of this process came from another one that ran out of memory meanwhile."""
+        """Returns whether the error of this rank is caused by another rank that ran out of memory."""
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Report that this process ends with an error of its own."""
+        """Reports an error of this rank that is not caused by memory.
+
+        Called instead of `agree`.
+        """
 
     def agree(self, ran_out: bool) -> bool:
-        """Wait for all processes, and return whether any of them ran out of memory. Called on all ranks."""
+        """Returns whether any rank ran out of memory, after all ranks have ended the attempt.
+
+        Called on all ranks.
+        """
         return any(current_transport().gather_object(ran_out)) if PartialState._shared_state else ran_out
 
 
 class StoreAttempts(Attempts):
-    """Several processes of `torch.distributed`, which agree through its store.
+    """Attempts of several processes, which agree over the store of `torch.distributed`.
 
-    The rank that ends its attempt last posts a summary of all: no other rank reads all reports.
+    The rank that ends its attempt last reads the reports of all ranks, and posts a summary for the others.
     """
 
     def __init__(self, state: PartialState, connection: Any) -> None:
@@ -227,7 +241,7 @@ class StoreAttempts(Attempts):
         self._attempt = 0
         self._channel = self._open_channel(connection)
         self._watcher: threading.Thread | None = None
-        self._stopped = self._left = threading.Event()
+        self._stopped = self._aborted = threading.Event()
 
     def begin(self) -> None:
         self._attempt += 1
@@ -237,13 +251,13 @@ class StoreAttempts(Attempts):
     def was_interrupted(self) -> bool:
         try:
             return self._channel.read("ran out") is not None
-        except dist.DistError:  # the store went with the process that kept it, so no rank waits for an answer
+        except dist.DistError:  # the process that hosts the store has ended, so no rank waits for an answer
             return False
 
     def fail(self, error: BaseException) -> None:
         try:
             self._report("failed", f"{type(error).__name__}: {error}")
-        except dist.DistError:  # as above: the caller raises the error itself
+        except dist.DistError:  # the same; the caller raises its error
             return
         finally:
             self._stop_watcher()
@@ -257,47 +271,50 @@ class StoreAttempts(Attempts):
     def _agree(self, ran_out: bool) -> bool:
         self._report("ran out" if ran_out else "done", _collectives_issued())
         if ran_out and (_is_closing(self._channel) or not self._all_end_soon()):
-            self._channel.decide("fate", "close")
+            self._channel.decide("group", "close")
             torch_private.drop_group_references()
-        limit = self._store.timeout.total_seconds()
-        summary = self._channel.wait(["summary"], limit)["summary"]
+        timeout = self._store.timeout.total_seconds()
+        summary = self._channel.wait(["summary"], timeout)["summary"]
         if summary is None:
-            came = {rank for rank, *_ in self._channel.read_list("ended")}
-            missing = [rank for rank in range(self._state.num_processes) if rank not in came]
+            ended = {rank for rank, *_ in self._channel.read_list("ended")}
+            missing = [rank for rank in range(self._state.num_processes) if rank not in ended]
             raise StateError(
-                f"Processes {missing} did not end their attempt within {limit:.0f} s, so no size "
-                "can be agreed on. Give InitProcessGroupKwargs a longer timeout, and make what holds "
-                "the process group (device meshes, subgroups) inside the function."
+                f"Ranks {missing} did not end their attempt within {timeout:.0f} s, so no size "
+                "can be agreed on. Give InitProcessGroupKwargs a longer timeout, and create objects that "
+                "hold the process group (device meshes, subgroups) inside of the function."
             )
         if summary["failed"]:
-            failed = "\n".join(f"Process {rank}: {why}" for rank, why in summary["failed"])
-            raise StateError(f"The attempt failed on another process. {failed}")
+            failed = "\n".join(f"Rank {rank}: {reason}" for rank, reason in summary["failed"])
+            raise StateError(f"The attempt failed on another rank. {failed}")
         if summary["fits"]:
             return False
-        # Where all ranks have issued the same number of collectives, the next ones meet.
+        # If all ranks have issued the same number of collectives, the next ones match.
         issued = _collectives_issued()
-        in_step = issued is not None and summary["issued"] == [issued]
-        if self._channel.decide("fate", "keep" if in_step else "close") == "close":
+        is_in_step = issued is not None and summary["issued"] == [issued]
+        if self._channel.decide("group", "keep" if is_in_step else "close") == "close":
             self._reopen_group()
         return True
 
     def _all_end_soon(self) -> bool:
-        """Whether the other ranks end their attempts too, and do not wait for this one in a collective."""
-        end, pause = time.monotonic() + SECONDS_OF_GRACE, _FIRST_LOOK
+        """Returns whether the other ranks end their attempts, and do not wait in a collective."""
+        end, interval = time.monotonic() + STUCK_TIMEOUT, _FIRST_POLL_INTERVAL
         while self._channel.read("summary") is None:
             if time.monotonic() >= end:
                 return False
-            time.sleep(min(pause, max(end - time.monotonic(), 0.0)))
-            pause *= _GROWTH
+            time.sleep(min(interval, max(end - time.monotonic(), 0.0)))
+            interval *= _POLL_GROWTH
         return True
 
     def _reopen_group(self) -> None:
-        """Leave the old group on all ranks and meet in a new one."""
-        if self._watcher is None:  # the state is new
+        """Waits until the process group is aborted, and opens a new one.
+
+        Called on all ranks.
+        """
+        if self._watcher is None:  # `begin` was not called, because the state was created during the attempt
             self._start_watcher()
-        if not self._left.wait(SECONDS_TO_LEAVE):
+        if not self._aborted.wait(ABORT_TIMEOUT):
             raise StateError(
-                "A process ran out of memory, and the process group cannot be closed: collectives that were "
+                "A rank ran out of memory, and the process group cannot be closed: collectives that were "
                 "started wait for each other. Start the run again with a smaller batch size."
             )
         device = self._state.device
@@ -318,7 +335,7 @@ class StoreAttempts(Attempts):
         return StoreChannel(store, self._scope(), environ.current())
 
     def _report(self, how: str, detail: str | int | None) -> None:
-        """Report how this attempt ended on this rank: "done", "ran out" or "failed"."""
+        """Posts how this attempt ended on this rank, as "done", "ran out" or "failed"."""
         if how == "ran out":
             self._channel.post(how, True)
         self._channel.append("ended", [self._state.process_index, how, detail])
@@ -326,10 +343,13 @@ class StoreAttempts(Attempts):
             self._channel.post("summary", _summarize(self._channel.read_list("ended")))
 
     def _start_watcher(self) -> None:
-        """Start a thread that aborts the process group when a rank decides so: this one may hang in it."""
-        self._stopped, self._left = threading.Event(), threading.Event()
-        # On the connection of the group: this rank waits on its own one.
-        arguments = (self._open_channel(self._store), self._stopped, self._left)
+        """Starts a thread that aborts the process group if a rank decides so.
+
+        The training thread may wait in a collective of the group.
+        """
+        self._stopped, self._aborted = threading.Event(), threading.Event()
+        # The thread uses the connection of the process group, because this rank waits on its own connection.
+        arguments = (self._open_channel(self._store), self._stopped, self._aborted)
         self._watcher = threading.Thread(
             target=_watch, args=arguments, name="accelerate-attempt", daemon=True
         )
@@ -338,62 +358,66 @@ class StoreAttempts(Attempts):
     def _stop_watcher(self) -> None:
         if self._watcher is not None:
             self._stopped.set()
-            self._watcher.join(SECONDS_TO_LEAVE)
+            self._watcher.join(ABORT_TIMEOUT)
             self._watcher = None
 
 
-def _watch(channel: StoreChannel, stopped: threading.Event, left: threading.Event) -> None:
+def _watch(channel: StoreChannel, stopped: threading.Event, aborted: threading.Event) -> None:
     try:
         while not _is_closing(channel):
-            if stopped.wait(_PAUSE):
+            if stopped.wait(_WATCH_INTERVAL):
                 return
-    except dist.DistError:  # the store is gone; the main thread raises the same error
+    except dist.DistError:  # the store has ended, and the main thread raises the same error
         return
     if dist.is_initialized():
         torch_private.abort_process_group()
-    left.set()
+    aborted.set()
 
 
 def _summarize(reports: list[Any]) -> dict[str, Any]:
-    """Write what all ranks need to know of the ends of an attempt."""
+    """Returns the summary of the reports of all ranks about an attempt."""
     return {
-        "failed": [(rank, why) for rank, how, why in reports if how == "failed"],
+        "failed": [(rank, detail) for rank, how, detail in reports if how == "failed"],
         "fits": all(how == "done" for _, how, _ in reports),
         "issued": list({issued for _, _, issued in reports}),
     }
 
 
 def join_attempts() -> Attempts:
-    """Return how this process agrees with the others: alone when there is no state or no other process."""
+    """Returns the attempts of this process, over the store if there is a state with several processes."""
     has_others = bool(PartialState._shared_state) and PartialState().num_processes > 1
     connection = process_group.connect_store() if has_others and process_group.is_open() else None
     return Attempts() if connection is None else StoreAttempts(PartialState(), connection)
 
 
 def _is_closing(channel: StoreChannel) -> bool:
-    return bool(channel.read("fate") == "close")
+    return bool(channel.read("group") == "close")
 
 
 def _collectives_issued() -> int | None:
-    """How many collectives this process has issued; None for a closed group, or where it is unknown."""
+    """Returns how many collectives this process has issued.
+
+    None if the process group is closed, or if the number is unknown.
+    """
     return torch_private.num_collectives(dist.group.WORLD) if dist.is_initialized() else None
 
 
 class PeakMemory:
-    """What a block used at most; filled in at its end."""
+    """Peak memory of a block, which is set at the end of the block."""
 
     def __init__(self) -> None:
-        self.peak = 0  # bytes of this rank: of the device, or on the CPU of the process
-        self.peaks: list[int] = []  # bytes of each rank, in order
+        self.peak = 0  # bytes on this rank, of the device, or of the process on the CPU
+        self.peaks: list[int] = []  # bytes on each rank, by rank
 
     def __str__(self) -> str:
         return "\n".join(f"rank {rank}: {peak / MIB:,.0f} MiB" for rank, peak in enumerate(self.peaks))
 
 
 class MemoryMeter:
-    """Measures the memory that the current device of a kind of hardware has given out, in bytes.
+    """Meter of the peak memory that is allocated on the current device of a backend, in bytes.
 
-    For hardware whose module does not report it, the memory of this process, with what it had at the start.
+    For backends whose torch module does not report it, it measures the memory of this process, including the
+    memory that was allocated before `start`.
     """
 
     def __init__(self, backend: DeviceBackend) -> None:
@@ -401,7 +425,7 @@ class MemoryMeter:
         self._module = module if hasattr(module, "max_memory_allocated") else None
 
     def start(self) -> None:
-        """Begin a new peak, where the system can."""
+        """Resets the peak, if the device or the operating system supports it."""
         if self._module is not None:
             self._module.reset_peak_memory_stats()
         elif CLEAR_REFS.exists():
@@ -415,21 +439,21 @@ class MemoryMeter:
                 return int(line.split()[1]) * 1024
         now = psutil.Process().memory_info()
         if sys.platform == "win32":
-            most = int(now.peak_wset)
+            peak = int(now.peak_wset)
         else:
-            import resource  # not on Windows
+            import resource  # not available on Windows
 
-            most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            most = most if sys.platform == "darwin" else most * 1024  # it is in bytes on macOS alone
-        return max(most, int(now.rss))
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            peak = peak if sys.platform == "darwin" else peak * 1024  # in bytes only on macOS
+        return max(peak, int(now.rss))
 
 
 @contextmanager
 def snapshot_on_exhaustion(backend: DeviceBackend, folder: str | Path, rank: int) -> Iterator[None]:
-    """Record allocations in the block; when memory runs out, write them to `memory_RANK.pickle`.
+    """Records allocations in the block, and writes them to `memory_RANK.pickle` if memory runs out.
 
-    The file is opened at https://pytorch.org/memory_viz. Devices whose module keeps no record have none: a
-    warning says so once.
+    https://pytorch.org/memory_viz shows the file. Devices whose torch module does not record allocations get
+    one warning and no file.
     """
     memory: Any = None if backend.is_host else getattr(backend.torch_module(), "memory", None)
     record = torch_private.memory_recorder(memory)
@@ -437,7 +461,7 @@ def snapshot_on_exhaustion(backend: DeviceBackend, folder: str | Path, rank: int
         logger.warning_once(f"{backend.label} keeps no record of allocations: no snapshot will be written.")
         yield
         return
-    record(max_entries=MOST_EVENTS)
+    record(max_entries=MAX_EVENTS)
     try:
         yield
     except Exception as error:

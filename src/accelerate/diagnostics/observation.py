@@ -1,9 +1,9 @@
-"""What the training thread of this rank does: the operation that it waits in, the line, and for how long.
+"""Observation of the training thread of this rank, with the operation, line and duration of its wait.
 
-Where it waits for a batch of a loader, also what the worker processes do that are to read it. With several
-processes the watcher of each rank reports that. With one process a thread watches each pass over a loader
-with workers, and ends with it. It takes no lock, so a process that is forked meanwhile inherits none that is
-held.
+If it waits for a batch of a loader, the state includes the worker processes that read it. With several
+processes, the watchdog of each rank (`watching`) uses `ThreadObserver`. With one process, `LoaderWatch`
+starts a thread for each iterator of a loader with workers. This thread takes no lock, so a process that is
+forked meanwhile inherits no held lock.
 """
 
 from __future__ import annotations
@@ -23,51 +23,58 @@ from accelerate import torch_private
 from accelerate.base import Frame
 from accelerate.data_loader import DataLoaderDispatcher, ReadAhead, WorkersObserver
 from accelerate.diagnostics import processes
-from accelerate.diagnostics.hang_report import DEVICE, Doing, Limits, Outlet, RankState, Report, compose
-from accelerate.ops import Ring
+from accelerate.diagnostics.hang_report import (
+    DEVICE,
+    Activity,
+    HangReporter,
+    Limits,
+    RankState,
+    Report,
+    format_report,
+)
+from accelerate.ops import FlightRecorder
 
-MOST_WORK = 0.5
-"""Processor time per second, of all threads together, up to which a process counts as waiting."""
-STILL = 2.0
-"""Seconds on one line after which unfinished collectives of the device are looked for."""
+MAX_CPU_USAGE = 0.5
+"""CPU time of all threads per second, up to which a process in a backward counts as waiting."""
+SECONDS_BEFORE_DEVICE_CHECK = 2.0
+"""Seconds at one instruction after which unfinished collectives of the device are searched for."""
 
 _ON_DEVICE = "dump_nccl_trace"
 _DUMPS = ("dump_fr_trace", _ON_DEVICE)
-"""Names of torch's flight recorders; a build of torch has those of its communication libraries."""
-
+"""Flight recorders of torch. A build of torch has those of its communication libraries."""
 
 GROWTH = 2.0
-"""By how much longer the next wait may be before it is reported again."""
-MOST_WORKERS = 8
-"""Workers that a report describes; those that owe the next batch come first."""
-MOST_WORKER_STACKS = 3
-_DEPTH = 64  # the wait of a loader is among the innermost frames
-_DATASET = "the dataset of rank 0"  # which reads for all ranks
-_WAIT_OF_OURS = ReadAhead.take.__code__
+"""Factor of the time until a wait is reported again."""
+MAX_WORKERS = 8
+"""Number of workers that a report describes, beginning with the worker of the next batch."""
+MAX_WORKER_STACKS = 3
+_MAX_DEPTH = 64  # number of innermost frames in which the wait of a loader is searched for
+_DATASET = "the dataset of rank 0"  # source of batches if rank 0 reads for all ranks
+_READ_AHEAD_WAIT = ReadAhead.take.__code__
 _FIRST_READ = (
     DataLoaderDispatcher._read_ahead.__code__
-)  # reads the first batches of a pass in the caller's thread
-_TASK_QUEUE = "get"  # what the loop of a worker calls when it has nothing to read
+)  # reads the first batches of an epoch in the caller's thread
+_TASK_QUEUE = "get"  # function in which a worker without a task waits
 
 
 @dataclass(frozen=True)
 class BatchWait:
-    """A thread that waits for a batch."""
+    """Wait of a thread for a batch."""
 
     token: tuple[object, ...]  # identifies the wait
-    iterator: Any = field(repr=False)  # torch's, which has the workers; None where a thread reads without any
-    reader: FrameType | None = field(repr=False)  # of the thread that reads, where that is another one
-    source: str = "a batch"
+    iterator: Any = field(repr=False)  # iterator of torch with the workers; None if a thread reads
+    reader: FrameType | None = field(repr=False)  # innermost frame of the thread that reads
+    source: str = "a batch"  # what the thread waits for, in the words of the report
 
 
 def find_wait(frame: FrameType | None) -> BatchWait | None:
-    """Find the batch that a thread waits for, from its innermost frame; None when it waits for none."""
+    """Returns the wait for a batch of a thread with this innermost frame, or None."""
     innermost: Any = frame
-    for _ in range(_DEPTH):
-        # Python 3.11 was seen to return another object where the thread leaves the frame at this moment.
+    for _ in range(_MAX_DEPTH):
+        # Python 3.11 may return another object if the thread leaves the frame at this moment.
         if not isinstance(frame, FrameType):
             return None
-        if frame.f_code is _WAIT_OF_OURS:
+        if frame.f_code is _READ_AHEAD_WAIT:
             return _wait_for_reader(frame.f_locals["self"], innermost)
         if frame.f_code is _FIRST_READ:
             loader = frame.f_locals["self"]
@@ -75,7 +82,7 @@ def find_wait(frame: FrameType | None) -> BatchWait | None:
         if frame.f_code.co_name == torch_private.WAIT_FOR_BATCH:
             iterator = frame.f_locals.get("self")
             if workers := torch_private.loader_workers(iterator):
-                # The token keeps nothing of the iterator: its workers end with the last reference to it.
+                # The token has no reference to the iterator, whose workers end with its last reference.
                 token = (workers[0].pid, *torch_private.loader_progress(iterator))
                 return BatchWait(token, iterator, None)
         frame = frame.f_back
@@ -83,7 +90,7 @@ def find_wait(frame: FrameType | None) -> BatchWait | None:
 
 
 def describe_wait(wait: BatchWait) -> str:
-    """Say what the workers of a loader do, or where the thread is that reads; what follows the rank."""
+    """Describes the workers of a loader, or the thread that reads, as text that follows the rank."""
     if wait.iterator is not None:
         return _describe_workers(wait.iterator)
     if wait.reader is None:
@@ -94,7 +101,7 @@ def describe_wait(wait: BatchWait) -> str:
 
 def _wait_for_reader(reader: Any, innermost: FrameType) -> BatchWait:
     token = ("reader", id(reader), reader.takes)
-    if reader.thread is None:  # this thread reads by itself
+    if reader.thread is None:  # this thread itself reads
         return BatchWait(token, None, innermost, _DATASET)
     frame = processes.innermost(reader.thread.ident or 0)
     return find_wait(frame) or BatchWait(token, None, frame, _DATASET)
@@ -102,126 +109,138 @@ def _wait_for_reader(reader: Any, innermost: FrameType) -> BatchWait:
 
 def _describe_workers(iterator: Any) -> str:
     workers, tasks = torch_private.loader_workers(iterator), torch_private.loader_tasks(iterator)
-    # Those that have been asked for batches and gave none yet, the one of the next batch first.
-    owing = list(dict.fromkeys(task[0] for task in tasks if len(task) == 1))
-    numbers = [*owing, *(n for n in range(len(workers)) if n not in owing)]
+    # Workers with unfinished tasks, beginning with the worker of the next batch.
+    pending = list(dict.fromkeys(task[0] for task in tasks if len(task) == 1))
+    numbers = [*pending, *(n for n in range(len(workers)) if n not in pending)]
     lines = ["waits for the workers of its loader:"]
-    for number in numbers[:MOST_WORKERS]:
+    for number in numbers[:MAX_WORKERS]:
         pid = workers[number].pid
-        task = ", which owes the next batch," if number == next(iter(owing), None) else ""
+        task = ", which owes the next batch," if number == next(iter(pending), None) else ""
         line = f"worker {number} (process {pid}){task} {processes.describe(pid)}"
-        stack = _stack_of_worker(pid) if number in owing[:MOST_WORKER_STACKS] else ""
+        stack = _stack_of_worker(pid) if number in pending[:MAX_WORKER_STACKS] else ""
         lines += [f"{line}, is at:", stack.rstrip()] if stack else [line]
-    if len(numbers) > MOST_WORKERS:
-        lines.append(f"and {len(numbers) - MOST_WORKERS} more workers")
+    if len(numbers) > MAX_WORKERS:
+        lines.append(f"and {len(numbers) - MAX_WORKERS} more workers")
     return "\n".join(lines)
 
 
 def _stack_of_worker(pid: int) -> str:
-    """The stack of a worker that owes a batch; of all its threads where its main thread does not read one.
+    """Returns the stack of a worker with an unfinished task.
 
-    The main thread has then handed the batch on, and another one is to send it.
+    If its main thread does not read a batch, the stacks of all its threads: the main thread has passed the
+    batch to another thread, which is to send it.
     """
     frames = processes.stack_of(pid)
-    own = _own_frames(frames)
-    if not own or own[0][2] != _TASK_QUEUE:
-        return processes.spell_stack(own)
-    threads = [own, *map(_own_frames, processes.stacks_of_all_threads(pid))]
-    others = [thread for thread in threads[1:] if thread and thread[:1] != own[:1]]
-    texts = [processes.spell_stack(thread).rstrip() for thread in (own, *others)]
+    main = _frames_below_loop(frames)
+    if not main or main[0][2] != _TASK_QUEUE:
+        return processes.format_stack(main)
+    threads = [main, *map(_frames_below_loop, processes.stacks_of_all_threads(pid))]
+    others = [thread for thread in threads[1:] if thread and thread[:1] != main[:1]]
+    texts = [processes.format_stack(thread).rstrip() for thread in (main, *others)]
     return "\nanother thread of it is at:\n".join(texts)
 
 
-def _own_frames(frames: list[Frame]) -> list[Frame]:
-    """The frames of a worker below torch's loop: a forked one begins with those of the process it is from."""
+def _frames_below_loop(frames: list[Frame]) -> list[Frame]:
+    """Returns the frames of a worker below the loop of torch.
+
+    The outer frames of a forked worker are those of its parent.
+    """
     after_loop = [i + 1 for i, frame in enumerate(frames) if frame[2] == torch_private.WORKER_LOOP]
     return frames[max(after_loop, default=0) :]
 
 
-class Observation:
-    """Observes the training thread of this process from another thread; `ring` is its flight record."""
+class ThreadObserver:
+    """Observer of the training thread of this process, which is used in another thread.
 
-    def __init__(self, ring: Ring, rank: int, host: str, pid: int) -> None:
-        self._ring = ring
+    `recorder` records the operations of the training thread.
+    """
+
+    def __init__(self, recorder: FlightRecorder, rank: int, host: str, pid: int) -> None:
+        self._recorder = recorder
         self._process: dict[str, Any] = {"rank": rank, "host": host, "pid": pid}
-        self._last_seen: tuple[object, int] | None = None
+        self._last_wait: tuple[object, int] | None = None
         self._since = 0.0
-        self._used = 0.0
+        self._cpu_time = 0.0
 
-    def waited(self) -> tuple[object, float]:
-        """Return a value that identifies the present wait, and its seconds; `(None, 0.0)` without a wait.
+    def current_wait(self) -> tuple[object, float]:
+        """Returns a value that identifies the current wait, and its seconds, or `(None, 0.0)` without a wait.
 
-        An operation that is not in the flight record began at the latest when this method first saw the
-        thread in it. A backward pass that keeps the processors busy computes, and waits for no process.
+        The time of an operation that is not in the flight recorder counts from the first call that finds the
+        thread in it. A backward that uses the CPU computes, and does not count as a wait.
         """
-        entry = self._ring.running()
+        entry = self._recorder.running()
         if entry is not None:
-            self._last_seen = None
+            self._last_wait = None
             return entry.sequence, time.monotonic() - entry.started
-        frame = processes.innermost(self._ring.owner or 0)
+        frame = processes.innermost(self._recorder.owner or 0)
         if frame is None:
-            self._last_seen = None
+            self._last_wait = None
             return None, 0.0
         batch = find_wait(frame)
         if batch is not None:
-            return (Doing.DATA, batch.token), self._seconds_in(batch.token, 0)
+            return (Activity.DATA, batch.token), self._seconds_in(batch.token, 0)
         seconds = self._seconds_in(frame, frame.f_lasti)
         if not processes.may_wait(frame):
-            seconds = min(seconds, seconds_on_device()) if seconds > STILL else 0.0
+            seconds = min(seconds, seconds_on_device()) if seconds > SECONDS_BEFORE_DEVICE_CHECK else 0.0
             return (("device", self._since), seconds) if seconds else (None, 0.0)
-        if processes.may_compute(frame) and time.process_time() - self._used > MOST_WORK * seconds:
+        if processes.may_compute(frame) and time.process_time() - self._cpu_time > MAX_CPU_USAGE * seconds:
             return None, 0.0
         return ("torch", self._since), seconds
 
-    def _seconds_in(self, what: object, instruction: int) -> float:
-        """Seconds since the thread was first seen at this instruction, or in this wait for a batch."""
-        # The frame itself is kept until the next look: its `id` may be that of another frame by then.
-        if self._last_seen != (what, instruction):
-            self._last_seen = (what, instruction)
-            self._since, self._used = time.monotonic(), time.process_time()
+    def _seconds_in(self, wait: object, instruction: int) -> float:
+        """Returns the seconds since the first call with this instruction of a frame or wait for a batch."""
+        # The frame is kept until the next call, because another frame may have its `id` after it is freed.
+        if self._last_wait != (wait, instruction):
+            self._last_wait = (wait, instruction)
+            self._since, self._cpu_time = time.monotonic(), time.process_time()
         return time.monotonic() - self._since
 
     def state(self) -> RankState:
-        entry = self._ring.running()
-        frame = processes.innermost(self._ring.owner or 0)
+        entry = self._recorder.running()
+        frame = processes.innermost(self._recorder.owner or 0)
         if frame is None:
             ended = "no code: its training thread has ended"
-            return RankState(doing=Doing.OTHER_CODE, operation=ended, **self._process)
+            return RankState(activity=Activity.OTHER_CODE, operation=ended, **self._process)
         position = processes.read_position(frame)
         source = entry if entry is not None and entry.file else position
-        facts: dict[str, Any] = {"file": source.file, "line": source.line, **self._process}
+        location: dict[str, Any] = {"file": source.file, "line": source.line, **self._process}
         if entry is not None:
             return RankState(
-                doing=Doing.COLLECTIVE,
+                activity=Activity.COLLECTIVE,
                 operation=entry.operation,
                 sequence=entry.sequence,
-                facts=entry.facts,
+                arguments=entry.arguments,
                 seconds=time.monotonic() - entry.started,
                 stack=position.stack,
-                **facts,
+                **location,
             )
-        token, seconds = self.waited()
+        token, seconds = self.current_wait()
         batch = find_wait(frame)
         if batch is not None:
             details = describe_wait(batch)
             operation = batch.source
-            return RankState(doing=Doing.DATA, operation=operation, seconds=seconds, details=details, **facts)
+            return RankState(
+                activity=Activity.DATA, operation=operation, seconds=seconds, details=details, **location
+            )
         waits_in = "" if token is None else position.waits_in or DEVICE
         return RankState(
-            doing=Doing.TORCH if waits_in else Doing.OTHER_CODE,
+            activity=Activity.TORCH if waits_in else Activity.OTHER_CODE,
             operation=waits_in or position.waits_in or position.function,
             seconds=seconds,
             stack=position.stack,
             recorded=describe_recorded(),
-            **facts,
+            **location,
         )
 
     def release(self) -> None:
-        self._last_seen = None
+        self._last_wait = None
 
 
 def describe_recorded() -> str:
-    """Describe the progress of torch's collectives in each process group; empty without a record."""
+    """Describes the progress of the collectives of torch in each process group.
+
+    Empty without a flight recorder of torch.
+    """
     texts = []
     for trace in map(_read, _DUMPS):
         last_entries = {entry["process_group"]: entry for entry in _entries(trace)}
@@ -231,16 +250,16 @@ def describe_recorded() -> str:
             completed = max(status.get("last_completed_collective", -1), 0)
             progress = f"{completed} of {enqueued} collectives completed, " if enqueued > 0 else ""
             inputs = zip(entry["input_sizes"], entry["input_dtypes"], strict=False)
-            given = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in inputs) or "nothing"
-            last = f"#{entry['collective_seq_id']} {entry['profiling_name']} of {given}"
+            shapes = ", ".join(f"{list(shape)} {dtype}" for shape, dtype in inputs) or "nothing"
+            last = f"#{entry['collective_seq_id']} {entry['profiling_name']} of {shapes}"
             texts.append(f"{description or number}: {progress}the last one is {last}")
     return "; ".join(texts)
 
 
 def seconds_on_device() -> float:
-    """Seconds since the oldest unfinished collective of the device was enqueued; 0.0 without one.
+    """Returns the seconds since the oldest unfinished collective of the device was enqueued, or 0.0.
 
-    The training thread enqueues collectives, and waits for them where it needs a result.
+    The training thread enqueues collectives, and waits for them when it needs a result.
     """
     entries = _entries(_read(_ON_DEVICE))
     enqueued = [entry["time_created_ns"] for entry in entries if entry["state"] != "completed"]
@@ -257,40 +276,44 @@ def _entries(trace: dict[str, Any]) -> Iterable[dict[str, Any]]:
 
 
 class LoaderWatch(WorkersObserver):
-    """Watches the passes over loaders with workers, where there is one process."""
+    """Watch of the loaders with workers in a run of one process, which reports slow batches."""
 
-    def __init__(self, limits: Limits, outlet: Outlet) -> None:
-        self._limits, self._outlet = limits, outlet
+    def __init__(self, limits: Limits, reporter: HangReporter) -> None:
+        self._limits, self._reporter = limits, reporter
 
     def follow(self, iterator: Any) -> None:
-        """Watch a pass until its iterator is gone; called by the thread that waits for its batches."""
-        over: list[bool] = []  # an event has a lock, which a fork could inherit held
-        weakref.finalize(iterator, over.append, True)
+        """Watches an iterator until it is deleted.
+
+        Called in the thread that waits for its batches.
+        """
+        # A list, because a fork could inherit the held lock of an event.
+        finished: list[bool] = []
+        weakref.finalize(iterator, finished.append, True)
         worker, thread = torch_private.loader_workers(iterator)[0].pid, threading.get_ident()
-        watch = _Pass(worker, self._limits, self._outlet, over, thread, self._limits.seconds)
+        watch = _IteratorWatch(worker, self._limits, self._reporter, finished, thread, self._limits.timeout)
         threading.Thread(target=watch.run, name="accelerate-loader", daemon=True).start()
 
 
 @dataclass
-class _Pass:
-    """One pass, which the thread reads; nothing here holds its iterator."""
+class _IteratorWatch:
+    """Watch of one iterator of a loader, without a reference to the iterator."""
 
-    worker: int
+    worker: int  # process ID of the first worker
     limits: Limits
-    outlet: Outlet
-    over: list[bool]
-    thread: int
-    limit: float
-    token: object = None
-    since: float = 0.0
+    reporter: HangReporter
+    finished: list[bool]  # not empty after the iterator is deleted
+    thread: int  # that waits for batches
+    timeout: float  # seconds until the current wait is reported
+    token: object = None  # identifies the current wait
+    since: float = 0.0  # start of the current wait
     was_reported: bool = False
 
     def run(self) -> None:
-        while not self.over:
-            time.sleep(self.limits.pause)
-            self._look()
+        while not self.finished:
+            time.sleep(self.limits.interval)
+            self._check()
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         frame = processes.innermost(self.thread)
         wait = find_wait(frame)
         if frame is None or wait is None or wait.token[0] != self.worker:
@@ -298,8 +321,8 @@ class _Pass:
             return
         self._change(wait.token)
         seconds = time.monotonic() - self.since
-        if seconds >= self.limit:
-            self.limit = seconds * GROWTH  # a loader that is slow at each batch is not reported each time
+        if seconds >= self.timeout:
+            self.timeout = seconds * GROWTH  # a loader that is slow at each batch is not reported each time
             self._report(wait, processes.read_position(frame), seconds)
 
     def _change(self, token: object) -> None:
@@ -307,13 +330,13 @@ class _Pass:
             return
         self.token, self.since = token, time.monotonic()
         if self.was_reported:
-            self.outlet.withdraw("accelerate: the batch has come.")
+            self.reporter.withdraw("accelerate: the batch has come.")
             self.was_reported = False
 
     def _report(self, wait: BatchWait, position: processes.Position, seconds: float) -> None:
         state = RankState(
             0,
-            Doing.DATA,
+            Activity.DATA,
             file=position.file,
             line=position.line,
             seconds=seconds,
@@ -321,5 +344,5 @@ class _Pass:
             host=socket.gethostname(),
             pid=os.getpid(),
         )
-        self.outlet.publish(Report(compose([state], os.getcwd()), 0, False, 1, []))
+        self.reporter.publish(Report(format_report([state], os.getcwd()), 0, False, 1, []))
         self.was_reported = True

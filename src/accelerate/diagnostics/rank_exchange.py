@@ -1,4 +1,7 @@
-"""Ranks compare their own work per step over the store, in a tree, from a thread beside training."""
+"""Comparison of the compute time per step of all ranks, over a tree of ranks in the store.
+
+The thread of `run_monitor` calls it, so training does not wait for it.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,28 @@ from accelerate.monitoring import (
 )
 from accelerate.state import StoreChannel, as_dataclass
 
-SHORTEST, LONGEST = 2.0, 10.0
-"""Seconds between two comparisons; more ranks compare less often."""
+MIN_INTERVAL, MAX_INTERVAL = 2.0, 10.0
+"""Bounds of the seconds between two comparisons, which grow with the world size."""
 RANKS_PER_SECOND = 400
-"""How many ranks more make that a second longer."""
-OLD = 60.0
-"""Seconds after which the summary of a rank that posts no other one is left out."""
+"""Number of ranks per second of the interval."""
+SUMMARY_TIMEOUT = 60.0
+"""Seconds after which the summary of a rank that posts no new one is left out."""
 
 
 @dataclass
-class Seen:
-    """The last summary of a rank below this one."""
+class LastSummary:
+    """Last summary of a child in the tree, with the time of its arrival."""
 
     number: int = -1
-    at: float = 0.0
+    time: float = 0.0
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What rank 0 posts for all: the slowest rank, and the one that is slow for long; -1 for none."""
+class ExchangeResult:
+    """Result of a comparison, which rank 0 posts with the slowest rank and the straggler, or -1 for none."""
 
     slowest: int = -1
-    slowest_by: float = 0.0  # how much slower than the mean of the others
+    slowest_by: float = 0.0  # relative excess over the mean time of the other ranks
     straggler: int = -1
     slowdown: float = 0.0
     since: int = 0
@@ -48,40 +51,46 @@ class Verdict:
 
 @dataclass
 class RankExchange:
-    """Takes part in the comparison; used by one thread. `is_first` is set for one rank of each machine."""
+    """Client of one rank for the comparison, which is used in one thread.
+
+    `is_first` is True for one rank of each node, which reads the result.
+    """
 
     channel: StoreChannel
     rank: int
     size: int
     is_first: bool = True
-    verdict: Verdict = field(default_factory=Verdict)
-    times: RankTimes | None = None  # on rank 0: the last comparison, until it is taken
-    missing: int = 0  # on rank 0: how many ranks the last comparison left out
+    result: ExchangeResult = field(default_factory=ExchangeResult)
+    times: RankTimes | None = None  # on rank 0, the last comparison until the monitor records it
+    missing: int = 0  # on rank 0, the number of ranks that the last comparison left out
     _number: int = 0
-    _seen: dict[int, Seen] = field(default_factory=dict)
+    _last_summaries: dict[int, LastSummary] = field(default_factory=dict)
     _comparisons: Comparisons = field(default_factory=Comparisons)
 
     @property
     def interval(self) -> float:
-        return min(max(self.size / RANKS_PER_SECOND, SHORTEST), LONGEST)
+        return min(max(self.size / RANKS_PER_SECOND, MIN_INTERVAL), MAX_INTERVAL)
 
     @property
     def straggler(self) -> Straggler | None:
-        known = self.verdict
-        return Straggler(known.straggler, known.slowdown, known.since) if known.straggler >= 0 else None
+        result = self.result
+        return Straggler(result.straggler, result.slowdown, result.since) if result.straggler >= 0 else None
 
-    def look(self, step: int, times: StepTimes) -> None:
-        """Post the summary of this rank and those below it; read what rank 0 says. At most four requests."""
+    def exchange(self, step: int, times: StepTimes) -> None:
+        """Posts the summary of this rank and its children in the tree, and reads the result of rank 0.
+
+        It makes at most four requests.
+        """
         self._number += 1
         own = summary_of(self.rank, self._number, step, times)
         summary = join_summaries(own, self._read_children())
         if self.rank == 0:
-            self._judge(summary, times)
-            self.channel.post("verdict", asdict(self.verdict))
+            self._compare(summary, times)
+            self.channel.post("result", asdict(self.result))
             return
         self.channel.post(str(self.rank), asdict(summary))
         if self.is_first:
-            self.verdict = as_dataclass(Verdict, self.channel.read("verdict")) or self.verdict
+            self.result = as_dataclass(ExchangeResult, self.channel.read("result")) or self.result
 
     def _read_children(self) -> Sequence[RankSummary]:
         children = children_of(self.rank, self.size)
@@ -93,19 +102,19 @@ class RankExchange:
         return [summary for child, summary in pairs if summary is not None and self._is_new(child, summary)]
 
     def _is_new(self, child: int, summary: RankSummary) -> bool:
-        seen = self._seen.setdefault(child, Seen())
-        if seen.number != summary.number:
-            self._seen[child] = seen = Seen(summary.number, time.monotonic())
-        return time.monotonic() - seen.at < OLD
+        last = self._last_summaries.setdefault(child, LastSummary())
+        if last.number != summary.number:
+            self._last_summaries[child] = last = LastSummary(summary.number, time.monotonic())
+        return time.monotonic() - last.time < SUMMARY_TIMEOUT
 
-    def _judge(self, summary: RankSummary, times: StepTimes) -> None:
+    def _compare(self, summary: RankSummary, times: StepTimes) -> None:
         slow = self._comparisons.add(summary)
         self.missing = self.size - summary.ranks
         straggler = self._comparisons.straggler()
-        facts = (straggler.rank, straggler.slowdown, straggler.since) if straggler else (-1, 0.0, 0)
+        values = (straggler.rank, straggler.slowdown, straggler.since) if straggler else (-1, 0.0, 0)
         others = (summary.total - summary.most) / max(summary.ranks - 1, 1)
         slowest_by = summary.most / others - 1 if others else 0.0
-        self.verdict = Verdict(summary.slowest[0], slowest_by, *facts, self._comparisons.are_even())
+        self.result = ExchangeResult(summary.slowest[0], slowest_by, *values, self._comparisons.are_even())
         mean = summary.total / summary.ranks
         self.times = RankTimes(
             time=time.time(),

@@ -1,8 +1,9 @@
-"""The records of one rank while it trains: a thread writes windows of steps, events and conclusions.
+"""Monitor of one rank, whose thread writes windows of steps, events and conclusions while the rank trains.
 
-The thread starts with the first step, and only where something reads what it writes: a folder of records, or
-a launcher that shows the run. It never waits for training, and training never waits for it. Only the thread
-accesses the files: a file system that does not respond delays the end of the process by a few seconds.
+`accelerator/recording.py` starts it. The thread starts at the first step, and only with a folder of records
+or a launcher that shows the run. The thread and training never wait for each other. Only this
+thread and the one of `RecordThread` access the files, so a file system that does not respond delays the end
+of the process by a few seconds.
 """
 
 from __future__ import annotations
@@ -35,88 +36,94 @@ from accelerate.monitoring import (
     Finding,
     RankStatus,
     Record,
-    RecordWriter,
+    RecordThread,
     RunFacts,
     Start,
     StepTimes,
     Straggler,
     Window,
     conclude,
+    warn_no_response,
 )
 from accelerate.state import StoreChannel, process_group, run_records, services, step_clock
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 1.0
-"""Seconds between two looks."""
-RECENT = 30
-"""Windows from which conclusions are drawn."""
-FEWEST_WINDOWS = 3
-"""Windows of a run that goes on from which on there are conclusions."""
+INTERVAL = 1.0
+"""Seconds between two writes."""
+NUM_RECENT_WINDOWS = 30
+"""Number of windows from which conclusions are drawn."""
+MIN_WINDOWS = 3
+"""Number of windows before the first conclusion, unless the run has ended."""
 SECONDS_TO_DISCONNECT = 2.0
-SECONDS_TO_END = 10.0
-"""Seconds that the end of a run waits for its last records to be written."""
-LEAST_SECONDS, LEAST_STEPS = 3.0, 100
-"""A run of so many seconds or steps ends with a table."""
-PATIENCE = timedelta(seconds=5)
+"""Timeout for a comparison to end before the process group is closed, in seconds."""
+MIN_SECONDS, MIN_STEPS = 3.0, 100
+"""Minimum duration or number of steps of a run that logs a table at its end."""
+STORE_TIMEOUT = timedelta(seconds=5)  # of one request
 
 
 @dataclass(frozen=True)
-class Sources:
-    """What a monitor reads besides the clock; called by its thread."""
+class MonitorSources:
+    """Functions that a monitor calls in its thread for the values of its records."""
 
     start: Callable[[], Start]
-    memory: Callable[[], tuple[int, int]]  # bytes now, and at most
-    learning_rate: Callable[[], object]  # a number or a tensor of one element, else it is not recorded
+    memory: Callable[[], tuple[int, int]]  # current and peak bytes
+    learning_rate: Callable[[], object]  # recorded if it is a number or a tensor of one element
     num_workers: Callable[[], int | None]
-    updates: Callable[[], dict[int, int]]  # of optimizers, by what identifies them
-    batches: Callable[[], tuple[int, int]] = lambda: (0, 0)  # of this pass so far, and in total; 0 if unknown
+    updates: Callable[[], dict[int, int]]  # number of updates of each optimizer, by its `id`
+    batches: Callable[[], tuple[int, int]] = lambda: (
+        0,
+        0,
+    )  # batches of this epoch so far and in total; 0 if unknown
 
 
 class RunMonitor:
-    """Watches one rank; a service of the run.
+    """Monitor of one rank, which is a service of the process.
 
     Args:
-        rank: Of this process.
-        size: The world size.
-        sources: What is read.
-        records: Folder of the records; None for none.
-        status: Folder of the status files of a launcher; None for none.
-        connect: Opens a connection to the store for the comparison of ranks; None where there is one rank.
+        rank: Rank of this process.
+        size: World size.
+        sources: Functions that return the values of the records.
+        records: Folder of the records, or None to write no records.
+        status: Folder of the status files of a launcher, or None to write no status.
+        connect: Function that opens a connection to the store for the comparison of ranks, or None for one
+            rank.
     """
 
     def __init__(
         self,
         rank: int,
         size: int,
-        sources: Sources,
+        sources: MonitorSources,
         records: Path | None,
         status: Path | None,
         connect: Callable[[], RankExchange | None] | None = None,
     ) -> None:
         self.rank, self.size, self._sources = rank, size, sources
-        self._records, self._status, self._connect = records, status, connect
-        self._began = time.time()
+        self.records, self._status, self._connect = RecordThread(records, rank), status, connect
+        self._start_time = time.time()
         self._pid = os.getpid()
-        self._writer: RecordWriter | None = None
-        self._recent: deque[ClosedWindow] = deque(maxlen=RECENT)
+        self._is_recorded, self._has_begun = records is not None, False
+        self._recent: deque[ClosedWindow] = deque(maxlen=NUM_RECENT_WINDOWS)
         self._num_windows = 0
         self._known: dict[str, str] = {}  # texts of conclusions by name
         self._saves = self._saves_in_background = 0
-        self._has_stopped = self._is_finished = self._has_failed = False
+        self._has_stopped = self._is_finished = False
         self._checkpoint = ("", 0.0)
         self._exchange: RankExchange | None = None
         self._compared_at = 0.0
-        self._compared: deque[ClosedWindow] = deque(maxlen=RECENT)  # windows since the last comparison
+        self._compared: deque[ClosedWindow] = deque(
+            maxlen=NUM_RECENT_WINDOWS
+        )  # windows since the last comparison
         self._slowest, self._slowest_by = -1, 0.0
         self._attempt = count_of(environ.current(), "TORCHELASTIC_RESTART_COUNT", 0)
         self._ended_as = ""
-        self._pass = (0.0, 0, 0)  # a time in this pass over the loader, the batches until then and until now
+        self._epoch = (0.0, 0, 0)  # a time in this epoch, the batches until then, and the batches until now
         self._are_even = connect is None or (records is None and status is None)
         self._straggler: Straggler | None = None
         self._values: dict[str, float] = {}  # of the last window
         self._recompilations = torch_private.count_recompilations()
-        self._end = ("finished", "")  # how the run has ended, and the traceback
+        self._end = ("finished", "")  # how the run ended, and its traceback
         self._ended = threading.Event()
         self._comparing = threading.Lock()  # held while the thread uses the store
         self._thread: threading.Thread | None = None
@@ -127,30 +134,20 @@ class RunMonitor:
             self._write_status(None)
 
     def _start(self) -> None:
-        """Start the thread."""
+        """Starts the thread."""
         thread = threading.Thread(target=self._run, name="accelerate-monitor", daemon=True)
         thread.start()
         self._thread = thread
 
     def _run(self) -> None:
         if self._connect is not None and not self._is_finished:
-            self._guard(self._connect_ranks)
-        while not self._ended.wait(PAUSE):
-            self._guard(self.look)
-        self._guard(self._write_end)
-
-    def _guard(self, function: Callable[[], None]) -> None:
-        """Call a function; the first exception is logged, and later calls go on."""
-        try:
-            function()
-        except Exception as error:
-            if not self._has_failed:
-                logger.warning("Records of this run are incomplete: %r. Training goes on.", error)
-            logger.debug("The thread that records the run got an exception.", exc_info=error)
-            self._has_failed = True
+            self.records.guard(self._connect_ranks)
+        while not self._ended.wait(INTERVAL):
+            self.records.guard(self.flush)
+        self.records.guard(self._write_end)
 
     def _connect_ranks(self) -> None:
-        """Open the connection over which ranks are compared, unless the group is closed already."""
+        """Opens the connection for the comparison of ranks, unless the process group is closed."""
         with self._comparing:
             connect, self._connect = self._connect, None
             try:
@@ -158,22 +155,22 @@ class RunMonitor:
             except RuntimeError as error:
                 logger.warning("Ranks are not compared: the store gives no connection (%s).", error)
 
-    def look(self) -> None:
-        """Write what has happened since the last look."""
+    def flush(self) -> None:
+        """Writes the windows, events and conclusions since the last call, and the status."""
         windows = _take(step_clock.windows)
         for window in windows:
             if self._num_windows == 1:
-                self._recent.clear()  # the first steps warm up
+                self._recent.clear()  # the first window has warm-up steps
             self._recent.append(window)
             self._num_windows += 1
         self._compared.extend(windows)
         written = [self._window(window) for window in windows]
-        self._note_recompilations()
-        happened = _take(run_records)
-        for record in happened:
-            self._notice(record)
+        self._record_recompilations()
+        events = _take(run_records)
+        for record in events:
+            self._count(record)
         compared = self._compare()
-        self._write([*written, *happened, *compared, *self._conclude()])
+        self._write([*written, *events, *compared, *self._conclude()])
         if self._status is not None:
             self._write_status(written[-1] if written else None)
 
@@ -194,7 +191,7 @@ class RunMonitor:
             values=values,
         )
 
-    def _notice(self, record: Record) -> None:
+    def _count(self, record: Record) -> None:
         if isinstance(record, Checkpoint) and record.event == "committed":
             self._saves += 1
             self._saves_in_background += record.blocked < record.seconds / 2
@@ -202,7 +199,7 @@ class RunMonitor:
         if isinstance(record, Event) and record.name == "stop":
             self._has_stopped = True
 
-    def _note_recompilations(self) -> None:
+    def _record_recompilations(self) -> None:
         before, self._recompilations = self._recompilations, torch_private.count_recompilations()
         if self._recompilations > before:
             text = f"torch.compile has compiled {self._recompilations - before} functions again"
@@ -210,7 +207,7 @@ class RunMonitor:
             run_records.append(Event(time=time.time(), name="recompilation", step=step, text=text))
 
     def _compare(self) -> list[Record]:
-        """Compare the ranks, when it is time; on rank 0 the result is a record."""
+        """Compares the ranks if the interval is over, and returns the record on rank 0."""
         with self._comparing:
             return self._compare_over(self._exchange)
 
@@ -220,13 +217,13 @@ class RunMonitor:
         self._compared_at = time.monotonic()
         windows = _take(self._compared)
         try:
-            exchange.look(windows[-1].last, _join(windows))
-        except RuntimeError:  # the process that keeps the store has ended: so does the run
+            exchange.exchange(windows[-1].last, _join(windows))
+        except RuntimeError:  # the process that hosts the store has ended, and the run ends
             self._exchange = None
             return []
-        self._straggler, verdict = exchange.straggler, exchange.verdict
-        self._slowest, self._slowest_by = verdict.slowest, verdict.slowest_by
-        self._are_even = verdict.are_even
+        self._straggler, result = exchange.straggler, exchange.result
+        self._slowest, self._slowest_by = result.slowest, result.slowest_by
+        self._are_even = result.are_even
         compared, exchange.times = exchange.times, None
         return [] if compared is None else [compared]
 
@@ -244,8 +241,8 @@ class RunMonitor:
         )
 
     def _conclude(self) -> list[Record]:
-        """Draw conclusions from the last windows; a new one is a record."""
-        if not self._recent or (self._num_windows < FEWEST_WINDOWS and not self._is_finished):
+        """Draws conclusions from the last windows, and returns records of the new ones."""
+        if not self._recent or (self._num_windows < MIN_WINDOWS and not self._is_finished):
             return []
         findings = conclude(self._facts(_join(self._recent)))
         new = [finding for finding in findings if finding.name not in self._known]
@@ -254,25 +251,13 @@ class RunMonitor:
         return [Conclusion(time=now, name=finding.name, step=step, text=finding.text) for finding in new]
 
     def _write(self, records: Sequence[Record]) -> None:
-        """Write records; after one that could not be written no others are."""
-        if self._records is None or not records:
+        """Passes records to the thread that writes them."""
+        if not self._is_recorded or not records:
             return
-        try:
-            if self._writer is None:
-                self._writer = RecordWriter(self._records, self.rank)
-                self._writer.write(replace(self._sources.start(), time=self._began))
-            self._writer.write(*records)
-        except OSError as error:
-            # A program may remove its folder before it ends.
-            level = (
-                logging.INFO
-                if self._is_finished and isinstance(error, FileNotFoundError)
-                else logging.WARNING
-            )
-            logger.log(
-                level, "The run is no longer recorded in %s: %s. Training goes on.", self._records, error
-            )
-            self._records = None
+        if not self._has_begun:
+            self.records.put(replace(self._sources.start(), time=self._start_time))
+            self._has_begun = True
+        self.records.put(*records)
 
     def _write_status(self, window: Window | None) -> None:
         last = self._recent[-1].times if self._recent else StepTimes()
@@ -305,21 +290,21 @@ class RunMonitor:
         )
         try:
             status.write(self._status)  # type: ignore[arg-type]
-        except OSError:  # the launcher has ended, and removed its folder
+        except OSError:  # the launcher has ended, and has deleted its folder
             self._status = None
 
     def _seconds_left(self, batch: int, num_batches: int) -> float:
-        """Seconds until the end of the pass over the loader, if it goes on as since it was first seen."""
+        """Returns the seconds until the end of the epoch, at the mean rate since its first recorded batch."""
         now = time.monotonic()
-        began, first, last = self._pass
+        start, first, last = self._epoch
         if not first or batch < last:
-            began, first = now, batch
-        self._pass = began, first, batch
-        rate = (batch - first) / (now - began) if now > began else 0.0
+            start, first = now, batch
+        self._epoch = start, first, batch
+        rate = (batch - first) / (now - start) if now > start else 0.0
         return max(num_batches - batch, 0) / rate if rate else 0.0
 
     def close(self) -> None:
-        """Stop to compare ranks: the process group closes, and with it the store."""
+        """Stops the comparison of ranks before the process group and its store are closed."""
         if os.getpid() != self._pid:
             return
         is_idle = self._comparing.acquire(timeout=SECONDS_TO_DISCONNECT)
@@ -328,66 +313,64 @@ class RunMonitor:
             self._comparing.release()
 
     def finish(self, how: str, error: str = "") -> None:
-        """End the run: log a table on rank 0, and write how it ended. A second call does nothing."""
+        """Ends the monitor, logs a table on rank 0, and writes how the run ended.
+
+        A second call does nothing.
+        """
         if os.getpid() != self._pid or self._is_finished:
             return
-        self._is_finished = True
+        self._is_finished = self.records.is_run_ending = True
         step_clock.on_first_step = None
         self.close()
         self.log_table()
         step_clock.end_run()
-        if self._thread is None and not error and not step_clock.steps:
-            return
-        self._end = how, error
-        self._ended.set()
-        self._join()
+        deadline = time.monotonic() + RecordThread.SECONDS_TO_END
+        if self._thread is not None or error or step_clock.steps:
+            self._end = how, error
+            self._ended.set()
+            self._join()
+        self.records.close(max(deadline - time.monotonic(), 0.0))
 
     def _join(self) -> None:
-        """Wait until the last records are written, unless the file system does not respond."""
+        """Waits until the last records are written, or until `RecordThread.SECONDS_TO_END` are over."""
         if self._thread is None:
             try:
                 self._start()
-            except RuntimeError:  # from Python 3.12 on an interpreter that exits starts no threads
-                self._guard(self._write_end)
+            except RuntimeError:  # since Python 3.12, an interpreter that exits cannot start threads
+                self.records.guard(self._write_end)
                 return
         thread, self._thread = self._thread, None
         assert thread is not None
-        thread.join(SECONDS_TO_END)
+        thread.join(RecordThread.SECONDS_TO_END)
         if thread.is_alive():
-            logger.warning(
-                "The last records of this run are not in %s: the file system has not responded for %g s.",
-                self._records or self._status,
-                SECONDS_TO_END,
-            )
+            warn_no_response(self._status, RecordThread.SECONDS_TO_END)
 
     def _write_end(self) -> None:
-        """Write what has happened since the last look, and how the run has ended."""
-        self.look()
+        """Writes the remaining records, and how the run ended."""
+        self.flush()
         how, error = self._end
         self._ended_as = "stopped" if how == "finished" and self._has_stopped else how
         if self._status is not None:
             self._write_status(None)
         self._write([End(time=time.time(), how=self._ended_as, error=error)])
-        if self._writer is not None:
-            self._writer.close()
-            self._writer, self._records = None, None
+        self._is_recorded = False
 
     def end(self) -> None:
-        """End with the state, in a process that goes on."""
-        if self._writer is None:
-            self._records = None  # nothing was worth a record
+        """Ends the monitor when the state is reset, in a process that goes on."""
+        if not self._has_begun:
+            self._is_recorded = False  # no record was written, so the end is not recorded either
         self.finish("finished")
 
     def log_table(self) -> None:
-        """Log one table of the run at level INFO, on rank 0."""
+        """Logs one table of the run at level INFO on rank 0."""
         times = step_clock.times(self._sources.updates())
-        is_long = times.seconds >= LEAST_SECONDS or times.steps >= LEAST_STEPS
+        is_long = times.seconds >= MIN_SECONDS or times.steps >= MIN_STEPS
         if self.rank == 0 and is_long and times.steps and logger.isEnabledFor(logging.INFO):
-            logger.info(spell_table(times, conclude(self._facts(times))))
+            logger.info(format_table(times, conclude(self._facts(times))))
 
 
-def spell_table(times: StepTimes, findings: Sequence[Finding]) -> str:
-    """Write where the time of a run went, and the conclusions."""
+def format_table(times: StepTimes, findings: Sequence[Finding]) -> str:
+    """Formats the time of a run by phase, and the conclusions."""
     rate = f"{times.steps_per_second:.4g} steps/s"
     samples = f", {times.samples_per_second:.4g} samples/s on each rank" if times.samples else ""
     lines = [f"{times.steps} steps in {times.seconds:.1f} s ({rate}{samples}):"]
@@ -398,29 +381,30 @@ def spell_table(times: StepTimes, findings: Sequence[Finding]) -> str:
 
 
 def find_monitor() -> RunMonitor | None:
-    """Return the monitor of the run."""
+    """Returns the monitor of this process, or None."""
     return services.find(RunMonitor)
 
 
 def start_monitor(
-    rank: int, size: int, sources: Sources, records: Path | None, status: Path | None, is_first: bool
+    rank: int, size: int, sources: MonitorSources, records: Path | None, status: Path | None, is_first: bool
 ) -> None:
-    """Record this run; nothing happens a second time."""
+    """Starts the monitor of this process, unless it has one."""
     if services.find(RunMonitor) is not None:
         return
     connect = partial(connect_exchange, rank, size, is_first) if size > 1 else None
     monitor = RunMonitor(rank, size, sources, records, status, connect)
     services.put(RunMonitor, monitor, close=monitor.close, end=monitor.end)
+    services.put(RecordThread, monitor.records)
 
 
 def connect_exchange(rank: int, size: int, is_first: bool) -> RankExchange | None:
-    """Open a connection to the store of the process group; None where it has no such store."""
-    channel: StoreChannel | None = process_group.connect_channel("times", PATIENCE)
+    """Returns an exchange over the store of the process group, or None if the group has no such store."""
+    channel: StoreChannel | None = process_group.connect_channel("times", STORE_TIMEOUT)
     return None if channel is None else RankExchange(channel, rank, size, is_first)
 
 
 def read_number(value: object) -> float | None:
-    """Return a number or a tensor of one element as a float; None for anything else."""
+    """Returns a number or a tensor of one element as a float, and None for other values."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError, OverflowError, RuntimeError):
@@ -428,12 +412,12 @@ def read_number(value: object) -> float | None:
 
 
 def _take(queue: deque[Any]) -> list[Any]:
-    """Take all items that are there; another thread may add some."""
+    """Removes and returns the current items of a queue, to which another thread may append."""
     return [queue.popleft() for _ in range(len(queue))]
 
 
 def _join(windows: Sequence[ClosedWindow] | deque[ClosedWindow]) -> StepTimes:
-    """Return the times of several windows together."""
+    """Returns the sum of the times of several windows."""
     return sum((window.times for window in windows), StepTimes())
 
 
@@ -447,5 +431,5 @@ def _finish_at_exit() -> None:
     monitor.finish("failed" if failed else "finished", trace)
 
 
-# Registered after the process group's own, and so called before it.
+# Registered after the exit handler of the process group, and so called before it.
 atexit.register(_finish_at_exit)

@@ -1,8 +1,9 @@
-"""Whether to stop and to save: what one process is asked for, by signals, time or files, all do at one step.
+"""Requests to stop and to save, on which all ranks act at the same step.
 
-Each read of an answer counts; the first of a step begins the next step. Every N steps the ranks begin to
-exchange what they are asked for, and the step after that takes the result, so the exchange runs beside a
-step. N follows from the time of a step and of an exchange, as the ranks agree on them.
+`Accelerator.should_stop` and `should_save` read them. Requests come from signals, time limits, files and Ray
+Train. The first read of either property in a step counts the step. Every N steps the ranks begin to reduce
+their requests, and the next step waits for the result, so the all-reduce overlaps with a step. N depends on
+the times of a step and of an all-reduce, which are reduced as well.
 """
 
 from __future__ import annotations
@@ -21,107 +22,110 @@ from typing import Any, NamedTuple
 from accelerate.base import read_seconds, wrong_value
 from accelerate.launch import NOTES
 from accelerate.logging import get_logger
-from accelerate.ops import Answer, flight_recorder, reduce_async
+from accelerate.ops import AsyncReduction, flight_recorder, reduce_async
 from accelerate.settings import decode
 from accelerate.settings.sections import StoppingSection
-from accelerate.state import PartialState, note_event, services
+from accelerate.state import PartialState, record_event, services
 
 logger = get_logger(__name__)
 
 DEFAULT_MARGIN = 120
-"""Seconds before the end of an allocation of SLURM; `stop_margin` changes it."""
-SECONDS_BETWEEN_LOOKS = 1.0
-"""Files are looked for at most this often: a shared file system takes its time."""
-PRICE = 0.001
-"""The part of the run that asking the other ranks may take from the training thread."""
-REACTION = 2.0
-"""Seconds after which ranks ask each other again, whatever it costs."""
-MOST_ROUNDS = 200
-"""Steps after which they do in any case: steps may become longer, from an evaluation to the next training."""
-SECONDS_ALIKE = 2.0
-"""One request may come twice, from a launcher and to the whole process group: within this time it is one."""
+"""Default of `stop_margin`, the seconds before the end of a SLURM allocation at which a run stops."""
+MIN_READ_INTERVAL = 1.0
+"""Seconds between two reads of a file, because a shared file system may be slow."""
+MAX_OVERHEAD = 0.001
+"""Fraction of the time of the training thread that the all-reduces may take."""
+MAX_DELAY = 2.0
+"""Maximum of the seconds between two all-reduces, even if they exceed `MAX_OVERHEAD`."""
+MAX_STEPS = 200
+"""Maximum number of steps between two all-reduces, because steps after an evaluation may be longer."""
+REPEAT_SECONDS = 2.0
+"""Seconds within which a repeated signal is one request, as it may be sent by a launcher and to its group."""
 
 _ALLOCATION_END = "SLURM_JOB_END_TIME"
 _AGENT = "torch.distributed.elastic"
 _PURPOSE = "accelerate.Accelerator.should_stop"
 _STOP_READ, _SAVE_READ = 1, 2
-_ENDING = (signal.SIGTERM, getattr(signal, "SIGBREAK", None))
-_CYCLES_TO_WARM = 2  # the first exchange opens a group, the first steps compile
+_TERMINATION_SIGNALS = (signal.SIGTERM, getattr(signal, "SIGBREAK", None))
+_NUM_WARM_UP_CYCLES = 2  # the first all-reduce opens a process group, the first steps compile
 
-Combine = Callable[[Sequence[float], str, str], Answer]
+Reduce = Callable[[Sequence[float], str, str], AsyncReduction]
 
 
-class Trigger(NamedTuple):
-    """One kind of request to save, by the name of the signal or setting."""
+class RequestType(NamedTuple):
+    """Type of request to save, named after its signal or setting."""
 
     name: str
-    reason: str  # what has happened, as messages say it; a process number follows
-    stops: bool  # the run stops as well
+    reason: str  # cause in messages, which is followed by the number of a process
+    stops: bool  # whether the run also stops
 
 
 SIGNALS = (
-    Trigger("SIGTERM", "SIGTERM reached", stops=True),
-    Trigger("SIGUSR1", "SIGUSR1 reached", stops=True),
-    Trigger("SIGUSR2", "SIGUSR2 reached", stops=False),
-    # Ctrl-Break, the only request that reaches the processes of a run on Windows
-    *((Trigger("SIGBREAK", "SIGBREAK reached", stops=True),) if hasattr(signal, "SIGBREAK") else ()),
+    RequestType("SIGTERM", "SIGTERM reached", stops=True),
+    RequestType("SIGUSR1", "SIGUSR1 reached", stops=True),
+    RequestType("SIGUSR2", "SIGUSR2 reached", stops=False),
+    # Ctrl-Break, the only request signal that processes of a run on Windows receive
+    *((RequestType("SIGBREAK", "SIGBREAK reached", stops=True),) if hasattr(signal, "SIGBREAK") else ()),
 )
-TIME_IS_UP = Trigger("max_time", "max_time is over, says", stops=True)
-ALLOCATION_ENDS = Trigger("allocation", "the SLURM allocation ends soon, says", stops=True)
-STOP_FILE = Trigger("stop_file", "the stop_file was found by", stops=True)
-SAVE_FILE = Trigger("save_file", "the save_file was touched, says", stops=False)
-# It does not stop: Ray restarts a run whose workers are preempted, unless their functions return before.
-PREEMPTION = Trigger("preemption", "Ray preempts a node, says", stops=False)
+TIME_IS_UP = RequestType("max_time", "max_time is over, says", stops=True)
+ALLOCATION_ENDS = RequestType("allocation", "the SLURM allocation ends soon, says", stops=True)
+STOP_FILE = RequestType("stop_file", "the stop_file was found by", stops=True)
+SAVE_FILE = RequestType("save_file", "the save_file was touched, says", stops=False)
+# It does not stop the run, because Ray does not restart a run whose functions have returned.
+PREEMPTION = RequestType("preemption", "Ray preempts a node, says", stops=False)
 
-TRIGGERS = (*SIGNALS, TIME_IS_UP, ALLOCATION_ENDS, STOP_FILE, SAVE_FILE, PREEMPTION)
-"""All of them, in the order of the numbers that ranks exchange."""
-
-
-class Source(NamedTuple):
-    """Where a request may come from, and whether it asks now."""
-
-    trigger: Trigger
-    asks: Callable[[], bool]
+REQUEST_TYPES = (*SIGNALS, TIME_IS_UP, ALLOCATION_ENDS, STOP_FILE, SAVE_FILE, PREEMPTION)
+"""Request types in the order in which ranks reduce them."""
 
 
-def deadline(trigger: Trigger, at: float, clock: Callable[[], float] = time.monotonic) -> Source:
-    """A source that asks from a time of the clock on."""
-    return Source(trigger, lambda: clock() >= at)
+class RequestSource(NamedTuple):
+    """Source of requests of one type."""
+
+    kind: RequestType
+    is_requested: Callable[[], bool]
 
 
-def stop_file(path: str) -> Source:
-    """A source that asks as long as a file exists, also one that was there before."""
-    return Source(STOP_FILE, partial(os.path.exists, os.path.expanduser(path)))
+def deadline(kind: RequestType, at: float, clock: Callable[[], float] = time.monotonic) -> RequestSource:
+    """Returns a source with a request from a time of the clock on."""
+    return RequestSource(kind, lambda: clock() >= at)
 
 
-def save_file(path: str) -> Source:
-    """A source that asks once each time that a file is touched; one that was there before does not ask."""
+def stop_file(path: str) -> RequestSource:
+    """Returns a source with a request as long as a file exists, even if it existed at the start."""
+    return RequestSource(STOP_FILE, partial(os.path.exists, os.path.expanduser(path)))
+
+
+def save_file(path: str) -> RequestSource:
+    """Returns a source with one request each time that a file is created or touched."""
     path = os.path.expanduser(path)
-    touched = _time_of_change(path)
+    modified = _modification_time(path)
 
-    def asks() -> bool:
-        nonlocal touched
-        before, touched = touched, _time_of_change(path)
-        return touched not in (None, before)
+    def is_requested() -> bool:
+        nonlocal modified
+        before, modified = modified, _modification_time(path)
+        return modified not in (None, before)
 
-    return Source(SAVE_FILE, asks)
+    return RequestSource(SAVE_FILE, is_requested)
 
 
-def preemption(read: Callable[[], object]) -> Source:
-    """A source that asks once for each preemption. All workers read together: Ray makes it a barrier."""
-    known: object = None
+def preemption(read: Callable[[], object]) -> RequestSource:
+    """Returns a source with one request for each preemption.
 
-    def asks() -> bool:
-        nonlocal known
+    All workers call it together, because `read` is a barrier in Ray Train.
+    """
+    last: object = None
+
+    def is_requested() -> bool:
+        nonlocal last
         with flight_recorder().entry("ray.train.get_preemption_info"):
-            before, known = known, read()
-        return known not in (None, before)
+            before, last = last, read()
+        return last not in (None, before)
 
-    return Source(PREEMPTION, asks)
+    return RequestSource(PREEMPTION, is_requested)
 
 
 def find_preemption_reader() -> Callable[[], object] | None:
-    """Return the function with which Ray Train announces preemptions; None where this is not its worker."""
+    """Returns the function of Ray Train that returns preemptions, or None outside of its workers."""
     train: Any = sys.modules.get("ray.train")
     read: Callable[[], object] | None = getattr(train, "get_preemption_info", None)
     if read is None:
@@ -133,23 +137,23 @@ def find_preemption_reader() -> Callable[[], object] | None:
     return read
 
 
-def seldom(source: Source, clock: Callable[[], float] = time.monotonic) -> Source:
-    """A source that costs something, looked at now and then; between two looks it does not ask."""
-    next_look = -math.inf
+def throttled(source: RequestSource, clock: Callable[[], float] = time.monotonic) -> RequestSource:
+    """Returns a source that reads another one at most once per `MIN_READ_INTERVAL`."""
+    next_read = -math.inf
 
-    def asks() -> bool:
-        nonlocal next_look
+    def is_requested() -> bool:
+        nonlocal next_read
         now = clock()
-        if now < next_look:
+        if now < next_read:
             return False
-        next_look = now + SECONDS_BETWEEN_LOOKS
-        return source.asks()
+        next_read = now + MIN_READ_INTERVAL
+        return source.is_requested()
 
-    return Source(source.trigger, asks)
+    return RequestSource(source.kind, is_requested)
 
 
 def process_age() -> float:
-    import psutil  # only a run with a time budget pays for it
+    import psutil  # needed only by a run with `max_time`
 
     return time.time() - psutil.Process().create_time()
 
@@ -158,15 +162,15 @@ def find_sources(
     settings: StoppingSection,
     environ: Mapping[str, str],
     *,
-    looks_at_files: bool,
+    reads_files: bool,
     age: Callable[[], float] = process_age,
-) -> list[Source]:
-    """Return what this process has to look at, beside signals.
+) -> list[RequestSource]:
+    """Returns the sources of requests of this process, except for signals.
 
-    `looks_at_files` says whether it is the one of its machine that looks at files.
+    `reads_files` is True for the one process of each node that reads files.
     """
     now = time.monotonic()
-    sources: list[Source] = []
+    sources: list[RequestSource] = []
     if settings.max_time is not None:
         try:
             budget = read_seconds(settings.max_time)
@@ -179,60 +183,60 @@ def find_sources(
     margin = DEFAULT_MARGIN if settings.stop_margin is None else settings.stop_margin
     if end.isdecimal() and margin:
         sources.append(deadline(ALLOCATION_ENDS, now + float(end) - time.time() - margin))
-    if looks_at_files and settings.stop_file:
-        sources.append(seldom(stop_file(settings.stop_file)))
-    if looks_at_files and settings.save_file:
-        sources.append(seldom(save_file(settings.save_file)))
+    if reads_files and settings.stop_file:
+        sources.append(throttled(stop_file(settings.stop_file)))
+    if reads_files and settings.save_file:
+        sources.append(throttled(save_file(settings.save_file)))
     if (read := find_preemption_reader()) is not None:
         sources.append(preemption(read))
     return sources
 
 
-def rounds_between(step: float, cost: float) -> int:
-    """Return after how many steps ranks ask each other again, from the seconds of a step and of asking."""
+def steps_between(step: float, cost: float) -> int:
+    """Returns the number of steps between two all-reduces, from the seconds of a step and an all-reduce."""
     if step <= 0:
         return 1
-    cheap = math.ceil(cost / (PRICE * step))
-    quick = min(int(REACTION / step), MOST_ROUNDS)
-    return max(1, min(cheap, quick))
+    min_steps = math.ceil(cost / (MAX_OVERHEAD * step))
+    max_steps = min(int(MAX_DELAY / step), MAX_STEPS)
+    return max(1, min(min_steps, max_steps))
 
 
-def asked(sources: Iterable[Source]) -> set[Trigger]:
-    return {source.trigger for source in sources if source.asks()}
+def read_requests(sources: Iterable[RequestSource]) -> set[RequestType]:
+    return {source.kind for source in sources if source.is_requested()}
 
 
-def _time_of_change(path: str) -> int | None:
+def _modification_time(path: str) -> int | None:
     try:
         return os.stat(path).st_mtime_ns
-    except OSError:  # not there, or not to be seen now: both mean that there is no request
+    except OSError:  # a missing or inaccessible file requests nothing
         return None
 
 
-class _Installed(list["SignalNotes"]):
-    """The notes of this process whose handlers are set: at most one, as a process has one for each signal."""
+class _Installed(list["SignalRecorder"]):
+    """List of the recorder whose handlers are set, which has at most one element."""
 
 
-class SignalNotes:
-    """The signals that this process got, kept for later, where the training loop asks for them.
+class SignalRecorder:
+    """Recorder of signals, which keeps them until the training loop reads them.
 
-    Handlers are set when the first question is asked, and restored at the end; a handler that was there
-    before is called as well. A second SIGTERM is not kept: it does what it did before. So is no signal in a
-    fork of this process: whoever ends its own helpers with SIGTERM means it.
+    Handlers are set at the first read, and restored at the end. Each calls the handler that it replaces. A
+    second SIGTERM is not recorded, but handled as without the recorder. The same applies to all signals in a
+    fork of this process, because SIGTERM is to end such a process.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        known = (trigger for trigger in SIGNALS if hasattr(signal, trigger.name))
-        self._triggers = {getattr(signal, trigger.name): trigger for trigger in known}
-        self._noted: set[Trigger] = set()
-        self._before: dict[int, Any] = {}
-        self._first_end: float | None = None
+        existing = (kind for kind in SIGNALS if hasattr(signal, kind.name))
+        self._kinds = {getattr(signal, kind.name): kind for kind in existing}
+        self._received: set[RequestType] = set()
+        self._previous_handlers: dict[int, Any] = {}
+        self._first_termination: float | None = None
         self._process = 0
 
     def install(self) -> None:
-        """Note signals from now on, and those that came while the script was starting.
+        """Sets the handlers, and takes the signals that were received while the script was starting.
 
-        Notes of an earlier run in this process end.
+        A recorder of an earlier run in this process is restored first.
         """
         if threading.current_thread() is not threading.main_thread():
             text = (
@@ -243,146 +247,155 @@ class SignalNotes:
             logger.warning(text, main_process_only=False)
             return
         installed = services.of_process(_Installed)
-        for notes in list(installed):
-            notes.restore()
-        for number in self._triggers:
-            if signal.getsignal(number) is not None:  # None: set by a library in C, and lost if replaced
-                self._before[number] = signal.signal(number, self._note)
-        self._noted |= {self._triggers[number] for number in NOTES.take()}
+        for recorder in list(installed):
+            recorder.restore()
+        for number in self._kinds:
+            if signal.getsignal(number) is not None:  # a handler in C gives None, and could not be restored
+                self._previous_handlers[number] = signal.signal(number, self._on_signal)
+        self._received |= {self._kinds[number] for number in NOTES.take()}
         installed.append(self)
         self._process = os.getpid()
 
     def restore(self) -> None:
-        """Bring back the handlers that were there before, where ours are still in place."""
+        """Restores the previous handlers, unless other code has replaced the handlers of this recorder."""
         installed = services.of_process(_Installed)
         if self not in installed or threading.current_thread() is not threading.main_thread():
             return
         installed.remove(self)
-        for number, before in self._before.items():
-            if signal.getsignal(number) == self._note:
-                signal.signal(number, before)
-        self._before.clear()
+        for number, previous in self._previous_handlers.items():
+            if signal.getsignal(number) == self._on_signal:
+                signal.signal(number, previous)
+        self._previous_handlers.clear()
 
-    def take(self) -> set[Trigger]:
-        noted, self._noted = self._noted, set()
-        return noted
+    def take(self) -> set[RequestType]:
+        received, self._received = self._received, set()
+        return received
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         is_fork = os.getpid() != self._process
-        if is_fork or (number in _ENDING and self._is_second()):
+        if is_fork or (number in _TERMINATION_SIGNALS and self._is_second()):
             self.restore()
             signal.raise_signal(number)
             return
-        self._noted.add(self._triggers[number])
-        before = self._before.get(number)
-        # A process forked from torch's agent inherits its handler, which is not meant for it.
-        is_agent = str(getattr(before, "__module__", "")).startswith(_AGENT)
-        if callable(before) and before != NOTES.note and not is_agent:
-            before(number, frame)
+        self._received.add(self._kinds[number])
+        previous = self._previous_handlers.get(number)
+        # A process that is forked from the elastic agent inherits the handler of the agent.
+        is_agent = str(getattr(previous, "__module__", "")).startswith(_AGENT)
+        if callable(previous) and previous != NOTES.note and not is_agent:
+            previous(number, frame)
 
     def _is_second(self) -> bool:
         now = self._clock()
-        if self._first_end is None:
-            self._first_end = now
-        return now - self._first_end > SECONDS_ALIKE
+        if self._first_termination is None:
+            self._first_termination = now
+        return now - self._first_termination > REPEAT_SECONDS
 
 
-class Agreement:
-    """The answers of one run; read on all ranks equally often and in the same order."""
+class StopRequests:
+    """Requests of one run to stop and to save.
+
+    All ranks read them equally often and in the same order.
+    """
 
     def __init__(
         self,
         rank: int,
-        sources: Sequence[Source],
-        notes: SignalNotes,
-        combine: Combine = reduce_async,
+        sources: Sequence[RequestSource],
+        signals: SignalRecorder,
+        reduce: Reduce = reduce_async,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._rank, self._sources, self._notes = rank, sources, notes
-        self._combine, self._clock = combine, clock
+        self._rank, self._sources, self._signals = rank, sources, signals
+        self._reduce, self._clock = reduce, clock
         self._stop = self._save = False
-        self._read = 0  # which answers were read in this step
-        self._left = 1  # steps until there is something to do; below 1 there never is
-        self._every = 1
-        self._answer: Answer | None = None
+        self._read = 0  # `_STOP_READ` and `_SAVE_READ` of this step
+        self._steps_left = 1  # steps until the next action; below 1 there is none
+        self._interval = 1  # steps between two all-reduces
+        self._reduction: AsyncReduction | None = None
         self._cycles = 0
-        self._began = self._spent = 0.0
+        self._cycle_start = self._spent = 0.0  # `_spent`: seconds of this object in the cycle
 
     def read_stop(self) -> bool:
-        """Whether to leave the training loop; once true it stays true."""
+        """Returns whether to leave the training loop.
+
+        Once it is True, it stays True.
+        """
         self._count(_STOP_READ, _SAVE_READ)
         return self._stop
 
     def read_save(self) -> bool:
-        """Whether to save now; true once for each request."""
+        """Returns whether to save now, which is True once for each request."""
         self._count(_SAVE_READ, _STOP_READ)
-        due, self._save = self._save, False
-        return due
+        is_due, self._save = self._save, False
+        return is_due
 
     def close(self) -> None:
-        """Watch nothing any more; the answers stay as they are."""
-        self._left = 0
-        self._answer = None
-        self._notes.restore()
+        """Stops watching for requests.
 
-    def _count(self, answer: int, other: int) -> None:
-        """Count a read; the first one of a step begins the next step."""
+        `read_stop` keeps its value.
+        """
+        self._steps_left = 0
+        self._reduction = None
+        self._signals.restore()
+
+    def _count(self, read: int, other: int) -> None:
+        """Counts a read, and a step if it is the first read of the step."""
         if self._read == other:
-            self._read = answer | other
+            self._read = read | other
             return
-        self._read = answer
-        self._left -= 1
-        if not self._left:
+        self._read = read
+        self._steps_left -= 1
+        if not self._steps_left:
             self._advance()
 
     def _advance(self) -> None:
         now = self._clock()
-        if self._answer is not None:
-            answer, self._answer = self._answer, None
-            self._take(answer.wait())
+        if self._reduction is not None:
+            reduction, self._reduction = self._reduction, None
+            self._take(reduction.wait())
             if self._stop:
-                return  # for good: `_left` counts on below zero
-            if self._every > 1:
-                self._left = self._every - 1
+                return  # no further action, as `_steps_left` goes below zero
+            if self._interval > 1:
+                self._steps_left = self._interval - 1
                 self._spent += self._clock() - now
                 return
-        self._ask(now)
-        self._left = 1
+        self._start_reduction(now)
+        self._steps_left = 1
         self._spent += self._clock() - now
 
-    def _ask(self, now: float) -> None:
-        """Begin an exchange: what this process is asked for, and how long its steps and exchanges take."""
+    def _start_reduction(self, now: float) -> None:
+        """Starts an all-reduce of the requests of this rank and the times of its steps and all-reduces."""
         if not self._cycles:
-            self._notes.install()
+            self._signals.install()
         step, cost = 0.0, 0.0
-        if self._cycles >= _CYCLES_TO_WARM:
-            step, cost = (now - self._began - self._spent) / self._every, self._spent
+        if self._cycles >= _NUM_WARM_UP_CYCLES:
+            step, cost = (now - self._cycle_start - self._spent) / self._interval, self._spent
         self._cycles += 1
-        self._began, self._spent = now, 0.0
-        requests = asked(self._sources) | self._notes.take()
-        numbers = [self._rank + 1.0 if trigger in requests else 0.0 for trigger in TRIGGERS]
-        # The slowest step counts, and the quickest exchange: others waited for a rank, not for the network.
-        self._answer = self._combine([*numbers, step, -cost], "max", _PURPOSE)
+        self._cycle_start, self._spent = now, 0.0
+        requests = read_requests(self._sources) | self._signals.take()
+        numbers = [self._rank + 1.0 if kind in requests else 0.0 for kind in REQUEST_TYPES]
+        # The slowest step counts, and the fastest all-reduce, as slower ones waited for another rank.
+        self._reduction = self._reduce([*numbers, step, -cost], "max", _PURPOSE)
 
     def _take(self, numbers: Sequence[float]) -> None:
         *requests, step, cost = numbers
-        for trigger, process in zip(TRIGGERS, requests, strict=True):
+        for kind, process in zip(REQUEST_TYPES, requests, strict=True):
             if process:
                 self._save = True
-                self._stop |= trigger.stops
-                what = "save and stop" if trigger.stops else "save"
-                note_event("stop" if trigger.stops else "save", f"{trigger.reason} process {process - 1:.0f}")
-                logger.warning(f"All processes {what} now: {trigger.reason} process {process - 1:.0f}.")
-        self._every = rounds_between(step, -cost)
+                self._stop |= kind.stops
+                action = "save and stop" if kind.stops else "save"
+                record_event("stop" if kind.stops else "save", f"{kind.reason} process {process - 1:.0f}")
+                logger.warning(f"All processes {action} now: {kind.reason} process {process - 1:.0f}.")
+        self._interval = steps_between(step, -cost)
 
 
-def agreement_of_run(environ: Mapping[str, str]) -> Agreement:
-    """Return the answers of this run, a service that a reset of the state closes."""
-    agreement = services.find(Agreement)
-    if agreement is None:
-        state, notes = PartialState(), SignalNotes()
+def get_stop_requests(environ: Mapping[str, str]) -> StopRequests:
+    """Returns the requests of this run, which a reset of the state closes."""
+    stop_requests = services.find(StopRequests)
+    if stop_requests is None:
+        state, signals = PartialState(), SignalRecorder()
         settings = decode(StoppingSection, environ)
-        sources = find_sources(settings, environ, looks_at_files=state.is_local_main_process)
-        agreement = Agreement(state.process_index, sources, notes)
-        services.put(Agreement, agreement, end=agreement.close)
-    return agreement
+        sources = find_sources(settings, environ, reads_files=state.is_local_main_process)
+        stop_requests = StopRequests(state.process_index, sources, signals)
+        services.put(StopRequests, stop_requests, end=stop_requests.close)
+    return stop_requests

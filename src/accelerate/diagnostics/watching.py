@@ -1,8 +1,9 @@
-"""The hang detector of one rank: it detects deadlocks, answers other ranks, and ends with the process group.
+"""Watchdog of one rank, which detects deadlocks and answers inquiries of other ranks about them.
 
-It looks about once a second, from a thread of its own. That costs the training thread nothing, and works
-while it is blocked outside Python. It asks the store at each look while the rank waits, and otherwise at each
-fourth, so that the store answers any number of ranks.
+`Accelerator` starts it with `start`, and it ends with the process group. It checks about once per second, in
+its own thread. This costs the training thread no time, and works while that thread is blocked outside of
+Python. It makes a request to the store at each check while the rank waits, and otherwise at each fourth
+check, so that the store can serve many ranks.
 """
 
 from __future__ import annotations
@@ -22,58 +23,69 @@ from accelerate.base import environ as variables
 from accelerate.data_loader import WorkersObserver
 from accelerate.diagnostics import processes
 from accelerate.diagnostics.arrivals import SECONDS_TO_ANSWER, SECONDS_TO_END, ArrivalWatch
-from accelerate.diagnostics.hang_report import Doing, Limits, Outlet, RankState, Report, compose, is_hang
-from accelerate.diagnostics.observation import GROWTH, LoaderWatch, Observation
-from accelerate.diagnostics.peers import PATIENCE, Peers, own_identity
+from accelerate.diagnostics.hang_report import (
+    Activity,
+    HangReporter,
+    Limits,
+    RankState,
+    Report,
+    format_report,
+    is_hang,
+)
+from accelerate.diagnostics.observation import GROWTH, LoaderWatch, ThreadObserver
+from accelerate.diagnostics.peers import STORE_TIMEOUT, Peers, own_identity
 from accelerate.ops import flight_recorder
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
 from accelerate.state import PartialState, Topology, process_group, services
 
-DEFAULT_SECONDS = 60.0
+DEFAULT_TIMEOUT = 60.0  # seconds, default of `hang_timeout`
 
 _logger = logging.getLogger(__name__)
 
-IDLE_LOOKS = 4
-"""Looks of a rank that does not wait for each request to the store."""
-_READINGS = (1.25, 2.25, 4.0, 5.5)
-"""When answers to an inquiry are read, in pauses after it: by then ranks that do not wait look too."""
-_SOON = 2.25
-"""Pauses within which ranks that wait answer; a report about a rank that has ended waits for no other."""
+CHECKS_PER_IDLE_REQUEST = 4
+"""Number of checks per request to the store while the rank does not wait."""
+_ANSWER_READS = (1.25, 2.25, 4.0, 5.5)
+"""Times at which answers to an inquiry are read, in check intervals, until ranks that do not wait check."""
+_WAITING_RANKS_ANSWER = 2.25
+"""Check intervals within which waiting ranks answer, after which a report about an ended rank is complete."""
 _SLOW = 1.0
-"""Seconds for one request, from which on a store is slow."""
-_REQUESTS_TO_ANSWER, _LONGEST = 4, 30.0
-"""Requests for which a rank that answers waits, and for how many seconds at most others wait for these."""
+"""Seconds of one request from which on the store counts as slow."""
+_REQUESTS_TO_ANSWER, _MAX_STORE_SECONDS = 4, 30.0
+"""Number of requests of a rank that answers, and the maximum of the seconds that others wait for them."""
 
 SECONDS_TO_CONNECT = 5.0
-"""How long after its start rank 0 waits, when it ends, for ranks that have not connected to its store yet."""
+"""Seconds after its start until which rank 0, when it ends, waits for ranks to connect to its store."""
 
 
 class Watchdog:
-    """Watches one rank in a thread, until `stop` or `end` is called; a service of the run."""
+    """Watchdog of one rank, which checks in a thread until `stop` or `end` is called.
+
+    It is a service of the process.
+    """
 
     def __init__(
-        self, rank: int, limits: Limits, peers: Peers, observation: Observation, outlet: Outlet
+        self, rank: int, limits: Limits, peers: Peers, observer: ThreadObserver, reporter: HangReporter
     ) -> None:
         self.rank = rank
-        self._started = time.monotonic()
+        self._start_time = time.monotonic()
         self.ended = threading.Event()
         self.ending = "given up its state"
         self.failed = False
-        self.lost: RankState | None = None  # where an operation with other ranks failed
-        self._limits, self._peers, self._observation, self._outlet = limits, peers, observation, outlet
-        self._num_looks = 0
-        self._seconds_of_request = 0.0  # that the last look at the counter took
-        self._num_reports = 0  # that were posted up to the last look
-        self._answered = 0  # last inquiry that this rank has answered
-        self._read = 0  # last inquiry whose report it has read
+        self.failed_operation: RankState | None = None  # state in which an operation with other ranks failed
+        self._limits, self._peers, self._observer, self._reporter = limits, peers, observer, reporter
+        self._num_checks = 0
+        self._seconds_of_request = 0.0  # of the last read of the counter
+        self._num_reports = 0  # at the last read of the counter
+        self._answered = 0  # number of the last inquiry that this rank has answered
+        self._read = 0  # number of the last inquiry whose report it has read
         self._answered_at = 0.0
-        self._token: object = None
-        self._next = limits.seconds  # how long the present wait may last until it is reported (again)
-        self._named: set[int] = set()  # ranks that were reported to have ended
-        self._reported: object = None  # the wait that this rank had reported last
-        self._over = False
-        self._patience_for_data = limits.seconds  # grows: a loader that is slow at each batch is no fault
+        self._token: object = None  # identifies the current wait
+        self._report_after = limits.timeout  # seconds of the current wait before it is reported
+        self._reported_ends: set[int] = set()  # ranks whose end was reported
+        self._reported: object = None  # token of the wait that this rank reported last
+        self._is_over = False
+        self._data_timeout = limits.timeout  # grows, because a loader may be slow at each batch
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self.run, name="accelerate-watchdog", daemon=True)
 
@@ -81,248 +93,276 @@ class Watchdog:
         self._thread.start()
 
     def stop(self, ending: str) -> None:
-        """End, and post that this process takes no further part, after "rank 1 has"."""
+        """Ends the watchdog, and posts `ending`, which is text after "rank 1 has"."""
         self.ending = ending
         if process_group.failed():
             self.failed = True
-            self.lost = lost_operation(self.rank, sys.last_traceback)
+            self.failed_operation = find_failed_operation(self.rank, sys.last_traceback)
         self.end()
         self._thread.join(SECONDS_TO_END)
 
     def end(self) -> None:
-        """End in its own process only: a fork may have the lock of the event as it was held."""
+        """Ends the watchdog, but not in a fork, which may have inherited the held lock of the event."""
         if os.getpid() == self._pid:
             self.ended.set()
 
     def run(self) -> None:
-        """Look until the end; without the store, report once what this rank sees alone."""
+        """Checks until the end.
+
+        If the store has ended, it reports once the state of this rank alone.
+        """
         try:
-            while not self.ended.wait(self._limits.pause):
-                self.look()
-            self.post_end(self.ending, self.failed, self.lost)
-            if self.rank == 0:  # it keeps the store: another rank would wait long for a connection to it
-                left = self._started + SECONDS_TO_CONNECT - time.monotonic()
-                self._peers.wait_for_identities(left)
-        except RuntimeError as error:  # what torch raises when a store does not answer
+            while not self.ended.wait(self._limits.interval):
+                self.check()
+            self.post_end(self.ending, self.failed, self.failed_operation)
+            if self.rank == 0:  # it hosts the store, to which other ranks may still connect
+                remaining = self._start_time + SECONDS_TO_CONNECT - time.monotonic()
+                self._peers.wait_for_identities(remaining)
+        except RuntimeError as error:  # raised by torch if the store does not respond
             self._watch_alone(str(error).splitlines()[0])
         finally:
-            self._observation.release()
+            self._observer.release()
 
     def _watch_alone(self, reason: str) -> None:
-        while not self.ended.wait(self._limits.pause):
-            _, seconds = self._observation.waited()
-            if seconds >= self._limits.death:
-                report = self._report_alone(self._observation.state(), reason)
-                if report.ends:
-                    self._outlet.prepare_end(report)
-                    self._outlet.end()
+        while not self.ended.wait(self._limits.interval):
+            _, seconds = self._observer.current_wait()
+            if seconds >= self._limits.liveness_timeout:
+                report = self._report_alone(self._observer.state(), reason)
+                if report.aborts:
+                    self._reporter.prepare_end(report)
+                    self._reporter.end()
                 return
-        if self.lost is not None:
-            self._report_alone(self.lost, reason)
+        if self.failed_operation is not None:
+            self._report_alone(self.failed_operation, reason)
 
     def _report_alone(self, state: RankState, reason: str) -> Report:
         text = (
-            f"{compose([state], os.getcwd())}\nThe others cannot be asked: the store of the run is gone "
-            f"({reason}). The process that keeps it, rank 0 or the launcher, has most likely ended."
+            f"{format_report([state], os.getcwd())}\nThe others cannot be asked: the store of the run is "
+            f"gone ({reason}). The process that keeps it, rank 0 or the launcher, has most likely ended."
         )
-        report = self._build_report(text, [self.rank], [], ends=self._limits.ends)
-        self._outlet.publish(report)
+        report = self._build_report(text, [self.rank], [], aborts=self._limits.aborts)
+        self._reporter.publish(report)
         return report
 
-    def look(self) -> None:
-        """Look once: answer others, read reports, and ask when this rank waits too long."""
-        token, seconds = self._observation.waited()
+    def check(self) -> None:
+        """Checks once, which answers other ranks, reads reports, and begins an inquiry after the timeout."""
+        token, seconds = self._observer.current_wait()
         if token != self._token:
-            is_data = isinstance(token, tuple) and token[0] == Doing.DATA
-            self._token, self._next = token, self._patience_for_data if is_data else self._limits.seconds
-        self._num_looks += 1
-        is_waiting = token is not None and seconds >= self._limits.death
-        if is_waiting or self._is_inquiring() or self._num_looks % IDLE_LOOKS == 0:
-            self._attend(seconds)
-        self._peers.look_at_machine(is_waiting)
+            is_data = isinstance(token, tuple) and token[0] == Activity.DATA
+            self._token, self._report_after = token, self._data_timeout if is_data else self._limits.timeout
+        self._num_checks += 1
+        is_waiting = token is not None and seconds >= self._limits.liveness_timeout
+        if is_waiting or self._is_inquiring() or self._num_checks % CHECKS_PER_IDLE_REQUEST == 0:
+            self._read_events(seconds)
+        self._peers.check_local_processes(is_waiting)
         self._report_end_of_hang()
         if not is_waiting or self._is_inquiring():
             return
-        if seconds >= self._next or self._peers.ended().keys() - self._named:
+        if seconds >= self._report_after or self._peers.ended().keys() - self._reported_ends:
             self._inquire(seconds)
 
     def _is_inquiring(self) -> bool:
-        """Whether a report is to come; a rank that began an inquiry and posts none has died meanwhile."""
+        """Returns whether a report is expected.
+
+        A rank that began an inquiry and posts no report has died meanwhile.
+        """
         since_answer = time.monotonic() - self._answered_at
-        limit = 3 * SECONDS_TO_ANSWER + 2 * self._seconds_of_store()
-        return self._read < self._answered and since_answer < limit
+        timeout = 3 * SECONDS_TO_ANSWER + 2 * self._seconds_of_store()
+        return self._read < self._answered and since_answer < timeout
 
     def _seconds_of_store(self) -> float:
-        """How much longer an answer takes than with a store that answers at once."""
-        return min(_REQUESTS_TO_ANSWER * self._seconds_of_request, _LONGEST)
+        """Returns the seconds that the store adds to the time of an answer."""
+        return min(_REQUESTS_TO_ANSWER * self._seconds_of_request, _MAX_STORE_SECONDS)
 
-    def post_end(self, ending: str, failed: bool, lost: RankState | None) -> None:
-        """Post how this process ends, and name those whose end before made it fail.
+    def post_end(self, ending: str, failed: bool, failed_operation: RankState | None) -> None:
+        """Posts how this process ends, and reports the ranks that ended before and made it fail.
 
-        `lost` is where this rank was when an operation with other ranks failed; None where none has failed.
+        `failed_operation` is the state in which an operation with other ranks failed, or None.
         """
         self._peers.leave(ending)
         if self._reported is not None and not failed:
             self._withdraw()
-        if lost is None:
+        if failed_operation is None:
             return
         self._peers.events()
-        self._peers.look_at_machine(is_waiting=True)
+        self._peers.check_local_processes(is_waiting=True)
         ended = self._peers.ended()
-        if ended and not self._named and self._peers.is_first_to_report():
+        if ended and not self._reported_ends and self._peers.is_first_to_report():
             states = self._peers.silent_states(list(ended))
-            text = compose(sorted([lost, *states], key=lambda state: state.rank), os.getcwd())
-            self._outlet.publish(self._build_report(text, [self.rank], list(ended), ends=False))
+            text = format_report(
+                sorted([failed_operation, *states], key=lambda state: state.rank), os.getcwd()
+            )
+            self._reporter.publish(self._build_report(text, [self.rank], list(ended), aborts=False))
 
-    def _attend(self, seconds: float) -> None:
-        """Answer the last inquiry, and read its report when it is there."""
-        before = time.monotonic()
+    def _read_events(self, seconds: float) -> None:
+        """Answers the last inquiry, and reads its report if it is posted."""
+        start = time.monotonic()
         events = self._peers.events()
-        self._seconds_of_request = time.monotonic() - before
+        self._seconds_of_request = time.monotonic() - start
         is_new, was_reported = events.asked > self._answered, events.reported != self._num_reports
         self._num_reports = events.reported
         if is_new:
-            self._enter(events.asked, seconds)
+            self._begin_inquiry(events.asked, seconds)
         number = self._answered
         report = self._peers.report(number) if was_reported and self._read < number else None
         if report is not None:
             self._follow(number, report)
         elif is_new:
-            self._peers.answer(number, self._observation.state())
+            self._peers.answer(number, self._observer.state())
 
-    def _enter(self, number: int, seconds: float) -> None:
+    def _begin_inquiry(self, number: int, seconds: float) -> None:
         self._answered, self._answered_at = number, time.monotonic()
-        self._next = max(self._next, seconds * GROWTH)
+        self._report_after = max(self._report_after, seconds * GROWTH)
 
     def _inquire(self, seconds: float) -> None:
         if not self._peers.ask(self._answered):
             return
-        own = self._observation.state()
-        self._enter(self._answered + 1, seconds)
+        own = self._observer.state()
+        self._begin_inquiry(self._answered + 1, seconds)
         answers = self._collect(own)
         ended = self._peers.ended()
         missing = [rank for rank in self._peers.others if rank not in answers]
         states = sorted((*answers.values(), *self._describe(missing)), key=lambda state: state.rank)
-        hang = is_hang(states) and self._observation.waited()[0] == self._token
-        slow = not hang and any(s.doing == Doing.DATA and s.seconds >= self._limits.seconds for s in states)
-        if slow:
-            self._patience_for_data = seconds * GROWTH
-        text = compose(states, os.getcwd()) if hang or slow else ""
-        report = self._build_report(text, list(answers), list(ended), ends=hang and self._limits.ends)
+        is_hanging = is_hang(states) and self._observer.current_wait()[0] == self._token
+        is_slow = not is_hanging and any(
+            s.activity == Activity.DATA and s.seconds >= self._limits.timeout for s in states
+        )
+        if is_slow:
+            self._data_timeout = seconds * GROWTH
+        text = format_report(states, os.getcwd()) if is_hanging or is_slow else ""
+        report = self._build_report(
+            text, list(answers), list(ended), aborts=is_hanging and self._limits.aborts
+        )
         self._peers.announce(self._answered, report)
-        self._reported = self._token if hang or slow else None
+        self._reported = self._token if is_hanging or is_slow else None
         self._follow(self._answered, report)
 
     def _collect(self, own: RankState) -> dict[int, RankState]:
-        """The states of the ranks that answer: the slower the store, the more time they have."""
+        """Returns the states of the ranks that answer, which have more time if the store is slow."""
         started, states = time.monotonic(), {self.rank: own}
-        for reading in _READINGS:
-            due = started + reading * self._limits.pause + self._seconds_of_store()
+        for interval in _ANSWER_READS:
+            due = started + interval * self._limits.interval + self._seconds_of_store()
             time.sleep(max(due - time.monotonic(), 0.0))
             states |= self._peers.answers(self._answered)
             ended = self._peers.ended().keys()
             if len(states.keys() | ended) > len(self._peers.others) or (
-                ended - self._named and reading >= _SOON
+                ended - self._reported_ends and interval >= _WAITING_RANKS_ANSWER
             ):
                 break
         return states
 
     def _describe(self, missing: list[int]) -> list[RankState]:
-        """The states of ranks that have not answered. Only those that had time to do so are silent."""
+        """Returns the states of ranks that have not answered.
+
+        If they did not have enough time to answer, their states say so.
+        """
         ended = self._peers.ended()
         late = [rank for rank in missing if rank not in ended]
         text = ""
         if self._seconds_of_request >= _SLOW:
             seconds = f"{self._seconds_of_request:.1f} s for a request"
             text = f"gave no answer yet: the store of the run is slow ({seconds})"
-        elif ended.keys() - self._named:
+        elif ended.keys() - self._reported_ends:
             text = "gave no answer yet"
         if not text:
             return self._peers.silent_states(missing)
-        gone = self._peers.silent_states([rank for rank in missing if rank in ended])
-        return [*gone, *(RankState(rank, Doing.SILENT, ending=text) for rank in late)]
+        ended_states = self._peers.silent_states([rank for rank in missing if rank in ended])
+        return [*ended_states, *(RankState(rank, Activity.SILENT, ending=text) for rank in late)]
 
-    def _build_report(self, text: str, answered: list[int], ended: list[int], *, ends: bool) -> Report:
+    def _build_report(self, text: str, answered: list[int], ended: list[int], *, aborts: bool) -> Report:
         running = [rank for rank in answered if rank not in ended]
-        return Report(text, min(running, default=self.rank), ends, len(answered), ended)
+        return Report(text, min(running, default=self.rank), aborts, len(answered), ended)
 
     def _follow(self, number: int, report: Report) -> None:
         self._read = number
-        self._named |= set(report.ended)
+        self._reported_ends |= set(report.ended)
         if report.text and report.printer == self.rank:
-            self._outlet.publish(report)
-        if report.ends and self._may_end():
-            self._outlet.prepare_end(report)
-            with suppress(RuntimeError):  # the process that keeps the store has ended before this one
-                # The end of the first does not keep others from the report.
+            self._reporter.publish(report)
+        if report.aborts and self._may_end():
+            self._reporter.prepare_end(report)
+            with suppress(RuntimeError):  # the process that hosts the store has ended before this one
+                # The end of this process may end the store, so other ranks read the report first.
                 self._peers.confirm(number, report.num_answered, SECONDS_TO_ANSWER)
-            self._outlet.end()
+            self._reporter.end()
 
     def _may_end(self) -> bool:
-        """Whether a report may end this process: anybody may have written one that is not signed.
+        """Returns whether a report may end this process.
 
-        Then this rank ends by what it sees itself, and one that does not wait is left to its launcher.
+        Any process with access to the store may have written a report without a signature. After such a
+        report, a rank only ends if it has itself waited for the timeout. Other ranks are ended by their
+        launcher.
         """
-        _, seconds = self._observation.waited()
-        return self._peers.is_signed or (self._limits.ends and seconds >= self._limits.seconds)
+        _, seconds = self._observer.current_wait()
+        return self._peers.is_signed or (self._limits.aborts and seconds >= self._limits.timeout)
 
     def _report_end_of_hang(self) -> None:
-        """Withdraw the report of this rank a look after its wait is over: it may have ended in an error."""
+        """Withdraws the report of this rank one check after its wait is over.
+
+        The wait may have ended with an error, after which the process ends before the next check.
+        """
         if self._reported is None or self._reported == self._token:
             return
-        if self._over:
+        if self._is_over:
             self._withdraw()
-        self._over = not self._over
+        self._is_over = not self._is_over
 
     def _withdraw(self) -> None:
-        self._outlet.withdraw(f"accelerate: the hang is over: rank {self.rank} goes on.")
+        self._reporter.withdraw(f"accelerate: the hang is over: rank {self.rank} goes on.")
         self._reported = None
 
 
 def read_limits(environ: Mapping[str, str]) -> Limits:
     settings = decode(DiagnosticsSection, environ)
     return Limits(
-        seconds=DEFAULT_SECONDS if settings.hang_timeout is None else settings.hang_timeout,
-        ends=settings.hang_action == "abort",
+        timeout=DEFAULT_TIMEOUT if settings.hang_timeout is None else settings.hang_timeout,
+        aborts=settings.hang_action == "abort",
     )
 
 
 def start(state: PartialState, environ: Mapping[str, str]) -> None:
-    """Watch this rank from now on; nothing happens a second time. One process is watched as it reads loaders.
+    """Starts the watchdog of this rank, unless it is started, or with one process the watch of loaders.
 
-    Called on every rank. The watcher ends with the process group, with the state, or with the process.
+    Called on all ranks. The watchdog ends with the process group, the state or the process.
     """
     limits = read_limits(environ)
-    if limits.seconds and state.num_processes == 1:
-        services.put(WorkersObserver, LoaderWatch(limits, Outlet(0, 1, environ)))
+    if limits.timeout and state.num_processes == 1:
+        services.put(WorkersObserver, LoaderWatch(limits, HangReporter(0, 1, environ)))
     is_alone = state.num_processes == 1 or not process_group.is_open()
-    if is_alone or not limits.seconds or services.find(Watchdog) is not None:
+    if is_alone or not limits.timeout or services.find(Watchdog) is not None:
         return
     try:
-        channel = process_group.connect_channel("hangs", PATIENCE)
+        channel = process_group.connect_channel("hangs", STORE_TIMEOUT)
     except RuntimeError as error:
         _logger.warning("Hangs will not be explained: the store of the run gives no connection (%s).", error)
         return
     if channel is None:
         return
-    rank, size, own, record = state.process_index, state.num_processes, own_identity(), flight_recorder()
-    record.reset()  # the thread that builds the state is the one that trains
-    peers = Peers(channel, rank, size, own, state.topology.local_size)
-    observation = Observation(record, rank, own.host, own.pid)
-    watchdog = Watchdog(rank, limits, peers, observation, Outlet(rank, size, environ))
+    rank, size, identity, recorder = (
+        state.process_index,
+        state.num_processes,
+        own_identity(),
+        flight_recorder(),
+    )
+    recorder.reset()  # the current thread is the training thread
+    peers = Peers(channel, rank, size, identity, state.topology.local_size)
+    observer = ThreadObserver(recorder, rank, identity.host, identity.pid)
+    watchdog = Watchdog(rank, limits, peers, observer, HangReporter(rank, size, environ))
     watchdog.start()
     services.put(Watchdog, watchdog, close=partial(stop, "closed its process group"), end=watchdog.end)
 
 
 def stop(ending: str) -> None:
-    """End the watcher of this process, if there is one; `ending` is what follows "rank 1 has"."""
+    """Stops the watchdog of this process, if there is one.
+
+    `ending` is text after "rank 1 has" in reports.
+    """
     watchdog = services.remove(Watchdog)
     if watchdog is not None:
         watchdog.stop(ending)
 
 
-def lost_operation(rank: int, trace: TracebackType | None) -> RankState | None:
-    """Where an operation with other ranks failed; None when the error came from somewhere else."""
+def find_failed_operation(rank: int, trace: TracebackType | None) -> RankState | None:
+    """Returns the state in which an operation with other ranks failed, or None for other errors."""
     if trace is None:
         return None
     while trace.tb_next is not None:
@@ -331,10 +371,10 @@ def lost_operation(rank: int, trace: TracebackType | None) -> RankState | None:
         return None
     position = processes.read_position(trace.tb_frame)
     last = flight_recorder().entries()[-1:]
-    what: tuple[str, str, int] = (Doing.TORCH, position.waits_in, 0)
+    operation: tuple[str, str, int] = (Activity.TORCH, position.waits_in, 0)
     if last and (last[0].file, last[0].line) == (position.file, position.line):
-        what = (Doing.COLLECTIVE, last[0].operation, last[0].sequence)
-    return RankState(rank, *what, file=position.file, line=position.line)
+        operation = (Activity.COLLECTIVE, last[0].operation, last[0].sequence)
+    return RankState(rank, *operation, file=position.file, line=position.line)
 
 
 def _stop_at_exit() -> None:
@@ -342,12 +382,12 @@ def _stop_at_exit() -> None:
     stop(f"exited with {error.__name__}" if process_group.failed() and error else "exited (no Python error)")
 
 
-def watch_arrivals(topology: Topology, opened: int) -> AbstractContextManager[object]:
-    """Return a context in which ranks are reported that do not come to open the process group."""
+def watch_arrivals(topology: Topology, num_opened: int) -> AbstractContextManager[object]:
+    """Returns a context manager that reports ranks that are missing in `init_process_group`."""
     environ = variables.current()
     limits = read_limits(environ)
-    return ArrivalWatch(topology, opened, limits, environ) if limits.seconds else nullcontext()
+    return ArrivalWatch(topology, num_opened, limits, environ) if limits.timeout else nullcontext()
 
 
-# Registered after the process group's own, and so called before it.
+# Registered after the exit handler of the process group, and so called before it.
 atexit.register(_stop_at_exit)

@@ -212,7 +212,7 @@ _ANY_CONNECTION = re.compile(
 )
 """Messages also of other connections, which count only if `torch.distributed` raised them."""
 _DISTRIBUTED = re.compile(r'File "[^"]*torch[/\\]distributed[/\\]')
-_OF_OTHERS = re.compile(r"did not come within|did not end their attempt|on another process|does not answer")
+_OF_OTHERS = re.compile(r"did not arrive within|did not end their attempt|on another process|does not answer")
 _READ_BY_ANOTHER = re.compile(
     r"^RuntimeError: the loader failed on process \d+, which reads for all:$", re.MULTILINE
 )

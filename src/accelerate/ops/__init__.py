@@ -1,4 +1,4 @@
-"""Collectives over nested data: transports, gather, reduce, broadcast and padding."""
+"""Collectives over nested tensors and objects, and the transports that run them."""
 
 from accelerate.base import attach
 

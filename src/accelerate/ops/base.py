@@ -1,7 +1,7 @@
-"""The interface of all transports, and the header with which their collectives begin.
+"""Interface of the transports that run collectives, and the header that precedes their payload.
 
-`Transport` is the one for a single process. It handles single tensors and single objects; its callers take
-nested data apart.
+`Transport` is the implementation for a single process. It handles single tensors and single objects. The
+functions of `ops/packed.py`, which call it, flatten nested data first.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from accelerate.ops.flight_record import recorded
 Reduction: TypeAlias = Literal["sum", "mean", "max", "min"]
 REDUCTIONS = get_args(Reduction)
 
-_PREFIX = 16  # the mark and the length, eight bytes each
-_WINDOWS_KEPT = 256
-_WIDEST, _NARROWEST, _ALL_TOGETHER = 8192, 1024, 256 * 1024
+_PREFIX_BYTES = 16  # the fingerprint and the length, eight bytes each
+_MAX_CACHED_VIEWS = 256
+_MAX_WIDTH, _MIN_WIDTH, _MAX_TOTAL_WIDTH = 8192, 1024, 256 * 1024  # bytes; the total is for all ranks
 
 
 class Transport:
-    """One process: nothing is sent, every call returns what it was given.
+    """Transport of a single process, whose calls send nothing and return their argument.
 
-    The calls of subclasses are in the flight record.
+    The flight recorder records the calls of subclasses.
     """
 
     size: int = 1
     rank: int = 0
-    # Shapes are compared before each collective, also outside debug mode: there is no device to wait for.
+    # True if shapes are compared before each collective, also outside debug mode, because this does not
+    # synchronize with a device.
     verifies: bool = False
-    header: Header | None = None  # begins collectives of CPU tensors; None where those are not supported
+    header: Header | None = None  # precedes collectives of CPU tensors; None if those are not supported
 
     def __init_subclass__(cls) -> None:
         for name, member in list(vars(cls).items()):
@@ -42,67 +43,78 @@ class Transport:
                 setattr(cls, name, recorded(member, argument=1))
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """Join tensors of one shape and dtype along their first dimension, by rank; 0-d counts as `[1]`."""
+        """Returns the tensors of all ranks concatenated along their first dimension in rank order.
+
+        Shapes and dtypes are equal on all ranks. A 0-d tensor counts as `[1]`.
+        """
         return tensor
 
     def gather_object(self, obj: Any) -> list[Any]:
-        """Collect one picklable object of each process, in rank order, on every process."""
+        """Returns the picklable objects of all ranks in rank order, on every rank."""
         return [obj]
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `tensor` with that of rank `source` and return it; shapes are equal on all ranks."""
+        """Overwrites `tensor` with that of rank `source` and returns it.
+
+        Shapes are equal on all ranks.
+        """
         return tensor
 
     def start_broadcast(self, tensor: Tensor, source: int) -> Callable[[], object]:
-        """Start a broadcast from this rank, which the others receive by `broadcast`.
+        """Starts an asynchronous broadcast from this rank, which the others receive with `broadcast`.
 
-        The tensor must not change before the returned function, which waits for the end, was called.
+        The tensor must not change before the returned function, which waits for the end, has been called.
         """
         self.broadcast(tensor, source)
         return lambda: None
 
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:
-        """Return rank `source`'s object on every process; on the source it is the very object given."""
+        """Returns the object of rank `source` on every rank.
+
+        The source gets the same object and not a copy.
+        """
         return obj
 
     def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
-        """Combine tensors of one shape and dtype element by element: "sum", "mean", "max" or "min".
+        """Returns the elementwise reduction of the tensors of all ranks.
 
-        Sums of half-precision numbers are formed in float32. Integers and booleans are summed in int64, as
-        `torch.sum` does; their mean has the default floating dtype. One process returns the argument itself.
+        Shapes and dtypes are equal on all ranks. `how` is "sum", "mean", "max" or "min". Half-precision
+        tensors are summed in float32. Integers and booleans are summed in int64, as `torch.sum` does, and
+        their mean has the default floating dtype. A single process returns the argument itself.
         """
         return tensor
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
-        """Fill `out` with the part of this process of what rank `source` has; here by a broadcast of all.
+        """Fills `out` with the tensor that rank `source` has for this rank, and returns it.
 
-        On the source `parts` has one tensor for each process, of the shape and dtype of `out`.
+        On the source, `parts` has one tensor for each rank, with the shape and dtype of `out`. This
+        implementation broadcasts all parts.
         """
         if self.rank == source:
-            stacked = torch.stack(list(one_for_each(parts, self.size)))
+            stacked = torch.stack(list(check_scatter_parts(parts, self.size)))
         else:
             stacked = out.new_empty((self.size, *out.shape))
         return out.copy_(self.broadcast(stacked, source)[self.rank])
 
     def barrier(self) -> None:
-        """Wait until all processes have called this."""
+        """Waits until all ranks have called this."""
 
 
-def one_for_each(parts: Sequence[Tensor] | None, size: int) -> Sequence[Tensor]:
-    """Return the parts to scatter; refuse them unless there is one for each process."""
+def check_scatter_parts(parts: Sequence[Tensor] | None, size: int) -> Sequence[Tensor]:
+    """Returns the tensors to scatter, or raises an error unless there is one for each rank."""
     if parts is None or len(parts) != size:
-        given = None if parts is None else len(parts)
-        raise wrong_value("parts", given, f"there are {size} processes", "Give one part for each of them")
+        num_parts = None if parts is None else len(parts)
+        raise wrong_value("parts", num_parts, f"there are {size} processes", "Give one part for each of them")
     return parts
 
 
-# What both gloo and NCCL support. Other dtypes are sent as bytes when they are only moved.
+# Dtypes that both gloo and NCCL support. Other dtypes are sent as bytes where nothing is computed.
 _FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SUPPORTED_DTYPES = frozenset((*_FLOATS, torch.uint8, torch.int8, torch.int32, torch.int64))
 
 
 def as_supported(tensor: Tensor) -> Tensor:
-    """The same memory under a dtype that every transport supports."""
+    """Returns the tensor, or a view of its memory as bytes if a backend may not support its dtype."""
     return tensor if tensor.dtype in _SUPPORTED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
@@ -111,7 +123,10 @@ def at_least_1d(tensor: Tensor) -> Tensor:
 
 
 def reducible_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which numbers of `dtype` are combined: wide enough for a sum, and supported everywhere."""
+    """Returns the dtype in which tensors of `dtype` are reduced.
+
+    It is wide enough for a sum, and supported by all backends.
+    """
     if dtype.is_complex:
         return dtype
     if dtype.is_floating_point:
@@ -120,107 +135,122 @@ def reducible_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def reduction_name(how: str) -> str:
-    """Return how torch calls the operation of a reduction: a mean is a sum that is divided afterwards."""
+    """Returns the name of the reduction in `torch.distributed.ReduceOp`.
+
+    A mean is a sum that is divided afterwards.
+    """
     if how not in REDUCTIONS:
         raise wrong_value("how", how, "no such reduction", f"Use one of {', '.join(REDUCTIONS)}")
     return "SUM" if how == "mean" else how.upper()
 
 
-def finished_reduction(total: Tensor, how: str, size: int, given: Tensor) -> Tensor:
-    """Divide the combined numbers for a mean, and convert them to the dtype and device of `given`."""
-    exact = not (given.dtype.is_floating_point or given.dtype.is_complex)
+def finish_reduction(total: Tensor, how: str, size: int, tensor: Tensor) -> Tensor:
+    """Divides the sum for a mean, and converts the result to the device and dtype of `tensor`.
+
+    Sums and means of integers and booleans keep the dtype of `total`.
+    """
+    is_integral = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
     if how == "mean":
         total = total / size
-    if exact and how in ("sum", "mean"):
-        return total.to(given.device)
-    return total.to(device=given.device, dtype=given.dtype)
+    if is_integral and how in ("sum", "mean"):
+        return total.to(tensor.device)
+    return total.to(device=tensor.device, dtype=tensor.dtype)
 
 
-def width_of(size: int) -> int:
-    """Return the bytes of one process's header: fewer where there are many processes."""
-    return max(_NARROWEST, min(_WIDEST, _ALL_TOGETHER // size // _PREFIX * _PREFIX))
+def header_width(size: int) -> int:
+    """Returns the size of the header of one rank in bytes, which decreases with the world size."""
+    return max(_MIN_WIDTH, min(_MAX_WIDTH, _MAX_TOTAL_WIDTH // size // _PREFIX_BYTES * _PREFIX_BYTES))
 
 
 class Header:
-    """Buffers for the headers of all processes, and their exchange. Used by one thread at a time.
+    """Buffers for the headers of all ranks, and the all-gather that exchanges them.
 
-    A header is a small all-gather of fixed size. It contains a number that identifies the operation, so that
-    all processes detect a mismatch; a length; and the payload itself where that is small, so that nothing
-    else has to be sent. `gather` fills its first argument with the second one of all processes, in rank
-    order; on the CPU.
+    The headers are exchanged in a small all-gather of fixed size. A header contains the fingerprint of the
+    operation, so that all ranks detect a mismatch, the length of the payload, and the payload itself if it is
+    small, so that nothing else has to be sent. Used by one thread at a time.
+
+    Args:
+        size: World size.
+        gather: Fills its first argument with the second one of all ranks in rank order, on the CPU.
     """
 
     def __init__(self, size: int, gather: Callable[[Tensor, Tensor], object]) -> None:
-        width = width_of(size)
-        with torch.inference_mode(False):  # the buffers are written outside it as well
+        width = header_width(size)
+        with torch.inference_mode(False):  # the buffers are also written outside of inference mode
             self._sent = torch.zeros(width, dtype=torch.uint8, device="cpu")
-            self._arrived = torch.zeros(size * width, dtype=torch.uint8, device="cpu")
+            self._received = torch.zeros(size * width, dtype=torch.uint8, device="cpu")
         self._gather = gather
-        self.room = width - _PREFIX  # bytes of payload in a header
-        self.payload = self._sent[_PREFIX:]  # of this process, to be written before an exchange
-        # The payloads of all processes after it; valid until the next exchange.
-        self.rows = self._arrived.view(size, width)[:, _PREFIX:]
+        self.capacity = width - _PREFIX_BYTES  # bytes of payload in a header
+        self.payload = self._sent[_PREFIX_BYTES:]  # of this rank, to be written before an exchange
+        # The payloads of all ranks after an exchange, valid until the next one.
+        self.rows = self._received.view(size, width)[:, _PREFIX_BYTES:]
         self._sent_bytes = self._sent.numpy().data
-        self._arrived_bytes = self._arrived.numpy().data
+        self._received_bytes = self._received.numpy().data
         self._sent_numbers = self._sent_bytes.cast("q")
-        self._arrived_numbers = self._arrived_bytes.cast("q")
+        self._received_numbers = self._received_bytes.cast("q")
         self._starts = range(0, size * width, width)
         self._elements: dict[torch.dtype, Tensor] = {}
-        self._windows: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
+        self._views: dict[tuple[int, int, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def put(self, payload: bytes | memoryview) -> None:
-        """Write bytes into `payload`; at most `room`."""
-        self._sent_bytes[_PREFIX : _PREFIX + len(payload)] = payload
+        """Writes at most `capacity` bytes into `payload`."""
+        self._sent_bytes[_PREFIX_BYTES : _PREFIX_BYTES + len(payload)] = payload
 
-    def windows(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """View some bytes of `payload` and of `rows` as elements of a dtype; the same views each time."""
+    def views(self, start: int, stop: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Returns views of a range of bytes of `payload` and of `rows` as elements of a dtype.
+
+        The views are cached.
+        """
         key = (start, stop, dtype)
-        if key not in self._windows:
-            if len(self._windows) >= _WINDOWS_KEPT:
-                self._windows.clear()
+        if key not in self._views:
+            if len(self._views) >= _MAX_CACHED_VIEWS:
+                self._views.clear()
             with torch.inference_mode(False):
                 views = (self.payload[start:stop].view(dtype), self.rows[:, start:stop].view(dtype))
-            self._windows[key] = views
-        return self._windows[key]
+            self._views[key] = views
+        return self._views[key]
 
     def elements(self, dtype: torch.dtype) -> Tensor:
-        """View all headers, prefixes included, as elements of a dtype; the same view each time."""
+        """Returns a cached view of all headers, with their prefixes, as elements of a dtype."""
         if dtype not in self._elements:
             with torch.inference_mode(False):
-                self._elements[dtype] = self._arrived.view(dtype)
+                self._elements[dtype] = self._received.view(dtype)
         return self._elements[dtype]
 
     def positions(self, start: int, dtype: torch.dtype, counts: list[int]) -> Tensor:
-        """Return where in `elements` leaves are: for each leaf its elements of all processes, in rank order.
+        """Returns the indices into `elements` of each leaf of all ranks, leaf by leaf in rank order.
 
-        The leaves are neighbours in a payload, from byte `start` on, with `counts` elements.
+        The leaves are adjacent in a payload, from byte `start` on, with `counts` elements.
         """
         firsts = (
             torch.tensor(self._starts, device="cpu")
-            .add_(_PREFIX + start)
+            .add_(_PREFIX_BYTES + start)
             .div_(dtype.itemsize, rounding_mode="floor")
         )
         rows = firsts[:, None] + torch.arange(sum(counts), device="cpu")
         return torch.cat([part.reshape(-1) for part in rows.split_with_sizes(counts, 1)])
 
-    def exchange(self, mark: int, length: int = 0) -> bool:
-        """Send the header of this process and receive all; return, equally on all, whether all marks agree.
+    def exchange(self, fingerprint: int, length: int = 0) -> bool:
+        """Exchanges the headers of all ranks, and returns whether all fingerprints are equal.
 
-        `mark` identifies what this process does, in 64 bits, signed; `length` is the bytes of its payload,
-        which is not in the header where it is larger than `room`.
+        The result is the same on all ranks.
+
+        Args:
+            fingerprint: Identifies the operation of this rank, as a signed number of 64 bits.
+            length: Bytes of the payload, which is not in the header if it is larger than `capacity`.
         """
-        self._sent_numbers[0] = mark
+        self._sent_numbers[0] = fingerprint
         self._sent_numbers[1] = length
-        self._gather(self._arrived, self._sent)
-        arrived = self._arrived_numbers
-        return all(arrived[start // 8] == mark for start in self._starts)
+        self._gather(self._received, self._sent)
+        received = self._received_numbers
+        return all(received[start // 8] == fingerprint for start in self._starts)
 
     def lengths(self) -> list[int]:
-        return [self._arrived_numbers[start // 8 + 1] for start in self._starts]
+        return [self._received_numbers[start // 8 + 1] for start in self._starts]
 
     def payloads(self) -> list[memoryview]:
-        """The payloads of the last exchange, cut to their lengths; valid until the next one."""
+        """Returns the payloads of the last exchange without padding, valid until the next exchange."""
         return [
-            self._arrived_bytes[start + _PREFIX : start + _PREFIX + length]
+            self._received_bytes[start + _PREFIX_BYTES : start + _PREFIX_BYTES + length]
             for start, length in zip(self._starts, self.lengths(), strict=True)
         ]

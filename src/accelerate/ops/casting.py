@@ -1,4 +1,7 @@
-"""Float32 outputs from a forward that runs in a lower precision."""
+"""Conversion of half-precision outputs to float32, for a forward that runs in mixed precision.
+
+`accelerate.precision` applies it to the outputs of prepared models.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,13 @@ _HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 def convert_to_fp32(tensor: T) -> T:
-    """Turn half-precision tensors into float32.
+    """Converts half-precision tensors in nested data to float32.
 
     Args:
-        tensor: Nested data; everything that is not a float16 or bfloat16 tensor stays what it is.
+        tensor: Nested data. Everything that is not a float16 or bfloat16 tensor is not converted.
 
     Returns:
-        The same nesting; a bare tensor that is no half is the very one given.
+        The same nesting. If `tensor` is a single tensor of another dtype, the same object.
     """
     if isinstance(tensor, Tensor) and tensor.dtype not in _HALF_DTYPES:
         return tensor
@@ -32,7 +35,9 @@ def convert_to_fp32(tensor: T) -> T:
 
 
 class ConvertOutputsToFp32:
-    """A forward function whose outputs are float32. It pickles and copies like the function it holds.
+    """Callable that runs a forward function and converts its half-precision outputs to float32.
+
+    It can be pickled and copied if the function can.
 
     Args:
         model_forward: The function to call.
@@ -46,7 +51,7 @@ class ConvertOutputsToFp32:
         return convert_to_fp32(self.model_forward(*args, **kwargs))
 
     def restore(self, module: nn.Module) -> None:
-        """Give a module back the forward that it had before this one."""
+        """Restores the original forward of a module."""
         module.__dict__["forward"] = self.model_forward
 
     def __getstate__(self) -> dict[str, Any]:
@@ -57,10 +62,10 @@ class ConvertOutputsToFp32:
 
 
 def convert_outputs_to_fp32(model_forward: Callable[..., Any]) -> ConvertOutputsToFp32:
-    """Wrap a forward function so that its half-precision outputs come as float32.
+    """Wraps a forward function so that its half-precision outputs are converted to float32.
 
     Args:
-        model_forward: The function; it stays reachable as `__wrapped__`.
+        model_forward: The function, which is available as `__wrapped__`.
     """
     return ConvertOutputsToFp32(model_forward)
 

@@ -1,6 +1,7 @@
-"""Gather, broadcast, reduce and pad nested data over the current transport.
+"""Public collectives of `accelerate.utils`, which gather, broadcast, reduce and pad nested data.
 
-Every function here is called on all processes. On one process the data is returned as it is, without a copy.
+Each function is called on all ranks, and uses the transport of this process. A single process returns the
+data without a copy.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from accelerate.nested import (
 )
 from accelerate.ops.base import Reduction, Transport, at_least_1d
 from accelerate.ops.packed import (
-    agree_on_call,
     broadcast_object,
     broadcast_packed,
+    compare_call,
+    gather_integers,
     gather_objects,
     gather_packed,
     reduce_packed,
-    share_numbers,
 )
 from accelerate.ops.packing import check_leaves, is_dense
 from accelerate.ops.transport import current_transport
-from accelerate.ops.verify import PUBLIC_MODULE, Call, chained_operation, operation, outline
+from accelerate.ops.verify import PUBLIC_MODULE, Call, chained_operation, map_leaves, operation
 from accelerate.state import PartialState, services
 
 T = TypeVar("T")
@@ -42,26 +43,28 @@ T = TypeVar("T")
 ReductionName: TypeAlias = Literal[Reduction, "none"]
 _REDUCTIONS = get_args(ReductionName)
 
-# The size that is sent for a tensor that is not padded.
-_LEFT_ALONE = -1
+# Size that is sent for a tensor that is not padded.
+_NOT_PADDED = -1
 
 
 @operation
 def gather(tensor: T, *, uneven: bool = False) -> T:
-    """Join the tensors of all processes along their first dimension.
+    """Concatenates the tensors of all ranks along their first dimension in rank order.
+
+    Called on all ranks. The result is not differentiable.
 
     Args:
-        tensor: Tensors in any nesting of lists, tuples and dictionaries; equal dtypes and shapes on all
-            ranks. 0-d tensors count as `[1]`.
-        uneven: Whether the first dimension may differ between ranks, also be 0. Tensors are joined without
-            padding; their sizes take one more collective.
+        tensor: Tensors in any nesting of lists, tuples and dictionaries, with equal dtypes and shapes on all
+            ranks. A 0-d tensor counts as `[1]`.
+        uneven: Whether the size of the first dimension may differ between ranks, and may be 0. Tensors are
+            concatenated without padding, and their sizes need one more collective. The default is False.
 
     Returns:
-        The same nesting on every process, in rank order. Without `uneven`, tensors have `num_processes` times
-        the length. On one process the argument itself. Nothing is differentiable.
+        The same nesting on all ranks. Without `uneven`, the first dimension of each tensor is
+        `num_processes` times as large. A single process returns the argument itself.
 
     Raises:
-        DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
+        DistributedOperationException: Shapes differ. Checked on the CPU, and on devices in debug mode.
         TypeError: A leaf is not a tensor.
         ConfigurationError: A leaf is not a dense tensor.
     """
@@ -79,14 +82,16 @@ def gather_object(object: list[T]) -> list[T]: ...
 def gather_object(object: Any) -> Any: ...
 @operation
 def gather_object(object: Any) -> Any:
-    """Collect picklable objects of all processes.
+    """Gathers picklable objects from all ranks.
+
+    Called on all ranks.
 
     Args:
-        object: A list or tuple of objects, of any length on each rank; or one object of another kind.
+        object: A list or tuple of objects, of any length on each rank, or one object of another type.
 
     Returns:
-        On every process one list: the items of all lists in rank order, or one entry for each process. On one
-        process the argument itself.
+        One list on all ranks, with the items of all lists in rank order, or with one object for each rank. A
+        single process returns the argument itself.
     """
     transport = current_transport()
     if transport.size == 1:
@@ -99,66 +104,73 @@ def gather_object(object: Any) -> Any:
 
 @operation
 def broadcast(tensor: T, from_process: int = 0) -> T:
-    """Give every process the tensors of one of them.
+    """Broadcasts the tensors of one rank to all ranks.
+
+    Called on all ranks.
 
     Args:
-        tensor: Nested tensors of equal shapes and dtypes on all ranks; overwritten in place on the receiving
-            ones.
-        from_process: The rank to send from.
+        tensor: Nested tensors of equal shapes and dtypes on all ranks, which are overwritten in place on the
+            receiving ranks.
+        from_process: The source rank. The default is 0.
 
     Returns:
-        The same nesting of tensors, on every process.
+        The same nesting of tensors on all ranks.
 
     Raises:
-        DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
+        DistributedOperationException: Shapes differ. Checked on the CPU, and on devices in debug mode.
     """
     transport = current_transport()
     if transport.size == 1:
         return tensor
-    source = _known_rank(from_process, transport)
+    source = _check_rank(from_process, transport)
     call = Call(f"{PUBLIC_MODULE}.broadcast", f"from_process={source}", tensor)
     return broadcast_packed(tensor, source, transport, call)  # type: ignore[no-any-return]
 
 
 @operation
 def broadcast_object_list(object_list: list[T], from_process: int = 0) -> list[T]:
-    """Give every process the objects in the list of one of them.
+    """Broadcasts the objects in the list of one rank to all ranks.
+
+    Called on all ranks.
 
     Args:
-        object_list: Picklable objects; on the receiving ranks the list is overwritten, whatever its length.
-        from_process: The rank to send from.
+        object_list: Picklable objects. On the receiving ranks the list, of any length, is overwritten.
+        from_process: The source rank. The default is 0.
 
     Returns:
-        The list that was given, now with the objects of `from_process`.
+        The argument `object_list`, with the objects of the source rank.
     """
     transport = current_transport()
     if transport.size == 1:
         return object_list
-    source = _known_rank(from_process, transport)
+    source = _check_rank(from_process, transport)
     call = Call(f"{PUBLIC_MODULE}.broadcast_object_list", f"from_process={source}")
-    arrived = broadcast_object(object_list, source, transport, call)
-    if arrived is not object_list:
-        object_list[:] = arrived
+    received = broadcast_object(object_list, source, transport, call)
+    if received is not object_list:
+        object_list[:] = received
     return object_list
 
 
 @operation
 def reduce(tensor: T, reduction: ReductionName = "mean", scale: float = 1.0) -> T:
-    """Combine the tensors of all processes element by element.
+    """Reduces the tensors of all ranks elementwise.
+
+    Called on all ranks.
 
     Args:
-        tensor: Nested tensors of equal shapes and dtypes on all ranks; not changed.
-        reduction: "mean", "sum", "max", "min", or "none" to leave each process its own.
-        scale: Factor for the result.
+        tensor: Nested tensors of equal shapes and dtypes on all ranks, which are not changed.
+        reduction: "mean", "sum", "max", "min", or "none", which returns the tensors of each rank. The default
+            is "mean".
+        scale: Factor of the result. The default is 1.0.
 
     Returns:
-        The same nesting; on one process the tensors themselves when `scale` is 1. Between several processes
-        integers and booleans are summed in int64, and their mean has the default floating dtype. Maxima and
-        minima keep the dtype.
+        The same nesting. A single process returns the tensors themselves if `scale` is 1. With several
+        processes, integers and booleans are summed in int64, and their mean has the default floating dtype.
+        Maxima and minima keep the dtype.
 
     Raises:
-        ConfigurationError: No such reduction, or the maximum or minimum of complex numbers.
-        DistributedOperationException: Shapes differ (on CPU always; else in debug mode).
+        ConfigurationError: The reduction does not exist, or is the maximum or minimum of complex numbers.
+        DistributedOperationException: Shapes differ. Checked on the CPU, and on devices in debug mode.
     """
     reduction = plain_value(reduction)
     if reduction not in _REDUCTIONS:
@@ -177,9 +189,10 @@ def reduce(tensor: T, reduction: ReductionName = "mean", scale: float = 1.0) -> 
 
 @operation
 def gather_uneven(tensor: Any) -> Any:
-    """Join nested tensors whose first dimension differs between processes, in rank order without filling.
+    """Concatenates nested tensors whose first dimension differs between ranks, in rank order.
 
-    A difference in another dimension is refused where it is detected: on CPU, or in debug mode.
+    The result has no padding. Called on all ranks. A difference in another dimension raises an error, on
+    devices in debug mode only.
     """
     transport = current_transport()
     if transport.size == 1:
@@ -189,54 +202,60 @@ def gather_uneven(tensor: Any) -> Any:
     tensor = recursively_apply(at_least_1d, tensor, error_on_other_type=True)
     lengths: list[int] = []
     recursively_apply(lambda leaf: lengths.append(leaf.shape[0]), tensor)
-    table = share_numbers(lengths, transport, call, outline(tensor, row_fact))
+    table = gather_integers(lengths, transport, call, map_leaves(tensor, row_shape_and_dtype))
     return gather_rows(tensor, zip(*table, strict=True), transport, call)
 
 
 @operation
 def gather_valid(data: Any, counts: Sequence[int]) -> Any:
-    """Gather nested tensors of one row for each sample, and keep the first `counts[rank]` of each process.
+    """Gathers the first `counts[rank]` rows of nested tensors from each rank.
 
-    Ranks may have different numbers of rows; `counts` is the same on all. Refused without one count for each
-    process, or with fewer rows than the count.
+    Tensors have one row for each sample. Called on all ranks, with the same `counts`. Ranks may have
+    different numbers of rows. Raises a `ConfigurationError` unless there is one count for each rank, and if
+    there are fewer rows than the count.
     """
     transport = current_transport()
     _check_counts(counts, transport)
-    own = counts[transport.rank]
-    kept = recursively_apply(first_rows, data, own, error_on_other_type=True)
+    count = counts[transport.rank]
+    valid = recursively_apply(first_rows, data, count, error_on_other_type=True)
     if transport.size == 1:
-        return kept
-    call = Call(f"{__name__}.gather_valid", f"counts={list(counts)}", kept, rows_only=True)
-    return gather_rows(kept, repeat(tuple(counts)), transport, call)
+        return valid
+    call = Call(f"{__name__}.gather_valid", f"counts={list(counts)}", valid, rows_only=True)
+    return gather_rows(valid, repeat(tuple(counts)), transport, call)
 
 
 @operation
 def gather_valid_objects(items: Sequence[T], counts: Sequence[int]) -> list[T]:
-    """Gather lists with one picklable object for each sample, as `gather_valid` does tensors."""
+    """Gathers the first `counts[rank]` objects of a list from each rank.
+
+    The list has one picklable object for each sample. Otherwise as `gather_valid`.
+    """
     transport = current_transport()
     _check_counts(counts, transport)
-    own = counts[transport.rank]
-    if len(items) < own:
-        raise too_few_rows(len(items), own)
-    kept = list(items[:own])
+    count = counts[transport.rank]
+    if len(items) < count:
+        raise too_few_rows(len(items), count)
+    valid = list(items[:count])
     if transport.size == 1:
-        return kept
+        return valid
     call = Call(f"{__name__}.gather_valid_objects", f"counts={list(counts)}")
-    return list(chain.from_iterable(gather_objects(kept, transport, call)))
+    return list(chain.from_iterable(gather_objects(valid, transport, call)))
 
 
 @operation
 def gather_tensor_shape(tensor: Tensor | None) -> Tensor:
-    """Give every process the shape of a tensor that one of them has.
+    """Returns the shape of a tensor that exists on one rank, on all ranks.
+
+    Called on all ranks.
 
     Args:
-        tensor: The tensor on the rank that has it, None on the others.
+        tensor: The tensor on one rank, and None on the others.
 
     Returns:
         The shape as a 1-d int64 tensor on the CPU.
 
     Raises:
-        ConfigurationError: Not exactly one process has a tensor.
+        ConfigurationError: The number of ranks with a tensor is not one.
     """
     shape = None if tensor is None else tuple(tensor.shape)
     _, shape = _owner_and_object(shape, current_transport(), Call(f"{PUBLIC_MODULE}.gather_tensor_shape"))
@@ -245,16 +264,18 @@ def gather_tensor_shape(tensor: Tensor | None) -> Tensor:
 
 @operation
 def copy_tensor_to_devices(tensor: Any = None) -> Any:
-    """Copy tensors that one process has to all others, which need not know their shapes.
+    """Copies nested tensors from the one rank that has them to all others.
+
+    Called on all ranks. The other ranks do not need to know the structure or the shapes.
 
     Args:
-        tensor: Nested tensors on the rank that has them, None on the others.
+        tensor: Nested tensors on one rank, and None on the others.
 
     Returns:
-        On the owner what it gave; on the others equal tensors on the device of the process.
+        The argument itself on the source rank, and equal tensors on the device of the process on the others.
 
     Raises:
-        ConfigurationError: Not exactly one process has a tensor.
+        ConfigurationError: The number of ranks with tensors is not one.
     """
     transport = current_transport()
     if tensor is not None and transport.size > 1:
@@ -268,31 +289,33 @@ def copy_tensor_to_devices(tensor: Any = None) -> Any:
 
 
 class CannotPadNestedTensorWarning(UserWarning):
-    """A `torch.nested` tensor was given to be padded; it is returned as it is."""
+    """Warning about a `torch.nested` tensor, which `pad_across_processes` returns without padding."""
 
 
 @chained_operation
 def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
-    """Bring the tensors of all processes to the same length in one dimension.
+    """Pads the tensors of all ranks to the same size in one dimension.
 
-    Called on all ranks. All sizes are sent in one collective, whatever the nesting.
+    Called on all ranks. All sizes are sent in one collective, for any nesting.
 
     Args:
-        tensor: Nested tensors that may differ between ranks in the size of `dim`; a tensor without that
-            dimension is returned as it is, so is a `torch.nested` tensor, with one warning for the call.
-        dim: The dimension to pad; negative ones count from the end.
-        pad_index: The value to fill with.
-        pad_first: Fill at the beginning instead of the end.
+        tensor: Nested tensors whose size in `dim` may differ between ranks. A tensor without that dimension
+            is not padded, and neither is a `torch.nested` tensor, with one warning for each call.
+        dim: The dimension to pad. A negative number counts from the end. The default is 0.
+        pad_index: The value of the padding. The default is 0.
+        pad_first: Whether to pad at the beginning instead of the end. The default is False.
 
     Returns:
-        The same nesting; each tensor as long in `dim` as the longest of all processes, unchanged where it is.
+        The same nesting. In `dim`, each tensor has the largest size on any rank. A tensor that has this size
+        already is returned without a copy.
 
     Raises:
-        DistributedOperationException: The numbers of dimensions differ (on CPU always; else in debug mode).
+        DistributedOperationException: The numbers of dimensions differ. Checked on the CPU, and on devices in
+            debug mode.
     """
     if any(leaf.is_nested for leaf in iterate_tensors(tensor)):
         warnings.warn(
-            "A nested tensor has no common length and cannot be padded: it is returned as it is.",
+            "A nested tensor has no common length and cannot be padded: it is returned without padding.",
             CannotPadNestedTensorWarning,
             stacklevel=2,
         )
@@ -303,7 +326,7 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
     sizes: list[int] = []
     recursively_apply(lambda leaf: sizes.append(_size_to_pad(leaf, dim)), tensor, error_on_other_type=True)
     call = Call(f"{PUBLIC_MODULE}.pad_across_processes", f"dim={dim}", tensor)
-    table = share_numbers(sizes, transport, call, outline(tensor, Tensor.dim))
+    table = gather_integers(sizes, transport, call, map_leaves(tensor, Tensor.dim))
     longest = iter([max(column) for column in zip(*table, strict=True)])
     padded: T = recursively_apply(
         lambda leaf: _pad(leaf, dim, next(longest), pad_index, pad_first), tensor, error_on_other_type=True
@@ -312,16 +335,18 @@ def pad_across_processes(tensor: T, dim: int = 0, pad_index: int = 0, pad_first:
 
 
 def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int = 0) -> T:
-    """Repeat the last sample until the batch divides among the processes. Purely local.
+    """Repeats the last sample until the batch size is a multiple of the number of processes.
+
+    Does not communicate.
 
     Args:
-        tensor: Nested tensors; only those of size `batch_size` in `dim` are padded.
+        tensor: Nested tensors, of which only those of size `batch_size` in `dim` are padded.
         batch_size: Number of samples in the batch.
-        num_processes: Number of equal parts it will be cut in.
-        dim: The dimension that counts samples.
+        num_processes: Number of equal shards that the batch is split into.
+        dim: The batch dimension. The default is 0.
 
     Returns:
-        The same nesting, `batch_size` rounded up to a multiple of `num_processes`.
+        The same nesting, with `batch_size` rounded up to a multiple of `num_processes`.
     """
     missing = -batch_size % num_processes
     if missing == 0 or batch_size == 0:
@@ -332,20 +357,22 @@ def pad_input_tensors(tensor: T, batch_size: int, num_processes: int, dim: int =
 
 @operation
 def wait_for_everyone() -> None:
-    """Wait until all processes have called this.
+    """Waits until all ranks have called this.
+
+    Called on all ranks.
 
     Raises:
-        DistributedOperationException: Another process is in another operation (detected on CPU, or in
-            debug mode).
+        DistributedOperationException: Another rank is in another operation. Checked on the CPU, and on
+            devices in debug mode.
         StateError: The process group is closed.
     """
     transport = current_transport()
     if transport.size > 1:
-        agree_on_call(transport, Call("accelerate.utils.wait_for_everyone"))
+        compare_call(transport, Call("accelerate.utils.wait_for_everyone"))
         transport.barrier()
 
 
-# All waits for other processes are recorded and verified as operations.
+# Each barrier is recorded and verified as an operation.
 services.barrier = wait_for_everyone
 
 
@@ -363,7 +390,7 @@ def _check_counts(counts: Sequence[int], transport: Transport) -> None:
 
 
 def _owner_and_object(obj: Any, transport: Transport, call: Call) -> tuple[int, Any]:
-    """Return the one rank whose object is not None, and its object."""
+    """Returns the only rank whose object is not None, and its object."""
     entries = [obj] if transport.size == 1 else gather_objects(obj, transport, call)
     owners = [rank for rank, entry in enumerate(entries) if entry is not None]
     if len(owners) != 1:
@@ -373,7 +400,7 @@ def _owner_and_object(obj: Any, transport: Transport, call: Call) -> tuple[int, 
     return owners[0], entries[owners[0]]
 
 
-def _known_rank(rank: int, transport: Transport) -> int:
+def _check_rank(rank: int, transport: Transport) -> int:
     if not 0 <= rank < transport.size:
         reason = f"there are {transport.size} processes"
         raise wrong_value("from_process", rank, reason, f"Use a rank from 0 to {transport.size - 1}")
@@ -385,7 +412,7 @@ def _can_pad(tensor: Tensor, dim: int) -> bool:
 
 
 def _size_to_pad(tensor: Tensor, dim: int) -> int:
-    return tensor.shape[dim] if _can_pad(tensor, dim) else _LEFT_ALONE
+    return tensor.shape[dim] if _can_pad(tensor, dim) else _NOT_PADDED
 
 
 def _pad(tensor: Tensor, dim: int, longest: int, pad_index: int = 0, pad_first: bool = False) -> Tensor:
@@ -394,8 +421,8 @@ def _pad(tensor: Tensor, dim: int, longest: int, pad_index: int = 0, pad_first: 
     check_leaves(tensor, accepts=is_dense)
     shape = list(tensor.shape)
     shape[dim] = longest - tensor.shape[dim]
-    filling = tensor.new_full(shape, pad_index)
-    return torch.cat([filling, tensor] if pad_first else [tensor, filling], dim=dim)
+    padding = tensor.new_full(shape, pad_index)
+    return torch.cat([padding, tensor] if pad_first else [tensor, padding], dim=dim)
 
 
 def _repeat_last(tensor: Tensor, batch_size: int, missing: int, dim: int) -> Tensor:
@@ -406,25 +433,28 @@ def _repeat_last(tensor: Tensor, batch_size: int, missing: int, dim: int) -> Ten
 
 
 def gather_rows(data: Any, counts: Iterator[tuple[int, ...]], transport: Transport, call: Call) -> Any:
-    """Join nested tensors along their first dimension: padded to the longest to be sent, and cut again.
+    """Concatenates nested tensors with different numbers of rows along their first dimension.
 
-    `counts` gives for each tensor the number of its rows on each rank.
+    The tensors are padded to the largest number of rows, gathered, and the padding is removed.
+
+    Args:
+        counts: For each tensor, the number of its rows on each rank.
     """
     first, second = tee(counts)
-    filled = recursively_apply(lambda leaf: _pad(leaf, 0, max(next(first))), data, error_on_other_type=True)
-    joined = gather_packed(filled, transport, call)
-    return recursively_apply(lambda leaf: _cut(leaf, next(second)), joined)
+    padded = recursively_apply(lambda leaf: _pad(leaf, 0, max(next(first))), data, error_on_other_type=True)
+    joined = gather_packed(padded, transport, call)
+    return recursively_apply(lambda leaf: _remove_padding(leaf, next(second)), joined)
 
 
 def first_rows(tensor: Tensor, count: int) -> Tensor:
-    """Return the first rows of a tensor; refuse one that has fewer."""
+    """Returns the first `count` rows of a tensor, or raises an error if it has fewer."""
     rows = 0 if tensor.ndim == 0 else tensor.shape[0]
     if rows < count or tensor.ndim == 0:
         raise too_few_rows(rows, count)
     return tensor if rows == count else tensor[:count]
 
 
-def row_fact(tensor: Tensor) -> tuple[list[int], str]:
+def row_shape_and_dtype(tensor: Tensor) -> tuple[list[int], str]:
     return list(tensor.shape[1:]), str(tensor.dtype)
 
 
@@ -434,7 +464,7 @@ def too_few_rows(rows: int, count: int) -> ConfigurationError:
     return wrong_value("counts", count, reason, fix)
 
 
-def _cut(joined: Tensor, counts: tuple[int, ...]) -> Tensor:
+def _remove_padding(joined: Tensor, counts: tuple[int, ...]) -> Tensor:
     longest = max(counts)
     if min(counts) == longest:
         return joined

@@ -1,7 +1,8 @@
-"""The flight record of this process: its last collectives, each with the line of the user that called it.
+"""Flight recorder of this process, with its last collectives and the line of user code that called each.
 
-It is written in every collective, so it stores objects and numbers only; names of files and lines are
-computed when it is read, which happens after a failure.
+Transports and public collectives write it, and the hang reports of `accelerate.diagnostics` read it. It is
+written in every collective, so it stores objects and numbers only. Names of files and lines are computed when
+it is read, which happens after a failure.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from accelerate.state import services, step_clock
 P = ParamSpec("P")
 R = TypeVar("R")
 
-LENGTH = 32
-"""Number of operations that are recorded."""
+MAX_ENTRIES = 32
+"""Number of operations that the recorder keeps."""
 
 _ROOTS = (
     f"{Path(__file__).parents[1]}{os.sep}",
@@ -40,12 +41,16 @@ _ROOTS = (
 
 @functools.cache
 def _is_inside(file: str) -> bool:
-    """Whether a file belongs to this package, to torch or to the interpreter."""
+    """Returns whether a file belongs to this package, to torch or to the interpreter."""
     return file.startswith(_ROOTS)
 
 
 def calling_frame(frame: FrameType) -> FrameType:
-    """Return the first frame from this one on that belongs neither to this package nor to torch."""
+    """Returns the innermost frame of user code, starting at `frame`.
+
+    A frame of user code belongs neither to this package nor to torch. Without one, the outermost frame is
+    returned.
+    """
     while _is_inside(frame.f_code.co_filename):
         if frame.f_back is None:
             break
@@ -54,38 +59,39 @@ def calling_frame(frame: FrameType) -> FrameType:
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One operation, as reports show it."""
+class RecordedOperation:
+    """Recorded operation in the form that reports contain."""
 
-    sequence: int  # its number in this process, from 1; equal on all ranks as long as they do the same
+    sequence: int  # number in this process, from 1, equal on all ranks that make the same calls
     operation: str  # name of the outermost operation
-    facts: str  # what it was called with, such as shapes
-    started: float  # `time.monotonic()` when it began
-    file: str  # the user's file that called it; empty where all frames are in this package or torch
-    line: int  # the line there; 0 where it is not known
+    arguments: str  # description of its arguments, such as shape and dtype
+    started: float  # `time.monotonic()` at the start
+    file: str  # file of user code that called it, or "" if all frames are in this package or torch
+    line: int  # line in `file`, or 0 if it is not known
 
 
-_Raw = tuple[int, str, object, float, CodeType, int]
+_RawEntry = tuple[int, str, object, float, CodeType, int]
 
 
-class Ring:
-    """The last operations of one thread of this process: the one that trains.
+class FlightRecorder:
+    """Ring buffer of the last operations of the training thread.
 
-    Other threads may call the same functions; what they do is not recorded.
+    Operations of other threads, which may call the same functions, are not recorded.
     """
 
     def __init__(self) -> None:
-        self._entries: deque[_Raw] = deque(maxlen=LENGTH)
+        self._entries: deque[_RawEntry] = deque(maxlen=MAX_ENTRIES)
         self._sequence = 0
         self._depth = 0
-        self._running: _Raw | None = None
-        self._phase = 0  # of the step, around the operation
-        self.owner = threading.main_thread().ident  # the thread that trains
+        self._running: _RawEntry | None = None
+        self._phase = 0  # phase of the step clock before the operation
+        self.owner = threading.main_thread().ident  # the training thread
 
-    def begin(self, operation: str, facts: object) -> None:
-        """Record that an operation begins; inside another one it is a part of that one.
+    def begin(self, operation: str, arguments: object) -> None:
+        """Records the start of an operation, unless it is inside another one.
 
-        `facts` is what it is called with, as small objects without tensors.
+        Args:
+            arguments: Description of the arguments, made of small objects without references to tensors.
         """
         if threading.get_ident() != self.owner:
             return
@@ -95,11 +101,11 @@ class Ring:
         self._phase = step_clock.wait_for_ranks()
         frame = calling_frame(sys._getframe(1))
         self._sequence += 1
-        self._running = (self._sequence, operation, facts, time.monotonic(), frame.f_code, frame.f_lasti)
+        self._running = (self._sequence, operation, arguments, time.monotonic(), frame.f_code, frame.f_lasti)
         self._entries.append(self._running)
 
     def end(self) -> None:
-        """Record that the operation begun last has returned or failed."""
+        """Records that the innermost operation has returned or failed."""
         if threading.get_ident() != self.owner:
             return
         if self._depth == 1:
@@ -110,7 +116,7 @@ class Ring:
 
     @contextlib.contextmanager
     def entry(self, operation: str) -> Iterator[None]:
-        """Record the block as an operation."""
+        """Records the block as an operation."""
         self.begin(operation, None)
         try:
             yield
@@ -118,25 +124,31 @@ class Ring:
             self.end()
 
     def reset(self) -> None:
-        """Clear the record, and record the operations of the calling thread from now on."""
+        """Clears the recorder, and makes the calling thread the one that is recorded."""
         self._entries.clear()
         self._sequence = self._depth = 0
         self._running = None
         self.owner = threading.get_ident()
 
-    def running(self) -> Entry | None:
-        """The operation that has not returned yet; None without one. May be called from any thread."""
+    def running(self) -> RecordedOperation | None:
+        """Returns the operation that has not returned yet, or None.
+
+        May be called from any thread.
+        """
         raw = self._running
         return None if raw is None else _entry(raw)
 
-    def entries(self) -> list[Entry]:
-        """The last operations, the oldest first. May be called from any thread."""
+    def entries(self) -> list[RecordedOperation]:
+        """Returns the last operations, the oldest first.
+
+        May be called from any thread.
+        """
         return [_entry(raw) for raw in self._entries.copy()]
 
 
-def flight_recorder() -> Ring:
-    """Return the record of this process, a service of the process."""
-    return services.of_process(Ring)
+def flight_recorder() -> FlightRecorder:
+    """Returns the flight recorder of this process."""
+    return services.of_process(FlightRecorder)
 
 
 if hasattr(os, "register_at_fork"):  # not on Windows, which starts processes without fork
@@ -144,13 +156,18 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which starts processes wi
 
 
 def recorded(function: Callable[P, R], argument: int = 0) -> Callable[P, R]:
-    """Record each call of a function, with the shape and dtype, or the type, of one argument by index."""
+    """Wraps a function so that each call is recorded with a description of one positional argument.
+
+    Args:
+        argument: Index of that argument. A tensor is described by its shape and dtype, another object by its
+            type.
+    """
     name = function.__name__
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         record = flight_recorder()
-        record.begin(name, _facts_of(args[argument]) if len(args) > argument else None)
+        record.begin(name, _description_of(args[argument]) if len(args) > argument else None)
         try:
             return function(*args, **kwargs)
         finally:
@@ -159,30 +176,30 @@ def recorded(function: Callable[P, R], argument: int = 0) -> Callable[P, R]:
     return call
 
 
-def _facts_of(argument: object) -> object:
-    """What is recorded of an argument, without a reference to it."""
+def _description_of(argument: object) -> object:
+    """Returns the description of an argument, which keeps no reference to it."""
     if not isinstance(argument, Tensor):
         return type(argument)
     return f"nested {argument.dtype}" if argument.is_nested else (argument.shape, argument.dtype)
 
 
-def _entry(raw: _Raw) -> Entry:
-    sequence, operation, facts, started, code, instruction = raw
+def _entry(raw: _RawEntry) -> RecordedOperation:
+    sequence, operation, arguments, started, code, instruction = raw
     file = "" if _is_inside(code.co_filename) else code.co_filename
     line = line_of(code, instruction) if file else 0
-    return Entry(sequence, operation, _spell(facts), started, file, line)
+    return RecordedOperation(sequence, operation, _format_arguments(arguments), started, file, line)
 
 
 def line_of(code: CodeType, instruction: int) -> int:
-    """The line of the instruction at an offset in bytes; 0 where it has none."""
+    """Returns the line of the instruction at an offset in bytes, or 0 if it has none."""
     lines = (line for start, end, line in code.co_lines() if start <= instruction < end)
     return next(lines, None) or 0
 
 
-def _spell(facts: object) -> str:
-    match facts:
+def _format_arguments(arguments: object) -> str:
+    match arguments:
         case None:
             return ""
         case (torch.Size() as shape, torch.dtype() as dtype):
             return f"{list(shape)} {str(dtype).removeprefix('torch.')}"
-    return facts.__name__ if isinstance(facts, type) else str(facts)
+    return arguments.__name__ if isinstance(arguments, type) else str(arguments)

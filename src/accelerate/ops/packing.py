@@ -1,6 +1,7 @@
-"""Take nested tensors apart, plan how they are sent, pack them into flat buffers, and rebuild the structure.
+"""Flattening of nested tensors, plans for their transfer, and the flat buffers that they are packed into.
 
-Nothing is sent here. What depends on the shapes only is computed once per structure as a `TransferPlan`.
+`ops/packed.py` calls it for each collective, and the dispatch transport of `data_loader` uses the buffers.
+Nothing is sent here. A `TransferPlan` depends only on structure, shapes and dtypes, and is cached.
 """
 
 from __future__ import annotations
@@ -21,77 +22,80 @@ from accelerate.nested import honor_mapping, honor_type
 from accelerate.ops.base import Header
 
 ALIGNMENT = 16
-"""Bytes; any dtype may be viewed at such an offset of a buffer."""
+"""Alignment of segments in bytes, a multiple of the size of every dtype."""
 
-_SHARED = 64 * 1024  # bytes of results that may share memory
-_ORDERED = 8192  # elements up to which their order is cached
-_NOT_SELECTABLE = frozenset({torch.uint16, torch.uint32, torch.uint64})  # torch cannot reorder these
+_MAX_SHARED_BYTES = 64 * 1024  # results of at most this size may be views of one tensor
+_MAX_ORDERED_NUMEL = 8192  # number of elements up to which their indices are cached
+_NOT_SELECTABLE = frozenset({torch.uint16, torch.uint32, torch.uint64})  # index_select lacks these dtypes
 
-Cut = Callable[..., Sequence[Tensor]]
+Split = Callable[..., Sequence[Tensor]]
 
-# The declaration of the function leaves out that it returns the parts.
-_split_copy: Cut = torch.split_with_sizes_copy  # type: ignore[assignment]
+# The type stub of the function omits its return value.
+_split_copy: Split = torch.split_with_sizes_copy  # type: ignore[assignment]
 
 
 class RowGroup(NamedTuple):
-    """Neighbours in a segment that differ in the first dimension only: they are cut apart in one call."""
+    """Adjacent leaves of a segment that differ in the first dimension only, and are split in one call."""
 
-    start: int
+    start: int  # first element in the segment
     stop: int
-    tail: tuple[int, ...]
-    lengths: list[int]  # number of rows of each leaf; a 0-d leaf counts as one row
-    joined: list[int]  # the same for the leaves of all processes together
-    scalars: bool  # the leaves are 0-d
+    tail: tuple[int, ...]  # sizes of the other dimensions
+    lengths: list[int]  # number of rows of each leaf, where a 0-d leaf counts as one row
+    joined: list[int]  # the same for the leaves of all ranks together
+    scalars: bool  # whether the leaves are 0-d
 
 
 @dataclass(slots=True)
 class DtypeSegment:
-    """All leaves of one dtype in a buffer, from byte `start` to `stop`."""
+    """Leaves of one dtype in a flat buffer, from byte `start` to `stop`."""
 
     dtype: torch.dtype
     start: int
     stop: int
-    indices: tuple[int, ...]  # which leaves; those of one group are neighbours
-    counts: list[int]  # number of elements of each
-    joined: tuple[tuple[int, ...], ...]  # shape of each when those of all processes are joined
+    indices: tuple[int, ...]  # indices of the leaves, where those of one group are adjacent
+    counts: list[int]  # number of elements of each leaf
+    joined: tuple[tuple[int, ...], ...]  # shape of each leaf, concatenated over all ranks
     groups: tuple[RowGroup, ...]
-    # Where the elements of all processes are in their headers, leaf by leaf; computed when it is received for
-    # the second time, so that a structure that is used once does not pay for it.
+    # Indices of the elements of all ranks in their headers, leaf by leaf. Computed when the segment is
+    # received for the second time, so that a structure that is used once does not pay for it.
     order: Tensor | None = None
     uses: int = 0
 
     def flatten(self, leaves: Sequence[Tensor]) -> Tensor:
-        """Return the elements of its leaves, one after the other; may share the memory of a single leaf."""
-        own = [leaves[index] for index in self.indices]
-        if len(own) == 1 or len(self.groups) > 1:
-            flat: Tensor = torch_private.flatten_dense_tensors(own)
+        """Returns the elements of the leaves in one dimension, a view if there is a single leaf."""
+        members = [leaves[index] for index in self.indices]
+        if len(members) == 1 or len(self.groups) > 1:
+            flat: Tensor = torch_private.flatten_dense_tensors(members)
         else:
-            flat = torch.stack(own) if self.groups[0].scalars else torch.cat(own).reshape(-1)
+            flat = torch.stack(members) if self.groups[0].scalars else torch.cat(members).reshape(-1)
         return flat.detach().resolve_conj().resolve_neg()
 
     def read(self, buffer: Tensor) -> Tensor:
-        """View its bytes in a buffer, or in one buffer for each process (2-d), as elements."""
+        """Returns a view of the bytes in a buffer, or in the buffers of all ranks (2-d), as elements."""
         return buffer[..., self.start : self.stop].view(self.dtype)
 
-    def split(self, flat: Tensor, results: list[Tensor], cut: Cut | None = None) -> None:
-        """Cut elements into its leaves, which may use their memory; with `torch.split` they always do."""
+    def split(self, flat: Tensor, results: list[Tensor], split: Split | None = None) -> None:
+        """Splits elements into the leaves, which may be views.
+
+        With `torch.split` as `split` they are views.
+        """
         indices = iter(self.indices)
         for group in self.groups:
             rows = flat[group.start : group.stop].view(-1, *group.tail)
-            for leaf in (cut or _cut_of(rows))(rows, group.lengths):
+            for leaf in (split or _split_function(rows))(rows, group.lengths):
                 results[next(indices)] = leaf.view(()) if group.scalars else leaf
 
     def split_rows(self, rows: Tensor, results: list[Tensor]) -> None:
-        """Cut the elements of all processes (one row each) into copies of its leaves, joined by rows."""
+        """Splits the elements of all ranks, one row each, into concatenated copies of the leaves."""
         leaves = _split_copy(rows, self.counts, 1)
         for index, leaf, shape in zip(self.indices, leaves, self.joined, strict=True):
             results[index] = leaf.view(shape)
 
     def receive(self, header: Header, results: list[Tensor]) -> None:
-        """Cut the payloads of all headers into its leaves, joined by rows."""
-        rows = header.windows(self.start, self.stop, self.dtype)[1]
+        """Splits the payloads of all headers into the leaves, concatenated over ranks."""
+        rows = header.views(self.start, self.stop, self.dtype)[1]
         self.uses += 1
-        can_be_ordered = rows.numel() <= _ORDERED and rows.dtype not in _NOT_SELECTABLE
+        can_be_ordered = rows.numel() <= _MAX_ORDERED_NUMEL and rows.dtype not in _NOT_SELECTABLE
         if self.order is None and (self.uses == 1 or not can_be_ordered):
             self.split_rows(rows, results)
             return
@@ -101,33 +105,38 @@ class DtypeSegment:
         flat = torch.index_select(header.elements(self.dtype), 0, self.order)
         for group in self.groups:
             joined = flat[size * group.start : size * group.stop].view(-1, *group.tail)
-            for leaf in _cut_of(joined)(joined, group.joined):
+            for leaf in _split_function(joined)(joined, group.joined):
                 results[next(indices)] = leaf
 
     def overwrite(self, flat: Tensor, leaves: Sequence[Tensor]) -> None:
-        own = [leaves[index] for index in self.indices]
-        theirs = list(torch_private.unflatten_dense_tensors(flat, own))
-        if not any(leaf.is_conj() or leaf.is_neg() for leaf in own):
-            torch._foreach_copy_(own, theirs)
+        """Copies elements into the leaves in place."""
+        members = [leaves[index] for index in self.indices]
+        received = list(torch_private.unflatten_dense_tensors(flat, members))
+        if not any(leaf.is_conj() or leaf.is_neg() for leaf in members):
+            torch._foreach_copy_(members, received)
             return
-        for leaf, arrived in zip(own, theirs, strict=True):
-            leaf.copy_(arrived)
+        for leaf, values in zip(members, received, strict=True):
+            leaf.copy_(values)
 
 
-def _cut_of(rows: Tensor) -> Cut:
-    """How rows are cut into results: small ones share memory, but not what they track."""
-    return torch.unsafe_split_with_sizes if rows.nbytes <= _SHARED else _split_copy
+def _split_function(rows: Tensor) -> Split:
+    """Returns the function that splits rows into results, which are views of small tensors.
+
+    These views do not share a version counter, so for autograd an in-place change of one is not a change of
+    the others.
+    """
+    return torch.unsafe_split_with_sizes if rows.nbytes <= _MAX_SHARED_BYTES else _split_copy
 
 
 @dataclass(frozen=True, slots=True)
 class FlatBuffer:
-    """Several leaves in one buffer of `width` bytes, with one segment for each dtype."""
+    """Layout of several leaves in one buffer of `width` bytes, with one segment for each dtype."""
 
     segments: tuple[DtypeSegment, ...]
     width: int
 
     def pack(self, leaves: Sequence[Tensor]) -> Tensor:
-        """Return the bytes of the leaves; may share the memory of a single leaf."""
+        """Returns the bytes of the leaves, a view if there is a single leaf."""
         if len(self.segments) == 1 and self.segments[0].stop == self.width:
             return self.segments[0].flatten(leaves).view(torch.uint8)
         device = leaves[self.segments[0].indices[0]].device if self.segments else "cpu"
@@ -136,35 +145,42 @@ class FlatBuffer:
         return buffer
 
     def pack_into(self, leaves: Sequence[Tensor], buffer: Tensor) -> None:
+        """Copies the leaves into a buffer."""
         for segment in self.segments:
             segment.read(buffer).copy_(segment.flatten(leaves))
 
     def send(self, leaves: Sequence[Tensor], header: Header) -> None:
+        """Copies the leaves into the payload of a header."""
         for segment in self.segments:
-            header.windows(segment.start, segment.stop, segment.dtype)[0].copy_(segment.flatten(leaves))
+            header.views(segment.start, segment.stop, segment.dtype)[0].copy_(segment.flatten(leaves))
 
     def received(self, header: Header) -> Iterator[tuple[DtypeSegment, Tensor]]:
-        """Yield each segment with the elements of all processes in their headers, one row each."""
+        """Yields each segment with the elements of all ranks in their headers, one row each."""
         for segment in self.segments:
-            yield segment, header.windows(segment.start, segment.stop, segment.dtype)[1]
+            yield segment, header.views(segment.start, segment.stop, segment.dtype)[1]
 
 
 def lay_out(
     indices: Sequence[int], shapes: Sequence[torch.Size], dtypes: Sequence[torch.dtype], size: int
 ) -> FlatBuffer:
-    """Give each dtype its segment of one buffer, one segment after the other."""
+    """Returns the layout of leaves in one buffer, with one segment for each dtype.
+
+    Args:
+        indices: Indices of these leaves in `shapes` and `dtypes`.
+        size: World size, for the shapes that are concatenated over ranks.
+    """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index in indices:
         by_dtype.setdefault(dtypes[index], []).append(index)
     segments, start = [], 0
     for dtype, members in by_dtype.items():
         members.sort(key=lambda index: (len(shapes[index]) == 0, shapes[index][1:]))
-        own = [shapes[index] for index in members]
-        counts = [shape.numel() for shape in own]
+        sizes = [shapes[index] for index in members]
+        counts = [shape.numel() for shape in sizes]
         stop = start + sum(counts) * dtype.itemsize
-        joined = tuple(joined_shape(shape, size) for shape in own)
+        joined = tuple(joined_shape(shape, size) for shape in sizes)
         segments.append(
-            DtypeSegment(dtype, start, stop, tuple(members), counts, joined, tuple(_group(own, size)))
+            DtypeSegment(dtype, start, stop, tuple(members), counts, joined, tuple(_group(sizes, size)))
         )
         start = -(-stop // ALIGNMENT) * ALIGNMENT
     return FlatBuffer(tuple(segments), segments[-1].stop if len(segments) == 1 else start)
@@ -180,97 +196,101 @@ def _group(shapes: list[torch.Size], size: int) -> Iterator[RowGroup]:
 
 
 def joined_shape(shape: torch.Size, size: int) -> tuple[int, ...]:
-    """Return the shape of tensors joined along the first dimension; 0-d counts as 1-d."""
+    """Returns the shape of `size` tensors concatenated along dimension 0, where 0-d counts as `[1]`."""
     return (size * shape[0], *shape[1:]) if shape else (size,)
 
 
 @lru_cache(maxsize=256)
-def lay_out_once(facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> FlatBuffer:
-    """Give each dtype its segment of a buffer with the tensors of one process; the last layouts are cached.
+def cached_layout(tensors: tuple[tuple[torch.Size, torch.dtype], ...]) -> FlatBuffer:
+    """Returns the cached layout of the tensors of one rank, given by shape and dtype.
 
-    Those without elements are not in the buffer.
+    Tensors without elements are not in the buffer.
     """
-    shapes, dtypes = [shape for shape, _ in facts], [dtype for _, dtype in facts]
+    shapes, dtypes = [shape for shape, _ in tensors], [dtype for _, dtype in tensors]
     return lay_out([index for index, shape in enumerate(shapes) if shape.numel()], shapes, dtypes, 1)
 
 
-def views_of(buffer: Tensor, facts: tuple[tuple[torch.Size, torch.dtype], ...]) -> list[Tensor]:
-    """Return the tensors of a buffer that `lay_out_once` has laid out, which use its memory."""
-    tensors: list[Any] = [None] * len(facts)
-    for segment in lay_out_once(facts).segments:
-        segment.split(segment.read(buffer), tensors, torch.split)
-    for index, (shape, dtype) in enumerate(facts):
-        if tensors[index] is None:
-            tensors[index] = torch.empty(shape, dtype=dtype, device=buffer.device)
-    return tensors
+def views_of(buffer: Tensor, tensors: tuple[tuple[torch.Size, torch.dtype], ...]) -> list[Tensor]:
+    """Returns views of the tensors in a buffer with the layout of `cached_layout`."""
+    views: list[Any] = [None] * len(tensors)
+    for segment in cached_layout(tensors).segments:
+        segment.split(segment.read(buffer), views, torch.split)
+    for index, (shape, dtype) in enumerate(tensors):
+        if views[index] is None:
+            views[index] = torch.empty(shape, dtype=dtype, device=buffer.device)
+    return views
 
 
-ALONE = 64 * 1024
-"""Bytes from which a tensor is sent by itself: copying it into a buffer would cost more than a call."""
+SEPARATE_BYTES = 64 * 1024
+"""Bytes from which a tensor is sent separately, because a copy into a buffer costs more than a collective."""
 
-_SMALLEST_LIMIT, _LARGEST_LIMIT = 256 * 1024, 32 * 1024 * 1024
+_MIN_BUFFER_LIMIT, _MAX_BUFFER_LIMIT = 256 * 1024, 32 * 1024 * 1024
 
-Facts = tuple[Any, ...]
+Key = tuple[Any, ...]
 
 
 @dataclass(slots=True)
-class Parts:
-    """Nested tensors taken apart."""
+class FlatStructure:
+    """Flattened form of nested tensors."""
 
     leaves: list[Tensor]
-    facts: list[Any]  # shape and dtype of each, one after the other
-    skeleton: list[Any]  # the containers: how many leaves came before, and its length or its keys
+    shapes_and_dtypes: list[Any]  # shape and dtype of each leaf, in alternation
+    containers: list[Any]  # for each container, the number of leaves before it, and its length or keys
 
 
-def take_apart(data: Any) -> Parts:
-    """List the tensors of nested data, and note what they look like."""
-    parts = Parts([], [], [])
+def flatten_structure(data: Any) -> FlatStructure:
+    """Returns the leaves, shapes, dtypes and containers of nested tensors.
+
+    Raises an error unless all leaves are dense tensors on one device.
+    """
+    structure = FlatStructure([], [], [])
     try:
-        _collect(data, parts.leaves, parts.facts, parts.skeleton)
+        _collect(data, structure.leaves, structure.shapes_and_dtypes, structure.containers)
     except _NotSendableError:
         check_leaves(data)
-    if parts.leaves:
-        device = parts.leaves[0].device
-        for leaf in parts.leaves:
+    if structure.leaves:
+        device = structure.leaves[0].device
+        for leaf in structure.leaves:
             if leaf.device != device:
-                devices = ", ".join(sorted({str(leaf.device) for leaf in parts.leaves}))
+                devices = ", ".join(sorted({str(leaf.device) for leaf in structure.leaves}))
                 raise ConfigurationError(
                     f"The tensors of one structure are on {devices}, and a collective takes them from one "
                     "device. Move them to one with `send_to_device`, or make one call for each device."
                 )
         if device.type == "meta":
             check_leaves(data)
-    return parts
+    return structure
 
 
-def put_together(data: Any, leaves: Iterator[Any]) -> Any:
+def unflatten_structure(data: Any, leaves: Iterator[Any]) -> Any:
+    """Returns nested data of the structure of `data` with other leaves."""
     if isinstance(data, Tensor):
         return next(leaves)
     if isinstance(data, (list, tuple)):
-        return honor_type(data, [put_together(item, leaves) for item in data])
-    return honor_mapping(data, {key: put_together(value, leaves) for key, value in data.items()})
+        return honor_type(data, [unflatten_structure(item, leaves) for item in data])
+    return honor_mapping(data, {key: unflatten_structure(value, leaves) for key, value in data.items()})
 
 
-def _collect(data: Any, leaves: list[Tensor], facts: list[Any], skeleton: list[Any]) -> None:
+def _collect(data: Any, leaves: list[Tensor], shapes_and_dtypes: list[Any], containers: list[Any]) -> None:
     if isinstance(data, Tensor):
         if not is_dense(data):
             raise _NotSendableError
         leaves.append(data)
-        facts += (data.shape, data.dtype)
+        shapes_and_dtypes += (data.shape, data.dtype)
     elif isinstance(data, (list, tuple)):
-        skeleton += (len(leaves), len(data))
+        containers += (len(leaves), len(data))
         for item in data:
-            _collect(item, leaves, facts, skeleton)
+            _collect(item, leaves, shapes_and_dtypes, containers)
     elif isinstance(data, Mapping):
-        skeleton += (len(leaves), tuple(data))
+        containers += (len(leaves), tuple(data))
         for item in data.values():
-            _collect(item, leaves, facts, skeleton)
+            _collect(item, leaves, shapes_and_dtypes, containers)
     else:
         raise _NotSendableError
 
 
 class _NotSendableError(TypeError):
-    """A leaf is not a dense tensor; `check_leaves` raises the error for the user."""
+    """Internal error for a leaf that is not a dense tensor, which `check_leaves` reports to the user."""
 
 
 def _is_masked(tensor: Tensor) -> bool:
@@ -278,7 +298,7 @@ def _is_masked(tensor: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether a tensor is no more than its elements, which torch can view, cut and join."""
+    """Returns whether a tensor is an ordinary strided tensor that torch can view, split and concatenate."""
     if tensor.layout is not torch.strided or (type(tensor) is not Tensor and _is_masked(tensor)):
         return False
     return not (tensor.is_nested or tensor.is_quantized)
@@ -306,7 +326,11 @@ _FIXES: tuple[tuple[Callable[[Tensor], bool], str, str], ...] = (
 
 
 def check_leaves(data: Any, path: str = "", accepts: Callable[[Tensor], bool] = _is_sendable) -> None:
-    """Raise unless all leaves are tensors, by default dense ones with data; the error names the path."""
+    """Raises an error with the path of the first leaf that is not a tensor or is not accepted.
+
+    Args:
+        accepts: Predicate of a tensor. The default accepts dense tensors with data.
+    """
     if isinstance(data, Tensor):
         if not accepts(data):
             raise _not_dense(data, path)
@@ -321,78 +345,86 @@ def check_leaves(data: Any, path: str = "", accepts: Callable[[Tensor], bool] = 
 
 
 def not_a_tensor(data: object, path: str = "") -> TypeError:
-    place = f" at {path}" if path else ""
+    location = f" at {path}" if path else ""
     return TypeError(
         f"A collective takes tensors in lists, tuples and dictionaries, and was given {type(data).__name__}"
-        f"{place}: use `gather_object` or `broadcast_object_list` for other objects."
+        f"{location}: use `gather_object` or `broadcast_object_list` for other objects."
     )
 
 
 def _not_dense(leaf: Tensor, path: str) -> ConfigurationError:
     sparse = f"a tensor with the layout {leaf.layout}", "Pass `tensor.to_dense()`"
-    what, fix = next(((what, fix) for applies, what, fix in _FIXES if applies(leaf)), sparse)
-    place = f" at {path}" if path else ""
-    text = f"A collective takes dense tensors, and was given {what}{place}. {fix}."
+    kind, fix = next(((kind, fix) for applies, kind, fix in _FIXES if applies(leaf)), sparse)
+    location = f" at {path}" if path else ""
+    text = f"A collective takes dense tensors, and was given {kind}{location}. {fix}."
     return as_builtin(ConfigurationError(text), RuntimeError)
 
 
 @dataclass(frozen=True, slots=True)
 class TransferPlan:
-    """How the leaves of one structure are sent; those without elements are not."""
+    """Plan for the transfer of the leaves of one structure."""
 
-    mark: int  # identifies the operation, the structure, the shapes and the dtypes
-    whole: FlatBuffer | None  # all leaves in one buffer, where that fits into the header
-    buffers: tuple[FlatBuffer, ...]  # the small leaves, where it does not
-    alone: tuple[int, ...]  # the leaves that are sent by themselves
-    empty: tuple[int, ...]  # the leaves without elements
+    fingerprint: int  # identifies the operation, the structure, the shapes and the dtypes
+    in_header: FlatBuffer | None  # all leaves, if they fit into the header
+    buffers: tuple[FlatBuffer, ...]  # otherwise the small leaves
+    separate: tuple[int, ...]  # indices of the leaves that are sent separately
+    empty: tuple[int, ...]  # indices of the leaves without elements, which are not sent
 
 
-def mark_of(*facts: object) -> int:
-    """Return a number of 64 bits that identifies facts, by their `repr`."""
-    digest = hashlib.blake2b(repr(facts).encode(), digest_size=8).digest()
+def fingerprint_of(*values: object) -> int:
+    """Returns a signed number of 64 bits that identifies values, as a hash of their `repr`."""
+    digest = hashlib.blake2b(repr(values).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
-def plan_for(operation: str, parts: Parts, *, size: int, room: int, mixed: bool = True) -> TransferPlan:
-    """Plan how a structure is sent; cached for the structures used last.
+def plan_transfer(
+    operation: str, structure: FlatStructure, *, size: int, capacity: int, mixed: bool = True
+) -> TransferPlan:
+    """Returns the cached plan for the transfer of a structure.
 
-    `operation` includes the arguments that must agree on all processes; `room` is the bytes of payload in the
-    header. With `mixed` several dtypes may share one buffer: bytes are only moved.
+    Args:
+        operation: Name of the operation, with the arguments that must be equal on all ranks.
+        size: World size.
+        capacity: Bytes of payload in the header.
+        mixed: Whether a buffer may contain several dtypes, which is possible if nothing is computed.
     """
-    return _plan(operation, tuple(parts.facts), tuple(parts.skeleton), size, room, mixed)
+    tensors, containers = tuple(structure.shapes_and_dtypes), tuple(structure.containers)
+    return _plan(operation, tensors, containers, size, capacity, mixed)
 
 
 @lru_cache(maxsize=256)
-def _plan(operation: str, facts: Facts, skeleton: Facts, size: int, room: int, mixed: bool) -> TransferPlan:
-    shapes, dtypes = facts[::2], facts[1::2]
+def _plan(
+    operation: str, tensors: Key, containers: Key, size: int, capacity: int, mixed: bool
+) -> TransferPlan:
+    shapes, dtypes = tensors[::2], tensors[1::2]
     lengths = [shape.numel() * dtype.itemsize for shape, dtype in zip(shapes, dtypes, strict=True)]
-    mark = mark_of(operation, skeleton, facts)
-    filled = [index for index, length in enumerate(lengths) if length]
+    fingerprint = fingerprint_of(operation, containers, tensors)
+    nonempty = [index for index, length in enumerate(lengths) if length]
     empty = tuple(index for index, length in enumerate(lengths) if not length)
-    whole = lay_out(filled, shapes, dtypes, size)
-    if whole.width <= room:
-        return TransferPlan(mark, whole, (), (), empty)
-    shared = [index for index in filled if lengths[index] < ALONE]
-    # Packing and unpacking hold copies of one buffer at a time: a quarter of everything at most.
-    limit = max(_SMALLEST_LIMIT, min(_LARGEST_LIMIT // size, sum(lengths) // 4))
-    loads = _distribute(shared, lengths, limit, dtypes, mixed)
-    alone = [index for index in filled if lengths[index] >= ALONE]
-    alone += [load[0] for load in loads if len(load) == 1]
-    buffers = tuple(lay_out(load, shapes, dtypes, size) for load in loads if len(load) > 1)
-    return TransferPlan(mark, None, buffers, tuple(sorted(alone)), empty)
+    buffer = lay_out(nonempty, shapes, dtypes, size)
+    if buffer.width <= capacity:
+        return TransferPlan(fingerprint, buffer, (), (), empty)
+    small = [index for index in nonempty if lengths[index] < SEPARATE_BYTES]
+    # Packing and unpacking hold copies of one buffer at a time, of at most a quarter of all bytes.
+    limit = max(_MIN_BUFFER_LIMIT, min(_MAX_BUFFER_LIMIT // size, sum(lengths) // 4))
+    buckets = _assign_to_buckets(small, lengths, limit, dtypes, mixed)
+    separate = [index for index in nonempty if lengths[index] >= SEPARATE_BYTES]
+    separate += [bucket[0] for bucket in buckets if len(bucket) == 1]
+    buffers = tuple(lay_out(bucket, shapes, dtypes, size) for bucket in buckets if len(bucket) > 1)
+    return TransferPlan(fingerprint, None, buffers, tuple(sorted(separate)), empty)
 
 
-def _distribute(
-    indices: list[int], lengths: list[int], limit: int, dtypes: Facts, mixed: bool
+def _assign_to_buckets(
+    indices: list[int], lengths: list[int], limit: int, dtypes: Key, mixed: bool
 ) -> list[list[int]]:
-    """Distribute leaves over buffers of at most `limit` bytes."""
-    loads: dict[Any, list[list[int]]] = {}
-    filled: dict[Any, int] = {}
+    """Assigns leaves to buckets of at most `limit` bytes, each of which becomes one buffer."""
+    by_dtype: dict[Any, list[list[int]]] = {}
+    num_bytes: dict[Any, int] = {}
     for index in indices:
-        kind = None if mixed else dtypes[index]
-        batches = loads.setdefault(kind, [[]])
-        if batches[-1] and filled[kind] + lengths[index] > limit:
-            batches.append([])
-        filled[kind] = lengths[index] + (filled[kind] if batches[-1] else 0)
-        batches[-1].append(index)
-    return [batch for batches in loads.values() for batch in batches]
+        dtype = None if mixed else dtypes[index]
+        buckets = by_dtype.setdefault(dtype, [[]])
+        if buckets[-1] and num_bytes[dtype] + lengths[index] > limit:
+            buckets.append([])
+        num_bytes[dtype] = lengths[index] + (num_bytes[dtype] if buckets[-1] else 0)
+        buckets[-1].append(index)
+    return [bucket for buckets in by_dtype.values() for bucket in buckets]

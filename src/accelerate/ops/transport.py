@@ -1,9 +1,12 @@
-"""The transport of this process, chosen once: `torch.distributed`, also on Neuron devices, or `torch_xla`.
+"""Transports over `torch.distributed` and `torch_xla`, asynchronous reductions, and consensus by collectives.
 
-`reduce_async` reduces a few numbers of all ranks while compute goes on. They are float64 on the CPU, in a
-gloo group of their own: no device waits for them, and their order among the collectives of the default group
-is free. Where there can be no such group (one process, MPI, XLA) they are reduced at once over the transport.
-Below are the ways in which ranks that run the same calls agree over it.
+All collectives of this package run on `current_transport()`, which is chosen once in a process.
+
+`reduce_async` reduces a few numbers of all ranks during the computation. They are float64 on the CPU, in a
+separate gloo group, so no device synchronizes with them, and their order relative to the collectives of the
+default group is free. Without such a group (one process, MPI, UCC, XLA) they are reduced synchronously over
+the transport. `open_consensus`, `run_on_all_ranks` and `run_on_rank_0` let checkpointing decide and fail on
+all ranks together.
 """
 
 from __future__ import annotations
@@ -26,41 +29,42 @@ from accelerate.ops.base import (
     Transport,
     as_supported,
     at_least_1d,
-    finished_reduction,
-    one_for_each,
+    check_scatter_parts,
+    finish_reduction,
     reducible_dtype,
     reduction_name,
 )
 from accelerate.ops.flight_record import flight_recorder
 from accelerate.state import (
     Consensus,
-    Judge,
     PartialState,
+    ReduceFunction,
     StoreChannel,
     StoreConsensus,
-    pack_verdict,
+    pack_decision,
     process_group,
     services,
-    unpack,
+    unpack_decision,
 )
 
 Result = TypeVar("Result")
 
-# Older versions of torch know the call by its other name only.
+# Older versions of torch have the function under its other name only.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-IN_TURN = 256 * 1024
-"""Bytes from which gloo's all-gather, which copies the whole result once more, costs more than broadcasts."""
+BROADCAST_BYTES = 256 * 1024
+"""Bytes from which broadcasts are faster than the all-gather of gloo, which copies the result once more."""
 
-IN_TURN_PROCESSES = 8
+BROADCAST_WORLD_SIZE = 8
+"""Largest world size at which tensors are gathered by broadcasts."""
 
-_ADDED_IN_TURN = (torch.float32, torch.float64, torch.int64)
+_BROADCAST_SUM_DTYPES = (torch.float32, torch.float64, torch.int64)
 _NO_SECOND_GROUP = ("mpi", "ucc")
 
 
 class TorchTransport(Transport):
-    """The default group of `torch.distributed`.
+    """Transport over the default process group of `torch.distributed`.
 
     Tensors on a device that the group does not support (CPU tensors under NCCL) are moved to one that it
     supports, and the result is moved back.
@@ -75,16 +79,16 @@ class TorchTransport(Transport):
         self._supported = _supported_devices(dist.get_backend_config())
         self._fallback = self.device if self.device.type in self._supported else torch.device("cpu")
         self.verifies = of_device(self._fallback).is_host
-        self._copies_results = self.size <= IN_TURN_PROCESSES and "cpu:gloo" in dist.get_backend_config()
+        self._copies_results = self.size <= BROADCAST_WORLD_SIZE and "cpu:gloo" in dist.get_backend_config()
         self.header = Header(self.size, _all_gather) if "cpu" in self._supported else None
 
     def gather(self, tensor: Tensor) -> Tensor:
         local = at_least_1d(self._to_group_device(tensor))
         joined = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
-        if self._copies_results and local.is_cpu and local.nbytes >= IN_TURN:
+        if self._copies_results and local.is_cpu and local.nbytes >= BROADCAST_BYTES:
             parts = joined.chunk(self.size)
             parts[self.rank].copy_(local)
-            self._broadcast_in_turn(parts)
+            self._broadcast_parts(parts)
         else:
             _all_gather(as_supported(joined), as_supported(local))
         return joined.to(tensor.device)
@@ -113,13 +117,14 @@ class TorchTransport(Transport):
 
     def reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
         operation = getattr(dist.ReduceOp, reduction_name(how))
-        large = self.size == 2 and self._copies_results and tensor.nbytes >= IN_TURN
-        if large and operation == dist.ReduceOp.SUM and tensor.is_cpu and tensor.dtype in _ADDED_IN_TURN:
-            # Two processes broadcast their tensors to each other; gloo's own sum works on a copy.
+        large = self.size == 2 and self._copies_results and tensor.nbytes >= BROADCAST_BYTES
+        is_sum = operation == dist.ReduceOp.SUM and tensor.dtype in _BROADCAST_SUM_DTYPES
+        if large and is_sum and tensor.is_cpu:
+            # Two ranks broadcast their tensors to each other, because the all-reduce of gloo works on a copy.
             local = self._to_group_device(tensor)
             received = torch.empty_like(local)
-            self._broadcast_in_turn([local, received] if self.rank == 0 else [received, local])
-            return finished_reduction(received.add_(local), how, self.size, tensor)
+            self._broadcast_parts([local, received] if self.rank == 0 else [received, local])
+            return finish_reduction(received.add_(local), how, self.size, tensor)
         total = tensor.detach().to(
             device=self._group_device(tensor.device),
             dtype=reducible_dtype(tensor.dtype),
@@ -127,22 +132,23 @@ class TorchTransport(Transport):
             memory_format=torch.contiguous_format,
         )
         dist.all_reduce(total, op=operation)
-        return finished_reduction(total, how, self.size, tensor)
+        return finish_reduction(total, how, self.size, tensor)
 
     def scatter(self, parts: Sequence[Tensor] | None, out: Tensor, source: int = 0) -> Tensor:
         local = self._to_group_device(out)
-        given = None
+        inputs = None
         if self.rank == source:
-            given = [as_supported(self._to_group_device(part)) for part in one_for_each(parts, self.size)]
-        dist.scatter(as_supported(local), given, src=source)
+            parts = check_scatter_parts(parts, self.size)
+            inputs = [as_supported(self._to_group_device(part)) for part in parts]
+        dist.scatter(as_supported(local), inputs, src=source)
         return out if _share_memory(local, out) else out.copy_(local)
 
     def barrier(self) -> None:
         process_group.wait(self.device)
 
     @staticmethod
-    def _broadcast_in_turn(parts: Sequence[Tensor]) -> None:
-        """Let each process broadcast its part into the parts of the others."""
+    def _broadcast_parts(parts: Sequence[Tensor]) -> None:
+        """Broadcasts the part of each rank to the other ranks, as an all-gather without a copy."""
         works = [dist.broadcast(as_supported(part), src, async_op=True) for src, part in enumerate(parts)]
         for work in works:
             work.wait()
@@ -156,10 +162,10 @@ class TorchTransport(Transport):
 
 
 class NeuronTransport(TorchTransport):
-    """`torch.distributed` on Neuron devices, where objects go over a second group on the CPU.
+    """Transport over `torch.distributed` on Neuron devices, with a second group on the CPU for objects.
 
-    Pickled objects are byte tensors of any length; compiling a program for each new length would cost
-    seconds.
+    Pickled objects are byte tensors of any length, and a Neuron device would compile a program for each new
+    length, which takes seconds.
     """
 
     scatter = Transport.scatter
@@ -170,7 +176,7 @@ class NeuronTransport(TorchTransport):
 
 
 class XlaTransport(Transport):
-    """Replicas of a `torch_xla` run: tensors over XLA collectives, objects over its rendezvous."""
+    """Transport over `torch_xla`, with XLA collectives for tensors and its rendezvous for objects."""
 
     def __init__(self, state: PartialState) -> None:
         self.size = state.num_processes
@@ -189,9 +195,9 @@ class XlaTransport(Transport):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         local = self._to_group_device(tensor)
         self._xm.collective_broadcast([local], root_ordinal=source)
-        arrived = self._from_group_device(local, tensor.device)
-        if self.rank != source and arrived is not tensor:
-            tensor.detach().copy_(arrived)
+        received = self._from_group_device(local, tensor.device)
+        if self.rank != source and received is not tensor:
+            tensor.detach().copy_(received)
         return tensor
 
     def broadcast_object(self, obj: Any, source: int = 0) -> Any:
@@ -204,7 +210,7 @@ class XlaTransport(Transport):
         local = tensor.detach().to(device=self.device, dtype=reducible_dtype(tensor.dtype))
         total: Tensor = self._xm.all_reduce(kind, local)
         mark_step()
-        return finished_reduction(total, how, self.size, tensor)
+        return finish_reduction(total, how, self.size, tensor)
 
     def barrier(self) -> None:
         self._xm.rendezvous("accelerate.barrier")
@@ -217,15 +223,15 @@ class XlaTransport(Transport):
         return tensor.to(device)
 
 
-# Kinds of hardware that do not use plain torch.distributed.
+# Hardware that does not use `TorchTransport`.
 _TRANSPORTS: dict[str, type[TorchTransport | XlaTransport]] = {"xla": XlaTransport, "neuron": NeuronTransport}
 
 
 def _supported_devices(backends: str) -> frozenset[str]:
-    """Device types that the default group supports, from torch's description ("cpu:gloo,cuda:nccl").
+    """Returns the device types that the default group supports, from a text as "cpu:gloo,cuda:nccl".
 
-    gloo takes accelerator tensors only by way of the CPU and not for all calls, so it counts for the CPU
-    alone.
+    gloo copies accelerator tensors to the CPU, and does not accept them in all calls, so it counts as a
+    backend of the CPU only.
     """
     pairs = (entry.split(":", 1) for entry in backends.split(","))
     return frozenset(device for device, comm in pairs if device == "cpu" or comm != "gloo")
@@ -236,11 +242,12 @@ def _share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def current_transport() -> Transport:
-    """Return the transport of this process, chosen at the first call after `PartialState` was set up.
+    """Returns the transport of this process, which the first call chooses.
 
-    It is a service of the run: a reset of `PartialState` forgets it. Without a state one is made.
+    The transport is a service of the run, which a reset of `PartialState` removes. The first call creates a
+    `PartialState` if there is none.
     """
-    transport: Transport | None = services.of_run.get(Transport)  # without a call: each collective asks
+    transport: Transport | None = services.of_run.get(Transport)  # not `find`, as each collective runs this
     if transport is not None:
         return transport
     state = PartialState()
@@ -248,24 +255,30 @@ def current_transport() -> Transport:
     return services.put(Transport, Transport() if state.num_processes == 1 else kind(state), uses_group=True)
 
 
-def _unpickle() -> Transport:
-    """The transport of this process; a local one where no state is set up, as in a loader's worker."""
+def _unpickle_transport() -> Transport:
+    """Returns the transport of this process, or a local one without a state, as in a DataLoader worker."""
     return current_transport() if PartialState._shared_state else Transport()
 
 
-# A copied or unpickled transport is the one of the process that copies or reads it.
+# A copied or unpickled transport is the transport of the process that copies or unpickles it.
 for _kind in (Transport, TorchTransport, NeuronTransport, XlaTransport):
-    copyreg.pickle(_kind, lambda transport: (_unpickle, ()))
+    copyreg.pickle(_kind, lambda transport: (_unpickle_transport, ()))
 
 
-class Answer:
-    """Numbers of all ranks; `work` reduces them, None where they are known. `wait` is to be called once."""
+class AsyncReduction:
+    """Result of `reduce_async`, whose `wait` is called once.
+
+    Args:
+        numbers: Tensor with the result after `work`.
+        work: Asynchronous reduction, or None if the numbers are reduced already.
+        purpose: Name in the flight recorder while a rank waits.
+    """
 
     def __init__(self, numbers: Tensor, work: Any = None, purpose: str = "") -> None:
         self._numbers, self._work, self._purpose = numbers, work, purpose
 
     def wait(self) -> list[float]:
-        """Return the numbers, when all ranks have given theirs."""
+        """Waits for the reduction, and returns the numbers."""
         if self._work is not None:
             with flight_recorder().entry(self._purpose):
                 self._work.wait()
@@ -274,10 +287,10 @@ class Answer:
 
 
 class AsyncGroup:
-    """The gloo group for these numbers, a service of the run; None where there can be no such group.
+    """Separate gloo group of `reduce_async`, whose `group` is None if the run cannot have one.
 
-    To open it is in the flight record under the purpose of the first numbers: a rank may wait here for one
-    that never asks.
+    The flight recorder records its creation under the purpose of the first numbers, because this rank may
+    wait here for a rank that never calls `reduce_async`.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -289,45 +302,54 @@ class AsyncGroup:
                 self.group = dist.new_group(backend="gloo")
 
 
-def reduce_async(numbers: Sequence[float], how: str, purpose: str) -> Answer:
-    """Start to reduce numbers, exact up to 2**53, element by element: "sum" or "max"; called on all ranks.
+def reduce_async(numbers: Sequence[float], how: str, purpose: str) -> AsyncReduction:
+    """Starts an asynchronous elementwise reduction of numbers over all ranks.
 
-    The flight record and the reports of hangs name the `purpose`.
+    Called on all ranks.
+
+    Args:
+        numbers: As many on each rank, reduced in float64, which is exact for integers up to 2**53.
+        how: "sum" or "max".
+        purpose: Name in the flight recorder and in hang reports.
     """
     tensor = torch.tensor(numbers, dtype=torch.float64)
     transport = current_transport()
     if transport.size == 1:
-        return Answer(tensor)
+        return AsyncReduction(tensor)
     group = services.get(AsyncGroup, partial(AsyncGroup, purpose), uses_group=True).group
     if group is None:
-        return Answer(transport.reduce(tensor, how))
+        return AsyncReduction(transport.reduce(tensor, how))
     work = dist.all_reduce(tensor, getattr(dist.ReduceOp, reduction_name(how)), group=group, async_op=True)
-    return Answer(tensor, work, purpose)
+    return AsyncReduction(tensor, work, purpose)
 
 
 class CollectiveConsensus(Consensus):
-    """Over the collectives of a run, where it has no store."""
+    """Consensus over the collectives of a run without a store."""
 
     is_threaded = False
 
     def __init__(self, transport: Transport) -> None:
         self.rank, self.size, self._transport = transport.rank, transport.size, transport
 
-    def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
+    def decide(self, operation: str, value: Any, reduce_fn: ReduceFunction, timeout: float) -> Any:
         values = self._transport.gather_object(value)
-        verdict = pack_verdict(judge, values) if self.rank == 0 else None
-        return unpack(self._transport.broadcast_object(verdict))
+        decision = pack_decision(reduce_fn, values) if self.rank == 0 else None
+        return unpack_decision(self._transport.broadcast_object(decision))
 
-    def share(self, name: str, make: Callable[[], Any], patience: float) -> tuple[int, Any]:
+    def compute_once(self, name: str, make: Callable[[], Any], timeout: float) -> tuple[int, Any]:
         names = self._transport.gather_object(name)
-        maker = names.index(name)
-        made = pack_verdict(lambda _: make(), []) if name and maker == self.rank else None
-        all_made = self._transport.gather_object(made)
-        return (maker, unpack(all_made[maker])) if name else (-1, None)
+        owner = names.index(name)
+        result = pack_decision(lambda _: make(), []) if name and owner == self.rank else None
+        results = self._transport.gather_object(result)
+        return (owner, unpack_decision(results[owner])) if name else (-1, None)
 
 
 def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consensus:
-    """Choose the way in which the ranks of a run agree; `channel` is a connection of its own to the store."""
+    """Returns the consensus for a run, over the store if there is a channel.
+
+    Args:
+        channel: Separate connection to the store of the process group, or None without a store.
+    """
     if transport.size == 1:
         return Consensus()
     if channel is None:
@@ -336,7 +358,10 @@ def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consen
 
 
 def run_on_all_ranks(action: Callable[[], Result]) -> Result:
-    """Run an action that does not communicate on each rank; if one fails, all raise a `CheckpointError`."""
+    """Runs an action on each rank, and raises a `CheckpointError` on all ranks if it fails on one.
+
+    Called on all ranks. The action does not communicate.
+    """
     result, failure = None, ""
     try:
         result = action()
@@ -349,9 +374,10 @@ def run_on_all_ranks(action: Callable[[], Result]) -> Result:
 
 
 def run_on_rank_0(action: Callable[[], Result]) -> Result | None:
-    """Run an action that does not communicate on rank 0, and return what it returned; None on the others.
+    """Runs an action on rank 0, and returns its result there and None on the others.
 
-    All ranks raise what it raised; a `CheckpointError` for an error of another package.
+    Called on all ranks. The action does not communicate. If it fails, all ranks raise the same error, or a
+    `CheckpointError` for an error of another package.
     """
     transport = current_transport()
     result: Result | None = None

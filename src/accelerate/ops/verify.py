@@ -1,9 +1,9 @@
-"""Compare what the processes are about to do before they do it: a mismatch is an error, not a hang.
+"""Comparison of the calls of all ranks before a collective, so that a mismatch is an error and not a hang.
 
-The comparison is always made where it costs next to nothing (it is part of the header with which collectives
-of CPU tensors begin) and for every collective in debug mode (`ACCELERATE_DEBUG_MODE`). Only when the marks of
-the processes differ do they exchange what each of them does, for the message. The result is the same on all
-processes.
+Collectives of CPU tensors are always compared, as part of the header that precedes them, and all others in
+debug mode (`ACCELERATE_DEBUG_MODE`). Ranks exchange summaries of their calls for the error message only if
+their fingerprints differ. All ranks raise the same error. The module also has the decorators of the public
+collectives.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from torch import Tensor
 from accelerate.base import AccelerateError
 from accelerate.ops.base import Header, Transport
 from accelerate.ops.flight_record import flight_recorder, recorded
-from accelerate.ops.packing import mark_of, not_a_tensor
+from accelerate.ops.packing import fingerprint_of, not_a_tensor
 from accelerate.ops.transport import current_transport
 from accelerate.state import PartialState
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Where users import the operations from; messages name that module and not the file of a function.
+# Module from which users import the operations, for the names in messages.
 PUBLIC_MODULE = "accelerate.utils.operations"
 
 
 class DistributedOperationException(AccelerateError):
-    """The processes gave a collective tensors that do not fit together; raised on every process."""
+    """Error for calls of a collective that differ between ranks, raised on all ranks."""
 
 
 @dataclass(slots=True)
 class Call:
-    """What a refusal says of the call that a process makes."""
+    """Call of a collective on this rank, for the error message after a mismatch."""
 
     operation: str
-    arguments: str = ""  # those besides the data that must be the same on all processes
+    arguments: str = ""  # arguments besides the data that must be equal on all ranks
     data: Any = None
-    rows_only: bool = False  # the first dimensions of the data may differ
+    rows_only: bool = False  # whether the first dimension of the data may differ between ranks
 
 
 class CallSummary(NamedTuple):
-    """What one process sends to the others about its call when they disagree."""
+    """Summary of the call of one rank, which ranks exchange after a mismatch."""
 
     operation: str
     arguments: str
@@ -56,7 +56,7 @@ class CallSummary(NamedTuple):
 
 
 def operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a public collective: between several processes it is in the flight record of this one."""
+    """Decorates a public collective, which the flight recorder records if there are several processes."""
     with_record = recorded(function)
 
     @functools.wraps(function)
@@ -67,14 +67,14 @@ def operation(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate a function that communicates, and whose first argument must have the same shapes everywhere.
+    """Decorates a collective whose first argument must have equal shapes and dtypes on all ranks.
 
     Args:
-        function: Called on all ranks; its first argument is nested tensors.
+        function: Function that is called on all ranks, and whose first argument is nested tensors.
 
     Returns:
-        The function behind the check. The check is skipped on one process, and outside debug mode for
-        collectives between devices.
+        The function with a check before each call. The check is skipped with a single process, and outside
+        of debug mode for collectives between devices.
     """
     first = next(iter(inspect.signature(function).parameters))
     path = _public_name(function)
@@ -91,13 +91,13 @@ def verify_operation(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate an operation that is made of other collectives, so that a refusal names it as well.
+    """Decorates an operation that consists of other collectives, so that errors name it as well.
 
     Args:
-        function: Called on all ranks.
+        function: Function that is called on all ranks.
 
     Returns:
-        The function; a `DistributedOperationException` from inside it is raised again under its name.
+        The function. A `DistributedOperationException` inside it is raised again with its name.
     """
     path = _public_name(function)
 
@@ -112,89 +112,95 @@ def chained_operation(function: Callable[P, R]) -> Callable[P, R]:
     return chained
 
 
-def debugging() -> bool:
+def is_debug_mode() -> bool:
+    """Returns whether the debug mode of the run is on."""
     return bool(PartialState._shared_state.get("debug", False))
 
 
 def must_verify(transport: Transport) -> bool:
-    """Whether all tensors are compared before a collective, on whatever device they are."""
-    return transport.size > 1 and (transport.verifies or debugging())
+    """Returns whether calls are compared before a collective for tensors on all devices."""
+    return transport.size > 1 and (transport.verifies or is_debug_mode())
 
 
 def checking_header(transport: Transport) -> Header:
-    """The header of a transport; one that is gathered by way of the device where there is no other."""
+    """Returns the header of a transport, which is created and gathered over the device if it has none."""
     if transport.header is None:
         transport.header = Header(transport.size, lambda joined, sent: joined.copy_(transport.gather(sent)))
     return transport.header
 
 
-def agree(transport: Transport, header: Header, mark: int, call: Call, length: int = 0) -> None:
-    """Exchange headers, and raise on all processes unless all of them do the same; called on all ranks.
+def compare_calls(
+    transport: Transport, header: Header, fingerprint: int, call: Call, length: int = 0
+) -> None:
+    """Exchanges headers, and raises an error on all ranks unless all fingerprints are equal.
 
-    `mark` identifies the operation and everything that has to be the same; `length` is the bytes of the
-    payload of this process.
+    Called on all ranks.
+
+    Args:
+        fingerprint: Identifies the operation and all values that must be equal.
+        length: Bytes of the payload of this rank.
     """
-    if not header.exchange(mark, length):
+    if not header.exchange(fingerprint, length):
         summaries = transport.gather_object(tuple(summarize(call)))
-        raise mismatch([CallSummary(*summary) for summary in summaries])
+        raise mismatch_error([CallSummary(*summary) for summary in summaries])
 
 
 def verify_shapes(path: str, data: object, transport: Transport) -> None:
-    """Raise on all processes unless `data` has the same structure, shapes and dtypes everywhere."""
-    mark = mark_of(path, outline(data, _shape_of), outline(data, _dtype_of))
-    agree(transport, checking_header(transport), mark, Call(path, data=data))
+    """Raises an error on all ranks unless `data` has equal structure, shapes and dtypes on all ranks."""
+    fingerprint = fingerprint_of(path, map_leaves(data, _shape_of), map_leaves(data, _dtype_of))
+    compare_calls(transport, checking_header(transport), fingerprint, Call(path, data=data))
 
 
-def outline(data: object, fact: Callable[[Tensor], Any]) -> Any:
-    """Replace every tensor in nested data by a fact about it, every container by a plain list or dict."""
+def map_leaves(data: object, function: Callable[[Tensor], Any]) -> Any:
+    """Replaces tensors in nested data by the results of a function, and containers by lists and dicts."""
     if isinstance(data, Tensor):
-        return fact(data)
+        return function(data)
     if isinstance(data, (list, tuple)):
-        return [outline(item, fact) for item in data]
+        return [map_leaves(item, function) for item in data]
     if isinstance(data, Mapping):
-        return {key: outline(value, fact) for key, value in data.items()}
+        return {key: map_leaves(value, function) for key, value in data.items()}
     raise not_a_tensor(data)
 
 
 def summarize(call: Call) -> CallSummary:
-    """Describe a call to the other processes, with the line of the user that made it."""
+    """Returns the summary of a call, with the line of user code that made it."""
     running = flight_recorder().running()
     location = f"{running.file}:{running.line}" if running is not None and running.file else "an unknown line"
     if call.data is None:
         return CallSummary(call.operation, call.arguments, None, None, None, location)
-    shapes, dtypes = outline(call.data, _shape_of), outline(call.data, _dtype_of)
-    compared = outline(call.data, lambda leaf: _shape_of(leaf)[1:]) if call.rows_only else shapes
+    shapes, dtypes = map_leaves(call.data, _shape_of), map_leaves(call.data, _dtype_of)
+    compared = map_leaves(call.data, lambda leaf: _shape_of(leaf)[1:]) if call.rows_only else shapes
     return CallSummary(call.operation, call.arguments, compared, dtypes, shapes, location)
 
 
-def mismatch(summaries: Sequence[CallSummary]) -> DistributedOperationException:
-    """Build the error for calls that do not fit together, of one summary for each process in rank order."""
+def mismatch_error(summaries: Sequence[CallSummary]) -> DistributedOperationException:
+    """Returns the error for calls that differ, from one summary for each rank in rank order."""
     operations = {summary.operation for summary in summaries}
     if len(operations) > 1:
         reason = (
             "The processes are in different operations, and each of them waits for the others in its own."
         )
         fix = "Let all processes make the same calls in the same order: look for an `if` around these lines."
-        rows = [_listed("Operation", [f"`{summary.operation}`" for summary in summaries])]
+        rows = [_format_list("Operation", [f"`{summary.operation}`" for summary in summaries])]
         has_shapes = any(summary.shapes is not None for summary in summaries)
-        rows += [_listed("Input shapes", _shapes(summaries))] if has_shapes else []
+        rows += [_format_list("Input shapes", _shapes(summaries))] if has_shapes else []
     else:
-        what, entries = _difference(summaries)
+        kind, entries = _difference(summaries)
         reason = (
-            f"The {what} differ between the processes, and this operation needs the same ones on all of them."
+            f"The {kind} differ between the processes, and this operation needs the same ones on all of them."
         )
         fix = (
             "Bring them together first: `gather(tensor, uneven=True)` joins tensors of different length, "
             "`pad_across_processes` makes tensors equally long, `gather_for_metrics` takes "
             "batches of different length, `gather_object` takes anything."
         )
-        rows = [f"Operation: `{summaries[0].operation}`", _listed(f"Input {what}", entries)]
-    rows.append(_listed("Called from", [summary.location for summary in summaries]))
+        rows = [f"Operation: `{summaries[0].operation}`", _format_list(f"Input {kind}", entries)]
+    rows.append(_format_list("Called from", [summary.location for summary in summaries]))
     return DistributedOperationException("\n".join([f"{reason}\n", *rows, f"\n{fix}"]))
 
 
 def _difference(summaries: Sequence[CallSummary]) -> tuple[str, list[Any]]:
-    """What differs between calls of one operation, and what each process gave there."""
+    """Returns the kind of difference between calls of one operation, and the value of each rank."""
     first = summaries[0]
     if any(summary.arguments != first.arguments for summary in summaries):
         return "arguments", [summary.arguments for summary in summaries]
@@ -208,7 +214,7 @@ def _shapes(summaries: Sequence[CallSummary]) -> list[Any]:
     return ["no tensors" if summary.shapes is None else summary.shapes for summary in summaries]
 
 
-def _listed(title: str, entries: Sequence[Any]) -> str:
+def _format_list(title: str, entries: Sequence[Any]) -> str:
     return "\n".join([f"{title}:", *(f"  - Process {rank}: {entry}" for rank, entry in enumerate(entries))])
 
 

@@ -1,4 +1,4 @@
-"""The objects that users pass to the constructor of `Accelerator`."""
+"""Plugins and keyword-argument handlers that users pass to the constructor of `Accelerator`."""
 
 from accelerate.base import attach
 

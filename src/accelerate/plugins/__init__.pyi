@@ -6,19 +6,19 @@ from accelerate.plugins.checks import (
     plain_fields as plain_fields,
     read_flag as read_flag,
 )
-from accelerate.plugins.comm_hooks import HOOKS as HOOKS, WRAPPERS as WRAPPERS, renamed as renamed
+from accelerate.plugins.comm_hooks import HOOKS as HOOKS, WRAPPERS as WRAPPERS, rename_hook as rename_hook
 from accelerate.plugins.deepspeed import (
     DeepSpeedPlugin as DeepSpeedPlugin,
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
 )
 from accelerate.plugins.deepspeed_config import (
-    Filling as Filling,
+    AutoValues as AutoValues,
     HfDeepSpeedConfig as HfDeepSpeedConfig,
     config_to_build as config_to_build,
     leaves as leaves,
+    register_with_transformers as register_with_transformers,
+    restore_auto as restore_auto,
     same_value as same_value,
-    show_to_transformers as show_to_transformers,
-    undo_filling as undo_filling,
     without_auto as without_auto,
 )
 from accelerate.plugins.fsdp import (

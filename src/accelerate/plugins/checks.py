@@ -1,4 +1,4 @@
-"""What several plugins do with their fields: check the values, and read those that are not given."""
+"""Functions with which plugins check their fields and fill those that are None."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ Member = TypeVar("Member", bound=Enum)
 def one_of(
     name: str, value: Choice, choices: Iterable[Choice], given: object = None, *kinds: type[BaseException]
 ) -> Choice:
-    """Return a value that is among the choices, and otherwise raise an error that is one of `kinds` too.
+    """Returns a value that is one of the choices, and raises an error otherwise.
 
-    `given` is what the user wrote, where `value` is another spelling of it.
+    Args:
+        given: The value as the user wrote it, if `value` is a normalized form of it.
+        *kinds: Builtin exceptions that the error is an instance of, too.
     """
     choices, value = list(choices), plain_value(value)
     if value not in choices:
@@ -30,7 +32,7 @@ def one_of(
 
 
 def read_flag(name: str, value: object) -> bool:
-    """Return a truth value that may be written as a word, such as "true"."""
+    """Returns the boolean for a value that may be a word, such as "true"."""
     word = str(plain_value(value)).strip().lower()
     if word not in TRUE_WORDS | FALSE_WORDS:
         raise wrong_value(name, value, "it is neither a yes nor a no", "Give True or False")
@@ -38,7 +40,7 @@ def read_flag(name: str, value: object) -> bool:
 
 
 def member(name: str, value: object, kind: type[Member]) -> Member:
-    """Return the member of an enumeration, given itself or by its value."""
+    """Returns the member of an enumeration for the member itself or its value."""
     for candidate in kind:
         if plain_value(value) in (candidate, candidate.value):
             return candidate
@@ -47,13 +49,13 @@ def member(name: str, value: object, kind: type[Member]) -> Member:
 
 
 def plain_fields(plugin: Any) -> None:
-    """Replace members of string enumerations in the fields of a dataclass by plain strings."""
+    """Replaces members of string enumerations in the fields of a dataclass by plain strings."""
     for entry in dataclasses.fields(plugin):
         setattr(plugin, entry.name, plain_value(getattr(plugin, entry.name)))
 
 
 def at_least(name: str, value: float, minimum: float) -> None:
-    """Refuse what is not a number, and a number below a minimum."""
+    """Raises an error for a value that is not a number or is below the minimum."""
     if not isinstance(value, Number):
         raise wrong_value(name, value, "it is not a number", f"Give {minimum} or more", TypeError)
     if value < minimum:
@@ -61,7 +63,7 @@ def at_least(name: str, value: float, minimum: float) -> None:
 
 
 def fill_from(plugin: object, section: type[Section], prefix: str) -> None:
-    """Set fields that are None to what the environment, else by default the section, holds for an option.
+    """Sets fields that are None to the values of options in the environment, or to their defaults.
 
     The field has the name of the option, with or without the prefix.
     """
@@ -72,7 +74,11 @@ def fill_from(plugin: object, section: type[Section], prefix: str) -> None:
 
 
 def fill(plugin: object, values: Mapping[str, Any], names: Collection[str] = ()) -> None:
-    """Set fields that are None to the values of their names; only some fields where `names` gives them."""
+    """Sets fields that are None to the values of their names.
+
+    Args:
+        names: Fields to set. Empty for all fields in `values`.
+    """
     for name in names or values:
         if name in values and getattr(plugin, name, ...) is None:
             setattr(plugin, name, values[name])

@@ -1,4 +1,7 @@
-"""How DistributedDataParallel sends gradients: one table of hooks, one of number formats around them."""
+"""Tables of the communication hooks of DistributedDataParallel and of the dtype wrappers around them.
+
+`DistributedDataParallelKwargs.register_comm_hook` registers a hook from these tables on the wrapped model.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,16 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from accelerate.base import DDPCommunicationHookType
 
-# Without annotations, because torch compares those of a hook's parameters with its own classes.
+# The parameters of hooks have no annotations, because torch compares annotations with its own classes.
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
-def renamed(hook: Hook) -> Hook:
-    """Return a hook of another name, because torch refuses hooks *called* bf16_compress_hook or
-    bf16_compress_wrapper_hook without a CUDA or XPU build, although they work on gloo."""
+def rename_hook(hook: Hook) -> Hook:
+    """Returns the same hook as a function of another name.
+
+    Without a CUDA or XPU build, torch refuses hooks whose name is `bf16_compress_hook` or
+    `bf16_compress_wrapper_hook`, although they work on gloo.
+    """
 
     def compressed_hook(state, bucket):  # type: ignore[no-untyped-def]
         return hook(state, bucket)
@@ -25,8 +31,10 @@ def renamed(hook: Hook) -> Hook:
     return compressed_hook
 
 
-def state_of(kind: DDPCommunicationHookType, options: dict[str, Any]) -> powerSGD_hook.PowerSGDState | None:
-    """Return the state that the hook of a kind is registered with."""
+def build_state(
+    kind: DDPCommunicationHookType, options: dict[str, Any]
+) -> powerSGD_hook.PowerSGDState | None:
+    """Returns the state with which a hook is registered, or None for a hook without state."""
     if kind in (DDPCommunicationHookType.POWER_SGD, DDPCommunicationHookType.BATCHED_POWER_SGD):
         return powerSGD_hook.PowerSGDState(process_group=None, **options)
     if options:
@@ -39,15 +47,15 @@ def state_of(kind: DDPCommunicationHookType, options: dict[str, Any]) -> powerSG
 
 HOOKS: dict[DDPCommunicationHookType, Hook] = {
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_hook,
-    DDPCommunicationHookType.BF16: renamed(default_hooks.bf16_compress_hook),
+    DDPCommunicationHookType.BF16: rename_hook(default_hooks.bf16_compress_hook),
     DDPCommunicationHookType.POWER_SGD: powerSGD_hook.powerSGD_hook,
     DDPCommunicationHookType.BATCHED_POWER_SGD: powerSGD_hook.batched_powerSGD_hook,
 }
-"""The hook of each kind but `no`. torch 2.13's own `batched_power_sgd` fails at its first compressed step."""
+"""Hook of each kind except `no`. In torch 2.13 `batched_power_sgd` fails at its first compressed step."""
 
 WRAPPERS: dict[DDPCommunicationHookType, Callable[[Hook], Hook]] = {
     DDPCommunicationHookType.NO: lambda hook: hook,
     DDPCommunicationHookType.FP16: default_hooks.fp16_compress_wrapper,
-    DDPCommunicationHookType.BF16: lambda hook: renamed(default_hooks.bf16_compress_wrapper(hook)),
+    DDPCommunicationHookType.BF16: lambda hook: rename_hook(default_hooks.bf16_compress_wrapper(hook)),
 }
-"""Wrappers that cast the result of a hook to a number format before it is communicated."""
+"""Wrappers that cast gradients to a dtype before a hook, and back after it."""

@@ -1,6 +1,7 @@
-"""A DeepSpeed configuration: looked up by dotted names, made of the plugin's fields, "auto" filled in.
+"""Functions that build a DeepSpeed configuration from the fields of the plugin and replace its "auto" values.
 
-Source: https://www.deepspeed.ai/docs/config-json/
+`DeepSpeedPlugin` and `strategies/deepspeed` call them. Values are addressed by dotted names. Source:
+https://www.deepspeed.ai/docs/config-json/
 """
 
 from __future__ import annotations
@@ -28,16 +29,16 @@ from accelerate.settings.sections import DeepSpeedSection, Fp8Section
 
 
 class HfDeepSpeedConfig:
-    """A DeepSpeed configuration that is looked up by dotted names, such as "zero_optimization.stage".
+    """DeepSpeed configuration whose values have dotted names, such as "zero_optimization.stage".
 
     Args:
         config_file_or_dict: A dictionary, which is copied, the path of a JSON file, or JSON in base64.
 
     Attributes:
-        config: The configuration; may be changed in place.
+        config: The configuration, which can be changed in place.
 
     Raises:
-        ConfigurationError: It is neither, or not JSON.
+        ConfigurationError: The argument is none of these, or is not valid JSON.
     """
 
     def __init__(self, config_file_or_dict: Any) -> None:
@@ -45,32 +46,35 @@ class HfDeepSpeedConfig:
         self.set_stage_and_offload()
 
     def set_stage_and_offload(self) -> None:
-        """Record the ZeRO stage (-1 without one), and whether anything is kept outside of the devices."""
+        """Records the ZeRO stage (-1 without one), and whether parameters or states are offloaded."""
         self._stage = self.get_value(STAGE, -1)
         devices = (self.get_value(KEYS[f"offload_{name}_device"]) for name in ("optimizer", "param"))
         self._offload = any(device in ("cpu", "nvme") for device in devices)
 
     def find_config_node(self, ds_key_long: str) -> tuple[Any, str]:
-        """Return the dictionary that holds a value, None where there is none, and the last part of its name.
+        """Returns the dictionary that holds a value and the last part of its name.
 
         Args:
             ds_key_long: Dotted name of the value.
+
+        Returns:
+            The dictionary, None if it does not exist, and the key.
         """
         return find_node(self.config, ds_key_long)
 
     def get_value(self, ds_key_long: str, default: Any = None) -> Any:
-        """Return a value by its dotted name, or `default` where there is none."""
+        """Returns a value by its dotted name, or `default` if there is none."""
         return look_up(self.config, ds_key_long, default)
 
     def del_config_sub_tree(self, ds_key_long: str, must_exist: bool = False) -> None:
-        """Remove a value, with all values below it.
+        """Removes a value or a section.
 
         Args:
-            ds_key_long: Its dotted name.
-            must_exist: Whether it is an error that there is none.
+            ds_key_long: Dotted name of the value or section.
+            must_exist: Whether a missing value is an error.
 
         Raises:
-            ConfigurationError: There is none, and `must_exist`.
+            ConfigurationError: The value is missing, and `must_exist` is True.
         """
         config, key = self.find_config_node(ds_key_long)
         if config is not None and key in config:
@@ -81,43 +85,43 @@ class HfDeepSpeedConfig:
             raise wrong_value("ds_key_long", ds_key_long, reason, fix)
 
     def is_true(self, ds_key_long: str) -> bool:
-        """Whether a value is there and true."""
+        """Returns whether a value exists and is true."""
         return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
-        """Whether a value is there and false."""
+        """Returns whether a value exists and is false."""
         value = self.get_value(ds_key_long)
         return value is not None and not bool(value)
 
     def is_zero2(self) -> bool:
-        """Whether gradients and optimizer states are shared between processes, and parameters are whole."""
+        """Returns whether gradients and optimizer states are sharded, and parameters are not."""
         return bool(self._stage == 2)
 
     def is_zero3(self) -> bool:
-        """Whether parameters are shared between processes."""
+        """Returns whether parameters are sharded."""
         return bool(self._stage == 3)
 
     def is_offload(self) -> bool:
-        """Whether parameters or optimizer states are kept on the CPU or on NVMe."""
+        """Returns whether parameters or optimizer states are offloaded to the CPU or to NVMe."""
         return self._offload
 
 
 @dataclass
-class Filling:
-    """Values, by dotted name, for the "auto" of a configuration, and all that does not fit them in it."""
+class AutoValues:
+    """Values by dotted name that replace "auto" in a configuration, with a record of mismatches."""
 
-    values: Mapping[str, Any]  # None lets DeepSpeed choose
+    values: Mapping[str, Any]  # None selects DeepSpeed's default
     sources: Mapping[str, str] = field(default_factory=dict)  # the argument or variable that gives a value
-    usual: Mapping[str, Any] = field(default_factory=dict)  # where `values` has none; never compared
-    hints: Mapping[str, str] = field(default_factory=dict)  # beginning of a name -> what would give the value
-    yielding: Collection[str] = ()  # names whose values in a configuration win
-    filled: dict[str, Any] = field(default_factory=dict)  # what was "auto" and has a value now
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for names not in `values`, never compared
+    hints: Mapping[str, str] = field(default_factory=dict)  # prefix of a name -> how to give its value
+    overridable: Collection[str] = ()  # names for which the value of the configuration takes precedence
+    filled: dict[str, Any] = field(default_factory=dict)  # new values of names that were "auto"
     missing: list[str] = field(default_factory=list)  # names that are "auto" and have no value
-    mismatches: list[str] = field(default_factory=list)  # one line for each value that is another one
-    overruled: list[str] = field(default_factory=list)  # likewise, for values that yield
+    mismatches: list[str] = field(default_factory=list)  # one line for each value that differs
+    overridden: list[str] = field(default_factory=list)  # one line for each `overridable` value that differs
 
     def fill(self, config: dict[str, Any], must_match: bool = True, prefix: str = "") -> None:
-        """Fill a configuration, or the dictionary below `prefix` in it, and record what does not fit."""
+        """Replaces "auto" in a configuration or its section `prefix`, and records mismatches."""
         for key in list(config):
             if isinstance(config[key], dict):
                 self.fill(config[key], must_match, f"{prefix}{key}.")
@@ -125,36 +129,41 @@ class Filling:
                 self.fill_one(config, key, f"{prefix}{key}", must_match)
 
     def fill_one(self, config: dict[str, Any], key: str, name: str, must_match: bool = True) -> None:
-        """Fill, or compare, the value of one key, whose dotted name in the whole configuration is `name`."""
+        """Replaces or compares the value of one key, with dotted name `name` in the whole configuration."""
         value = config[key]
         if value != AUTO:
             if must_match and not same_value(value, self.values.get(name)):
-                (self.overruled if name in self.yielding else self.mismatches).append(self._line(name, value))
-        elif name not in self.values and name not in self.usual:
+                lines = self.overridden if name in self.overridable else self.mismatches
+                lines.append(self._line(name, value))
+        elif name not in self.values and name not in self.defaults:
             self.missing.append(name)
-        elif (chosen := self.values.get(name, self.usual.get(name))) is None:
+        elif (new_value := self.values.get(name, self.defaults.get(name))) is None:
             del config[key]
         else:
-            config[key] = self.filled[name] = chosen
+            config[key] = self.filled[name] = new_value
 
     def _line(self, name: str, value: Any) -> str:
         source = self.sources.get(name, "an argument")
-        wanted = shown(self.values[name])
-        return f"{name} is {shown(value)} in the DeepSpeed configuration, and {wanted} by {source}"
+        expected = shown(self.values[name])
+        return f"{name} is {shown(value)} in the DeepSpeed configuration, and {expected} by {source}"
 
     def check_filled(self, mismatches: list[str] | None = None) -> None:
-        """Raise a `ConfigurationError` with what is missing, and with mismatches unless a list gets them."""
+        """Raises a `ConfigurationError` with missing values and mismatches.
+
+        Args:
+            mismatches: List to which mismatches are appended, instead of the error.
+        """
         lines = [] if mismatches is not None else list(self.mismatches)
         if mismatches is not None:
             mismatches += self.mismatches
         for name in self.missing:
             hint = next((f": {hint}" for start, hint in self.hints.items() if name.startswith(start)), "")
-            lines.append(f"{name} is 'auto', and nothing says its value{hint}")
+            lines.append(f"{name} is 'auto', and its value is not given{hint}")
         refuse_config(lines, "Correct the configuration; 'auto' takes the value of the plugin")
 
 
-def undo_filling(config: dict[str, Any], values: dict[str, Any]) -> None:
-    """Make "auto" again what was filled into a configuration and has not been changed since."""
+def restore_auto(config: dict[str, Any], values: dict[str, Any]) -> None:
+    """Replaces filled values of a configuration by "auto" again, unless they have been changed since."""
     for name, value in values.items():
         node, key = find_node(config, name)
         if node is not None and node.get(key) == value:
@@ -163,7 +172,7 @@ def undo_filling(config: dict[str, Any], values: dict[str, Any]) -> None:
 
 
 def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Iterate over all values of a configuration that are no dictionaries, with their dotted names."""
+    """Yields all values of a configuration that are not dictionaries, with their dotted names."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from leaves(value, f"{prefix}{key}.")
@@ -172,7 +181,10 @@ def leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
 
 
 def same_value(first: Any, second: Any) -> bool:
-    """Whether two values mean the same: 8 and "8" do, and so does anything and a value that is not given."""
+    """Returns whether two values are equal, as numbers or as text.
+
+    8 and "8" are equal, and any value is equal to `second=None`, which is a value that is not given.
+    """
     if second is None or first == second:
         return True
     if isinstance(first, (list, tuple)) and isinstance(second, (list, tuple)):
@@ -186,7 +198,7 @@ def same_value(first: Any, second: Any) -> bool:
 
 
 def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of a configuration in which DeepSpeed chooses whatever is "auto"."""
+    """Returns a copy of a configuration without its "auto" values, for which DeepSpeed has defaults."""
     return {
         key: without_auto(value) if isinstance(value, dict) else deepcopy(value)
         for key, value in config.items()
@@ -201,14 +213,14 @@ _OTHER_OPTIONS = {
 }
 _VARIABLES = {row.name: row.variables[0] for row in DeepSpeedSection.options() if row.variables}
 FIELDS_OF_FILE = "ACCELERATE_CONFIG_DS_FIELDS"
-"""The variable that names the fields which the user's configuration file sets beside DeepSpeed's own."""
+"""Variable with the names of the plugin fields that the user's configuration file sets."""
 
-FORMATS = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
-"""Number formats -> the section of DeepSpeed's configuration that trains in them."""
+PRECISION_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
+"""Mixed precision -> the section of DeepSpeed's configuration that enables it."""
 
 
 def read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values of variables by field; "auto" counts as not set."""
+    """Returns the values of environment variables by field, without those that are "auto"."""
     variables = {name: text for name, text in variables.items() if text.lower() != AUTO}
     options = read(variables, (DeepSpeedSection, Fp8Section))
     names = {**{field: field for field in KEYS}, **_OTHER_OPTIONS, "msamp_opt_level": "fp8_opt_level"}
@@ -219,7 +231,7 @@ def read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
 
 
 def config_of(fields: Any) -> dict[str, Any]:
-    """Return the configuration that the fields stand for; what is known later is "auto"."""
+    """Returns the configuration for the fields of a plugin, with "auto" for values that are known later."""
     config = {"train_batch_size": AUTO, "train_micro_batch_size_per_gpu": AUTO}
     for name, key in KEYS.items():
         value = getattr(fields, name)
@@ -239,61 +251,65 @@ def _add(config: dict[str, Any], key: str, value: Any) -> None:
     config.setdefault(last, value)
 
 
-def filling_of(arguments: Mapping[str, Any], variables: Mapping[str, Any]) -> Filling:
-    """Return what the arguments and the variables of fields give; a configuration wins over variables."""
+def auto_values_of(arguments: Mapping[str, Any], variables: Mapping[str, Any]) -> AutoValues:
+    """Returns the values for "auto" from the arguments and variables of fields.
+
+    A configuration takes precedence over variables, except over those for fields that the user's
+    configuration file sets.
+    """
     arguments = {name: value for name, value in arguments.items() if value != AUTO}
     fields = {name: variables[name] for name in KEYS if name in variables and name not in arguments}
     sources = {KEYS[name]: f"the argument {name}" for name in arguments}
     sources.update({KEYS[name]: f"the variable {_VARIABLES[name]}" for name in fields})
-    return Filling(
+    return AutoValues(
         {KEYS[name]: value for name, value in {**fields, **arguments}.items()},
         sources,
-        usual={KEYS[name]: value for name, value in USUAL.items()},
-        yielding={KEYS[name] for name in fields if name not in variables[FIELDS_OF_FILE]},
+        defaults={KEYS[name]: value for name, value in USUAL.items()},
+        overridable={KEYS[name] for name in fields if name not in variables[FIELDS_OF_FILE]},
     )
 
 
 def add_missing(config: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Add to a configuration what is not in it and is not as usual."""
+    """Adds values to a configuration that it lacks and that differ from the defaults."""
     for name, key in KEYS.items():
         if values.get(key, USUAL[name]) != USUAL[name]:
             _add(config, key, values[key])
 
 
 def warn_of_typos(config: Mapping[str, Any]) -> None:
-    """Warn of keys that look like others, misspelt: DeepSpeed ignores those that it does not know."""
+    """Warns about keys that are probably misspelled, because DeepSpeed ignores unknown keys."""
     if likely := likely_typos(config):
         typos = "; ".join(f"{key!r}, which may mean {name!r}" for key, name in likely.items())
         warnings.warn(f"DeepSpeed's configuration has {typos}.", stacklevel=5)
 
 
-def set_format(config: dict[str, Any], mixed_precision: str) -> None:
-    """Let a configuration train in a number format."""
-    if mixed_precision != "no" and mixed_precision not in FORMATS:
-        known = ", ".join(("no", *FORMATS))
-        raise wrong_value("mixed_precision", mixed_precision, "no such number format", f"Use one of {known}")
-    wanted = FORMATS.get(mixed_precision)
+def set_precision(config: dict[str, Any], mixed_precision: str) -> None:
+    """Enables a mixed precision in a configuration."""
+    if mixed_precision != "no" and mixed_precision not in PRECISION_SECTIONS:
+        known = ", ".join(("no", *PRECISION_SECTIONS))
+        raise wrong_value("mixed_precision", mixed_precision, "it is not supported", f"Use one of {known}")
+    enabled_name = PRECISION_SECTIONS.get(mixed_precision)
     for name in ("fp16", "bf16"):
         section = config.setdefault(name, {})
         enabled = section.get("enabled", AUTO)
         if enabled == AUTO:
-            section["enabled"] = name == wanted
-            if name == wanted == "fp16":
+            section["enabled"] = name == enabled_name
+            if name == enabled_name == "fp16":
                 section.setdefault("auto_cast", True)
-        elif enabled is True and wanted not in (None, name):
+        elif enabled is True and enabled_name not in (None, name):
             reason = f"DeepSpeed's configuration has {name}.enabled=True"
             fix = f"Set {name}.enabled to 'auto' there, or mixed_precision to {name!r}"
             raise wrong_value("mixed_precision", mixed_precision, reason, fix)
 
 
 def split_names(names: Any) -> list[str]:
-    """Return the class names in a text that separates them by commas, or in a list."""
+    """Returns the class names in a text that separates them by commas, or in a list."""
     parts = names.split(",") if isinstance(names, str) else list(names or ())
     return [part.strip() for part in parts if part.strip()]
 
 
 def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without "auto" with which a model can be built in shards, for any batch size."""
+    """Returns a configuration without "auto" for building a sharded model, with a valid batch size."""
     complete = without_auto(config)
     batch = complete.pop("train_micro_batch_size_per_gpu", None)
     for name in ("train_batch_size", "gradient_accumulation_steps"):
@@ -301,15 +317,19 @@ def config_to_build(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**complete, "train_micro_batch_size_per_gpu": 1 if batch is None else batch}
 
 
-def show_to_transformers(config: Mapping[str, Any], sharded: bool, current: Any) -> Any:
-    """Let transformers know whether models are built in shards; return the object that it reads by a weak
-    reference, None where models are whole or transformers is not installed."""
+def register_with_transformers(config: Mapping[str, Any], sharded: bool, current: Any) -> Any:
+    """Informs transformers whether models are sharded while they are built.
+
+    Returns:
+        The object that transformers reads by a weak reference. None if models are not sharded, or
+        transformers or DeepSpeed is not installed.
+    """
     has_packages = packages.is_transformers_available() and packages.is_deepspeed_available()
     if not has_packages or (not sharded and current is None):
         return None
-    from transformers.integrations import deepspeed as glue
+    from transformers.integrations import deepspeed as integration
 
     if sharded:
-        return glue.HfDeepSpeedConfig(config_to_build(config))
-    glue.unset_hf_deepspeed_config()
+        return integration.HfDeepSpeedConfig(config_to_build(config))
+    integration.unset_hf_deepspeed_config()
     return None

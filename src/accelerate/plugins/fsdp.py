@@ -1,4 +1,7 @@
-"""FullyShardedDataParallelPlugin: how a model is sharded by FSDP 1 or 2, and which modules become units."""
+"""Plugin with the options of FSDP 1 and 2, and functions that find the modules which become FSDP units.
+
+Users pass the plugin to `Accelerator`. `strategies/fsdp` reads it when a model is prepared.
+"""
 
 from __future__ import annotations
 
@@ -19,15 +22,15 @@ from accelerate.base import (
 from accelerate.plugins.checks import at_least, fill, one_of, plain_fields
 from accelerate.plugins.fsdp_versions import (
     VERSIONS,
+    Converted,
     PrefetchName,
     StateDictName,
     StrategyName,
-    Takes,
     WrapPolicyName,
+    conflict_error,
     flag_of,
     read_dtype,
     read_member,
-    refuse,
     state_dict_configs,
     version_of,
 )
@@ -40,76 +43,80 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 
 Policy = Any
-"""A callable as torch takes it, or one of torch's policy objects."""
+"""Wrap policy of torch, as a callable or as a policy object."""
 
 EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
-"""The variable by which libraries that load weights learn that only rank 0 shall."""
+"""Variable that makes libraries load weights on rank 0 only."""
 
-_OTHER_NAMES = {
+_FIELD_NAMES = {
     "fsdp_version": "fsdp_version",
     "fsdp_offload_params": "cpu_offload",
     "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
 }
 _OPTIONS = {
-    _OTHER_NAMES.get(row.name, row.name.removeprefix("fsdp_")): row.name for row in FsdpSection.options()
+    _FIELD_NAMES.get(row.name, row.name.removeprefix("fsdp_")): row.name for row in FsdpSection.options()
 }
-"""Fields that the environment fills -> the option whose variable holds the value."""
+"""Fields that are read from the environment -> the option whose variable has the value."""
 
 _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 
 
 @dataclass
 class FullyShardedDataParallelPlugin:
-    """How parameters, gradients and optimizer states are sharded between processes.
+    """Options of sharding parameters, gradients and optimizer states by FSDP.
 
-    What is not given is read from the environment when the object is built (FSDP_ and the option's name in
-    capitals, as the launcher sets them). Text is accepted everywhere; afterwards the fields hold torch's
-    objects. They are read when a model is prepared, so they may be changed until then.
+    Fields that are None are read from the environment when the object is built. The variable of an option,
+    which the launcher sets, is FSDP_ with the name of the option in capitals. All fields accept text, and
+    hold torch's objects after construction. They are read when a model is prepared, so they can be changed
+    until then.
 
     Args:
-        fsdp_version: 1 (`FullyShardedDataParallel`) or 2 (`fully_shard`); otherwise 1.
-        sharding_strategy: FSDP 1: what is sharded, by name or number; otherwise FULL_SHARD.
-        reshard_after_forward: FSDP 2: whether parameters are freed between forward and backward, otherwise
-            yes. FSDP 1: another name for `sharding_strategy`.
-        backward_prefetch: FSDP 1: when the next unit is fetched in backward; otherwise never.
-        mixed_precision_policy: number formats of sharded parameters: a format by name, the fields of the
-            policy as a dictionary, or torch's object. Without one, that of the run is taken.
-        auto_wrap_policy: how a model is cut into units: "transformer_based_wrap", "size_based_wrap",
-            "no_wrap", or a torch policy; otherwise the whole model is one unit.
-        cpu_offload: whether parameters and gradients stay on the CPU, or torch's object; otherwise no.
-        ignored_modules: modules that are not sharded, or a regular expression for their names.
-        state_dict_type: how states are saved; otherwise FULL_STATE_DICT with FSDP 1 and SHARDED_STATE_DICT
-            with FSDP 2.
-        state_dict_config: details of saving models; otherwise what suits the type.
-        optim_state_dict_config: details of saving optimizers; otherwise what suits the type.
-        limit_all_gathers: FSDP 1: whether fetching waits for memory.
-        use_orig_params: FSDP 1: whether the model keeps its own parameters, so that some can be frozen;
-            otherwise no.
-        param_init_fn: FSDP 1: gives values to the parameters of a module on the meta device.
-        sync_module_states: FSDP 1: whether all ranks start from the weights of rank 0; otherwise only with
+        fsdp_version: 1 (`FullyShardedDataParallel`) or 2 (`fully_shard`). Default: 1.
+        sharding_strategy: Sharding strategy by name or number, for FSDP 1. Default: FULL_SHARD.
+        reshard_after_forward: Whether FSDP 2 frees parameters between forward and backward. Default: True.
+            With FSDP 1, another name for `sharding_strategy`.
+        backward_prefetch: Time at which FSDP 1 prefetches the next unit in backward. Default: no prefetch.
+        mixed_precision_policy: Dtypes of sharded parameters, as a precision by name, the fields of the policy
+            as a dictionary, or torch's object. Default: the mixed precision of the run.
+        auto_wrap_policy: Policy that selects the units, as "transformer_based_wrap", "size_based_wrap",
+            "no_wrap", or a torch policy. Default: the whole model is one unit.
+        cpu_offload: Whether parameters and gradients are offloaded to the CPU, or torch's object.
+            Default: False.
+        ignored_modules: Modules that are not sharded, or a regular expression for their names.
+        state_dict_type: Type of saved state dicts. Default: FULL_STATE_DICT with FSDP 1 and
+            SHARDED_STATE_DICT with FSDP 2.
+        state_dict_config: Configuration of model state dicts. Default: the one for `state_dict_type`.
+        optim_state_dict_config: Configuration of optimizer state dicts. Default: the one for
+            `state_dict_type`.
+        limit_all_gathers: Whether FSDP 1 limits the number of all-gathers in flight, which bounds memory.
+        use_orig_params: Whether FSDP 1 keeps the original parameters, so that some can be frozen.
+            Default: False.
+        param_init_fn: Function with which FSDP 1 initializes the parameters of a module on the meta device.
+        sync_module_states: Whether FSDP 1 broadcasts the weights of rank 0 to all ranks. Default: only with
             `cpu_ram_efficient_loading`.
-        forward_prefetch: FSDP 1: whether the next unit is fetched during forward; otherwise no.
-        activation_checkpointing: whether units recompute their activations in backward; otherwise no.
-        activation_checkpointing_offload: FSDP 2: whether kept activations wait on the CPU; otherwise no.
-        cpu_ram_efficient_loading: whether only rank 0 reads weights and sends them to the others; otherwise
-            no.
-        transformer_cls_names_to_wrap: class names of the layers that become units; otherwise what the model
-            says in `_no_split_modules`.
-        min_num_params: modules with at least this many parameters become units.
+        forward_prefetch: Whether FSDP 1 prefetches the next unit in forward. Default: False.
+        activation_checkpointing: Whether units recompute their activations in backward. Default: False.
+        activation_checkpointing_offload: Whether FSDP 2 offloads checkpointed activations to the CPU.
+            Default: False.
+        cpu_ram_efficient_loading: Whether only rank 0 reads weights, and sends them to the other ranks.
+            Default: False.
+        transformer_cls_names_to_wrap: Class names of the layers that become units. Default:
+            `_no_split_modules` of the model.
+        min_num_params: Number of parameters from which a module becomes a unit.
 
     Raises:
-        ConfigurationError: a value that cannot be, or values that do not go together.
+        ConfigurationError: A value is not valid, or values conflict.
     """
 
-    fsdp_version: Takes[Literal[1, 2] | None] = None  # type: ignore[assignment]
-    sharding_strategy: Takes[StrategyName | ShardingStrategy | int | None] = None  # type: ignore[assignment]
-    reshard_after_forward: Takes[bool | StrategyName | ShardingStrategy | None] = None  # type: ignore[assignment]
-    backward_prefetch: Takes[PrefetchName | BackwardPrefetch | None] = None  # type: ignore[assignment]
+    fsdp_version: Converted[Literal[1, 2] | None] = None  # type: ignore[assignment]
+    sharding_strategy: Converted[StrategyName | ShardingStrategy | int | None] = None  # type: ignore[assignment]
+    reshard_after_forward: Converted[bool | StrategyName | ShardingStrategy | None] = None  # type: ignore[assignment]
+    backward_prefetch: Converted[PrefetchName | BackwardPrefetch | None] = None  # type: ignore[assignment]
     mixed_precision_policy: Any = None
-    auto_wrap_policy: Takes[WrapPolicyName | Callable[..., Any] | None] = None  # type: ignore[assignment]
+    auto_wrap_policy: Converted[WrapPolicyName | Callable[..., Any] | None] = None  # type: ignore[assignment]
     cpu_offload: Any = None
     ignored_modules: Iterable[nn.Module] | str | None = None
-    state_dict_type: Takes[StateDictName | StateDictType | None] = None  # type: ignore[assignment]
+    state_dict_type: Converted[StateDictName | StateDictType | None] = None  # type: ignore[assignment]
     state_dict_config: Any = None
     optim_state_dict_config: Any = None
     limit_all_gathers: bool = True
@@ -149,20 +156,21 @@ class FullyShardedDataParallelPlugin:
             environ.assign({EFFICIENT_LOADING: "True"})
 
     def set_state_dict_type(self, state_dict_type: str | StateDictType | None = None) -> None:
-        """Choose the form in which states are saved, with the details that suit it.
+        """Sets the type of state dicts, with its configurations for models and optimizers.
 
         Args:
-            state_dict_type: the form; None takes FSDP_STATE_DICT_TYPE, or that of the version.
+            state_dict_type: The type. None uses FSDP_STATE_DICT_TYPE, or the default of the version.
 
         Raises:
-            ConfigurationError: there is no such form, or not in this version.
+            ConfigurationError: The type is unknown, or not supported by this version.
         """
         if state_dict_type is None:
             options = read(environ.current(), (FsdpSection,))
             state_dict_type = options.get("fsdp_state_dict_type", version_of(self).state_dict_type)
         kind = read_member("state_dict_type", state_dict_type, "StateDictType", FSDP_STATE_DICT_TYPE)
         if kind.name == "LOCAL_STATE_DICT" and not version_of(self).has_local_states:
-            raise refuse("FSDP 2 has no LOCAL_STATE_DICT", "Choose SHARDED_STATE_DICT or FULL_STATE_DICT")
+            fix = "Choose SHARDED_STATE_DICT or FULL_STATE_DICT"
+            raise conflict_error("FSDP 2 has no LOCAL_STATE_DICT", fix)
         self.state_dict_type = kind
         models, optimizers = state_dict_configs(kind.name)
         if not isinstance(self.state_dict_config, type(models)):
@@ -171,13 +179,13 @@ class FullyShardedDataParallelPlugin:
             self.optim_state_dict_config = optimizers
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Bind the policy to the model that it cuts into units.
+        """Binds the wrap policy to the model whose units it selects.
 
         Args:
-            model: the model.
+            model: The model.
 
         Raises:
-            ConfigurationError: it has no layer of a name in `transformer_cls_names_to_wrap`.
+            ConfigurationError: The model has no layer of a class in `transformer_cls_names_to_wrap`.
         """
         self.auto_wrap_policy = bind_policy(
             read_policy(self.auto_wrap_policy), model, self.transformer_cls_names_to_wrap, self.min_num_params
@@ -186,16 +194,15 @@ class FullyShardedDataParallelPlugin:
     def set_mixed_precision(
         self, mixed_precision: str | torch.dtype, buffer_autocast: bool = False, override: bool = False
     ) -> None:
-        """Compute in a number format; what was chosen before stays unless `override` says otherwise.
+        """Sets the mixed precision policy for a precision, unless a policy is set already.
 
         Args:
-            mixed_precision: "fp16", "bf16", "fp8" (what FP8 layers leave over is bfloat16), "fp32" or a
-                dtype.
-            buffer_autocast: whether autocast takes care of buffers, so that they stay float32.
-            override: whether a policy that is set already is replaced.
+            mixed_precision: "fp16", "bf16", "fp8" (bfloat16 outside of FP8 layers), "fp32" or a dtype.
+            buffer_autocast: Whether autocast casts buffers, so that they stay float32.
+            override: Whether to replace a policy that is set already.
 
         Raises:
-            ConfigurationError: there is no such format.
+            ConfigurationError: The precision is unknown.
         """
         import torch
 
@@ -205,34 +212,34 @@ class FullyShardedDataParallelPlugin:
             self.mixed_precision_policy = version_of(self).policy_of_dtype(dtype, buffers)
 
     def validate_mixed_precision_policy(self) -> None:
-        """Refuse a policy of the other version.
+        """Raises an error for a mixed precision policy of the other version.
 
         Raises:
-            ConfigurationError: the policy is not of the class that this version takes.
+            ConfigurationError: The policy is not of the class that this version accepts.
         """
         version_of(self).check_policy(self.mixed_precision_policy)
 
     def set_cpu_offload(self) -> None:
-        """Turn a yes or no into torch's object for this version.
+        """Replaces a boolean in `cpu_offload` by torch's object for this version.
 
         Raises:
-            ConfigurationError: it is neither, or the object of the other version.
+            ConfigurationError: The value is not a boolean, or is the object of the other version.
         """
         self.cpu_offload = version_of(self).offload_of(self.cpu_offload)
 
     def validate_cpu_offload(self) -> None:
-        """Refuse an object of the other version.
+        """Raises an error for an offload object of the other version.
 
         Raises:
-            ConfigurationError: the object is not of the class that this version takes.
+            ConfigurationError: The object is not of the class that this version accepts.
         """
         version_of(self).offload_of(self.cpu_offload)
 
     def to_fsdp2(self) -> FullyShardedDataParallelPlugin:
-        """Return the plugin with which FSDP 2 trains in the same way; one for FSDP 2 is returned as it is.
+        """Returns an equivalent plugin for FSDP 2, or this plugin if it is one.
 
-        Units, offload, number formats, ignored modules, recomputation and loading are kept. Where FSDP 2 has
-        something else in place of the sharding strategy (copies, no shards), a warning says what.
+        Units, offload, dtypes, ignored modules, activation checkpointing and loading are kept. If FSDP 2
+        replaces the sharding strategy by something else (replicas, no shards), a warning names it.
         """
         return version_of(self).to_fsdp2(self, _OPTIONS)
 
@@ -253,27 +260,28 @@ class FullyShardedDataParallelPlugin:
         if not self.activation_checkpointing_offload:
             return
         if not self.activation_checkpointing:
-            raise refuse(
-                "activation_checkpointing_offload=True says where checkpointed activations wait, and "
+            raise conflict_error(
+                "activation_checkpointing_offload=True offloads checkpointed activations, and "
                 "activation_checkpointing is off",
                 "Set activation_checkpointing=True",
             )
         if not version_of(self).offloads_activations:
-            raise refuse("activation_checkpointing_offload=True works with FSDP 2 only", "Set fsdp_version=2")
+            problem = "activation_checkpointing_offload=True works with FSDP 2 only"
+            raise conflict_error(problem, "Set fsdp_version=2")
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
-    """Return the class of this name among a module and the modules inside it; None when there is none.
+    """Returns the class with a given name among a module and its submodules, or None.
 
     Args:
-        module: where to look.
-        name: of the class, without its module.
+        module: Module to search.
+        name: Name of the class, without its package.
     """
     return next((type(inner) for inner in module.modules() if type(inner).__name__ == name), None)
 
 
 def read_policy(value: Any) -> Policy | None:
-    """Return torch's policy for a name in any case; a policy is returned as it is, None for no units."""
+    """Returns torch's wrap policy for a name in any case, None for "no_wrap", and other values unchanged."""
     if value is None or callable(value):
         return value
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
@@ -290,9 +298,10 @@ def read_policy(value: Any) -> Policy | None:
 def bind_policy(
     policy: Policy | None, model: nn.Module, layers: Iterable[str] | None, min_params: int | None
 ) -> Policy | None:
-    """Return a policy that is bound to its model; one that is bound already, or the user's own, as it is.
+    """Returns a wrap policy that is bound to its model.
 
-    Without `layers` the model's `_no_split_modules` become units, and without `min_params` there are none.
+    A policy that is bound already, or was written by the user, is returned unchanged. Without `layers` the
+    `_no_split_modules` of the model become units. Without `min_params` no module becomes one.
     """
     from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
@@ -306,8 +315,11 @@ def bind_policy(
 
 
 def find_classes(model: nn.Module, names: Iterable[str], argument: str = "") -> list[type[nn.Module]]:
-    """Return the classes of these names among the modules of a model; where `argument` gives the names, the
-    model must have all of them."""
+    """Returns the classes of these names among the modules of a model.
+
+    Raises a `ConfigurationError` for a class that the model lacks, if `argument` has the name of the argument
+    that gives the names.
+    """
     classes = {name: get_module_class_from_name(model, name) for name in names}
     missing = [name for name, kind in classes.items() if kind is None]
     if argument and missing:
@@ -320,17 +332,17 @@ def find_classes(model: nn.Module, names: Iterable[str], argument: str = "") -> 
 
 
 def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
-    """Return the modules inside a model that become units by a policy bound to it, inner ones first.
+    """Returns the submodules of a model that become units by a policy bound to it, inner ones first.
 
-    The model itself is none of them. The policy is called as torch does: with `module`, `recurse` and
+    They do not include the model itself. The policy is called as torch does, with `module`, `recurse` and
     `nonwrapped_numel`.
     """
     if policy is None:
         return []
     if isinstance(policy, torch_private.Policy):
-        chosen = torch_private.run_policy(policy, model)
+        selected = torch_private.run_policy(policy, model)
         return [
-            module for module in reversed(list(model.modules())) if module in chosen and module is not model
+            module for module in reversed(list(model.modules())) if module in selected and module is not model
         ]
     units: list[nn.Module] = []
     _collect_units(model, policy, units, root=True)
@@ -338,14 +350,14 @@ def find_units(model: nn.Module, policy: Policy | None) -> list[nn.Module]:
 
 
 def _collect_units(module: nn.Module, policy: Policy, units: list[nn.Module], root: bool = False) -> int:
-    """Add the units inside a module, and then itself; return how many parameters are in units."""
+    """Appends the units inside a module and then the module, and returns their number of parameters."""
     if module in units:
         return 0
-    size = sum(p.numel() for p in module.parameters())
-    inside = 0
-    if policy(module=module, recurse=True, nonwrapped_numel=size):
-        inside = sum(_collect_units(child, policy, units) for child in module.children())
-    if root or not policy(module=module, recurse=False, nonwrapped_numel=size - inside):
-        return inside
+    numel = sum(p.numel() for p in module.parameters())
+    wrapped_numel = 0
+    if policy(module=module, recurse=True, nonwrapped_numel=numel):
+        wrapped_numel = sum(_collect_units(child, policy, units) for child in module.children())
+    if root or not policy(module=module, recurse=False, nonwrapped_numel=numel - wrapped_numel):
+        return wrapped_numel
     units.append(module)
-    return size
+    return numel

@@ -1,4 +1,7 @@
-"""FSDP 1 and 2: the objects that each takes from torch, and how text, numbers and flags become them."""
+"""Conversion of text, numbers and flags to the torch objects of FSDP 1 and FSDP 2.
+
+`FullyShardedDataParallelPlugin` calls the `FsdpVersion` of its `fsdp_version` for all that differs.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +31,14 @@ if TYPE_CHECKING:
 T = TypeVar("T", contravariant=True)
 
 
-class Takes(Protocol[T]):
-    """For type checkers: a field that takes `T`, and holds torch's object after construction."""
+class Converted(Protocol[T]):
+    """Type of a field that accepts `T` and holds torch's object after construction, for type checkers."""
 
     def __get__(self, plugin: object, kind: Any = None) -> Any: ...
     def __set__(self, plugin: object, value: T) -> None: ...
 
 
-# For type checkers: the names in `base/constants.py`, in capital and in small letters.
+# Types of the names in `base/constants.py`, in upper and lower case.
 StrategyName: TypeAlias = Literal[
     Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2"],
     Literal["full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shard_zero2"],
@@ -53,26 +56,25 @@ StateDictName: TypeAlias = Literal[
     Literal["full_state_dict", "local_state_dict", "sharded_state_dict"],
 ]
 
-LOW_PRECISIONS = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
-"""Names of number formats, and the dtype that sharded parameters are computed in; FP8 layers cast by
-themselves."""
+COMPUTE_DTYPES = {"fp8": "bfloat16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""Mixed precision -> the dtype of all-gathered parameters. FP8 layers cast their inputs themselves."""
 
 _FLAGS_OF_FSDP1 = ("use_orig_params", "sync_module_states", "forward_prefetch")
 
 
 def torch_class(name: str) -> Any:
-    """Return a class of torch.distributed.fsdp, which takes a second to import."""
+    """Returns a class of torch.distributed.fsdp, which takes a second to import."""
     return getattr(import_module("torch.distributed.fsdp"), name)
 
 
 def flag_of(plugin: Any, name: str, variables: Mapping[str, Any]) -> bool:
-    """Return the truth value of a field: as given, else as the environment sets it, else no."""
+    """Returns the boolean of a field, else of its variable, else False."""
     value = getattr(plugin, name)
     return read_flag(name, variables.get(name, False) if value is None else value)
 
 
 def read_member(field: str, value: Any, class_name: str, names: list[str]) -> Any:
-    """Return the member of one of torch's enumerations for a name in any case."""
+    """Returns the member of one of torch's enumerations for a name in any case."""
     kind = torch_class(class_name)
     if isinstance(value, kind):
         return value
@@ -80,7 +82,7 @@ def read_member(field: str, value: Any, class_name: str, names: list[str]) -> An
 
 
 def read_strategy(field: str, value: Any) -> ShardingStrategy:
-    """Return the sharding strategy of FSDP 1 for a name in any case, or for a number from 1."""
+    """Returns the sharding strategy of FSDP 1 for a name in any case, or for a number from 1."""
     text = str(plain_value(value)).upper()
     if text.isdecimal() and 1 <= int(text) <= len(FSDP_SHARDING_STRATEGY):
         value = text = FSDP_SHARDING_STRATEGY[int(text) - 1]
@@ -90,36 +92,36 @@ def read_strategy(field: str, value: Any) -> ShardingStrategy:
 
 
 def read_prefetch(value: Any) -> BackwardPrefetch | None:
-    """Return when FSDP 1 fetches the next unit in backward; None for never."""
+    """Returns the backward prefetch of FSDP 1, or None for no prefetch."""
     if value is None or str(plain_value(value)).upper() == "NO_PREFETCH":
         return None
     return read_member("backward_prefetch", value, "BackwardPrefetch", FSDP_BACKWARD_PREFETCH)  # type: ignore[no-any-return]
 
 
 def state_dict_configs(kind: str) -> tuple[Any, Any]:
-    """Return the details of saving models and optimizers in one form; None where there are none."""
-    form = kind.removesuffix("_STATE_DICT").capitalize()
-    if form == "Local":
+    """Returns the configurations of a state dict type for models and for optimizers, which may be None."""
+    prefix = kind.removesuffix("_STATE_DICT").capitalize()
+    if prefix == "Local":
         return None, None
-    details = {"offload_to_cpu": True, **({"rank0_only": True} if form == "Full" else {})}
-    names = (f"{form}StateDictConfig", f"{form}OptimStateDictConfig")
-    models, optimizers = (torch_class(name)(**details) for name in names)
+    arguments = {"offload_to_cpu": True, **({"rank0_only": True} if prefix == "Full" else {})}
+    names = (f"{prefix}StateDictConfig", f"{prefix}OptimStateDictConfig")
+    models, optimizers = (torch_class(name)(**arguments) for name in names)
     return models, optimizers
 
 
 def read_dtype(value: Any) -> torch.dtype:
-    """Return the dtype of a number format: a dtype, or "fp8", "fp16", "bf16" or "fp32"."""
+    """Returns the dtype for "fp8", "fp16", "bf16", "fp32" or a dtype."""
     import torch
 
     if isinstance(value, torch.dtype):
         return value
     text = str(plain_value(value)).lower()
-    one_of("mixed_precision", text, LOW_PRECISIONS, value, KeyError)
-    return getattr(torch, LOW_PRECISIONS[text])  # type: ignore[no-any-return]
+    one_of("mixed_precision", text, COMPUTE_DTYPES, value, KeyError)
+    return getattr(torch, COMPUTE_DTYPES[text])  # type: ignore[no-any-return]
 
 
 def dtype_of_field(name: str, value: Any) -> Any:
-    """Return the value of a policy's field: a dtype where its name ends with "_dtype", else as it is."""
+    """Returns the value of a field of a policy, as a dtype if the name of the field ends with "_dtype"."""
     import torch
 
     if not name.endswith("_dtype") or value is None or isinstance(value, torch.dtype):
@@ -128,30 +130,33 @@ def dtype_of_field(name: str, value: Any) -> Any:
     return dtype if isinstance(dtype, torch.dtype) else read_dtype(value)
 
 
-def refuse(problem: str, fix: str) -> ConfigurationError:
-    """Return the error for values that do not go together; the caller raises it."""
+def conflict_error(problem: str, fix: str) -> ConfigurationError:
+    """Returns the error for values that conflict, which the caller raises."""
     return ConfigurationError(f"FullyShardedDataParallelPlugin: {problem}. {fix}.")
 
 
 class FsdpVersion(ABC):
-    """One version of FSDP."""
+    """Interface of one version of FSDP."""
 
     number: ClassVar[Literal[1, 2]]
-    policy_name: ClassVar[str]  # torch's class of mixed precision policies
-    offload_name: ClassVar[str]  # torch's class for keeping parameters on the CPU
-    state_dict_type: ClassVar[str]  # the form in which states are saved by default
-    takes_any_mesh: ClassVar[bool] = False  # shards over several axes, also without a hybrid strategy
-    is_spmd_on_xla: ClassVar[bool] = False  # one process drives all XLA devices of its machine
-    has_local_states: ClassVar[bool] = True  # states can be saved as LOCAL_STATE_DICT
-    takes_state_dict_options: ClassVar[bool] = False  # states are read with torch's `StateDictOptions`
-    offloads_activations: ClassVar[bool] = False  # checkpointed activations can wait on the CPU
+    policy_name: ClassVar[str]  # name of torch's class of mixed precision policies
+    offload_name: ClassVar[str]  # name of torch's class of CPU offload
+    state_dict_type: ClassVar[str]  # default type of saved state dicts
+    takes_any_mesh: ClassVar[bool] = False  # shards over several mesh dimensions without a hybrid strategy
+    is_spmd_on_xla: ClassVar[bool] = False  # one process drives all XLA devices of its node
+    has_local_states: ClassVar[bool] = True  # supports LOCAL_STATE_DICT
+    takes_state_dict_options: ClassVar[bool] = False  # state dicts are built with torch's `StateDictOptions`
+    offloads_activations: ClassVar[bool] = False  # can offload checkpointed activations to the CPU
 
     @abstractmethod
     def policy_of_dtype(self, dtype: torch.dtype, buffer_dtype: torch.dtype) -> Any:
-        """Return the policy that computes and reduces in one dtype; version 2 leaves buffers as they are."""
+        """Returns the policy that computes and reduces in one dtype.
+
+        FSDP 2 does not cast buffers.
+        """
 
     def policy_of_mapping(self, value: dict[str, Any]) -> Any:
-        """Return the policy with these fields: name -> dtype, as torch's object or its name."""
+        """Returns the policy with these fields, whose dtypes may be given by name."""
         kind = torch_class(self.policy_name)
         known = [entry.name for entry in dataclasses.fields(kind)]
         unknown = [name for name in value if name not in known]
@@ -161,14 +166,14 @@ class FsdpVersion(ABC):
         return kind(**{name: dtype_of_field(name, entry) for name, entry in value.items()})
 
     def check_policy(self, policy: Any) -> None:
-        """Refuse a mixed precision policy of the other version."""
+        """Raises an error for a mixed precision policy of the other version."""
         if policy is not None and not isinstance(policy, torch_class(self.policy_name)):
             reason = f"fsdp_version={self.number} takes torch.distributed.fsdp.{self.policy_name}"
-            fix = "Give that, a dictionary of its fields, or the name of a number format"
+            fix = "Give that, a dictionary of its fields, or the name of a precision, such as 'bf16'"
             raise wrong_value("mixed_precision_policy", policy, reason, fix)
 
     def offload_of(self, value: Any) -> Any:
-        """Return torch's object for where parameters are kept between uses, from a flag or an object."""
+        """Returns torch's object of CPU offload for a boolean or an object."""
         kinds = tuple(torch_class(version.offload_name) for version in VERSIONS.values())
         if not isinstance(value, kinds):
             return self._offload(read_flag("cpu_offload", value))
@@ -182,17 +187,21 @@ class FsdpVersion(ABC):
 
     @abstractmethod
     def read_fields(self, plugin: FullyShardedDataParallelPlugin, variables: Mapping[str, Any]) -> None:
-        """Fill the fields that the versions read differently; `variables` are values by field."""
+        """Fills the fields that differ between the versions, with `variables` as values by field."""
 
     def to_fsdp2(
         self, plugin: FullyShardedDataParallelPlugin, options: Mapping[str, str]
     ) -> FullyShardedDataParallelPlugin:
-        """Return the plugin with which version 2 trains in the same way; `options` are those of fields."""
+        """Returns an equivalent plugin for FSDP 2.
+
+        Args:
+            options: Options of the section by field.
+        """
         return plugin
 
 
 class VersionOne(FsdpVersion):
-    """FSDP 1: `FullyShardedDataParallel`."""
+    """FSDP 1 (`FullyShardedDataParallel`)."""
 
     number = 1
     policy_name = "MixedPrecision"
@@ -214,9 +223,9 @@ class VersionOne(FsdpVersion):
             setattr(plugin, name, flag_of(plugin, name, variables))
         if plugin.cpu_ram_efficient_loading and not plugin.sync_module_states:
             if sync is not None or "sync_module_states" in variables:
-                raise refuse(
+                raise conflict_error(
                     "with cpu_ram_efficient_loading only rank 0 has weights, and sync_module_states=False "
-                    "keeps them from the others",
+                    "does not send them to the other ranks",
                     "Set sync_module_states=True",
                 )
             plugin.sync_module_states = True
@@ -238,16 +247,19 @@ class VersionOne(FsdpVersion):
         plugin.sharding_strategy = read_strategy("sharding_strategy", strategy)
         default = torch_class("ShardingStrategy").FULL_SHARD  # transformers always passes it
         if plugin.reshard_after_forward not in (None, default, plugin.sharding_strategy):
-            raise refuse(
+            raise conflict_error(
                 f"sharding_strategy={plugin.sharding_strategy.name} and reshard_after_forward="
-                f"{plugin.reshard_after_forward.name} say two different things",
+                f"{plugin.reshard_after_forward.name} differ",
                 "Give one of them",
             )
 
     def to_fsdp2(
         self, plugin: FullyShardedDataParallelPlugin, options: Mapping[str, str]
     ) -> FullyShardedDataParallelPlugin:
-        """Return a plugin of version 2, by the tables that convert files; warn of what has no counterpart."""
+        """Returns a plugin of version 2, and warns of options that FSDP 2 replaces by others.
+
+        The tables are those of `accelerate to-fsdp2`, which converts configuration files.
+        """
         strategy, policy = plugin.sharding_strategy.name, plugin.mixed_precision_policy
         for part, note in STRATEGY_NOTES.items():
             if part in strategy:
@@ -268,7 +280,7 @@ class VersionOne(FsdpVersion):
 
 
 class VersionTwo(FsdpVersion):
-    """FSDP 2: `fully_shard`."""
+    """FSDP 2 (`fully_shard`)."""
 
     number = 2
     policy_name = "MixedPrecisionPolicy"
@@ -287,7 +299,7 @@ class VersionTwo(FsdpVersion):
         return torch_class("CPUOffloadPolicy" if offloads else self.offload_name)()
 
     def read_fields(self, plugin: FullyShardedDataParallelPlugin, variables: Mapping[str, Any]) -> None:
-        """Read whether parameters are freed after forward; what only version 1 has becomes None."""
+        """Fills `reshard_after_forward`, and sets the fields of version 1 to None."""
         if plugin.sharding_strategy is not None:
             fix = (
                 "Use reshard_after_forward=True (FULL_SHARD) or False (SHARD_GRAD_OP); a mesh with "
@@ -296,7 +308,7 @@ class VersionTwo(FsdpVersion):
             reason = "FSDP 2 has no sharding strategies"
             raise wrong_value("sharding_strategy", plugin.sharding_strategy, reason, fix)
         if flag_of(plugin, "forward_prefetch", variables):
-            reason = "FSDP 2 fetches ahead by itself and has no such switch"
+            reason = "FSDP 2 always prefetches and has no such option"
             raise wrong_value("forward_prefetch", True, reason, "Leave it out, or set fsdp_version=1")
         for name in ("backward_prefetch", *_FLAGS_OF_FSDP1):
             setattr(plugin, name, None)
@@ -308,5 +320,5 @@ VERSIONS: dict[int, FsdpVersion] = {1: VersionOne(), 2: VersionTwo()}
 
 
 def version_of(plugin: Any) -> FsdpVersion:
-    """Return the version of FSDP that a plugin asks for."""
+    """Returns the version of FSDP that a plugin selects."""
     return VERSIONS[plugin.fsdp_version]

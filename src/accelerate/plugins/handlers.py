@@ -1,4 +1,7 @@
-"""Keyword arguments for torch objects that are built on the user's behalf, and the profiler."""
+"""Handlers with the keyword arguments of torch objects that an `Accelerator` builds.
+
+They are passed in `kwargs_handlers=[...]`. `Accelerator.profile` builds its profiler from `ProfileKwargs`.
+"""
 
 from __future__ import annotations
 
@@ -27,20 +30,20 @@ _PHASES = {"wait": 0, "warmup": 0, "active": 1, "repeat": 0, "skip_first": 0, "s
 _REQUIRED_PHASES = ("wait", "warmup", "active")
 
 _NO_HOOK = DDPCommunicationHookType.NO
-_NUMBER_FORMATS = (_NO_HOOK, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
+_WRAPPERS = (_NO_HOOK, DDPCommunicationHookType.FP16, DDPCommunicationHookType.BF16)
 
 
 class KwargsHandler:
-    """A dataclass whose fields are keyword arguments of something that is built later."""
+    """Base class of dataclasses whose fields are keyword arguments of an object that is built later."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every field by name; the containers are copies."""
+        """Returns all fields by name, with shallow copies of dicts, lists and sets."""
         values = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}  # type: ignore[arg-type]
         containers = (dict, list, set)
         return {name: copy.copy(v) if isinstance(v, containers) else v for name, v in values.items()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return only the fields whose values differ from those of a handler built without arguments."""
+        """Returns the fields whose values differ from those of a handler built without arguments."""
         defaults = type(self)().to_dict()
         return {name: value for name, value in self.to_dict().items() if value != defaults[name]}
 
@@ -50,8 +53,9 @@ class AutocastKwargs(KwargsHandler):
     """Arguments of `torch.autocast`.
 
     Args:
-        enabled: whether the forward runs in low precision.
-        cache_enabled: whether casts of weights are kept within one autocast region; None leaves it to torch.
+        enabled: Whether the forward runs in low precision.
+        cache_enabled: Whether casts of weights are cached within one autocast region. None uses torch's
+            default.
     """
 
     enabled: bool = True
@@ -60,19 +64,19 @@ class AutocastKwargs(KwargsHandler):
 
 @dataclass
 class GradScalerKwargs(KwargsHandler):
-    """Arguments of the gradient scaler that fp16 training uses, and whether it unscales float16 gradients.
+    """Arguments of the gradient scaler of fp16 training.
 
     Args:
-        init_scale: first factor that losses are multiplied with.
-        growth_factor: what the factor is multiplied with after `growth_interval` good steps.
-        backoff_factor: what the factor is multiplied with after a step with infinite gradients.
-        growth_interval: number of consecutive good steps before the factor grows.
-        enabled: False makes the scaler do nothing.
-        allow_fp16_gradients: whether gradients of float16 weights are unscaled; torch refuses them, because
+        init_scale: Initial factor that losses are multiplied by.
+        growth_factor: Factor by which the scale grows after `growth_interval` steps with finite gradients.
+        backoff_factor: Factor by which the scale shrinks after a step with infinite or NaN gradients.
+        growth_interval: Number of consecutive steps with finite gradients before the scale grows.
+        enabled: Whether the scaler is enabled.
+        allow_fp16_gradients: Whether gradients of float16 weights are unscaled. torch refuses them, because
             small updates are lost in float16 weights, and the `eps` of Adam is 0 in float16 below 6e-8.
 
     Raises:
-        ConfigurationError: the numbers cannot work as a scale.
+        ConfigurationError: A number is out of its range.
     """
 
     init_scale: float = 65536.0
@@ -83,7 +87,7 @@ class GradScalerKwargs(KwargsHandler):
     allow_fp16_gradients: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the arguments of `torch.amp.GradScaler` by name."""
+        """Returns the arguments of `torch.amp.GradScaler` by name."""
         return {name: value for name, value in super().to_dict().items() if name != "allow_fp16_gradients"}
 
     def __post_init__(self) -> None:
@@ -102,13 +106,13 @@ class InitProcessGroupKwargs(KwargsHandler):
     """Arguments of `torch.distributed.init_process_group`.
 
     Args:
-        backend: name of the communication library; the default is passed on as "whatever suits the device".
-        init_method: URL that specifies how the processes find each other; None takes it from the environment.
-        timeout: how long a collective may wait; None is torch's own limit, ten minutes for nccl and thirty
-            for the others.
+        backend: Name of the backend. The default selects the backend of the device.
+        init_method: URL that specifies how the processes find each other. None uses the environment.
+        timeout: Timeout of a collective. None is torch's default, ten minutes for nccl and thirty for the
+            others.
 
     Raises:
-        ConfigurationError: the timeout is not a positive `datetime.timedelta`.
+        ConfigurationError: The timeout is not a positive `datetime.timedelta`.
     """
 
     backend: str | None = "nccl"
@@ -127,7 +131,7 @@ class InitProcessGroupKwargs(KwargsHandler):
             raise wrong_value("timeout", self.timeout, "every collective would fail", "Give a positive time")
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the fields that differ from the defaults, and the timeout whenever the user gave one."""
+        """Returns the fields that differ from the defaults, and the timeout if the user gave one."""
         kwargs = super().to_kwargs()
         kwargs.pop("timeout", None)
         return {**kwargs, "timeout": self.timeout} if self._timeout_was_given else kwargs
@@ -138,19 +142,20 @@ class DistributedDataParallelKwargs(KwargsHandler):
     """Arguments of `torch.nn.parallel.DistributedDataParallel`, and its communication hook.
 
     Args:
-        dim: dimension along which inputs are scattered.
-        broadcast_buffers: whether buffers are broadcast from the first process at each forward.
-        bucket_cap_mb: size in MiB of the buckets that gradients are gathered into.
-        find_unused_parameters: whether each step searches for parameters that got no gradient.
-        check_reduction: kept for older scripts; torch ignores it.
-        gradient_as_bucket_view: whether gradients are views into the buckets, which saves memory.
-        static_graph: whether the same parameters are used in every step.
-        comm_hook: compression of gradients; a member or its value ("fp16", "power_sgd", ...).
-        comm_wrapper: a number format that the compressed gradients are cast to on top: "no", "fp16", "bf16".
-        comm_state_option: arguments of `PowerSGDState` for the two PowerSGD hooks.
+        dim: Dimension along which inputs are scattered.
+        broadcast_buffers: Whether buffers are broadcast from rank 0 at each forward.
+        bucket_cap_mb: Size of the gradient buckets, in MiB.
+        find_unused_parameters: Whether each step searches for parameters without a gradient.
+        check_reduction: Kept for older scripts. torch ignores it.
+        gradient_as_bucket_view: Whether gradients are views into the buckets, which saves memory.
+        static_graph: Whether the same parameters are used in every step.
+        comm_hook: Communication hook that compresses gradients, as a member or its value ("fp16",
+            "power_sgd", ...).
+        comm_wrapper: Dtype to which gradients are cast around the hook, "no", "fp16" or "bf16".
+        comm_state_option: Arguments of `PowerSGDState` for the two PowerSGD hooks.
 
     Raises:
-        ConfigurationError: an unknown hook or wrapper, or a bucket without a size.
+        ConfigurationError: The hook or the wrapper is unknown, or `bucket_cap_mb` is not positive.
     """
 
     dim: int = 0
@@ -170,33 +175,35 @@ class DistributedDataParallelKwargs(KwargsHandler):
             raise wrong_value("bucket_cap_mb", self.bucket_cap_mb, "a bucket holds something", fix)
         self.comm_hook = member("comm_hook", self.comm_hook, DDPCommunicationHookType)
         self.comm_wrapper = member("comm_wrapper", self.comm_wrapper, DDPCommunicationHookType)
-        if self.comm_wrapper not in _NUMBER_FORMATS:
-            reason, fix = "it is not a number format", "Choose no, fp16 or bf16"
+        if self.comm_wrapper not in _WRAPPERS:
+            reason, fix = "it is not a dtype", "Choose no, fp16 or bf16"
             raise wrong_value("comm_wrapper", self.comm_wrapper.value, reason, fix)
 
     def to_dict(
         self, ignore_keys: Iterable[str] = ("comm_hook", "comm_wrapper", "comm_state_option")
     ) -> dict[str, Any]:
-        """Return the fields by name, those of the communication hook left out.
+        """Returns the fields by name, without those of the communication hook.
 
         Args:
-            ignore_keys: names to leave out.
+            ignore_keys: Names of fields to omit.
         """
         ignored = set(ignore_keys)
         return {name: value for name, value in super().to_dict().items() if name not in ignored}
 
     def register_comm_hook(self, model: DistributedDataParallel) -> None:
-        """Register the communication hook on a model. Called on every rank, once, before the first backward.
+        """Registers the communication hook on a model.
+
+        Called once on every rank, before the first backward.
 
         Args:
-            model: the wrapped model.
+            model: The wrapped model.
         """
         from accelerate.plugins import comm_hooks
 
         kind = DDPCommunicationHookType(self.comm_hook)
         if kind != _NO_HOOK:
             wrap = comm_hooks.WRAPPERS[DDPCommunicationHookType(self.comm_wrapper)]
-            state = comm_hooks.state_of(kind, self.comm_state_option)
+            state = comm_hooks.build_state(kind, self.comm_state_option)
             model.register_comm_hook(state, wrap(comm_hooks.HOOKS[kind]))
             return
         for name in ("comm_wrapper", "comm_state_option"):
@@ -208,23 +215,24 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
 @dataclass
 class ProfileKwargs(KwargsHandler):
-    """What `Accelerator.profile` records, when, and where it puts it.
+    """Activities, schedule and trace folder of the profiler of `Accelerator.profile`.
 
     Args:
-        activities: What is recorded: "cpu", "cuda", "xpu", "mtia", "hpu"; None is all that this machine has.
-        schedule_option: Number of steps of each phase: `wait`, `warmup` and `active`, and if wanted `repeat`
-            cycles of them and `skip_first`; None records everything.
-        on_trace_ready: Called with the profiler at the end of each cycle.
-        record_shapes: Whether the shapes of inputs are recorded.
-        profile_memory: Whether allocations are recorded.
-        with_stack: Whether the line of source code is recorded.
-        with_flops: Whether floating point operations are estimated.
-        with_modules: Whether the module is recorded.
-        output_trace_dir: Folder in which each process writes `profile_RANK.json`, and for later cycles
-            `profile_RANK_cycle2.json` and so on, to be opened with chrome://tracing; None writes nothing.
+        activities: Activities to record, out of "cpu", "cuda", "xpu", "mtia" and "hpu". None records all
+            that this machine supports.
+        schedule_option: Number of steps of the phases `wait`, `warmup` and `active`, and optionally
+            `repeat` for the number of cycles, and `skip_first`. None records everything.
+        on_trace_ready: Function that is called with the profiler at the end of each cycle.
+        record_shapes: Whether to record the shapes of inputs.
+        profile_memory: Whether to record allocations.
+        with_stack: Whether to record the line of source code.
+        with_flops: Whether to estimate floating point operations.
+        with_modules: Whether to record the module.
+        output_trace_dir: Folder in which each rank writes `profile_RANK.json`, and for later cycles
+            `profile_RANK_cycle2.json` and so on, for chrome://tracing. None writes nothing.
 
     Raises:
-        ConfigurationError: An unknown activity or phase, or a phase without a length.
+        ConfigurationError: An activity or a phase is unknown, or the length of a phase is missing.
     """
 
     activities: list[ProfilerActivity] | None = None
@@ -248,7 +256,10 @@ class ProfileKwargs(KwargsHandler):
             _check_schedule(self.schedule_option)
 
     def build(self) -> torch.profiler.profile:
-        """Return the profiler, not started. Called on each rank that profiles."""
+        """Returns a profiler that is not started.
+
+        Called on each rank that profiles.
+        """
         import torch.profiler
 
         flags = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
@@ -260,7 +271,10 @@ class ProfileKwargs(KwargsHandler):
         )
 
     def _get_profiler_activity(self, activity: ProfilerActivity) -> torch.profiler.ProfilerActivity:
-        """Return torch's member for the name of an activity; an error where this torch has none."""
+        """Returns torch's member for the name of an activity.
+
+        Raises a `ConfigurationError` if this version of torch has none.
+        """
         import torch.profiler
 
         member = getattr(torch.profiler.ProfilerActivity, _ACTIVITIES.get(activity, ""), None)
@@ -284,7 +298,10 @@ class ProfileKwargs(KwargsHandler):
 
 
 def _export_trace(profiler: Any, folder: Path, cycle: int) -> None:
-    """Write the trace of one cycle to a file of its own; a profile must not end a training."""
+    """Writes the trace of one cycle to a separate file.
+
+    A failure is a warning, because a profile must not end the training.
+    """
     import torch.distributed as dist
 
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
@@ -294,7 +311,7 @@ def _export_trace(profiler: Any, folder: Path, cycle: int) -> None:
         profiler.export_chrome_trace(str(path))
     except OSError as error:
         warnings.warn(f"{path} was not written: {error}. Name another output_trace_dir.", stacklevel=3)
-    except RuntimeError as error:  # torch saves a trace once only
+    except RuntimeError as error:  # torch exports a trace only once
         fix = "Export traces either in on_trace_ready or by output_trace_dir."
         warnings.warn(f"{path} was not written: {error} {fix}", stacklevel=3)
 

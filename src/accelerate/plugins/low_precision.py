@@ -1,4 +1,4 @@
-"""Low precision: a recipe for each library that computes in FP8, and quantization by bitsandbytes."""
+"""Recipes of the libraries that train in FP8, and the configuration of quantization by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ OptLevel = Literal["O1", "O2"]
 FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
 AmaxComputeAlgorithm = Literal["max", "most_recent"]
 
-_FORMATS = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-"""Names of number formats -> dtypes of torch."""
+_DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
+"""Short names -> dtypes of torch."""
 
-# The one field that no flag of the launcher sets.
+# The launcher has no flag for this field.
 _MXFP8_VARIABLE = "ACCELERATE_FP8_USE_MXFP8_BLOCK_SCALING"
 _AO_FIELDS = ("pad_inner_dim", "enable_fsdp_float8_all_gather")
 
 
 @dataclass
 class AORecipeKwargs(KwargsHandler):
-    """How torchao trains in FP8.
+    """Recipe of FP8 training with torchao.
 
-    What is not given is read from the environment when the object is built.
+    Fields that are None are read from the environment when the object is built.
 
     Args:
-        config: torchao's own configuration; without it one is built from the two flags.
-        module_filter_func: Called with a linear layer and its name: whether the layer is converted; None
-            converts all but the first and the last.
-        pad_inner_dim: Whether sizes that FP8 kernels cannot take are padded. From
-            ACCELERATE_FP8_PAD_INNER_DIM, otherwise yes.
-        enable_fsdp_float8_all_gather: Whether sharded weights are gathered in FP8. From
-            ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER, otherwise yes.
+        config: Configuration of torchao. None builds one from the two flags.
+        module_filter_func: Function that is called with a linear layer and its name, and returns whether the
+            layer is converted. None converts all layers except the first and the last.
+        pad_inner_dim: Whether sizes that FP8 kernels do not support are padded. From
+            ACCELERATE_FP8_PAD_INNER_DIM, otherwise True.
+        enable_fsdp_float8_all_gather: Whether sharded weights are all-gathered in FP8. From
+            ACCELERATE_FP8_ENABLE_FSDP_FLOAT8_ALL_GATHER, otherwise True.
 
     Raises:
         ConfigurationError: Both a configuration and one of its flags are given.
-        MissingPackageError: A configuration has to be built and torchao is not installed.
+        MissingPackageError: The configuration must be built and torchao is not installed.
     """
 
     config: Float8LinearConfig | None = None
@@ -76,25 +76,25 @@ class AORecipeKwargs(KwargsHandler):
 
 @dataclass
 class TERecipeKwargs(KwargsHandler):
-    """How Transformer Engine trains in FP8.
+    """Recipe of FP8 training with Transformer Engine.
 
-    What is not given is read from the environment when the object is built: each field from the variable
-    ACCELERATE_FP8_ with its name in capitals, and `override_linear_precision` from
+    Fields that are None are read from the environment when the object is built. The variable of a field is
+    ACCELERATE_FP8_ with its name in capitals. `override_linear_precision` is read from
     ACCELERATE_FP8_OVERRIDE_FPROP, _DGRAD and _WGRAD.
 
     Args:
-        use_autocast_during_eval: Whether evaluation runs in FP8 too; otherwise no.
-        margin: Margin of the scaling factor; otherwise 0.
-        interval: Steps between two computations of the scaling factor; otherwise 1.
-        fp8_format: "E4M3", "E5M2", or "HYBRID": E4M3 forward and E5M2 backward; otherwise "HYBRID".
-        amax_history_len: Number of steps whose maxima are kept; otherwise 1024.
-        amax_compute_algo: "max" of the kept maxima, or the "most_recent"; otherwise "most_recent".
+        use_autocast_during_eval: Whether evaluation runs in FP8, too. Default: False.
+        margin: Margin of the scaling factor. Default: 0.
+        interval: Number of steps between two computations of the scaling factor. Default: 1.
+        fp8_format: "E4M3", "E5M2", or "HYBRID" for E4M3 in forward and E5M2 in backward. Default: "HYBRID".
+        amax_history_len: Number of steps whose maxima are kept. Default: 1024.
+        amax_compute_algo: "max" of the kept maxima, or "most_recent". Default: "most_recent".
         override_linear_precision: Whether forward, gradient of inputs and gradient of weights run in higher
-            precision; otherwise none of them.
-        use_mxfp8_block_scaling: Whether blocks of values have a scale each (MXFP8); otherwise no.
+            precision. Default: none of them.
+        use_mxfp8_block_scaling: Whether each block of values has its own scale (MXFP8). Default: False.
 
     Raises:
-        ConfigurationError: A value that Transformer Engine does not know, or a number that is too small.
+        ConfigurationError: Transformer Engine does not support a value, or a number is too small.
     """
 
     use_autocast_during_eval: bool | None = None
@@ -119,14 +119,14 @@ class TERecipeKwargs(KwargsHandler):
 
 @dataclass
 class MSAMPRecipeKwargs(KwargsHandler):
-    """How MS-AMP trains in FP8.
+    """Recipe of FP8 training with MS-AMP.
 
     Args:
-        opt_level: "O1": weights and gradients, "O2": optimizer states too. From ACCELERATE_FP8_OPT_LEVEL,
-            otherwise "O2".
+        opt_level: "O1" for weights and gradients in FP8, "O2" for optimizer states, too. From
+            ACCELERATE_FP8_OPT_LEVEL, otherwise "O2".
 
     Raises:
-        ConfigurationError: Another level.
+        ConfigurationError: The level is unknown.
     """
 
     opt_level: OptLevel | None = None
@@ -139,16 +139,16 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
 @dataclass
 class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
-    """The recipes of Transformer Engine and MS-AMP in one, as older scripts pass them.
+    """Recipe of both Transformer Engine and MS-AMP, in the form that older scripts pass.
 
     New scripts pass `TERecipeKwargs` or `MSAMPRecipeKwargs`.
 
     Args:
-        backend: "TE" or "MSAMP". From ACCELERATE_FP8_BACKEND, otherwise MS-AMP where only that is installed,
-            and Transformer Engine otherwise.
+        backend: "TE" or "MSAMP". From ACCELERATE_FP8_BACKEND, otherwise "MSAMP" if only MS-AMP is installed,
+            and "TE" otherwise.
 
     Raises:
-        ConfigurationError: Another backend, or what the two recipes refuse.
+        ConfigurationError: The backend is unknown, or one of the two recipes refuses a value.
     """
 
     backend: Backend | None = None
@@ -169,25 +169,26 @@ def _upper(value: Any) -> Any:
 
 @dataclass
 class BnbQuantizationConfig:
-    """To how many bits linear layers are quantized by bitsandbytes, and which stay as they are.
+    """Configuration of quantization by bitsandbytes.
 
     Args:
-        load_in_8bit: quantize to 8 bits (LLM.int8()).
-        llm_int8_threshold: with 8 bits: inputs above it are multiplied in 16 bits.
-        load_in_4bit: quantize to 4 bits.
-        bnb_4bit_quant_type: with 4 bits: "fp4" or "nf4".
-        bnb_4bit_use_double_quant: with 4 bits: whether the scales are quantized, too.
-        bnb_4bit_compute_dtype: with 4 bits: what is computed in: "fp32", "fp16", "bf16", or torch's dtype.
-        torch_dtype: dtype of all that is not quantized, named like the one above. None is the compute dtype
-            with 4 bits and float16 with 8 bits.
-        skip_modules: names of modules that are not quantized. None finds the output layer and tied ones.
-        keep_in_fp32_modules: names of modules that are not quantized and are float32.
+        load_in_8bit: Whether to quantize linear layers to 8 bits (LLM.int8()).
+        llm_int8_threshold: Threshold above which inputs are multiplied in 16 bits, with 8 bits.
+        load_in_4bit: Whether to quantize linear layers to 4 bits.
+        bnb_4bit_quant_type: Data type of the weights with 4 bits, "fp4" or "nf4".
+        bnb_4bit_use_double_quant: Whether to quantize the scales, too, with 4 bits.
+        bnb_4bit_compute_dtype: Dtype of the computation with 4 bits, as "fp32", "fp16", "bf16" or a torch
+            dtype.
+        torch_dtype: Dtype of all tensors that are not quantized, with the same names. None uses the compute
+            dtype with 4 bits and float16 with 8 bits.
+        skip_modules: Names of modules that are not quantized. None selects the output layer and tied layers.
+        keep_in_fp32_modules: Names of modules that are not quantized and are kept in float32.
 
     Attributes:
-        target_dtype: dtype of the quantized weights, `CustomDtype.INT4` for 4 bits.
+        target_dtype: Dtype of the quantized weights, `CustomDtype.INT4` for 4 bits.
 
     Raises:
-        ConfigurationError: a value that cannot be, or not exactly one of 8 and 4 bits.
+        ConfigurationError: A value is not valid, or not exactly one of 8 and 4 bits is selected.
     """
 
     load_in_8bit: bool = False
@@ -214,7 +215,7 @@ class BnbQuantizationConfig:
 
     @property
     def unquantized_modules(self) -> list[str]:
-        """Names of modules that the user keeps from being quantized."""
+        """Names of the modules that the user excludes from quantization."""
         return [*(self.skip_modules or ()), *(self.keep_in_fp32_modules or ())]
 
     def _check(self) -> None:
@@ -243,6 +244,6 @@ def _dtype_of(name: str, value: object) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     if not isinstance(value, str):
-        fix = f"Give torch's dtype, or one of {', '.join(_FORMATS)}"
-        raise wrong_value(name, value, "it is no dtype", fix)
-    return getattr(torch, _FORMATS[one_of(name, value, _FORMATS)])  # type: ignore[no-any-return]
+        fix = f"Give a torch dtype, or one of {', '.join(_DTYPES)}"
+        raise wrong_value(name, value, "it is not a dtype", fix)
+    return getattr(torch, _DTYPES[one_of(name, value, _DTYPES)])  # type: ignore[no-any-return]

@@ -1,6 +1,7 @@
-"""MegatronLMPlugin: how Megatron-LM trains a model.
+"""Plugin with the options of Megatron-LM, which it converts to the arguments of that library.
 
-Source: the arguments of https://github.com/NVIDIA/Megatron-LM (megatron/training/arguments.py)
+Users pass it to `Accelerator`. `strategies/megatron` reads it when objects are prepared. Source: the
+arguments of https://github.com/NVIDIA/Megatron-LM (megatron/training/arguments.py)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _OPTIONS = {row.name.removeprefix("megatron_lm_"): row for row in MegatronSection.options()}
-"""Fields that the environment fills -> their options."""
+"""Fields that are read from the environment -> their options."""
 
 _DEFAULTS: dict[str, Any] = {
     **{field: row.default for field, row in _OPTIONS.items() if row.default is not None},
@@ -32,8 +33,7 @@ _DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(("attention_dropout", "hidden_dropout"), 0.0),
     **dict.fromkeys(("attention_softmax_in_fp32", "calculate_per_token_loss"), True),
 }
-"""Values of fields that neither the user nor the environment sets; the others stay None, so that the model
-or Megatron-LM decides."""
+"""Defaults of fields. Other fields stay None and have the value of the model or of Megatron-LM."""
 
 _ARGUMENTS = {
     "tp_degree": "tensor_model_parallel_size",
@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "sequence_parallelism": "sequence_parallel",
     "gradient_clipping": "clip_grad",
 }
-"""Fields whose argument of Megatron-LM has another name."""
+"""Fields -> their argument of Megatron-LM, if it has another name."""
 
 _PASSED = (
     *(field for field in _OPTIONS if field != "recompute_activations"),
@@ -54,7 +54,7 @@ _PASSED = (
     "eval_iters",
     "eval_interval",
 )
-"""Fields that become arguments of Megatron-LM as they are."""
+"""Fields that are passed to Megatron-LM unchanged."""
 
 _LOGGING = {
     "log_params_norm": True,
@@ -69,14 +69,14 @@ _LOGGING = {
     "tensorboard_queue_size": 1000,
     "timing_log_level": 0,
 }
-"""Every logging option of Megatron-LM; those that are set already keep their values."""
+"""All logging options of Megatron-LM. Options that are set already keep their values."""
 
 _OPTIMIZERS: dict[str, dict[str, str]] = {"adam": {"adam_eps": "eps"}, "sgd": {"sgd_momentum": "momentum"}}
-"""Optimizers of Megatron-LM -> arguments that come from the defaults of torch's."""
+"""Optimizers of Megatron-LM -> their arguments -> names of these in torch's optimizer."""
 
 
-_NO_COUNTS = ("pipeline_model_parallel_split_rank", "lr_warmup_iters", "lr_warmup_samples")
-"""Integer fields that may be 0, or are refused anyway; the others are counts of at least 1."""
+_MAY_BE_ZERO = ("pipeline_model_parallel_split_rank", "lr_warmup_iters", "lr_warmup_samples")
+"""Integer fields that may be 0 or are never accepted. The others are at least 1."""
 
 _FRACTIONS = ("attention_dropout", "hidden_dropout", "lr_warmup_fraction")
 
@@ -88,7 +88,7 @@ _CHOICES = {
     "lr_decay_style": ("constant", "linear", "cosine", "inverse-square-root", "WSD"),
 }
 
-_NEEDED = (
+_REQUIREMENTS = (
     ("overlap_cpu_optimizer_d2h_h2d", "optimizer_cpu_offload", "the optimizer is not on the CPU"),
     (
         "use_precision_aware_optimizer",
@@ -101,11 +101,11 @@ _NEEDED = (
         "only the precision-aware optimizer, which is a distributed one, works on the CPU",
     ),
 )
-"""Fields, other fields that each needs, and why."""
+"""Fields, the other field that each requires, and the reason."""
 
 _WSD = ("lr_wsd_decay_iters", "lr_wsd_decay_samples")
 
-_TOGETHER: tuple[tuple[str, str], ...] = (
+_EXCLUSIVE: tuple[tuple[str, str], ...] = (
     ("train_iters", "train_samples"),
     ("train_iters", "lr_decay_samples"),
     ("train_iters", "lr_warmup_samples"),
@@ -114,93 +114,101 @@ _TOGETHER: tuple[tuple[str, str], ...] = (
     ("lr_warmup_iters", "lr_warmup_fraction"),
     ("lr_warmup_samples", "lr_warmup_fraction"),
 )
-"""Pairs of fields that say the same thing in different units."""
+"""Pairs of fields that are the same quantity in different units."""
 
 
 @dataclass
 class MegatronLMPlugin:
-    """How Megatron-LM splits and trains a model.
+    """Options of training with Megatron-LM.
 
-    What is not given is read from the environment when the object is built (MEGATRON_LM_ and the name in
-    capitals, as the launcher sets them). Fields are read when the run is prepared, so they may be changed
-    until then.
+    Fields that are None are read from the environment when the object is built. Their variable, which the
+    launcher sets, is MEGATRON_LM_ with the name in capitals. Fields are read when objects are prepared, so
+    they can be changed until then.
 
     Args:
-        tp_degree: processes that share each layer; otherwise 1.
-        pp_degree: pipeline stages; otherwise 1.
-        use_custom_fsdp: whether Megatron's own FSDP shards parameters; otherwise no.
-        overlap_cpu_optimizer_d2h_h2d: whether copies of an offloaded optimizer overlap; otherwise no.
-        no_load_optim: whether checkpoints are loaded without the optimizer; otherwise no.
-        eod_mask_loss: whether end-of-document tokens are left out of the loss; otherwise no.
-        no_save_optim: whether checkpoints are saved without the optimizer; otherwise no.
-        optimizer_cpu_offload: whether the optimizer works on the CPU; otherwise no.
-        use_precision_aware_optimizer: whether optimizer states may be of low precision; otherwise no.
-        decoder_last_pipeline_num_layers: layers of the last stage; otherwise all have equally many.
-        recompute_granularity: what is recomputed in backward, "full" or "selective"; otherwise nothing.
-        recompute_method: how layers are chosen with "full": "uniform" or "block".
-        recompute_num_layers: layers that are recomputed together.
-        attention_backend: "flash", "fused", "unfused", "local" or "auto"; True means "auto".
-        expert_model_parallel_size: processes that share the experts of a layer; otherwise 1.
-        context_parallel_size: processes that share each sequence; otherwise 1.
-        attention_dropout: dropout of attention weights; otherwise 0.
-        hidden_dropout: dropout of hidden states; otherwise 0.
-        attention_softmax_in_fp32: whether softmax is computed in float32; otherwise yes.
-        expert_tensor_parallel_size: processes that share each expert; otherwise 1.
-        calculate_per_token_loss: whether the loss is a mean over all tokens of a step, and not over
-            micro-batches; otherwise yes.
-        use_rotary_position_embeddings: whether positions are rotary; otherwise as the model has them.
-        num_micro_batches: micro-batches of one step; otherwise 1. They take the place of gradient
-            accumulation.
-        gradient_clipping: largest norm of the gradients, 0 for no limit; otherwise 1.
-        sequence_parallelism: whether sequences are split where layers are not; otherwise no.
-        recompute_activations: short for `recompute_granularity="selective"`.
-        use_distributed_optimizer: whether data-parallel processes share optimizer states; otherwise no.
-        pipeline_model_parallel_split_rank: refused, Megatron-LM splits no encoder from its decoder any more.
-        num_layers_per_virtual_pipeline_stage: layers of a virtual stage, for interleaved schedules.
-        is_train_batch_min: whether the smallest batch size of the prepared loaders is that of a
-            micro-batch, and not the largest.
-        train_iters: steps of the whole training.
-        train_samples: samples of the whole training, instead of steps.
+        tp_degree: Tensor-parallel size. Default: 1.
+        pp_degree: Number of pipeline stages. Default: 1.
+        use_custom_fsdp: Whether the FSDP of Megatron-LM shards parameters. Default: False.
+        overlap_cpu_optimizer_d2h_h2d: Whether copies of an offloaded optimizer overlap. Default: False.
+        no_load_optim: Whether checkpoints are loaded without the optimizer. Default: False.
+        eod_mask_loss: Whether the loss ignores end-of-document tokens. Default: False.
+        no_save_optim: Whether checkpoints are saved without the optimizer. Default: False.
+        optimizer_cpu_offload: Whether the optimizer runs on the CPU. Default: False.
+        use_precision_aware_optimizer: Whether optimizer states may have low precision. Default: False.
+        decoder_last_pipeline_num_layers: Number of layers of the last stage. Default: all stages have the
+            same number.
+        recompute_granularity: Activations that are recomputed in backward, "full" or "selective".
+            Default: none.
+        recompute_method: Selection of layers with "full", "uniform" or "block".
+        recompute_num_layers: Number of layers that are recomputed together.
+        attention_backend: "flash", "fused", "unfused", "local" or "auto". True is "auto".
+        expert_model_parallel_size: Number of ranks that the experts of a layer are distributed over.
+            Default: 1.
+        context_parallel_size: Number of ranks that each sequence is sharded across. Default: 1.
+        attention_dropout: Dropout probability of attention weights. Default: 0.
+        hidden_dropout: Dropout probability of hidden states. Default: 0.
+        attention_softmax_in_fp32: Whether softmax is computed in float32. Default: True.
+        expert_tensor_parallel_size: Number of ranks that each expert is sharded across. Default: 1.
+        calculate_per_token_loss: Whether the loss is a mean over all tokens of a step, and not over
+            micro-batches. Default: True.
+        use_rotary_position_embeddings: Whether position embeddings are rotary. Default: those of the model.
+        num_micro_batches: Number of micro-batches of one step, which replace gradient accumulation.
+            Default: 1.
+        gradient_clipping: Maximum norm of the gradients, 0 for no limit. Default: 1.
+        sequence_parallelism: Whether sequences are sharded between tensor-parallel layers. Default: False.
+        recompute_activations: Short for `recompute_granularity="selective"`.
+        use_distributed_optimizer: Whether optimizer states are sharded across data-parallel ranks.
+            Default: False.
+        pipeline_model_parallel_split_rank: Not accepted, because Megatron-LM no longer splits the encoder
+            from the decoder.
+        num_layers_per_virtual_pipeline_stage: Number of layers of a virtual pipeline stage, for interleaved
+            schedules.
+        is_train_batch_min: Whether the micro-batch size is the smallest batch size of the prepared loaders
+            instead of the largest.
+        train_iters: Number of steps of the whole training.
+        train_samples: Number of samples of the whole training, instead of steps.
         weight_decay_incr_style: "constant", "linear" or "cosine".
-        start_weight_decay: weight decay at the beginning.
-        end_weight_decay: weight decay at the end.
+        start_weight_decay: Weight decay at the beginning.
+        end_weight_decay: Weight decay at the end.
         lr_decay_style: "constant", "linear", "cosine", "inverse-square-root" or "WSD".
-        lr_decay_iters: steps over which the learning rate falls.
-        lr_decay_samples: the same in samples.
-        lr_warmup_iters: steps over which it rises first.
-        lr_warmup_samples: the same in samples.
-        lr_warmup_fraction: the same as a part of the fall.
-        min_lr: smallest learning rate.
-        consumed_samples: samples of training, validation and test that were read before.
-        no_wd_decay_cond: returns whether a parameter has no weight decay.
-        scale_lr_cond: returns whether the learning rate of a parameter is multiplied by `lr_mult`.
-        lr_mult: that factor.
-        megatron_dataset_flag: whether data are Megatron-LM's own datasets.
-        seq_length: tokens of a sequence; otherwise those of the first batch, or what the model can take.
-        encoder_seq_length: tokens for an encoder.
-        decoder_seq_length: tokens for a decoder.
-        tensorboard_dir: folder for TensorBoard.
-        set_all_logging_options: whether everything that can be logged is.
-        eval_iters: steps of one evaluation.
-        eval_interval: training steps between evaluations.
-        return_logits: whether steps return logits too.
-        custom_train_step_class: builds the train step, instead of the one of the model family.
-        custom_train_step_kwargs: arguments for it.
-        custom_model_provider_function: builds the model, instead of the one of the family.
-        custom_prepare_model_function: builds the model and wraps it, instead of Megatron-LM's `get_model`.
-        custom_megatron_datasets_provider_function: builds training, validation and test data.
-        custom_get_batch_function: turns a batch into what the model takes.
-        custom_loss_function: computes the loss.
-        other_megatron_args: any further arguments of Megatron-LM by name.
+        lr_decay_iters: Number of steps over which the learning rate decays.
+        lr_decay_samples: The same number in samples.
+        lr_warmup_iters: Number of steps over which the learning rate rises first.
+        lr_warmup_samples: The same number in samples.
+        lr_warmup_fraction: The same number as a fraction of the decay.
+        min_lr: Minimum learning rate.
+        consumed_samples: Numbers of samples of training, validation and test that were consumed before.
+        no_wd_decay_cond: Function that returns whether a parameter has no weight decay.
+        scale_lr_cond: Function that returns whether the learning rate of a parameter is multiplied by
+            `lr_mult`.
+        lr_mult: Factor of these learning rates.
+        megatron_dataset_flag: Whether the data are datasets of Megatron-LM.
+        seq_length: Sequence length in tokens. Default: that of the first batch, or the maximum of the model.
+        encoder_seq_length: Sequence length of an encoder, in tokens.
+        decoder_seq_length: Sequence length of a decoder, in tokens.
+        tensorboard_dir: Folder for TensorBoard.
+        set_all_logging_options: Whether to enable all logging options.
+        eval_iters: Number of steps of one evaluation.
+        eval_interval: Number of training steps between evaluations.
+        return_logits: Whether steps return logits, too.
+        custom_train_step_class: Class of the train step, instead of the one of the model family.
+        custom_train_step_kwargs: Keyword arguments of that class.
+        custom_model_provider_function: Function that builds the model, instead of the one of the family.
+        custom_prepare_model_function: Function that builds and wraps the model, instead of Megatron-LM's
+            `get_model`.
+        custom_megatron_datasets_provider_function: Function that builds training, validation and test data.
+        custom_get_batch_function: Function that converts a batch to the inputs of the model.
+        custom_loss_function: Function that computes the loss.
+        other_megatron_args: Other arguments of Megatron-LM by name.
 
     Attributes:
-        megatron_lm_default_args: the arguments of Megatron-LM that are known so far.
-        micro_batch_size: samples of one micro-batch, once a run is prepared.
-        data_parallel_size: how many copies of the model there are, once a run is prepared.
-        global_batch_size: samples of one step, once a run is prepared.
+        megatron_lm_default_args: Arguments of Megatron-LM that are known so far.
+        micro_batch_size: Number of samples of one micro-batch, after `prepare`.
+        data_parallel_size: Number of data-parallel replicas of the model, after `prepare`.
+        global_batch_size: Number of samples of one step over all ranks, after `prepare`.
 
     Raises:
-        ConfigurationError: values that cannot be, all of them in one message.
+        ConfigurationError: Values are not valid. The message has all of them.
     """
 
     tp_degree: int | None = None
@@ -290,21 +298,21 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def set_network_size_args(self, model: nn.Module, batch_data: Any = None) -> None:
-        """Take the sizes of the network from the configuration of a model.
+        """Sets the sizes of the network from the configuration of a model.
 
         Args:
-            model: has `config.model_type`.
-            batch_data: a batch as its loader gives it, for the length of sequences.
+            model: Model with `config.model_type`.
+            batch_data: Batch of its loader, which gives the sequence length.
 
         Raises:
-            ConfigurationError: Megatron-LM builds no model of that type.
+            ConfigurationError: No function is registered for that model type.
         """
         model_type = str(getattr(getattr(model, "config", None), "model_type", None))
         if model_type not in MODEL_CONFIGS_TO_MEGATRON_PARSERS:
             raise wrong_value(
                 "model_type",
                 model_type,
-                f"nothing says how Megatron-LM builds a {type(model).__name__}; it is known for "
+                f"a {type(model).__name__} cannot be converted to Megatron-LM; supported types are "
                 f"{', '.join(MODEL_CONFIGS_TO_MEGATRON_PARSERS)}",
                 "Choose another model, or write a function for this one and register it with "
                 "@add_model_config_to_megatron_parser(model_type)",
@@ -313,21 +321,21 @@ class MegatronLMPlugin:
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def set_mixed_precision(self, mixed_precision: str) -> None:
-        """Choose the number format.
+        """Sets the mixed precision.
 
         Args:
             mixed_precision: "no", "fp16", "bf16" or "fp8".
         """
         fp8: dict[str, Any] = {"bf16": True, "fp8": "hybrid"}
-        formats = {"fp16": {"fp16": True}, "bf16": {"bf16": True}, "fp8": fp8}
-        self.megatron_lm_default_args.update(formats.get(mixed_precision, {}))
+        arguments = {"fp16": {"fp16": True}, "bf16": {"bf16": True}, "fp8": fp8}
+        self.megatron_lm_default_args.update(arguments.get(mixed_precision, {}))
 
     def set_training_args(self, micro_batch_size: int, dp_degree: int) -> None:
-        """Set the sizes of batches.
+        """Sets the batch sizes.
 
         Args:
-            micro_batch_size: samples of a micro-batch.
-            dp_degree: copies of the model.
+            micro_batch_size: Number of samples of a micro-batch.
+            dp_degree: Number of data-parallel replicas.
         """
         self.data_parallel_size = dp_degree
         self.micro_batch_size = micro_batch_size
@@ -336,10 +344,10 @@ class MegatronLMPlugin:
             self.megatron_lm_default_args[name] = getattr(self, name)
 
     def set_optimizer_type(self, optimizer: torch.optim.Optimizer) -> None:
-        """Take kind, learning rate and weight decay from a torch optimizer.
+        """Sets kind, learning rate and weight decay from a torch optimizer.
 
         Args:
-            optimizer: Adam, AdamW or SGD; Megatron-LM builds one of its own like it.
+            optimizer: Adam, AdamW or SGD. Megatron-LM builds its own optimizer of this kind.
 
         Raises:
             ConfigurationError: Megatron-LM has no such optimizer.
@@ -356,40 +364,43 @@ class MegatronLMPlugin:
         arguments.update(self.other_megatron_args or {})
 
     def set_scheduler_args(self, scheduler: Any) -> None:
-        """Take the length of training and warm-up from a dummy scheduler of Megatron-LM.
+        """Sets the number of steps of training and warm-up from a dummy scheduler of Megatron-LM.
 
         Args:
-            scheduler: has `total_num_steps` and `warmup_num_steps`, counted in batches of one process.
+            scheduler: Scheduler with `total_num_steps` and `warmup_num_steps`, in batches of one process.
         """
-        copies = self.data_parallel_size or 1
+        num_replicas = self.data_parallel_size or 1
         if self.train_iters is None and scheduler.total_num_steps is not None:
-            self.train_iters = max(1, scheduler.total_num_steps // copies)
-            self.train_samples = None  # both would say how long training is
+            self.train_iters = max(1, scheduler.total_num_steps // num_replicas)
+            self.train_samples = None  # Megatron-LM accepts only one of both
         warmup = (self.lr_warmup_iters, self.lr_warmup_samples, self.lr_warmup_fraction)
-        if all(given is None for given in warmup):
-            self.lr_warmup_iters = scheduler.warmup_num_steps // copies
+        if all(value is None for value in warmup):
+            self.lr_warmup_iters = scheduler.warmup_num_steps // num_replicas
             self.lr_warmup_samples = 0
         self.set_schedule_args()
 
     def set_schedule_args(self) -> None:
-        """Pass the length of training, warm-up and decays on to Megatron-LM."""
+        """Sets the arguments of Megatron-LM for the length of training, warm-up and decays."""
         lengths = ("train_iters", "train_samples", "lr_decay_iters", "lr_decay_samples")
         warmup = ("lr_warmup_iters", "lr_warmup_samples", "lr_warmup_fraction")
         styles = ("lr_decay_style", "weight_decay_incr_style")
         names = (*lengths, *warmup, *styles, "start_weight_decay", "end_weight_decay", "min_lr")
         self.megatron_lm_default_args.update({name: getattr(self, name) for name in names})
-        for name in ("lr_warmup_iters", "lr_warmup_samples"):  # Megatron-LM counts with them
+        for name in ("lr_warmup_iters", "lr_warmup_samples"):  # Megatron-LM requires numbers
             self.megatron_lm_default_args[name] = getattr(self, name) or 0
         self.megatron_lm_default_args.update(self.other_megatron_args or {})
 
     def set_tensorboard_logging_options(self) -> None:
-        """Log everything that can be logged; what is set already stays."""
+        """Enables all logging options, except for those that are set already."""
         for name, value in _LOGGING.items():
             self.megatron_lm_default_args.setdefault(name, value)
 
 
 def optimizer_kind(optimizer: Any) -> str:
-    """Return Megatron-LM's name for the kind of a torch optimizer; without one, raise an error."""
+    """Returns Megatron-LM's name for the kind of a torch optimizer.
+
+    Raises a `ConfigurationError` if Megatron-LM has no such optimizer.
+    """
     name = type(optimizer).__name__
     for kind in _OPTIMIZERS:
         if kind in name.lower():
@@ -398,31 +409,31 @@ def optimizer_kind(optimizer: Any) -> str:
     raise wrong_value("optimizer", name, reason, "Pass torch.optim.AdamW, Adam or SGD")
 
 
-# Checks: each yields a line for every problem
+# The checks below yield one line for each problem.
 
 
 def read_backend(value: Any) -> Any:
-    """Return the name of an attention kernel; a yes leaves the choice to Megatron-LM."""
+    """Returns the name of an attention backend, "auto" for True, and None for False."""
     words: dict[Any, str | None] = {True: "auto", "true": "auto", False: None, "false": None}
     key = value.lower() if isinstance(value, str) else value
     return words.get(key, key)
 
 
 def find_wrong_values(plugin: MegatronLMPlugin) -> list[str]:
-    """Return what is wrong with the fields themselves, one line each."""
-    return [*_wrong_fields(plugin), *_wrong_companions(plugin)]
+    """Returns one line for each problem with the values of the fields."""
+    return [*_wrong_fields(plugin), *_wrong_combinations(plugin)]
 
 
 def _wrong_fields(plugin: MegatronLMPlugin) -> Iterator[str]:
     integers = (field.name for field in fields(plugin) if field.type == "int | None")
-    for name in (name for name in integers if name not in _NO_COUNTS):
+    for name in (name for name in integers if name not in _MAY_BE_ZERO):
         value = getattr(plugin, name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             yield f"{name}={shown(value)}: it is not a count. Give a whole number of at least 1"
     for name in _FRACTIONS:
         value = getattr(plugin, name)
         if value is not None and not 0 <= value <= 1:
-            yield f"{name}={shown(value)}: it is not a part of a whole. Give a number from 0 to 1"
+            yield f"{name}={shown(value)}: it is not a fraction. Give a number from 0 to 1"
     if plugin.gradient_clipping is not None and plugin.gradient_clipping < 0:
         yield f"gradient_clipping={plugin.gradient_clipping!r}: a norm is never negative. Give 0 for no limit"
     for name, choices in _CHOICES.items():
@@ -432,28 +443,28 @@ def _wrong_fields(plugin: MegatronLMPlugin) -> Iterator[str]:
     if plugin.pipeline_model_parallel_split_rank is not None:
         yield (
             f"pipeline_model_parallel_split_rank={plugin.pipeline_model_parallel_split_rank!r}: Megatron-LM "
-            "splits no encoder from its decoder any more. Leave it out"
+            "no longer splits the encoder from the decoder. Leave it out"
         )
-    for names in _TOGETHER:
+    for names in _EXCLUSIVE:
         first, second = (f"{name}={getattr(plugin, name)!r}" for name in names)
         if all(getattr(plugin, name) for name in names):
             yield f"{first} and {second} count in different units. Give one of them"
 
 
-def _wrong_companions(plugin: MegatronLMPlugin) -> Iterator[str]:
+def _wrong_combinations(plugin: MegatronLMPlugin) -> Iterator[str]:
     if plugin.recompute_method is not None and plugin.recompute_granularity != "full":
         yield (
-            f"recompute_method={plugin.recompute_method!r}: it chooses layers that are recomputed as a "
+            f"recompute_method={plugin.recompute_method!r}: it selects layers that are recomputed as a "
             "whole. Set recompute_granularity='full', or leave it out"
         )
     if plugin.recompute_granularity == "full" and plugin.recompute_method is None:
         yield (
-            "recompute_granularity='full': nothing says which layers are recomputed. Set recompute_method to "
+            "recompute_granularity='full': the layers to recompute are not given. Set recompute_method to "
             "'uniform' or 'block', and recompute_num_layers"
         )
-    for field, needed, reason in _NEEDED:
-        if getattr(plugin, field) and not getattr(plugin, needed):
-            yield f"{field}=True: {reason}. Set {needed}=True"
+    for field, required, reason in _REQUIREMENTS:
+        if getattr(plugin, field) and not getattr(plugin, required):
+            yield f"{field}=True: {reason}. Set {required}=True"
     if plugin.num_layers_per_virtual_pipeline_stage is not None and (plugin.pp_degree or 1) < 2:
         yield (
             f"num_layers_per_virtual_pipeline_stage={plugin.num_layers_per_virtual_pipeline_stage!r}: there "
@@ -462,14 +473,17 @@ def _wrong_companions(plugin: MegatronLMPlugin) -> Iterator[str]:
     weight_decays = (plugin.start_weight_decay, plugin.end_weight_decay)
     if plugin.weight_decay_incr_style != "constant" and None in weight_decays:
         yield (
-            f"weight_decay_incr_style={plugin.weight_decay_incr_style!r}: nothing says from where to where. "
-            "Set start_weight_decay and end_weight_decay"
+            f"weight_decay_incr_style={plugin.weight_decay_incr_style!r}: the first and last weight decay "
+            "are not given. Set start_weight_decay and end_weight_decay"
         )
-    further = plugin.other_megatron_args or {}
-    if plugin.lr_decay_style == "WSD" and not any(name in further for name in _WSD):
+    other_arguments = plugin.other_megatron_args or {}
+    if plugin.lr_decay_style == "WSD" and not any(name in other_arguments for name in _WSD):
         yield (
-            "lr_decay_style='WSD': nothing says over how many steps the learning rate falls at the end. Set "
+            "lr_decay_style='WSD': the number of steps of the final decay is not given. Set "
             "other_megatron_args={'lr_wsd_decay_iters': ...}"
         )
     if plugin.custom_train_step_class is not None and not isinstance(plugin.custom_train_step_class, type):
-        yield "custom_train_step_class: it is not a class. Pass the class, and its arguments apart"
+        yield (
+            "custom_train_step_class: it is not a class. Pass the class, and its arguments in "
+            "custom_train_step_kwargs"
+        )

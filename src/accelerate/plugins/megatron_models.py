@@ -1,7 +1,7 @@
-"""From the configuration of a model to the arguments of Megatron-LM, and whether they fit the processes.
+"""Parsers that convert model configurations to arguments of Megatron-LM, and checks of their sizes.
 
-A function `parse_MODEL_config` reads the configuration of the model and writes the arguments to the plugin;
-the batch, where there is one, gives the lengths of sequences.
+`MegatronLMPlugin.set_network_size_args` calls the function `parse_MODEL_config` of a model type, which writes
+the arguments to the plugin. A batch, if given, determines the sequence lengths.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 Parser = Callable[..., None]
 
 MODEL_CONFIGS_TO_MEGATRON_PARSERS: dict[str, Parser] = {}
-"""Model type of a configuration -> the function that reads such configurations."""
+"""Model type -> the function that parses configurations of this type."""
 
-_LONGEST_T5 = 1024  # relative positions have no limit, and Megatron-LM needs one
+_MAX_T5_POSITIONS = 1024  # relative positions have no maximum, and Megatron-LM requires one
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], Parser]:
-    """Return a decorator that lets Megatron-LM train models of one more type.
+    """Returns a decorator that registers a parser for models of another type.
 
-    The function takes the plugin, the model and a batch (or None), and writes to the plugin's
-    `megatron_lm_default_args`.
+    The parser is called with the plugin, the model and a batch (or None), and writes to
+    `megatron_lm_default_args` of the plugin.
 
     Args:
-        model_type: as in the configuration of such models.
+        model_type: Value of `config.model_type` of these models.
     """
 
     def register(parser: Parser) -> Parser:
@@ -46,7 +46,7 @@ def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Parser], P
 @add_model_config_to_megatron_parser("megatron-bert")
 @add_model_config_to_megatron_parser("bert")
 def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a BERT; only its pretraining heads are Megatron-LM's own."""
+    """Sets the sizes of a BERT, of which Megatron-LM itself has only the pretraining heads."""
     config, plugin = _Config(model), megatron_lm_plugin
     name = type(model).__name__
     pretraining = not any(head in name for head in ("ForSequenceClassification", "ForTokenClassification"))
@@ -66,7 +66,7 @@ def parse_bert_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, ba
 
 @add_model_config_to_megatron_parser("gpt2")
 def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a GPT-2."""
+    """Sets the sizes of a GPT-2."""
     config = _Config(
         model,
         num_hidden_layers="n_layer",
@@ -78,13 +78,13 @@ def parse_gpt2_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, ba
     megatron_lm_plugin.megatron_lm_default_args.update(
         ffn_hidden_size=config("n_inner", None) or 4 * config("hidden_size"),
         norm_epsilon=config("layer_norm_epsilon", 1e-5),
-        position_embedding_type=_positions(megatron_lm_plugin, "learned_absolute"),
+        position_embedding_type=_position_embedding_type(megatron_lm_plugin, "learned_absolute"),
     )
 
 
 @add_model_config_to_megatron_parser("t5")
 def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a T5."""
+    """Sets the sizes of a T5."""
     config = _Config(
         model,
         num_hidden_layers="num_layers",
@@ -92,7 +92,7 @@ def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batc
         num_attention_heads="num_heads",
         max_position_embeddings="n_positions",
     )
-    config.values.setdefault("n_positions", _LONGEST_T5)
+    config.values.setdefault("n_positions", _MAX_T5_POSITIONS)
     plugin = megatron_lm_plugin
     plugin.encoder_seq_length = _length(plugin.encoder_seq_length, batch_data, "input_ids", config)
     plugin.decoder_seq_length = _length(plugin.decoder_seq_length, batch_data, "labels", config)
@@ -107,7 +107,7 @@ def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batc
         normalization="RMSNorm",
         norm_epsilon=config("layer_norm_epsilon", 1e-6),
         add_bias_linear=False,
-        # Without Transformer Engine attention takes no bias, and that is what relative positions are.
+        # Relative positions are an attention bias, which only Transformer Engine supports.
         position_embedding_type="relative" if is_transformer_engine_available() else "learned_absolute",
         relative_attention_num_buckets=config("relative_attention_num_buckets", 32),
         relative_attention_max_distance=config("relative_attention_max_distance", 128),
@@ -116,21 +116,21 @@ def parse_t5_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batc
 
 @add_model_config_to_megatron_parser("llama")
 def parse_llama_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a Llama."""
+    """Sets the sizes of a Llama."""
     config = _Config(model)
     _set_decoder(megatron_lm_plugin, config, batch_data, "Llama2Tokenizer")
-    megatron_lm_plugin.megatron_lm_default_args.update(_like_llama(megatron_lm_plugin, config))
+    megatron_lm_plugin.megatron_lm_default_args.update(_llama_arguments(megatron_lm_plugin, config))
 
 
 @add_model_config_to_megatron_parser("glm4_moe")
 def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module, batch_data: Any) -> None:
-    """Take the sizes of a GLM-4 with experts."""
+    """Sets the sizes of a GLM-4 with experts."""
     config = _Config(model)
     _set_decoder(megatron_lm_plugin, config, batch_data, "HuggingFaceTokenizer")
     num_dense = config("first_k_dense_replace", 0)
     arguments = megatron_lm_plugin.megatron_lm_default_args
     arguments.update(
-        _like_llama(megatron_lm_plugin, config),
+        _llama_arguments(megatron_lm_plugin, config),
         original_model_type="glm4_moe",
         qk_layernorm=config("use_qk_norm", False),
         rotary_percent=config.rope("partial_rotary_factor", 0.5),
@@ -155,7 +155,12 @@ def parse_glm4_moe_config(megatron_lm_plugin: MegatronLMPlugin, model: nn.Module
 
 
 class _Config:
-    """The configuration of a model by one set of names; `names`: common name -> the one of this family."""
+    """Configuration of a model, read by names that are common to all families.
+
+    Args:
+        model: Model with `config`.
+        **names: Common name -> the name in this family.
+    """
 
     def __init__(self, model: nn.Module, **names: str) -> None:
         config: Any = model.config
@@ -164,7 +169,7 @@ class _Config:
         self.names = names
 
     def __call__(self, name: str, *default: Any) -> Any:
-        """Return a value; without a default it must be there."""
+        """Returns a value, which must exist if no default is given."""
         key = self.names.get(name, name)
         if key in self.values:
             return self.values[key]
@@ -174,7 +179,7 @@ class _Config:
         raise wrong_value(f"config.{key}", None, reason, "Give the model a complete configuration")
 
     def rope(self, name: str, default: Any) -> Any:
-        """Return a value of rotary positions, which are an entry of their own in newer configurations."""
+        """Returns an option of rotary positions, which newer configurations have in a separate dictionary."""
         entry: Mapping[str, Any] = self.values.get("rope_parameters") or self.values.get("rope_scaling") or {}
         return entry.get(name, self.values.get(name, default))
 
@@ -197,7 +202,7 @@ def _common(plugin: MegatronLMPlugin, config: _Config, family: str, pretraining:
 
 
 def _set_decoder(plugin: MegatronLMPlugin, config: _Config, batch_data: Any, tokenizer: str) -> None:
-    """Take what all models that go from left to right have in common."""
+    """Sets the sizes that all autoregressive models have."""
     length = plugin.seq_length or plugin.decoder_seq_length
     plugin.seq_length = _length(length, batch_data, "input_ids", config)
     plugin.megatron_lm_default_args.update(
@@ -205,7 +210,7 @@ def _set_decoder(plugin: MegatronLMPlugin, config: _Config, batch_data: Any, tok
     )
 
 
-def _like_llama(plugin: MegatronLMPlugin, config: _Config) -> dict[str, Any]:
+def _llama_arguments(plugin: MegatronLMPlugin, config: _Config) -> dict[str, Any]:
     heads = config("num_attention_heads")
     groups = config("num_key_value_heads", heads) or heads
     arguments = {
@@ -218,7 +223,7 @@ def _like_llama(plugin: MegatronLMPlugin, config: _Config) -> dict[str, Any]:
         "norm_epsilon": config("rms_norm_eps", 1e-6),
         "add_bias_linear": config("mlp_bias", False),
         "add_qkv_bias": config("attention_bias", False),
-        "position_embedding_type": _positions(plugin, "rope"),
+        "position_embedding_type": _position_embedding_type(plugin, "rope"),
         "rotary_base": int(config.rope("rope_theta", 10000)),
     }
     if config.rope("rope_type", "default") == "llama3":
@@ -226,48 +231,52 @@ def _like_llama(plugin: MegatronLMPlugin, config: _Config) -> dict[str, Any]:
     return {name: value for name, value in arguments.items() if value is not None}
 
 
-def _positions(plugin: MegatronLMPlugin, default: str) -> str:
-    """Return how positions are encoded: as the plugin says, otherwise as the model has it."""
-    chosen = plugin.use_rotary_position_embeddings
-    if chosen is None:
+def _position_embedding_type(plugin: MegatronLMPlugin, default: str) -> str:
+    """Returns the position embedding of the plugin, or the default of the model if it is not set."""
+    is_rotary = plugin.use_rotary_position_embeddings
+    if is_rotary is None:
         return default
-    return "rope" if chosen else "learned_absolute"
+    return "rope" if is_rotary else "learned_absolute"
 
 
-def _length(given: int | None, batch_data: Any, key: str, config: _Config) -> int:
-    """Return the length of sequences: as given, as a batch has it, or as long as the model can take them."""
-    if given is not None:
-        return given
+def _length(configured: int | None, batch_data: Any, key: str, config: _Config) -> int:
+    """Returns the configured sequence length, else that of the batch, else the maximum of the model."""
+    if configured is not None:
+        return configured
     if isinstance(batch_data, Mapping) and key in batch_data:
         return int(batch_data[key].shape[1])
     return int(config("max_position_embeddings"))
 
 
-# Checks of sizes: each returns a line for every problem, and raises nothing
+# The checks below return one line for each problem, and raise no errors.
 
 
 def find_wrong_sizes(plugin: MegatronLMPlugin, processes: int) -> list[str]:
-    """Return how the number of processes does not fit the degrees of parallelism."""
+    """Returns the problems of the degrees of parallelism with the world size."""
     tp, pp, cp = plugin.tp_degree or 1, plugin.pp_degree or 1, plugin.context_parallel_size or 1
     etp, ep = plugin.expert_tensor_parallel_size or 1, plugin.expert_model_parallel_size or 1
-    copies = [("the model", {"tp_degree": tp, "pp_degree": pp, "context_parallel_size": cp})]
+    replicas = [("the model", {"tp_degree": tp, "pp_degree": pp, "context_parallel_size": cp})]
     if ep > 1:
         sizes = {"expert_tensor_parallel_size": etp, "expert_model_parallel_size": ep, "pp_degree": pp}
-        copies.append(("the experts", sizes))
+        replicas.append(("the experts", sizes))
     problems = []
-    for part, sizes in copies:
+    for part, sizes in replicas:
         size = math.prod(sizes.values())
         product = " * ".join(f"{name}={value}" for name, value in sizes.items())
         if processes % size:
             problems.append(
-                f"{processes} processes cannot be divided: one copy of {part} takes {product} = {size}. "
+                f"{processes} processes cannot be divided: one replica of {part} takes {product} = {size}. "
                 f"Launch a multiple of {size}, or change these sizes"
             )
     return problems
 
 
 def find_wrong_network(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> list[str]:
-    """Return how the sizes of a network, as arguments of Megatron-LM, do not fit the degrees."""
+    """Returns the problems of the degrees of parallelism with the sizes of a network.
+
+    Args:
+        network: Arguments of Megatron-LM for the model.
+    """
     return [*_wrong_layers(plugin, network), *_wrong_heads(plugin, network), *_wrong_lengths(plugin, network)]
 
 
@@ -289,7 +298,7 @@ def _wrong_layers(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Itera
     virtual = plugin.num_layers_per_virtual_pipeline_stage
     if virtual is not None and layers % (pp * virtual):
         yield (
-            f"{layers} layers cannot be divided between {pp} stages in parts of "
+            f"{layers} layers cannot be divided between {pp} stages in virtual stages of "
             f"num_layers_per_virtual_pipeline_stage={virtual}. Take a divisor of {max(1, layers // pp)}"
         )
     if virtual is not None and last is not None:
@@ -318,7 +327,7 @@ def _wrong_heads(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iterat
     experts, ep = network.get("num_experts"), plugin.expert_model_parallel_size or 1
     if experts and tp > 1 and not plugin.sequence_parallelism:
         yield (
-            f"tp_degree={tp}: experts are trained with shared layers only where sequences are split too. Set "
+            f"tp_degree={tp}: tensor parallelism with experts requires sequence parallelism. Set "
             "sequence_parallelism=True, or tp_degree=1"
         )
     if ep > 1 and (experts is None or experts % ep):

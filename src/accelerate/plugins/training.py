@@ -1,4 +1,4 @@
-"""How data is read, gradients are accumulated, models are compiled and split, and files are named."""
+"""Plugins for data loading, gradient accumulation, compilation, parallelism and project folders."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class GradientAccumulationPlugin(KwargsHandler):
-    """After how many backward passes the optimizer steps.
+    """Settings of gradient accumulation.
 
     Args:
-        num_steps: number of backward passes for one optimizer step; None takes what the environment or the
-            constructor argument of `Accelerator` says.
-        adjust_scheduler: whether prepared schedulers also count the passes that do not step.
-        sync_with_dataloader: whether the last batch of a loader ends the window early.
-        sync_each_batch: whether gradients are exchanged after every pass: less memory with sharded
-            parameters, more traffic.
-        skip_nonfinite_updates: whether optimizers skip an update on all ranks if a gradient of any rank is
-            infinite or NaN, as a gradient scaler does; reads one number from the device in each update.
+        num_steps: Number of backward passes for one optimizer step. None uses the environment or the
+            constructor argument of `Accelerator`.
+        adjust_scheduler: Whether prepared schedulers also count the passes that do not step.
+        sync_with_dataloader: Whether the last batch of a loader ends the accumulation early.
+        sync_each_batch: Whether gradients are synchronized after every backward pass. Uses less memory with
+            sharded parameters, and more communication.
+        skip_nonfinite_updates: Whether optimizers skip an update on all ranks if a gradient of any rank is
+            infinite or NaN, as a gradient scaler does. Reads one number from the device in each update.
 
     Raises:
-        ConfigurationError: fewer than one pass.
+        ConfigurationError: `num_steps` is less than 1.
     """
 
     num_steps: int | None = None
@@ -47,29 +47,30 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 @dataclass
 class DataLoaderConfiguration:
-    """How loaders are prepared; attributes that are assigned later take effect at the next `prepare`.
+    """Settings of prepared data loaders.
+
+    Attributes that are assigned later take effect at the next `prepare`.
 
     Args:
-        split_batches: True divides each batch of the loader among the processes; False gives each process
-            batches of its own, so that one step sees `num_processes` batches.
-        dispatch_batches: True reads on the first process only and sends each its share; None does so for
-            iterable datasets that no process can divide; False lets each process read its own shards of an
-            iterable dataset whose number of shards divides by the number of processes, and otherwise iterate
-            all of it.
-        even_batches: whether the last batches are filled up from the beginning so that all processes get
-            equally many.
-        use_seedable_sampler: whether shuffling is a function of `data_seed` and the epoch alone.
-        data_seed: seed of that shuffling; None draws one from torch's generator.
-        non_blocking: whether batches are copied to the device without waiting for it.
-        use_stateful_dataloader: whether loaders go on by themselves after a checkpoint was loaded; where
-            torchdata is installed, they are its `StatefulDataLoader` too.
-        use_constant_memory_sampler: whether loaders with `shuffle=True` compute the order of an epoch from
-            `data_seed` and the epoch, instead of storing it: memory and the time to the first batch do not
-            grow with the number of samples, also where an epoch resumes. Includes `use_seedable_sampler`
-            with another order. Other samplers stay as they are.
-        already_sharded: whether the loaders of each process already yield the shard of its rank: True keeps
-            them as they are, False shards them. None keeps a loader as it is if `num_replicas` and `rank` of
-            its sampler, batch sampler or iterable dataset are those of the process, as with
+        split_batches: True splits each batch of the loader across the ranks. False gives each rank whole
+            batches, so that one step consumes `num_processes` batches.
+        dispatch_batches: True reads on rank 0 only, which sends each rank its shard. None does so for
+            iterable datasets that cannot be sharded. False lets each rank read its own shards of an iterable
+            dataset if the world size divides its number of shards, and otherwise iterate over all of it.
+        even_batches: Whether the last batches are padded with samples from the beginning, so that all ranks
+            get the same number of batches.
+        use_seedable_sampler: Whether the order of samples depends on `data_seed` and the epoch alone.
+        data_seed: Seed of that order. None draws one from torch's generator.
+        non_blocking: Whether batches are copied to the device asynchronously.
+        use_stateful_dataloader: Whether loaders resume within an epoch after a checkpoint is loaded. If
+            torchdata is installed, they are instances of its `StatefulDataLoader`, too.
+        use_constant_memory_sampler: Whether loaders with `shuffle=True` compute the order of an epoch from
+            `data_seed` and the epoch, instead of storing it. Memory and the time to the first batch do not
+            grow with the number of samples, also if an epoch is resumed. Includes `use_seedable_sampler`
+            with another order. Other samplers are not changed.
+        already_sharded: Whether the loaders of each rank already yield its shard. True does not change
+            them, False shards them. None does not change a loader if `num_replicas` and `rank` of its
+            sampler, batch sampler or iterable dataset are those of the process, as with
             `torch.utils.data.DistributedSampler`, and shards it otherwise.
     """
 
@@ -86,20 +87,20 @@ class DataLoaderConfiguration:
 
 @dataclass
 class ProjectConfiguration:
-    """Where a project's files go and how its checkpoints are named.
+    """Folders of a project and names of its checkpoints.
 
     Args:
-        project_dir: folder for everything the project writes.
-        logging_dir: folder of local trackers; None is the project folder.
-        automatic_checkpoint_naming: whether `save_state` numbers its folders.
-        total_limit: how many numbered checkpoints are kept; None keeps all.
-        iteration: number of the next checkpoint.
-        save_on_each_node: whether each machine writes what otherwise only the first one writes. Machines that
-            do not see the folder of the first one do so in any case.
-        async_save: whether `save_state` writes in the background by default.
+        project_dir: Folder of all files that the project writes.
+        logging_dir: Folder of local trackers. None uses the project folder.
+        automatic_checkpoint_naming: Whether `save_state` numbers its folders.
+        total_limit: Number of numbered checkpoints to keep. None keeps all.
+        iteration: Number of the next checkpoint.
+        save_on_each_node: Whether each node writes the files that otherwise only the first node writes. Nodes
+            that cannot access the folder of the first node do so in any case.
+        async_save: Whether `save_state` writes in the background by default.
 
     Raises:
-        ConfigurationError: a limit below one, or a negative iteration.
+        ConfigurationError: `total_limit` is less than 1, or `iteration` is negative.
     """
 
     project_dir: str | None = None
@@ -119,10 +120,10 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def set_directories(self, project_dir: str | None = None) -> None:
-        """Set the project folder; the logging folder follows unless it was given.
+        """Sets the project folder, and the logging folder unless it was given.
 
         Args:
-            project_dir: the new project folder.
+            project_dir: The new project folder.
         """
         if project_dir is not None:
             refuse_path("project_dir", project_dir)
@@ -139,23 +140,23 @@ _TORCH_DEFAULTS = {"mode": "default", "fullgraph": False, "dynamic": None, "opti
 
 @dataclass
 class TorchDynamoPlugin(KwargsHandler):
-    """How models are compiled with `torch.compile`.
+    """Arguments of `torch.compile` for prepared models.
 
-    What is not given is read from the environment when the object is built.
+    Fields that are None are read from the environment when the object is built.
 
     Args:
-        backend: compiler; a member or its name in any case. From ACCELERATE_DYNAMO_BACKEND, otherwise none.
-        mode: what the compiler optimises for. From ACCELERATE_DYNAMO_MODE, otherwise "default".
-        fullgraph: whether a model that breaks into several graphs is an error. From
-            ACCELERATE_DYNAMO_USE_FULLGRAPH.
-        dynamic: whether shapes may change; None lets torch find out. From ACCELERATE_DYNAMO_USE_DYNAMIC.
-        options: arguments of the compiler; torch takes either these or a mode.
-        disable: whether compiling is switched off although a backend is set.
-        use_regional_compilation: whether repeated blocks are compiled, once each kind, instead of the whole
-            model. From ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION.
+        backend: Backend of the compiler, as a member or its name in any case. From
+            ACCELERATE_DYNAMO_BACKEND, otherwise none.
+        mode: Mode of the compiler. From ACCELERATE_DYNAMO_MODE, otherwise "default".
+        fullgraph: Whether a graph break is an error. From ACCELERATE_DYNAMO_USE_FULLGRAPH.
+        dynamic: Whether shapes may change. None lets torch detect it. From ACCELERATE_DYNAMO_USE_DYNAMIC.
+        options: Arguments of the backend. torch accepts either these or a mode.
+        disable: Whether compilation is disabled although a backend is set.
+        use_regional_compilation: Whether repeated blocks are compiled, once for each kind, instead of the
+            whole model. From ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION.
 
     Raises:
-        ConfigurationError: an unknown backend or mode.
+        ConfigurationError: The backend or the mode is unknown.
     """
 
     backend: DynamoBackend | DynamoName | None = None
@@ -173,32 +174,32 @@ class TorchDynamoPlugin(KwargsHandler):
         )
         fill(self, _DEFAULTS)
         plain_fields(self)
-        name = str(self.backend).upper().replace("TORHCHXLA", "TORCHXLA")  # as older launchers spell it
+        name = str(self.backend).upper().replace("TORHCHXLA", "TORCHXLA")  # misspelled by older launchers
         self.backend = member("dynamo backend", name, DynamoBackend)
         one_of("dynamo mode", self.mode, get_args(DynamoMode))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields by name, the backend as torch spells it."""
+        """Returns the fields by name, with torch's name of the backend."""
         fields = super().to_dict()
         return {**fields, "backend": fields["backend"].value.lower()}
 
     def to_kwargs(self) -> dict[str, Any]:
-        """Return the arguments of `torch.compile` that differ from its defaults, always with the backend."""
+        """Returns the backend, and the other arguments of `torch.compile` that differ from its defaults."""
         fields = self.to_dict()
-        changed = {name: fields[name] for name, usual in _TORCH_DEFAULTS.items() if fields[name] != usual}
+        changed = {name: fields[name] for name, default in _TORCH_DEFAULTS.items() if fields[name] != default}
         return {"backend": fields["backend"], **changed}
 
 
 @dataclass
 class TorchTensorParallelPlugin:
-    """How many processes share each layer, as older scripts say it.
+    """Tensor-parallel size, in the form that older scripts pass.
 
     Args:
-        tp_size: Number of processes.
-        torch_device_mesh: The mesh of those processes; None lets it be built.
+        tp_size: Number of ranks that each layer is sharded across.
+        torch_device_mesh: Device mesh of those ranks. None builds it.
 
     Raises:
-        ConfigurationError: Fewer than one process.
+        ConfigurationError: `tp_size` is less than 1.
     """
 
     tp_size: int = 1
@@ -210,10 +211,10 @@ class TorchTensorParallelPlugin:
 
 @dataclass
 class TorchTensorParallelConfig:
-    """Details of tensor parallelism.
+    """Options of tensor parallelism.
 
     Args:
-        enable_async_tp: Kept for the interface; communication is not overlapped with computation.
+        enable_async_tp: Kept for compatibility. Communication is not overlapped with computation.
     """
 
     enable_async_tp: bool = False
@@ -228,14 +229,14 @@ class TorchTensorParallelConfig:
 
 @dataclass
 class TorchContextParallelConfig:
-    """Details of context parallelism.
+    """Options of context parallelism.
 
     Args:
-        cp_comm_strategy: How keys and values are exchanged: "allgather" (all at once) or "alltoall" (around a
+        cp_comm_strategy: Communication of keys and values, "allgather" (all at once) or "alltoall" (around a
             ring). From PARALLELISM_CONFIG_CP_COMM_STRATEGY, otherwise "allgather".
 
     Raises:
-        ConfigurationError: Another strategy.
+        ConfigurationError: The strategy is unknown.
     """
 
     cp_comm_strategy: str | None = None
@@ -248,19 +249,19 @@ class TorchContextParallelConfig:
 
 @dataclass
 class DeepSpeedSequenceParallelConfig:
-    """Details of Ulysses sequence parallelism.
+    """Options of Ulysses sequence parallelism.
 
-    What is not given is read from the environment when the object is built.
+    Fields that are None are read from the environment when the object is built.
 
     Args:
-        sp_seq_length: Length of the sequences. From PARALLELISM_CONFIG_SP_SEQ_LENGTH.
-        sp_seq_length_is_variable: Whether batches differ in length. From
-            PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE, otherwise yes.
+        sp_seq_length: Length of the sequences, in tokens. From PARALLELISM_CONFIG_SP_SEQ_LENGTH.
+        sp_seq_length_is_variable: Whether the sequence length differs between batches. From
+            PARALLELISM_CONFIG_SP_SEQ_LENGTH_IS_VARIABLE, otherwise True.
         sp_attn_implementation: "sdpa", "flash_attention_2" or "flash_attention_3". From
             PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION, otherwise "sdpa".
 
     Raises:
-        ConfigurationError: Another attention, or a fixed length that is not given.
+        ConfigurationError: The attention implementation is unknown, or the length is fixed and not given.
     """
 
     sp_seq_length: int | None = None

@@ -1,4 +1,4 @@
-"""The report of a run: one page of HTML from the records that its ranks wrote."""
+"""HTML report of a run for `accelerate report`, built from the records that its ranks wrote."""
 
 from accelerate.base import attach
 

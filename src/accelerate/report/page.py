@@ -1,4 +1,4 @@
-"""A report as one page of HTML, which loads nothing and shows one run, or several side by side."""
+"""HTML page of a report, which loads no other files and compares one or several runs."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from accelerate.report.reading import Run
 
 
 def write_page(runs: Sequence[Run], now: float | None = None) -> str:
-    """Return the page.
+    """Returns the text of the page.
 
     Args:
-        runs: One, or several that are compared.
-        now: When the page is made, in seconds since the epoch; None: now.
+        runs: Runs that are compared, or a single run.
+        now: Time at which the page is written, in seconds since the epoch. None uses the current time.
     """
     now = time.time() if now is None else now
     title = " and ".join(run.name for run in runs)
-    style, script = _own_file("page.css"), _own_file("page.js")
+    style, script = _package_file("page.css"), _package_file("page.js")
     digest = b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    # The browser loads nothing for the page, and runs no other script; the icon is empty.
+    # The browser loads nothing for the page and runs no other script. The icon is empty.
     policy = f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
     head = tag(
         "head",
@@ -43,13 +43,13 @@ def write_page(runs: Sequence[Run], now: float | None = None) -> str:
         sections.conclusions(runs),
         sections.values(runs),
         sections.speed(runs),
-        sections.time_split(runs),
+        sections.phase_times(runs),
         sections.ranks(runs),
         sections.checkpoints(runs),
         sections.starts(runs),
         sections.events(runs),
         sections.configuration(runs),
-        sections.machines(runs),
+        sections.hosts(runs),
     ]
     made = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     footer = tag("p", f"Made by accelerate report on {made}.", class_="note")
@@ -58,5 +58,5 @@ def write_page(runs: Sequence[Run], now: float | None = None) -> str:
     )
 
 
-def _own_file(name: str) -> str:
+def _package_file(name: str) -> str:
     return (files("accelerate.report") / name).read_text(encoding="utf-8")

@@ -1,4 +1,7 @@
-"""Read the records of a run into what a report shows, in memory that does not grow with the steps."""
+"""Reader of the records of a run for a report, in memory that does not grow with the number of steps.
+
+`accelerate report` and the tests call `read_run`.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +25,29 @@ from accelerate.monitoring import (
     Window,
     find_records,
 )
-from accelerate.report.series import Series, Split
+from accelerate.report.series import PhaseSeconds, Series
 
-NAMES = 200
-"""Most names of values that a report tells apart; further ones are counted."""
-ENTRIES = 300
-"""Most entries of each list of a report: events, checkpoints, starts, conclusions."""
-DRAWN_RANKS = 8
-"""Ranks with lines of their own: the first ones. All ranks have a row in the table of ranks."""
+MAX_NAMES = 200
+"""Most names of values in a report. Values with further names are counted."""
+MAX_ENTRIES = 300
+"""Most entries of each list of a report, such as events, checkpoints, starts and conclusions."""
+MAX_DRAWN_RANKS = 8
+"""Number of first ranks with lines in charts. All ranks have a row in the table of ranks."""
 THROUGHPUT, MEMORY = "samples per second", "memory"
 STEPS_PER_SECOND = "steps per second"
 CONFIG = "config"
-"""Name of the event with what `init_trackers` got, as JSON."""
+"""Name of the event with the config passed to `init_trackers`, as JSON."""
 LATEST, LARGEST_NUMBER = 1e11, 1e18
 
 
 @dataclass
-class RankSummary:
-    """What the records of one rank say, over all its starts."""
+class RankTotals:
+    """Totals of the records of one rank over all its starts."""
 
     rank: int
     starts: int = 0
-    start: Start | None = None  # the last one
-    ends: list[End] = field(default_factory=list)  # after the last start: of the rank, and of the launcher
+    start: Start | None = None  # last start
+    ends: list[End] = field(default_factory=list)  # ends of the rank and of the launcher after the last start
     steps: int = 0
     seconds: float = 0.0
     seconds_by: dict[str, float] = field(default_factory=dict)
@@ -59,8 +62,8 @@ RecordT = TypeVar("RecordT", Event, Conclusion, Checkpoint)
 
 
 @dataclass
-class Entry(Generic[RecordT]):
-    """One event, conclusion or checkpoint, which several ranks or steps may have recorded."""
+class RecordGroup(Generic[RecordT]):
+    """Event, conclusion or checkpoint that one or several ranks have recorded, possibly at several steps."""
 
     record: RecordT
     count: int = 1
@@ -69,57 +72,58 @@ class Entry(Generic[RecordT]):
 
 
 @dataclass
-class Entries(Generic[RecordT]):
-    """Entries by what they say, at most `ENTRIES`."""
+class RecordGroups(Generic[RecordT]):
+    """Groups of records with equal content, at most `MAX_ENTRIES`."""
 
-    by_key: dict[tuple[Any, ...], Entry[RecordT]] = field(default_factory=dict)
+    by_key: dict[tuple[Any, ...], RecordGroup[RecordT]] = field(default_factory=dict)
     left_out: int = 0
 
-    def add(self, key: tuple[Any, ...], rank: int, record: RecordT) -> Entry[RecordT] | None:
-        """Add a record; return the entry it belongs to, None where there are too many."""
+    def add(self, key: tuple[Any, ...], rank: int, record: RecordT) -> RecordGroup[RecordT] | None:
+        """Adds a record, and returns its group or None if there are too many groups."""
         entry = self.by_key.get(key)
         if entry is None:
-            if len(self.by_key) >= ENTRIES:
+            if len(self.by_key) >= MAX_ENTRIES:
                 self.left_out += 1
                 return None
-            entry = self.by_key[key] = Entry(record, 0)
+            entry = self.by_key[key] = RecordGroup(record, 0)
         entry.count += 1
         entry.ranks.add(rank)
         entry.last_step = max(entry.last_step, record.step)
         return entry
 
-    def in_order(self) -> list[Entry[RecordT]]:
+    def in_order(self) -> list[RecordGroup[RecordT]]:
         return sorted(self.by_key.values(), key=lambda entry: entry.record.time)
 
 
 @dataclass
 class Run:
-    """A run as its records describe it."""
+    """Content of the records of a run."""
 
     folder: Path
     name: str
-    ranks: dict[int, RankSummary] = field(default_factory=dict)
-    starts: list[Start] = field(default_factory=list)  # of the first rank
+    ranks: dict[int, RankTotals] = field(default_factory=dict)
+    starts: list[Start] = field(default_factory=list)  # starts of the first rank
     num_starts: int = 0
-    logged: dict[str, dict[int, Series]] = field(default_factory=dict)  # name -> rank -> what `log` got
-    observed: dict[str, dict[int, Series]] = field(default_factory=dict)  # of windows: loss, learning rate
-    measured: dict[str, dict[int, Series]] = field(default_factory=dict)  # of windows: throughput, memory
-    texts: dict[str, str] = field(default_factory=dict)  # the last text that was logged by a name
-    left_out: int = 0  # values of further names
-    split: Split = field(default_factory=Split)  # of the first rank
-    compute: dict[str, Series] = field(
+    logged: dict[str, dict[int, Series]] = field(
         default_factory=dict
-    )  # seconds of own work per step: least, mean, most
-    slow: dict[int, float] = field(default_factory=dict)  # rank -> greatest lag behind the mean
-    events: Entries[Event] = field(default_factory=Entries)
-    conclusions: Entries[Conclusion] = field(default_factory=Entries)
-    checkpoints: Entries[Checkpoint] = field(default_factory=Entries)
-    config: dict[str, str] = field(default_factory=dict)  # what `init_trackers` got
+    )  # name -> rank -> values passed to `log`
+    observed: dict[str, dict[int, Series]] = field(default_factory=dict)  # loss and learning rate of windows
+    measured: dict[str, dict[int, Series]] = field(default_factory=dict)  # throughput and memory of windows
+    texts: dict[str, str] = field(default_factory=dict)  # name -> last text that was logged
+    left_out: int = 0  # number of values with further names
+    phase_seconds: PhaseSeconds = field(default_factory=PhaseSeconds)  # phase times of the first rank
+    # "least", "mean" and "most" of all ranks -> seconds of own work per step
+    compute: dict[str, Series] = field(default_factory=dict)
+    slow: dict[int, float] = field(default_factory=dict)  # rank -> largest lag behind the mean
+    events: RecordGroups[Event] = field(default_factory=RecordGroups)
+    conclusions: RecordGroups[Conclusion] = field(default_factory=RecordGroups)
+    checkpoints: RecordGroups[Checkpoint] = field(default_factory=RecordGroups)
+    config: dict[str, str] = field(default_factory=dict)  # config passed to `init_trackers`
     stored: list[tuple[str, ...]] = field(default_factory=list)  # rows of checkpoints found in the folder
 
     @property
     def values(self) -> dict[str, dict[int, Series]]:
-        """The values by name and rank; where the program logs a name itself, only what it logs."""
+        """Values by name and rank, only the logged ones for names that the program logs itself."""
         return {**self.observed, **self.logged}
 
     @property
@@ -130,18 +134,18 @@ class Run:
     def last_time(self) -> float:
         return max(summary.last_time for summary in self.ranks.values())
 
-    def current(self) -> list[RankSummary]:
-        """Return the ranks that the last start has; all of them where no start was recorded."""
+    def current(self) -> list[RankTotals]:
+        """Returns the ranks of the last start, or all ranks if no start was recorded."""
         size = self.starts[-1].world_size if self.starts else 0
         return [summary for rank, summary in sorted(self.ranks.items()) if not size or rank < size]
 
     def ends(self) -> list[End]:
-        """Return how the ranks ended after the last start, failures first."""
+        """Returns the ends of the ranks after the last start, failures first."""
         ends = [end for summary in self.current() for end in summary.ends]
         return sorted(ends, key=lambda end: (end.how != "failed", end.time))
 
     def outcome(self) -> tuple[str, str]:
-        """Return how the run ended in one word, and a sentence about it."""
+        """Returns the state of the run in one or two words, and a sentence about it."""
         ends, current = self.ends(), self.current()
         if ends and ends[0].how == "failed":
             return "failed", "A rank failed."
@@ -155,18 +159,22 @@ class Run:
 
 
 def read_run(folder: Path, name: str = "") -> Run:
-    """Read all records of a run; without a name it has that of its folder.
+    """Returns the content of all records of a run.
+
+    Args:
+        folder: Folder of the run, which is the `project_dir` of its `Accelerator`.
+        name: Name of the run in the report. The default is the name of the folder.
 
     Raises:
-        ConfigurationError: There is no such folder, or there are no records in it.
+        ConfigurationError: The folder does not exist, or contains no records.
     """
     if not folder.is_dir():
         raise wrong_value("DIR", str(folder), "there is no such folder", "name the project_dir of a run")
     run = Run(folder, name or folder.absolute().name or str(folder))
     for records in find_records(folder):
-        summary = run.ranks.setdefault(records.rank, RankSummary(records.rank))
+        summary = run.ranks.setdefault(records.rank, RankTotals(records.rank))
         for record in records:
-            if _is_possible(record):
+            if _is_plausible(record):
                 summary.last_time = max(summary.last_time, record.time)
                 _READERS[type(record)](run, summary, record)
             else:
@@ -178,14 +186,17 @@ def read_run(folder: Path, name: str = "") -> Run:
     return run
 
 
-def _is_possible(record: Record) -> bool:
-    """Whether a page can show the numbers of a record; those of a damaged file may be of any size."""
+def _is_plausible(record: Record) -> bool:
+    """Returns whether the numbers of a record can be displayed.
+
+    The numbers in a damaged file may be of any size.
+    """
     numbers = [value for value in vars(record).values() if isinstance(value, (int, float))]
     return 0 <= record.time < LATEST and all(abs(number) < LARGEST_NUMBER for number in numbers)
 
 
 def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are numbers; an integer of more digits than a float has is infinite."""
+    """Returns the values that are numbers as floats, with infinity for integers that overflow."""
     return {name: _as_float(value) for name, value in values.items() if isinstance(value, (int, float))}
 
 
@@ -196,23 +207,23 @@ def _as_float(value: float) -> float:
         return float("inf")
 
 
-def _read_start(run: Run, summary: RankSummary, record: Start) -> None:
+def _read_start(run: Run, summary: RankTotals, record: Start) -> None:
     summary.starts += 1
     summary.start = record
     summary.ends = []
     if summary.rank != run.first_rank:
         return
     run.num_starts += 1
-    if len(run.starts) == ENTRIES:
+    if len(run.starts) == MAX_ENTRIES:
         del run.starts[1]
     run.starts.append(record)
 
 
-def _read_end(run: Run, summary: RankSummary, record: End) -> None:
+def _read_end(run: Run, summary: RankTotals, record: End) -> None:
     summary.ends = [*summary.ends[-3:], record]
 
 
-def _read_window(run: Run, summary: RankSummary, record: Window) -> None:
+def _read_window(run: Run, summary: RankTotals, record: Window) -> None:
     steps = max(record.last - record.first + 1, 1)
     summary.steps += steps
     summary.seconds += record.seconds
@@ -223,7 +234,7 @@ def _read_window(run: Run, summary: RankSummary, record: Window) -> None:
     for name in PHASES:
         summary.seconds_by[name] = summary.seconds_by.get(name, 0.0) + seconds_by.get(name, 0.0)
     if summary.rank == run.first_rank:
-        run.split.add(record.last, {name: seconds_by.get(name, 0.0) for name in PHASES})
+        run.phase_seconds.add(record.last, {name: seconds_by.get(name, 0.0) for name in PHASES})
     _read_numbers(run, run.observed, summary.rank, record.last, _numbers(record.values))
     measured: dict[str, float] = {}
     if record.memory:
@@ -235,10 +246,10 @@ def _read_window(run: Run, summary: RankSummary, record: Window) -> None:
     _read_numbers(run, run.measured, summary.rank, record.last, measured)
 
 
-def _read_values(run: Run, summary: RankSummary, record: Values) -> None:
+def _read_values(run: Run, summary: RankTotals, record: Values) -> None:
     for name, value in record.values.items():
         is_text = not isinstance(value, (int, float))
-        if is_text and (name in run.texts or len(run.texts) < NAMES):
+        if is_text and (name in run.texts or len(run.texts) < MAX_NAMES):
             run.texts[name] = str(value)
     if record.step is not None:
         summary.last_step = record.step
@@ -252,12 +263,12 @@ def _read_numbers(
     step: int | None,
     numbers: Mapping[str, float],
 ) -> None:
-    if rank >= run.first_rank + DRAWN_RANKS:
+    if rank >= run.first_rank + MAX_DRAWN_RANKS:
         return
     for name, value in numbers.items():
         by_rank = series.get(name)
         if by_rank is None:
-            if len(series) >= NAMES:
+            if len(series) >= MAX_NAMES:
                 run.left_out += 1
                 continue
             by_rank = series[name] = {}
@@ -266,21 +277,21 @@ def _read_numbers(
         by_rank[rank].add(step, value)
 
 
-def _read_checkpoint(run: Run, summary: RankSummary, record: Checkpoint) -> None:
-    """Keep what the first rank says, and errors of all ranks."""
+def _read_checkpoint(run: Run, summary: RankTotals, record: Checkpoint) -> None:
+    """Stores the checkpoints of the first rank, and the errors of all ranks."""
     if summary.rank == run.first_rank or record.event == "failed":
         run.checkpoints.add((record.event, record.path, record.step, record.text), summary.rank, record)
 
 
-def _read_event(run: Run, summary: RankSummary, record: Event) -> None:
+def _read_event(run: Run, summary: RankTotals, record: Event) -> None:
     if record.name == CONFIG:
-        summary.ends = []  # trackers start before the first step, at which the start is recorded
+        summary.ends = []  # trackers start before the first step, and the start is recorded at the first step
         _read_config(run, summary, record.text)
         return
     run.events.add((record.name, record.text), summary.rank, record)
 
 
-def _read_config(run: Run, summary: RankSummary, text: str) -> None:
+def _read_config(run: Run, summary: RankTotals, text: str) -> None:
     try:
         values = json.loads(text)
     except ValueError:
@@ -289,23 +300,23 @@ def _read_config(run: Run, summary: RankSummary, text: str) -> None:
         summary.damaged += 1
         return
     for name, value in values.items():
-        if name in run.config or len(run.config) < ENTRIES:
+        if name in run.config or len(run.config) < MAX_ENTRIES:
             run.config[name] = str(value)
 
 
-def _read_conclusion(run: Run, summary: RankSummary, record: Conclusion) -> None:
-    """Keep the last text of each name: it rests on the most steps."""
+def _read_conclusion(run: Run, summary: RankTotals, record: Conclusion) -> None:
+    """Stores the last text of each name, which is computed from the most steps."""
     entry = run.conclusions.add((record.name,), summary.rank, record)
     if entry is not None:
         entry.record = record
 
 
-def _read_rank_times(run: Run, summary: RankSummary, record: RankTimes) -> None:
+def _read_rank_times(run: Run, summary: RankTotals, record: RankTimes) -> None:
     compute = _numbers(record.compute)
     for name in compute.keys() & {"least", "mean", "most"}:
         run.compute.setdefault(name, Series()).add(record.last, compute[name])
     for rank, lag in _numbers(record.slow).items():
-        if rank.isdecimal() and len(rank) < 10 and (int(rank) in run.slow or len(run.slow) < ENTRIES):
+        if rank.isdecimal() and len(rank) < 10 and (int(rank) in run.slow or len(run.slow) < MAX_ENTRIES):
             run.slow[int(rank)] = max(run.slow.get(int(rank), 0.0), lag)
 
 

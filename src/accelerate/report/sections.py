@@ -1,4 +1,7 @@
-"""The sections of a report: each shows one run, or several side by side; an empty one is left out."""
+"""Sections of the page of a report, each of which compares one or several runs.
+
+`report.page` calls the functions. They return None for a section without content.
+"""
 
 from __future__ import annotations
 
@@ -11,56 +14,59 @@ from xml.etree.ElementTree import Element
 
 from accelerate.base import convert_bytes, spell_ranks
 from accelerate.monitoring import PHASES, Conclusion
-from accelerate.report.charts import Line, draw_lines, draw_split, plain_number
-from accelerate.report.markup import fitted, size_of, tag
+from accelerate.report.charts import Line, draw_lines, draw_phases, format_number
+from accelerate.report.markup import escaped_size, shortened, tag
 from accelerate.report.reading import (
-    DRAWN_RANKS,
-    ENTRIES,
+    MAX_DRAWN_RANKS,
+    MAX_ENTRIES,
     MEMORY,
     STEPS_PER_SECOND,
     THROUGHPUT,
-    Entries,
-    RankSummary,
+    RankTotals,
+    RecordGroups,
     Run,
 )
 from accelerate.report.series import Series
 
-MOST_CHARTS = 48
-"""Most charts of values; further names are in the table alone."""
-MOST_LINES = 80
-"""Most lines of all charts of values together: each has up to 18 KB."""
-MOST_CONCLUSIONS = 100
-MOST_RANKS = 64
-"""Most rows of the table of ranks; with more ranks those that took longest for a step."""
-SHORT = 20
-"""Rows of a table that is shown without a click."""
-LONGEST_VALUE, LONGEST_TRACE = 400, 20_000
-MOST_TEXT = 300_000
-"""Bytes of the events of a run that are shown whole; later ones are shortened. A table has a third of it."""
-MOST_FAILURES = 4
-"""Most texts of launchers, and most tracebacks, of a failed run."""
-FIRST = ("loss", "learning_rate", "gradient_norm")
-"""Values that are shown before the others."""
+MAX_CHARTS = 48
+"""Most charts of values. Further names are only in the table."""
+MAX_LINES = 80
+"""Most lines in all charts of values, each of which has up to 18 KB."""
+MAX_CONCLUSIONS = 100
+MAX_RANKS = 64
+"""Most rows of the table of ranks. If there are more ranks, the slowest ones are shown."""
+SHORT_TABLE = 20
+"""Most rows of a table that is expanded at first."""
+MAX_VALUE_LENGTH, MAX_TRACEBACK_LENGTH = 400, 20_000
+MAX_TEXT = 300_000
+"""Bytes after which the texts of events of a run are shortened. For the cells of a table it is a third."""
+MAX_FAILURES = 4
+"""Most texts of launchers and most tracebacks of a failed run."""
+FIRST_NAMES = ("loss", "learning_rate", "gradient_norm")
+"""Names of values that are displayed before the others."""
 Cell = str | int | float | Element | None
 _NUMBER = re.compile(r"-?(inf|nan|\d[\d.,]*(e[+-]?\d+)?)( bytes| [KMGTP]B|%)?")
 
 
 def headings(runs: Sequence[Run], now: float) -> Iterator[Element]:
-    """Say of each run how it ended, and what it did."""
+    """Yields the headings of each run, with its state, number of ranks, steps and duration."""
     for run in runs:
         state, text = run.outcome()
         first, last = run.ranks[run.first_rank], run.last_time
         size = run.starts[-1].world_size if run.starts else len(run.ranks)
         facts = [f"{size} {'rank' if size == 1 else 'ranks'}", f"step {first.last_step:,}"]
         if run.starts:
-            facts += [f"started {moment(run.starts[0].time)}", duration(last - run.starts[0].time)]
+            facts += [
+                f"started {format_time(run.starts[0].time)}",
+                format_duration(last - run.starts[0].time),
+            ]
         if run.num_starts > 1:
             restarts = run.num_starts - 1
             facts.append("1 restart" if restarts == 1 else f"{restarts} restarts")
         damaged = sum(summary.damaged for summary in run.ranks.values())
         badge = tag("span", state, class_=f"state {state.replace(' ', '-')}")
         yield tag("h1", run.name, " ", badge)
-        age = f" The last record is of {moment(last)}, {duration(now - last)} before this page."
+        age = f" The last record is of {format_time(last)}, {format_duration(now - last)} before this page."
         yield tag("p", text, age if state == "no end" else None)
         yield tag("p", "; ".join(facts), class_="note")
         if damaged:
@@ -68,74 +74,74 @@ def headings(runs: Sequence[Run], now: float) -> Iterator[Element]:
 
 
 def failures(runs: Sequence[Run]) -> Iterator[Element]:
-    """Show what the launcher printed of a failure, and the tracebacks of ranks."""
+    """Yields the messages of the launcher about failures, and the tracebacks of ranks."""
     for run in runs:
         ends = [end for end in run.ends() if end.how == "failed"]
         digests = dict.fromkeys(end.digest for end in ends if end.digest)
         errors = dict.fromkeys(end.error for end in ends if end.error)
-        if texts := [*list(digests)[:MOST_FAILURES], *list(errors)[:MOST_FAILURES]]:
-            shown = [tag("pre", fitted(text, LONGEST_TRACE // len(runs))) for text in texts]
+        if texts := [*list(digests)[:MAX_FAILURES], *list(errors)[:MAX_FAILURES]]:
+            shown = [tag("pre", shortened(text, MAX_TRACEBACK_LENGTH // len(runs))) for text in texts]
             yield tag("section", tag("h2", _titled("Failure", run, runs)), shown)
 
 
 def conclusions(runs: Sequence[Run]) -> Element | None:
-    entries = [(run, entry) for run in runs for entry in run.conclusions.in_order()][:MOST_CONCLUSIONS]
+    entries = [(run, entry) for run in runs for entry in run.conclusions.in_order()][:MAX_CONCLUSIONS]
     items = [
         tag(
             "li",
             f"{run.name}: " if len(runs) > 1 else None,
-            tag("strong", fitted(entry.record.name, LONGEST_VALUE)),
-            f" (step {entry.last_step:,}): {fitted(finding(entry.record), LONGEST_VALUE)}",
+            tag("strong", shortened(entry.record.name, MAX_VALUE_LENGTH)),
+            f" (step {entry.last_step:,}): {shortened(conclusion_text(entry.record), MAX_VALUE_LENGTH)}",
         )
         for run, entry in entries
     ]
     return _section("Conclusions", tag("ul", items, class_="conclusions") if items else None)
 
 
-def finding(conclusion: Conclusion) -> str:
-    """Return the text of a conclusion without its name, which may be its beginning."""
+def conclusion_text(conclusion: Conclusion) -> str:
+    """Returns the text of a conclusion without its name as a prefix."""
     return conclusion.text.removeprefix(f"{conclusion.name.replace('-', ' ')}: ")
 
 
 def values(runs: Sequence[Run]) -> Element | None:
-    """Draw what was logged, and write it as a table."""
+    """Returns charts and a table of the logged values."""
     present = {name for run in runs for name in run.values}
-    names = [name for name in FIRST if name in present]
-    names += sorted(present - set(FIRST))
+    names = [name for name in FIRST_NAMES if name in present]
+    names += sorted(present - set(FIRST_NAMES))
     charts: list[Element | None] = []
     rows: list[list[Cell]] = []
     drawn = 0
     for name in names:
         lines = _lines([(run, run.values.get(name, {})) for run in runs])
-        if len(charts) < MOST_CHARTS and drawn + len(lines) <= MOST_LINES:
+        if len(charts) < MAX_CHARTS and drawn + len(lines) <= MAX_LINES:
             drawn += len(lines)
-            charts.append(draw_lines(fitted(name, LONGEST_VALUE), lines, plain_number))
-        rows += [[name, line.label, *_figures(line.series)] for line in lines]
+            charts.append(draw_lines(shortened(name, MAX_VALUE_LENGTH), lines, format_number))
+        rows += [[name, line.label, *_statistics(line.series)] for line in lines]
     header = ["name", "of", "values", "last", "least", "at step", "greatest", "at step", "not finite"]
     texts = [[name, text] for run in runs for name, text in run.texts.items()]
     left_out = sum(run.left_out for run in runs)
     return _section(
         "Values",
         tag("div", charts, class_="charts") if charts else None,
-        _folded(f"All {len(rows)} as a table", table(header, rows)) if rows else None,
-        _folded("Text that was logged last", table(["name", "text"], texts)) if texts else None,
+        _collapsed(f"All {len(rows)} as a table", table(header, rows)) if rows else None,
+        _collapsed("Text that was logged last", table(["name", "text"], texts)) if texts else None,
         tag("p", f"{left_out:,} values of further names are left out.", class_="note") if left_out else None,
     )
 
 
-def _figures(series: Series) -> list[Cell]:
+def _statistics(series: Series) -> list[Cell]:
     least, greatest, last = series.least, series.greatest, series.last
     return [
         series.count,
-        None if last is None else plain_number(last.value),
-        *(("", "") if least is None else (plain_number(least.value), least.step)),
-        *(("", "") if greatest is None else (plain_number(greatest.value), greatest.step)),
+        None if last is None else format_number(last.value),
+        *(("", "") if least is None else (format_number(least.value), least.step)),
+        *(("", "") if greatest is None else (format_number(greatest.value), greatest.step)),
         series.invalid,
     ]
 
 
 def _lines(series: Iterable[tuple[Run, dict[int, Series]]]) -> list[Line]:
-    """Return the lines of a chart: one per rank of one run, or one per run."""
+    """Returns one line per rank for a single run, or one line per run for several runs."""
     series = list(series)
     if len(series) > 1:
         return [Line(run.name, by_rank[min(by_rank)]) for run, by_rank in series if by_rank]
@@ -143,23 +149,27 @@ def _lines(series: Iterable[tuple[Run, dict[int, Series]]]) -> list[Line]:
 
 
 def speed(runs: Sequence[Run]) -> Element | None:
-    """Draw throughput and memory over steps."""
+    """Returns charts of throughput and memory over steps."""
     throughput = THROUGHPUT if any(THROUGHPUT in run.measured for run in runs) else STEPS_PER_SECOND
     charts = []
-    for name, number, base in ((throughput, plain_number, 10.0), (MEMORY, convert_bytes, 1024.0)):
+    for name, number, base in ((throughput, format_number, 10.0), (MEMORY, convert_bytes, 1024.0)):
         lines = _lines([(run, run.measured.get(name, {})) for run in runs])
         charts.append(draw_lines(name, lines, number, base))
     note = None
-    if len(runs) == 1 and len(runs[0].ranks) > DRAWN_RANKS:
-        note = tag("p", f"Of {len(runs[0].ranks)} ranks the first {DRAWN_RANKS} are drawn.", class_="note")
+    if len(runs) == 1 and len(runs[0].ranks) > MAX_DRAWN_RANKS:
+        note = tag(
+            "p", f"Of {len(runs[0].ranks)} ranks the first {MAX_DRAWN_RANKS} are drawn.", class_="note"
+        )
     drawn = [chart for chart in charts if chart is not None]
     return _section("Throughput and memory", tag("div", drawn, class_="charts") if drawn else None, note)
 
 
-def time_split(runs: Sequence[Run]) -> Element | None:
-    """Draw the share of each phase of a step of the first rank, and write the seconds as a table."""
+def phase_times(runs: Sequence[Run]) -> Element | None:
+    """Returns a chart of the phases of a step on the first rank, and a table of their seconds."""
     charts = [
-        draw_split(_titled(f"Share of each phase, rank {run.first_rank}", run, runs), run.split, PHASES)
+        draw_phases(
+            _titled(f"Share of each phase, rank {run.first_rank}", run, runs), run.phase_seconds, PHASES
+        )
         for run in runs
     ]
     drawn = [chart for chart in charts if chart is not None]
@@ -167,7 +177,7 @@ def time_split(runs: Sequence[Run]) -> Element | None:
     for phase in PHASES:
         row: list[Cell] = [phase]
         for run in runs:
-            total = run.split.total()
+            total = run.phase_seconds.total()
             whole = sum(total.values())
             row += [f"{total.get(phase, 0.0):.2f}", f"{total.get(phase, 0.0) / whole:.1%}" if whole else ""]
         rows.append(row)
@@ -182,18 +192,18 @@ def time_split(runs: Sequence[Run]) -> Element | None:
 
 
 def ranks(runs: Sequence[Run]) -> Element | None:
-    """Compare the ranks of each run."""
+    """Returns a table of the ranks of each run, and a chart of their compute times."""
     parts: list[Element | None] = []
     for run in runs:
         timed = [summary for summary in run.ranks.values() if summary.steps]
         timed.sort(key=_seconds_per_step, reverse=True)
-        shown = sorted(timed[:MOST_RANKS], key=lambda summary: summary.rank)
+        shown = sorted(timed[:MAX_RANKS], key=lambda summary: summary.rank)
         if not shown:
             continue
         header = ["rank", "host", "device", "steps", "ms per step", "own work", "data", "collectives"]
         rows = [_rank_row(summary, run) for summary in shown]
         lines = [Line(name, run.compute[name]) for name in ("least", "mean", "most") if name in run.compute]
-        chart = draw_lines("seconds of own work per step, of all ranks", lines, plain_number)
+        chart = draw_lines("seconds of own work per step, of all ranks", lines, format_number)
         if len(runs) > 1:
             parts.append(tag("h3", run.name))
         parts.append(tag("div", chart, class_="charts") if chart is not None else None)
@@ -204,11 +214,11 @@ def ranks(runs: Sequence[Run]) -> Element | None:
     return _section("Ranks", *parts)
 
 
-def _seconds_per_step(summary: RankSummary) -> float:
+def _seconds_per_step(summary: RankTotals) -> float:
     return summary.seconds / summary.steps
 
 
-def _rank_row(summary: RankSummary, run: Run) -> list[Cell]:
+def _rank_row(summary: RankTotals, run: Run) -> list[Cell]:
     by, steps, start = summary.seconds_by, summary.steps, summary.start
     own = summary.seconds - by.get("collectives", 0.0) - by.get("saving", 0.0)
     slow = run.slow.get(summary.rank)
@@ -218,17 +228,17 @@ def _rank_row(summary: RankSummary, run: Run) -> list[Cell]:
         (start.device_name or start.device) if start else "",
         steps,
         *(f"{1000 * seconds / steps:.3g}" for seconds in (summary.seconds, own)),
-        *(f"{by.get(name, 0.0) / summary.seconds:.1%}" if summary.seconds else "" for name in _SHARES),
+        *(f"{by.get(name, 0.0) / summary.seconds:.1%}" if summary.seconds else "" for name in _TIMED_PHASES),
         convert_bytes(summary.peak_memory),
         "" if slow is None else f"{slow:.0%}",
     ]
 
 
-_SHARES = ("data", "collectives")
+_TIMED_PHASES = ("data", "collectives")
 
 
 def checkpoints(runs: Sequence[Run]) -> Element | None:
-    """List what the records say of checkpoints, and those that are in the folder of the run."""
+    """Returns tables of the recorded checkpoints and of those in the folder of the run."""
     rows: list[list[Cell]] = []
     for run in runs:
         for entry in run.checkpoints.in_order():
@@ -237,7 +247,7 @@ def checkpoints(runs: Sequence[Run]) -> Element | None:
             size = convert_bytes(record.size) if record.size else ""
             state = f"{record.event}: {record.text}" if record.text else record.event
             path = record.path.removeprefix(f"{run.folder.absolute()}{os.sep}")
-            where = [*_named(run, runs), moment(record.time), record.step, path]
+            where = [*_named(run, runs), format_time(record.time), record.step, path]
             rows.append([*where, state, *seconds, size])
     header = [*_of(runs), "time", "step", "checkpoint", "state", "seconds", "of which blocked", "size"]
     stored = [[*_named(run, runs), *row] for run in runs for row in run.stored]
@@ -251,28 +261,28 @@ def checkpoints(runs: Sequence[Run]) -> Element | None:
 
 
 def starts(runs: Sequence[Run]) -> Element | None:
-    """List the starts of the first rank: the first one, and restarts."""
+    """Returns a table of the first start and the restarts of the first rank."""
     rows: list[list[Cell]] = []
     for run in runs:
         for start in run.starts:
             command = " ".join(map(str, start.argv))
-            where = [*_named(run, runs), moment(start.time), start.attempt]
+            where = [*_named(run, runs), format_time(start.time), start.attempt]
             rows.append([*where, start.world_size, start.host, command])
     header = [*_of(runs), "time", "restarts before", "ranks", "host", "command"]
     return _section("Starts", _long_table(header, rows))
 
 
 def events(runs: Sequence[Run]) -> Element | None:
-    """List hangs, stops, warnings and other events."""
+    """Returns a table of hangs, stops, warnings and other events."""
     rows: list[list[Cell]] = []
     for run in runs:
-        room = MOST_TEXT // len(runs)
+        available = MAX_TEXT // len(runs)
         for entry in run.events.in_order():
             record = entry.record
-            where = spell_ranks(sorted(entry.ranks)[:MOST_RANKS])
-            text = fitted(record.text, min(LONGEST_TRACE, max(room, LONGEST_VALUE // 2)))
-            room -= size_of(text)
-            what: list[Cell] = [moment(record.time), record.step, record.name, where, entry.count]
+            where = spell_ranks(sorted(entry.ranks)[:MAX_RANKS])
+            text = shortened(record.text, min(MAX_TRACEBACK_LENGTH, max(available, MAX_VALUE_LENGTH // 2)))
+            available -= escaped_size(text)
+            what: list[Cell] = [format_time(record.time), record.step, record.name, where, entry.count]
             rows.append([*_named(run, runs), *what, tag("span", text)])
     header = [*_of(runs), "time", "step", "event", "on", "times", "text"]
     left_out = _note_left_out([run.events for run in runs])
@@ -280,17 +290,17 @@ def events(runs: Sequence[Run]) -> Element | None:
 
 
 def configuration(runs: Sequence[Run]) -> Element | None:
-    """List the settings with the source of each value; with several runs those that differ come first."""
-    found: list[dict[str, tuple[str, str]]] = []
+    """Returns a table of the settings and the source of each value, with differences between runs first."""
+    settings_of_runs: list[dict[str, tuple[str, str]]] = []
     for run in runs:
-        settings = run.starts[-1].settings[:ENTRIES] if run.starts else []
+        settings = run.starts[-1].settings[:MAX_ENTRIES] if run.starts else []
         values = {str(row.name): (str(row.value), str(row.source)) for row in settings}
         values |= {name: (value, "init_trackers") for name, value in run.config.items()}
-        found.append(values)
-    names = dict.fromkeys(name for values in found for name in values)
+        settings_of_runs.append(values)
+    names = dict.fromkeys(name for values in settings_of_runs for name in values)
     rows = []
     for name in names:
-        cells = [values.get(name, ("", "")) for values in found]
+        cells = [values.get(name, ("", "")) for values in settings_of_runs]
         differs = len({value for value, _ in cells}) > 1
         rows.append((differs, [name, *(text for cell in cells for text in cell)]))
     rows.sort(key=lambda row: not row[0])
@@ -298,28 +308,32 @@ def configuration(runs: Sequence[Run]) -> Element | None:
     for run in runs:
         header += [_titled("value", run, runs), "source"]
     shown = table(header, [row for _, row in rows], [differs for differs, _ in rows]) if rows else None
-    return _section("Configuration", _folded(f"{len(rows)} settings", shown) if shown is not None else None)
+    return _section(
+        "Configuration", _collapsed(f"{len(rows)} settings", shown) if shown is not None else None
+    )
 
 
-def machines(runs: Sequence[Run]) -> Element | None:
-    """List the hosts with their devices, and the versions of packages."""
-    hosts: dict[tuple[Cell, ...], list[int]] = {}
+def hosts(runs: Sequence[Run]) -> Element | None:
+    """Returns tables of the hosts with their devices, and of the versions of packages."""
+    ranks_by_host: dict[tuple[Cell, ...], list[int]] = {}
     versions: dict[str, list[str]] = {}
     for position, run in enumerate(runs):
         for summary in run.current():
             if summary.start is None:
                 continue
             device = summary.start.device_name or summary.start.device
-            hosts.setdefault((*_named(run, runs), summary.start.host, device), []).append(summary.rank)
+            ranks_by_host.setdefault((*_named(run, runs), summary.start.host, device), []).append(
+                summary.rank
+            )
             for name, version in summary.start.versions.items():
                 cells = versions.setdefault(str(name), [""] * len(runs))
                 cells[position] = cells[position] or str(version)
-    rows = [[*where, spell_ranks(found)] for where, found in list(hosts.items())[: 2 * MOST_RANKS]]
+    rows = [[*where, spell_ranks(found)] for where, found in list(ranks_by_host.items())[: 2 * MAX_RANKS]]
     header = ["package", *(_titled("version", run, runs) for run in runs)]
     return _section(
         "Machines and versions",
         table([*_of(runs), "host", "device", "ranks"], rows) if rows else None,
-        table(header, [[name, *cells] for name, cells in list(versions.items())[:ENTRIES]])
+        table(header, [[name, *cells] for name, cells in list(versions.items())[:MAX_ENTRIES]])
         if versions
         else None,
     )
@@ -328,7 +342,7 @@ def machines(runs: Sequence[Run]) -> Element | None:
 def table(
     header: Sequence[str], rows: Sequence[Sequence[Cell]], marked: Sequence[bool] | None = None
 ) -> Element:
-    """Return a table that scrolls by itself where the page is narrow; numbers are aligned on the right."""
+    """Returns a table that scrolls horizontally on narrow pages, with numbers aligned to the right."""
     numeric = [
         all(_is_number(row[position]) for row in rows)
         and any(row[position] not in ("", None) for row in rows)
@@ -345,9 +359,9 @@ def table(
         )
         for index, row in enumerate(rows)
     ]
-    written = tag("table", tag("thead", tag("tr", top)), tag("tbody", body))
+    element = tag("table", tag("thead", tag("tr", top)), tag("tbody", body))
     label = f"Table of {', '.join(header)}"
-    return tag("div", written, class_="scroll", role="region", aria_label=label, tabindex="0")
+    return tag("div", element, class_="scroll", role="region", aria_label=label, tabindex="0")
 
 
 def _is_number(value: Cell) -> bool:
@@ -357,18 +371,18 @@ def _is_number(value: Cell) -> bool:
 
 
 def _width_of(texts: Sequence[str]) -> int:
-    """Return the bytes of a cell of a table, at most: fewer where its texts are many and long."""
-    width = LONGEST_VALUE
-    while sum(min(len(text), width) for text in texts) > MOST_TEXT // 3 and width > SHORT:
+    """Returns the most bytes of a cell, which decrease if the texts of a table are many and long."""
+    width = MAX_VALUE_LENGTH
+    while sum(min(len(text), width) for text in texts) > MAX_TEXT // 3 and width > SHORT_TABLE:
         width //= 2
     return width
 
 
 def _cell(value: Cell, width: int) -> Element | str | None:
-    """Return what a cell shows: an element as it is, text shortened."""
+    """Returns the content of a cell, with shortened text."""
     if value is None or isinstance(value, Element):
         return value
-    return f"{value:,}" if isinstance(value, int) else fitted(str(value), width)
+    return f"{value:,}" if isinstance(value, int) else shortened(str(value), width)
 
 
 def _section(title: str, *parts: Element | None) -> Element | None:
@@ -378,19 +392,19 @@ def _section(title: str, *parts: Element | None) -> Element | None:
 
 
 def _long_table(header: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Element | None:
-    """Return a table, folded where it is long; None where it is empty."""
+    """Returns a table, collapsed if it is long, or None if it is empty."""
     if not rows:
         return None
-    written = table(header, rows)
-    return written if len(rows) <= SHORT else _folded(f"{len(rows)} entries", written)
+    element = table(header, rows)
+    return element if len(rows) <= SHORT_TABLE else _collapsed(f"{len(rows)} entries", element)
 
 
-def _folded(title: str, content: Element) -> Element:
+def _collapsed(title: str, content: Element) -> Element:
     return tag("details", tag("summary", title), content)
 
 
-def _note_left_out(entries: Sequence[Entries[Any]]) -> Element | None:
-    left_out = sum(each.left_out for each in entries)
+def _note_left_out(entries: Sequence[RecordGroups[Any]]) -> Element | None:
+    left_out = sum(groups.left_out for groups in entries)
     return tag("p", f"{left_out:,} further ones are left out.", class_="note") if left_out else None
 
 
@@ -406,13 +420,13 @@ def _named(run: Run, runs: Sequence[Run]) -> list[Cell]:
     return [run.name] if len(runs) > 1 else []
 
 
-def moment(seconds: float) -> str:
-    """Write a time since the epoch."""
+def format_time(seconds: float) -> str:
+    """Returns a time in seconds since the epoch as text."""
     return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def duration(seconds: float) -> str:
-    """Write a time that passed."""
+def format_duration(seconds: float) -> str:
+    """Returns a duration in seconds as text."""
     whole = max(round(seconds), 0)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     units = ((days, "d"), (hours, "h"), (minutes, "min"), (whole % 60, "s"))

@@ -1,4 +1,7 @@
-"""Values over steps in bounded memory: least and greatest value of each column, and sums of phases."""
+"""Values over steps in bounded memory, for the charts of a report.
+
+A series has the minimum and maximum of each range of steps, and phase times have sums.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-COLUMNS = 800
-"""Most columns of all lines of a series together; half as many remain when they are joined in pairs."""
-LINES = 32
-"""Most lines of a series; where the steps go back more often, the last line has the further values."""
+MAX_COLUMNS = 800
+"""Most columns of all lines of a series, which are merged in pairs to half as many if there are more."""
+MAX_LINES = 32
+"""Most lines of a series, the last of which has all values of further restarts."""
 
 
 class Point(NamedTuple):
-    """One value; `step` is that of the optimizer, or the number of the call where no step was given."""
+    """One value, with the optimizer step or, for values logged without a step, the number of the call."""
 
     step: int
     value: float
@@ -22,11 +25,11 @@ class Point(NamedTuple):
 
 @dataclass
 class Column:
-    """Consecutive values of a line; `low` and `high` are None where none of them is finite."""
+    """Minimum and maximum of consecutive values of a line, or None if no value is finite."""
 
     low: Point | None = None
     high: Point | None = None
-    invalid: Point | None = None  # the first one that is infinite or not a number
+    invalid: Point | None = None  # first value that is infinite or NaN
 
     def add(self, point: Point) -> None:
         if not math.isfinite(point.value):
@@ -38,44 +41,45 @@ class Column:
             self.high = point
 
     def merge(self, other: Column) -> None:
-        """Add all values of another column."""
+        """Adds all values of another column."""
         for point in other.all():
             self.add(point)
 
     @property
     def first(self) -> int:
-        """The least step of its values."""
+        """Smallest step of the values."""
         return min(self.all()).step
 
     def all(self) -> list[Point]:
         return [point for point in (self.low, self.high, self.invalid) if point is not None]
 
     def points(self) -> list[Point]:
-        """Return the finite values to draw, by step."""
+        """Returns the finite values to draw, sorted by step."""
         return sorted({point for point in (self.low, self.high) if point is not None})
 
 
 @dataclass
 class Series:
-    """The values of one name on one rank, in the order in which they were written.
+    """Values with one name on one rank, in the order in which they were written.
 
-    A step that is smaller than the one before starts a new line: the run was restarted from a checkpoint.
+    A step that is smaller than the previous one starts a new line, because the run was restarted from a
+    checkpoint.
     """
 
     count: int = 0
-    invalid: int = 0  # how many values are infinite or not a number
+    invalid: int = 0  # number of values that are infinite or NaN
     last: Point | None = None
     least: Point | None = None
     greatest: Point | None = None
     lines: list[dict[int, Column]] = field(default_factory=lambda: [{}])
-    width: int = 1  # steps of a column
+    width: int = 1  # number of steps in a column
 
     def add(self, step: int | None, value: float) -> None:
-        """Add a value; without a step it belongs to the one after the last."""
+        """Adds a value, whose step defaults to the one after the last."""
         if step is None:
             step = 0 if self.last is None else self.last.step + 1
         point = Point(step, value)
-        if self.last is not None and step < self.last.step and len(self.lines) < LINES:
+        if self.last is not None and step < self.last.step and len(self.lines) < MAX_LINES:
             self.lines.append({})
         self.count += 1
         self.last = point
@@ -90,56 +94,56 @@ class Series:
         column = columns.get(step // self.width)
         if column is None:
             column = columns[step // self.width] = Column()
-            if sum(map(len, self.lines)) > COLUMNS:
+            if sum(map(len, self.lines)) > MAX_COLUMNS:
                 column.add(point)
-                self._halve()
+                self._merge_columns()
                 return
         column.add(point)
 
-    def _halve(self) -> None:
-        """Join columns in pairs, until half of them are left; a line has at least one."""
-        while sum(map(len, self.lines)) > COLUMNS // 2:
+    def _merge_columns(self) -> None:
+        """Merges columns in pairs until half of them are left, but at least one per line."""
+        while sum(map(len, self.lines)) > MAX_COLUMNS // 2:
             self.width *= 2
-            self.lines = [_joined(columns) for columns in self.lines]
+            self.lines = [_merged(columns) for columns in self.lines]
 
     def columns(self) -> Iterator[list[Column]]:
-        """Yield the columns of each line, by step."""
+        """Yields the columns of each line, sorted by step."""
         for line in self.lines:
             yield [line[index] for index in sorted(line)]
 
     def steps(self) -> tuple[int, int]:
-        """Return the first and the last step of a series that has values."""
+        """Returns the smallest and the largest step of a series that has values."""
         steps = [point.step for columns in self.columns() for column in columns for point in column.all()]
         return min(steps), max(steps)
 
 
-def _joined(columns: Mapping[int, Column]) -> dict[int, Column]:
-    joined: dict[int, Column] = {}
+def _merged(columns: Mapping[int, Column]) -> dict[int, Column]:
+    merged: dict[int, Column] = {}
     for index, column in columns.items():
-        if (before := joined.get(index // 2)) is None:
-            joined[index // 2] = column
+        if (previous := merged.get(index // 2)) is None:
+            merged[index // 2] = column
         else:
-            before.merge(column)
-    return joined
+            previous.merge(column)
+    return merged
 
 
 @dataclass
-class Split:
-    """Seconds by phase over steps; steps that several starts of a run have done are added up."""
+class PhaseSeconds:
+    """Seconds of each phase over steps, summed over all starts of a run that executed a step."""
 
     columns: dict[int, dict[str, float]] = field(default_factory=dict)
     width: int = 1
 
     def add(self, step: int, seconds_by: Mapping[str, float]) -> None:
         _add_seconds(self.columns.setdefault(step // self.width, {}), seconds_by)
-        while len(self.columns) > COLUMNS // 2:
+        while len(self.columns) > MAX_COLUMNS // 2:
             self.width *= 2
-            before, self.columns = self.columns, {}
-            for index, seconds in before.items():
+            previous, self.columns = self.columns, {}
+            for index, seconds in previous.items():
                 _add_seconds(self.columns.setdefault(index // 2, {}), seconds)
 
-    def shares(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yield the first step of each column and the share of each phase, in order; they add up to 1."""
+    def fractions(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yields the first step of each column and the fractions of the phases, which add up to 1."""
         for index in sorted(self.columns):
             whole = sum(self.columns[index].values())
             if whole > 0:
@@ -149,7 +153,7 @@ class Split:
                 )
 
     def total(self) -> dict[str, float]:
-        """Return the seconds of all steps by phase."""
+        """Returns the seconds of all steps by phase."""
         total: dict[str, float] = {}
         for seconds in self.columns.values():
             _add_seconds(total, seconds)

@@ -1,4 +1,4 @@
-"""A run as values of JSON: what the page shows, without the points of its charts."""
+"""Summary of a run for `accelerate report --json`, with the values of the page except points of charts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from accelerate.report.reading import Entries, Run
+from accelerate.report.reading import RecordGroups, Run
 from accelerate.report.series import Point, Series
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """Return a summary; values that are infinite or not a number are text, which JSON has no numbers for."""
+    """Returns a summary, in which infinite values and NaN are strings because JSON has none of them."""
     state, text = run.outcome()
     summary = {
         "name": run.name,
@@ -21,11 +21,11 @@ def summarize(run: Run) -> dict[str, Any]:
         "last_time": run.last_time,
         "starts": [asdict(start) for start in run.starts],
         "failures": [asdict(end) for end in run.ends() if end.how == "failed"],
-        "conclusions": _entries(run.conclusions),
+        "conclusions": _groups_as_dicts(run.conclusions),
         "values": {name: _by_rank(by_rank) for name, by_rank in run.values.items()},
         "texts": run.texts,
         "measured": {name: _by_rank(by_rank) for name, by_rank in run.measured.items()},
-        "seconds_by": run.split.total(),
+        "seconds_by": run.phase_seconds.total(),
         "ranks": [
             {
                 "rank": rank,
@@ -42,14 +42,14 @@ def summarize(run: Run) -> dict[str, Any]:
             }
             for rank, entry in sorted(run.ranks.items())
         ],
-        "checkpoints": _entries(run.checkpoints),
-        "events": _entries(run.events),
+        "checkpoints": _groups_as_dicts(run.checkpoints),
+        "events": _groups_as_dicts(run.events),
         "config": run.config,
     }
     return {name: _finite(value) for name, value in summary.items()}
 
 
-def _entries(entries: Entries[Any]) -> list[dict[str, Any]]:
+def _groups_as_dicts(entries: RecordGroups[Any]) -> list[dict[str, Any]]:
     return [
         {
             **asdict(entry.record),

@@ -1,4 +1,4 @@
-"""Who am I among the others: processes, devices and the state that prepared objects share.
+"""State of the process and of the run, the process group, and consensus of ranks over its store.
 
 Names of other packages are part of this import path."""
 

@@ -34,12 +34,12 @@ from accelerate.state.accelerator_state import (
 )
 from accelerate.state.agreement import (
     Consensus as Consensus,
-    Judge as Judge,
+    ReduceFunction as ReduceFunction,
     StoreChannel as StoreChannel,
     StoreConsensus as StoreConsensus,
     as_dataclass as as_dataclass,
-    pack_verdict as pack_verdict,
-    unpack as unpack,
+    pack_decision as pack_decision,
+    unpack_decision as unpack_decision,
 )
 from accelerate.state.environments import (
     CPUInformation as CPUInformation,
@@ -51,8 +51,8 @@ from accelerate.state.gradient import GradientState as GradientState
 from accelerate.state.partial import PartialState as PartialState, wait_for_everyone as wait_for_everyone
 from accelerate.state.processes import (
     ProcessControl as ProcessControl,
-    plan_share as plan_share,
-    share_of as share_of,
+    plan_split as plan_split,
+    split_for_rank as split_for_rank,
 )
 from accelerate.state.shared import (
     ProcessServices as ProcessServices,
@@ -60,7 +60,7 @@ from accelerate.state.shared import (
     SharedState as SharedState,
     ThreadLocalSharedDict as ThreadLocalSharedDict,
     do_nothing as do_nothing,
-    note_event as note_event,
+    record_event as record_event,
     run_records as run_records,
     services as services,
     step_clock as step_clock,

@@ -1,4 +1,7 @@
-"""AcceleratorState: the facts of `PartialState`, and with which number format and plugins this run trains."""
+"""State of the run, with the mixed precision, plugins and device mesh in addition to `PartialState`.
+
+`Accelerator` creates it, and prepared objects and clients read it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import of_device
-from accelerate.state.partial import FACTS, PartialState, RunState
+from accelerate.state.partial import PICKLED_ENTRIES, PartialState, RunState
 from accelerate.state.shared import SharedDict
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -30,35 +33,38 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 DTYPES = {PrecisionType.FP16.value: torch.float16, PrecisionType.BF16.value: torch.bfloat16}
 
 ONE_STATE = "All `Accelerator`s of a process share one state: leave the argument out, or use a new process"
+"""Fix in errors about an argument that the state of this process does not have."""
 
 
 class AcceleratorState(RunState):
-    """The state of a run; made by `Accelerator`, read by everything it prepares.
+    """State of the run, with the mixed precision and the plugins, shared by all instances in a process.
 
     Args:
-        mixed_precision: "no", "fp16", "bf16" or "fp8"; None takes `ACCELERATE_MIXED_PRECISION`, or the bare
-            `MIXED_PRECISION` where that is absent, or "no".
-        cpu: as in `PartialState`.
-        dynamo_plugin: how models are compiled.
-        deepspeed_plugin: how DeepSpeed trains: one plugin, or several by name of which one is selected.
-        fsdp_plugin: how FSDP shards; the attribute of that name exists only when it is given.
-        torch_tp_plugin: how torch's tensor parallelism works.
-        megatron_lm_plugin: how Megatron-LM trains; the attribute of that name exists only when it is given.
-        parallelism_config: sizes of the mesh axes.
-        _from_accelerator: whether an `Accelerator` is building it.
-        **kwargs: as in `PartialState`.
+        mixed_precision: "no", "fp16", "bf16" or "fp8". None is the value of `ACCELERATE_MIXED_PRECISION`, or
+            of `MIXED_PRECISION` if that is not set, or "no".
+        cpu: As in `PartialState`.
+        dynamo_plugin: Configuration of `torch.compile`.
+        deepspeed_plugin: Configuration of DeepSpeed, or a dictionary of several by name, of which one is
+            selected.
+        fsdp_plugin: Configuration of FSDP. The attribute of that name exists only if it is passed.
+        torch_tp_plugin: Configuration of tensor parallelism by torch.
+        megatron_lm_plugin: Configuration of Megatron-LM. The attribute of that name exists only if it is
+            passed.
+        parallelism_config: Sizes of the mesh dimensions.
+        _from_accelerator: Whether an `Accelerator` creates the state.
+        **kwargs: As in `PartialState`.
 
     Attributes:
-        distributed_type: label of how the processes work together; assigning it changes nothing else.
-        device_mesh: the device mesh of the run; None without one.
+        distributed_type: Label of the strategy. An assignment changes nothing else.
+        device_mesh: Device mesh of the run, or None.
 
     Raises:
-        ConfigurationError: no `Accelerator` was built yet, a value differs from the one the run has, or the
-            device cannot compute in the number format.
+        ConfigurationError: No `Accelerator` has been created yet, a value differs from that of the run, or
+            the device does not support the dtype of the mixed precision.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
-    _pickled = (*FACTS, "_mixed_precision")
+    _pickled = (*PICKLED_ENTRIES, "_mixed_precision")
 
     deepspeed_plugins: Any
     torch_tp_plugin: Any
@@ -87,22 +93,22 @@ class AcceleratorState(RunState):
         if not _from_accelerator:
             raise ConfigurationError(
                 "AcceleratorState is empty, because no `Accelerator` was built yet. Build one first, "
-                "`accelerator = Accelerator()`; `PartialState()` alone tells processes and devices."
+                "`accelerator = Accelerator()`; `PartialState()` is enough for the rank and the device."
             )
-        asked = _precision_asked_for(mixed_precision)
+        precision = _requested_precision(mixed_precision)
         partial = PartialState(cpu, **kwargs)
-        dtype = DTYPES.get(asked)
+        dtype = DTYPES.get(precision)
         if dtype is not None and not partial.device_backend.supports(dtype):
             label, name = partial.device_backend.label, str(dtype).removeprefix("torch.")
-            fix = "choose another number format, or the CPU with cpu=True"
-            raise wrong_value("mixed_precision", asked, f"this {label} does not compute in {name}", fix)
+            fix = "choose another mixed_precision, or the CPU with cpu=True"
+            raise wrong_value("mixed_precision", precision, f"this {label} does not compute in {name}", fix)
         plugins = {"fsdp_plugin": fsdp_plugin, "megatron_lm_plugin": megatron_lm_plugin}
         labels = (
             (deepspeed_plugin, DistributedType.DEEPSPEED),
             (fsdp_plugin, DistributedType.FSDP),
             (megatron_lm_plugin, DistributedType.MEGATRON_LM),
         )
-        methods = (label for plugin, label in labels if plugin is not None)
+        strategies = (label for plugin, label in labels if plugin is not None)
         mesh = None
         if parallelism_config is not None:
             parallelism_config._validate_accelerator(partial)
@@ -114,12 +120,12 @@ class AcceleratorState(RunState):
             parallelism_config=parallelism_config,
             device_mesh=mesh,
             dynamo_plugin=dynamo_plugin,
-            _mixed_precision=asked,
-            distributed_type=next(methods, partial.distributed_type),
+            _mixed_precision=precision,
+            distributed_type=next(strategies, partial.distributed_type),
             **{name: plugin for name, plugin in plugins.items() if plugin is not None},
         )
-        if partial.device_backend.own_runtime and asked == PrecisionType.BF16:
-            # torch_xla computes in bfloat16 instead of all floats, as a variable says, or of float32 only.
+        if partial.device_backend.own_runtime and precision == PrecisionType.BF16:
+            # torch_xla computes in bfloat16 instead of all floating dtypes, or, if downcast, of float32 only.
             downcast = any(map(parse_flag_from_env, ("ACCELERATE_DOWNCAST_BF16", "XLA_DOWNCAST_BF16")))
             environ.assign({"XLA_USE_BF16": str(int(not downcast)), "XLA_DOWNCAST_BF16": str(int(downcast))})
             self.downcast_bfloat = downcast
@@ -127,7 +133,7 @@ class AcceleratorState(RunState):
     def _check_initialized(
         self, mixed_precision: PrecisionType | PrecisionName | None = None, cpu: bool | None = None
     ) -> None:
-        """Refuse what the run cannot change any more."""
+        """Raises an error for arguments that differ from the existing state."""
         if mixed_precision is not None and str(plain_value(mixed_precision)).lower() != self._mixed_precision:
             reason = f"this process already runs with mixed_precision={self._mixed_precision!r}"
             raise wrong_value("mixed_precision", plain_value(mixed_precision), reason, ONE_STATE)
@@ -136,30 +142,33 @@ class AcceleratorState(RunState):
 
     @property
     def mixed_precision(self) -> PrecisionType | PrecisionName:
-        """The number format: "no", "fp16", "bf16" or "fp8"; under DeepSpeed the one of its configuration."""
+        """Mixed precision of the run as "no", "fp16", "bf16" or "fp8".
+
+        Under DeepSpeed it is the one of its configuration.
+        """
         if self.__dict__.get("deepspeed_plugins") is None:
             return self._mixed_precision
         config = self.deepspeed_plugin.deepspeed_config
-        formats: tuple[PrecisionName, ...] = ("fp16", "bf16")
-        return next((name for name in formats if config.get(name, {}).get("enabled") is True), "no")
+        names: tuple[PrecisionName, ...] = ("fp16", "bf16")
+        return next((name for name in names if config.get(name, {}).get("enabled") is True), "no")
 
     @property
     def fork_launched(self) -> bool:
-        """Whether a launcher forked this process out of a running one."""
+        """True if a launcher forked this process from a running one."""
         return bool(self.__dict__["fork_launched"])
 
     @property
     def is_fsdp2(self) -> bool:
-        """Whether models are sharded by FSDP's second version."""
+        """True if models are sharded by FSDP 2."""
         plugin = self.__dict__.get("fsdp_plugin")
         return plugin is not None and plugin.fsdp_version == 2
 
     @property
     def deepspeed_plugin(self) -> Any:
-        """The DeepSpeed plugin in use, the selected one of several; None without DeepSpeed.
+        """DeepSpeed plugin of the run, which is the selected one of several, or None without DeepSpeed.
 
         Raises:
-            StateError: there are several, and none is selected.
+            StateError: There are several plugins, and the number of selected ones is not one.
         """
         plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict):
@@ -173,13 +182,13 @@ class AcceleratorState(RunState):
         return selected[0]
 
     def get_deepspeed_plugin(self, name: str) -> Any:
-        """Return one of several DeepSpeed plugins.
+        """Returns one of several DeepSpeed plugins.
 
         Args:
-            name: its key in the dictionary that was passed to `Accelerator`.
+            name: Key of the plugin in the dictionary that was passed to `Accelerator`.
 
         Raises:
-            ConfigurationError: there is none of that name.
+            ConfigurationError: There is no plugin of that name.
         """
         plugins = self.deepspeed_plugins if isinstance(self.deepspeed_plugins, dict) else {}
         if name not in plugins:
@@ -190,14 +199,15 @@ class AcceleratorState(RunState):
         return plugins[name]
 
     def select_deepspeed_plugin(self, name: str | None = None) -> None:
-        """Select one of several DeepSpeed plugins for what is prepared next.
+        """Selects one of several DeepSpeed plugins for the next call of `prepare`.
 
         Args:
-            name: its key in the dictionary that was passed to `Accelerator`; None selects the first.
+            name: Key of the plugin in the dictionary that was passed to `Accelerator`. None selects the
+                first.
 
         Raises:
-            StateError: there is only one plugin, or none.
-            ConfigurationError: there is none of that name.
+            StateError: `Accelerator` did not get a dictionary of plugins.
+            ConfigurationError: There is no plugin of that name.
         """
         plugins = self.deepspeed_plugins
         if not isinstance(plugins, dict):
@@ -210,7 +220,11 @@ class AcceleratorState(RunState):
 
     @staticmethod
     def _reset_state(reset_partial_state: bool = False) -> None:
-        """Forget everything: the next `Accelerator` starts anew."""
+        """Clears the state, so that the next `Accelerator` creates a new one.
+
+        Args:
+            reset_partial_state: Whether to clear `PartialState` as well.
+        """
         AcceleratorState._shared_state.clear()
         if reset_partial_state:
             PartialState._reset_state()
@@ -220,15 +234,18 @@ class AcceleratorState(RunState):
 
 
 def is_initialized() -> bool:
-    """Return whether an `Accelerator` has set up the state of this process."""
+    """Returns whether an `Accelerator` has created the state of this process."""
     return bool(AcceleratorState._shared_state)
 
 
 def deepspeed_required(func: Function) -> Function:
-    """Make a function raise when it is called in a run that does not use DeepSpeed.
+    """Wraps a function so that it raises an error in a run that does not use DeepSpeed.
 
     Args:
-        func: the function.
+        func: The function.
+
+    Returns:
+        The function, which raises a `StateError` without DeepSpeed.
     """
 
     @functools.wraps(func)
@@ -243,19 +260,19 @@ def deepspeed_required(func: Function) -> Function:
     return wrapper  # type: ignore[return-value]  # same call signature, by functools.wraps
 
 
-def _precision_asked_for(
+def _requested_precision(
     mixed_precision: PrecisionType | PrecisionName | None,
 ) -> PrecisionType | PrecisionName:
-    """Return the number format, from the argument or else the environment."""
+    """Returns the mixed precision from the argument, or otherwise from the environment."""
     values = {
         "mixed_precision": None if mixed_precision is None else str(plain_value(mixed_precision)),
         "ACCELERATE_MIXED_PRECISION": current().get("ACCELERATE_MIXED_PRECISION"),
         "MIXED_PRECISION": current().get("MIXED_PRECISION"),
     }
-    given = ((source, value) for source, value in values.items() if value)
-    source, value = next(given, ("mixed_precision", "no"))
-    asked = value.lower()
-    if asked not in PrecisionType:
-        formats = ", ".join(PrecisionType.list())
-        raise wrong_value(source, value, "no such number format", f"choose one of {formats}")
-    return cast("PrecisionName", asked)
+    present = ((source, value) for source, value in values.items() if value)
+    source, value = next(present, ("mixed_precision", "no"))
+    name = value.lower()
+    if name not in PrecisionType:
+        names = ", ".join(PrecisionType.list())
+        raise wrong_value(source, value, "no such mixed precision", f"choose one of {names}")
+    return cast("PrecisionName", name)

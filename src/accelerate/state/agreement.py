@@ -1,13 +1,13 @@
-"""How ranks agree over the store of the process group, and not over its collectives.
+"""Signed messages and decisions of all ranks over the store of the process group, without collectives.
 
-`StoreChannel` posts and reads JSON values, signed with the key of the run; `StoreConsensus` lets rank 0
-decide for all. A background thread may use them while the main thread trains, and a rank that does not come
-is named.
+`StoreChannel` writes and reads JSON values, signed with the key of the run, for diagnostics and the search of
+a batch size. With `StoreConsensus`, rank 0 decides for all ranks, which checkpointing uses. A background
+thread may use them while the main thread trains, and error messages name a rank that does not arrive.
 
-The store of `torch.distributed` answers whoever reaches its port. So nothing that comes from it is unpickled.
-Where the launcher has set a key for the run (`ACCELERATE_RUN_KEY`), a value that no rank of this run has
-signed counts as absent. The signature is HMAC-SHA256 (RFC 2104) over the full name and the value, so a value
-cannot be copied to another name, nor from another run.
+The store of `torch.distributed` serves every program that reaches its port. Therefore its values are never
+unpickled. If the launcher has set a key for the run (`ACCELERATE_RUN_KEY`), a value that no rank of this run
+has signed counts as absent. The signature is HMAC-SHA256 (RFC 2104) over the full name and the value, so a
+value cannot be copied to another name or from another run.
 """
 
 from __future__ import annotations
@@ -31,24 +31,31 @@ from accelerate.launch import KEY_VARIABLE
 
 logger = logging.getLogger(__name__)
 
-PAUSE = 0.1
-"""Seconds between requests for a value that is not of this run, and for counters at the end of a run."""
-LONGEST_WAIT = 5.0
-"""Seconds that one request waits for values: Python handles signals, such as Ctrl-C, between two requests."""
-SHORTEST = timedelta(milliseconds=1)  # a store takes 0 for no limit
-SECONDS_FOR_THE_VERDICT = 10.0
-LARGEST_PLAIN = 1 << 20
-"""Bytes beyond which a value is compressed: `TCPStore` closes a connection that sets more than 8 MB."""
-_COMPRESSED = b"z"  # no JSON begins with it
-_ABSENT = b"?"  # no value is so short
-_END = b"\n"  # JSON has none
+POLL_INTERVAL = 0.1
+"""Seconds between requests that wait for a value of this run or, at its end, for a counter."""
+MAX_WAIT = 5.0
+"""Timeout of one request in seconds. Python handles signals, such as Ctrl-C, between two requests."""
+MIN_TIMEOUT = timedelta(milliseconds=1)  # a store has no timeout if it is 0
+DECISION_TIMEOUT = 10.0
+"""Seconds that ranks have to read a decision, in addition to the timeout of the decision."""
+MAX_UNCOMPRESSED_BYTES = 1 << 20
+"""Bytes above which a value is compressed, as `TCPStore` closes a connection that sets more than 8 MB."""
+_COMPRESSED = b"z"  # prefix of a compressed value, which JSON never begins with
+_ABSENT = b"?"  # shorter than any value
+_END = b"\n"  # separator of a list, which the JSON of `json.dumps` does not contain
 Message = TypeVar("Message")
 
 _DIGITS = hashlib.sha256().digest_size * 2
 
 
 class StoreChannel:
-    """Named values in a part of a store."""
+    """Access to signed JSON values under a prefix of a store.
+
+    Args:
+        store: Store of the process group, or another connection to it.
+        scope: Prefix of the names.
+        environ: Environment variables, of which `ACCELERATE_RUN_KEY` is the key of the signatures.
+    """
 
     def __init__(self, store: Store, scope: str, environ: Mapping[str, str]) -> None:
         self._store: Any = store
@@ -58,59 +65,66 @@ class StoreChannel:
 
     @property
     def is_signed(self) -> bool:
-        """Whether values that another run or program posted are refused."""
+        """True if values of other runs and programs are ignored, because this run has a key."""
         return bool(self._key)
 
     def post(self, name: str, value: Any) -> None:
-        """Set a value: numbers, text, booleans, and lists and dictionaries of these; not None."""
+        """Writes a value, which is a number, text, boolean, list or dictionary, and not None."""
         self._store.set(self._name(name), self._encode(name, value))
 
     def post_all(self, values: Mapping[str, Any]) -> None:
-        """Set several values in one request."""
+        """Writes several values in one request."""
         encoded = [self._encode(name, value) for name, value in values.items()]
         self._store.multi_set([self._name(name) for name in values], encoded)
 
     def decide(self, name: str, value: Any) -> Any:
-        """Set a value unless there is one, and return the one that is there: the first decides for all."""
+        """Writes a value unless the name has one, and returns the value of the first rank to write."""
         return self._decode(name, self._store.compare_set(self._name(name), "", self._encode(name, value)))
 
     def read(self, name: str) -> Any:
-        """Return a value; None where there is none, or one that is not of this run."""
+        """Returns a value without waiting, or None if there is no value of this run."""
         data = self._read(name)
         return None if data == _ABSENT else self._decode(name, data)
 
     def append(self, name: str, value: Any) -> None:
-        """Append a value to a list."""
+        """Appends a value to a list."""
         self._store.append(self._name(name), self._sign(name, json.dumps(value).encode()) + _END)
 
     def read_list(self, name: str) -> list[Any]:
-        """Return the values of a list, in the order in which they were appended."""
+        """Returns the values of a list in the order in which they were appended."""
         values = (self._decode(name, line) for line in self._read(name).split(_END)[:-1])
         return [value for value in values if value is not None]
 
-    def wait(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
-        """Wait until values are there, and return them by name; None for those that did not come in time.
+    def wait(self, names: Sequence[str], timeout: float) -> dict[str, Any]:
+        """Waits for values, and returns them by name, with None for those that did not arrive.
 
-        One request where all come within `LONGEST_WAIT`. No other thread can use the connection meanwhile.
+        This takes one request if all values arrive within `MAX_WAIT`. No other thread can use the connection
+        during a request.
+
+        Args:
+            timeout: In seconds.
         """
-        end = time.monotonic() + seconds
+        end = time.monotonic() + timeout
         while (left := end - time.monotonic()) > 0:
             try:
-                values = self._get(names, min(left, LONGEST_WAIT))
-            except DistStoreError:  # some did not come in time
+                values = self._get(names, min(left, MAX_WAIT))
+            except DistStoreError:  # some values did not arrive
                 continue
             if None not in values.values():
                 return values
-            time.sleep(min(PAUSE, left))  # a value that is not of this run may be replaced
+            time.sleep(min(POLL_INTERVAL, left))  # a value that is not of this run may be overwritten
         return dict.fromkeys(names) | self._get(self._present(names))
 
-    def gather(self, topic: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
-        """Wait for the values that ranks post as `topic/rank`; see `wait`."""
-        values = self.wait([f"{topic}/{rank}" for rank in ranks], seconds)
+    def gather(self, topic: str, ranks: Sequence[int], timeout: float) -> dict[int, Any]:
+        """Waits for the values that ranks write as `topic/rank`, and returns them by rank as `wait` does."""
+        values = self.wait([f"{topic}/{rank}" for rank in ranks], timeout)
         return dict(zip(ranks, values.values(), strict=True))
 
     def count(self, name: str, more: int = 0) -> int:
-        """Add to a counter and return it. Counters are not signed: a rank may wait for one, and no more."""
+        """Adds to a counter and returns it.
+
+        Counters are not signed. A rank may only wait for one.
+        """
         return int(self._store.add(self._name(name), more))
 
     def remove(self, *names: str) -> None:
@@ -118,16 +132,19 @@ class StoreChannel:
             self._store.delete_key(self._name(name))
 
     def _read(self, name: str) -> bytes:
-        """Return the data of a name without waiting for it, in one request."""
-        # An exchange against a value that no rank has changes nothing. `get` would wait.
+        """Returns the data of a name in one request without waiting."""
+        # `get` would wait. No value equals `_ABSENT`, so this exchange never changes one.
         return bytes(self._store.compare_set(self._name(name), _ABSENT, _ABSENT))
 
-    def _get(self, names: Sequence[str], seconds: float = 0.0) -> dict[str, Any]:
-        """Return values by name; they are there, or come within `seconds`."""
+    def _get(self, names: Sequence[str], timeout: float = 0.0) -> dict[str, Any]:
+        """Returns values by name, or raises a `DistStoreError` after a timeout in seconds.
+
+        The default, 0, is the timeout of the store, for values that exist.
+        """
         if not names:
             return {}
         before = self._store.timeout
-        self._store.set_timeout(max(timedelta(seconds=seconds), before if seconds == 0 else SHORTEST))
+        self._store.set_timeout(max(timedelta(seconds=timeout), before if timeout == 0 else MIN_TIMEOUT))
         try:
             content = self._store.multi_get([self._name(name) for name in names])
         finally:
@@ -135,7 +152,7 @@ class StoreChannel:
         return {name: self._decode(name, data) for name, data in zip(names, content, strict=True)}
 
     def _present(self, names: Sequence[str]) -> list[str]:
-        """Return those names that have values: halves are searched in which some have none."""
+        """Returns the names that have values, by a binary search for those without."""
         if not names or self._store.check([self._name(name) for name in names]):
             return list(names)
         if len(names) == 1:
@@ -148,7 +165,7 @@ class StoreChannel:
 
     def _encode(self, name: str, value: Any) -> bytes:
         body = json.dumps(value).encode()
-        if len(body) > LARGEST_PLAIN:
+        if len(body) > MAX_UNCOMPRESSED_BYTES:
             body = _COMPRESSED + zlib.compress(body, level=1)
         return self._sign(name, body)
 
@@ -162,7 +179,7 @@ class StoreChannel:
     def _decode(self, name: str, data: bytes) -> Any:
         body = data[_DIGITS:]
         if hmac.compare_digest(data[:_DIGITS], self._signature(name, body)):
-            with suppress(ValueError, RecursionError, zlib.error):  # without a key anybody can write anything
+            with suppress(ValueError, RecursionError, zlib.error):  # without a key any program can write
                 is_compressed = body.startswith(_COMPRESSED)
                 return json.loads(zlib.decompress(body[len(_COMPRESSED) :]) if is_compressed else body)
         if not self._has_warned:
@@ -177,9 +194,9 @@ class StoreChannel:
 
 
 def as_dataclass(kind: type[Message], value: Any) -> Message | None:
-    """Build a dataclass from what `dataclasses.asdict` has made of one; None from anything else.
+    """Returns a dataclass from the result of `dataclasses.asdict`, or None for any other value.
 
-    Its fields are numbers, text, booleans and lists of whole numbers.
+    Its fields are numbers, text, booleans and lists of numbers.
     """
     if not isinstance(value, dict):
         return None
@@ -200,159 +217,169 @@ def _fits(value: Any, hint: Any) -> bool:
     return type(value) is hint or (hint is float and type(value) is int)
 
 
-Judge = Callable[[list[Any]], Any]
-"""Turns the values of all ranks, in their order, into the decision."""
+ReduceFunction = Callable[[list[Any]], Any]
+"""Function that returns the decision from the values of all ranks in rank order."""
 
-DescribeAbsence = Callable[[str, Sequence[int], float], str]
-"""Writes the error for ranks that did not come in time: of the name of the call, the ranks, the seconds."""
+FormatAbsence = Callable[[str, Sequence[int], float], str]
+"""Function that formats the error for absent ranks, from the operation, ranks and timeout in seconds."""
 
 
 class Consensus:
-    """Rank 0 decides, and all ranks read the decision; here with one process, which decides alone."""
+    """Consensus of a single process, and the interface of consensus in general.
+
+    Rank 0 makes each decision, and all ranks read it.
+    """
 
     rank = 0
     size = 1
-    is_threaded = True  # a background thread may use it while the main thread trains
+    is_threaded = True  # whether a background thread may use it while the main thread trains
 
-    def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
-        """Let rank 0 decide from the values of all ranks; called on all ranks in the same order.
+    def decide(self, operation: str, value: Any, reduce_fn: ReduceFunction, timeout: float) -> Any:
+        """Returns the decision of rank 0 from the values of all ranks.
 
-        JSON holds values and decision: tuples become lists. What the judge raises is raised on all ranks.
-        After `patience` seconds without a rank, those that came to `what` raise a `StateError`.
+        Called on all ranks in the same order. Values and decision are encoded as JSON, so tuples become
+        lists. An error of `reduce_fn` is raised on all ranks.
+
+        Args:
+            operation: Name of the call in error messages, equal on all ranks.
+            value: Value of this rank.
+            reduce_fn: Function that returns the decision, called on rank 0.
+            timeout: Seconds after which the ranks that have arrived raise a `StateError`.
         """
-        return judge([value])
+        return reduce_fn([value])
 
-    def share(self, name: str, make: Callable[[], Any], patience: float) -> tuple[int, Any]:
-        """Let one of the ranks that give the same name make a value; return its rank and the value.
+    def compute_once(self, name: str, make: Callable[[], Any], timeout: float) -> tuple[int, Any]:
+        """Calls `make` on one of the ranks with the same name, and returns its rank and result on all.
 
-        Called on all ranks after `decide`. An empty name takes no part: its rank gets -1 and None. What
-        `make` raises is raised on the ranks of that name.
+        Called on all ranks after `decide`. A rank with an empty name does not take part, and gets -1 and
+        None. An error of `make` is raised on all ranks with that name.
         """
         return (self.rank, make()) if name else (-1, None)
 
     def close(self) -> None:
-        """End the agreement on this rank."""
+        """Ends the use of the consensus on this rank."""
 
 
 class StoreConsensus(Consensus):
-    """Over a connection to the store: a rank that does not come is named, and does not block the others.
+    """Consensus over the store, which does not hang if a rank is absent, and names it in the error.
 
-    A decision takes three requests on each rank: its value, the decision, and the removal of an old value.
-    The connection is used by one thread at a time.
+    A decision takes three requests on each rank, to write its value, read the decision, and delete an old
+    value. The connection is used by one thread at a time.
     """
 
     def __init__(
-        self, channel: StoreChannel, rank: int, size: int, describe_absence: DescribeAbsence | None = None
+        self, channel: StoreChannel, rank: int, size: int, format_absence: FormatAbsence | None = None
     ) -> None:
         self.rank, self.size, self._channel = rank, size, channel
-        self._describe_absence = describe_absence or _describe_absence
+        self._format_absence = format_absence or _format_absence
         self._number = 0
-        self._old: list[str] = []  # what this rank has posted, and removes when all have read it
-        self._decided_at = -SECONDS_FOR_THE_VERDICT
+        self._old: list[str] = []  # names that this rank deletes after all ranks have read them
+        self._decided_at = -DECISION_TIMEOUT
 
-    def decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
+    def decide(self, operation: str, value: Any, reduce_fn: ReduceFunction, timeout: float) -> Any:
         try:
-            return self._decide(what, value, judge, patience)
+            return self._decide(operation, value, reduce_fn, timeout)
         except DistError as error:
             raise StateError(
-                f"`{what}` cannot be agreed upon: the store of the process group does not answer ({error}). "
-                "Process 0 keeps it, and has probably ended: see its output for the cause."
+                f"`{operation}` failed: the store of the process group does not answer ({error}). "
+                "Rank 0 keeps it, and has probably ended: see its output for the cause."
             ) from error
 
-    def _decide(self, what: str, value: Any, judge: Judge, patience: float) -> Any:
+    def _decide(self, operation: str, value: Any, reduce_fn: ReduceFunction, timeout: float) -> Any:
         self._number += 1
-        key, own = f"{self._number}/verdict", f"{self._number}/{self.rank}"
+        key, own = f"{self._number}/decision", f"{self._number}/{self.rank}"
         if self.rank == 0:
-            verdict = self._judge([what, value], judge, patience)
-            self._channel.post(key, verdict)
+            decision = self._gather_and_decide([operation, value], reduce_fn, timeout)
+            self._channel.post(key, decision)
             self._decided_at = time.monotonic()
             self._old.append(key)
-            return unpack(verdict)
-        self._channel.post(own, [what, value])
-        verdict = self._channel.wait([key], patience + SECONDS_FOR_THE_VERDICT)[key]
-        if verdict is None:
-            raise StateError(self._describe_absence(what, [0], patience))
+            return unpack_decision(decision)
+        self._channel.post(own, [operation, value])
+        decision = self._channel.wait([key], timeout + DECISION_TIMEOUT)[key]
+        if decision is None:
+            raise StateError(self._format_absence(operation, [0], timeout))
         self._remove_old(own)
-        return unpack(verdict)
+        return unpack_decision(decision)
 
     def _remove_old(self, *names: str) -> None:
         self._channel.remove(*names, *self._old)
         self._old = []
 
-    def _judge(self, own: list[Any], judge: Judge, patience: float) -> dict[str, Any]:
-        what = own[0]
-        posted = {0: own} | self._channel.gather(f"{self._number}", range(1, self.size), patience)
-        if missing := [rank for rank, value in posted.items() if value is None]:
-            return pack_error(StateError(self._describe_absence(what, missing, patience)))
-        self._remove_old()  # all ranks have read the verdict before
+    def _gather_and_decide(self, own: list[Any], reduce_fn: ReduceFunction, timeout: float) -> dict[str, Any]:
+        operation = own[0]
+        posted = {0: own} | self._channel.gather(f"{self._number}", range(1, self.size), timeout)
+        if absent := [rank for rank, value in posted.items() if value is None]:
+            return pack_error(StateError(self._format_absence(operation, absent, timeout)))
+        self._remove_old()  # all ranks have read the previous decision
         if len({name for name, _ in posted.values()}) > 1:
             lines = "\n".join(f"  - Process {rank}: {name}" for rank, (name, _) in posted.items())
-            return pack_error(StateError(f"The processes do different things at the same time:\n{lines}"))
-        return pack_verdict(judge, [value for _, value in posted.values()])
+            return pack_error(StateError(f"The processes are in different operations:\n{lines}"))
+        return pack_decision(reduce_fn, [value for _, value in posted.values()])
 
-    def share(self, name: str, make: Callable[[], Any], patience: float) -> tuple[int, Any]:
+    def compute_once(self, name: str, make: Callable[[], Any], timeout: float) -> tuple[int, Any]:
         if not name:
             return -1, None
-        topic = f"{self._number}/shared/{name}"
-        maker = int(self._channel.decide(f"{topic}/maker", self.rank))
-        if maker == self.rank:
-            made = pack_verdict(lambda _: make(), [])
-            self._channel.post(topic, made)
-            self._old += [topic, f"{topic}/maker"]
+        topic = f"{self._number}/once/{name}"
+        owner = int(self._channel.decide(f"{topic}/owner", self.rank))
+        if owner == self.rank:
+            result = pack_decision(lambda _: make(), [])
+            self._channel.post(topic, result)
+            self._old += [topic, f"{topic}/owner"]
         else:
-            made = self._channel.wait([topic], patience)[topic]
-        if made is None:
-            raise StateError(self._describe_absence(name, [maker], patience))
-        return maker, unpack(made)
+            result = self._channel.wait([topic], timeout)[topic]
+        if result is None:
+            raise StateError(self._format_absence(name, [owner], timeout))
+        return owner, unpack_decision(result)
 
     def close(self) -> None:
-        """End the agreement on this rank; rank 0, whose process may keep the store, waits for the others.
+        """Ends the use of the consensus on this rank.
 
-        It waits until they have read the last decision, `SECONDS_FOR_THE_VERDICT` after it at most.
+        Rank 0, whose process may keep the store, waits until the others have read the last decision, for at
+        most `DECISION_TIMEOUT` seconds after it.
         """
         with suppress(DistError):  # the process that keeps the store has ended
-            closed, pause = self._channel.count("closed", 1), PAUSE / 64
+            closed, pause = self._channel.count("closed", 1), POLL_INTERVAL / 64
             while (
                 self.rank == 0
                 and closed < self.size
-                and time.monotonic() < self._decided_at + SECONDS_FOR_THE_VERDICT
+                and time.monotonic() < self._decided_at + DECISION_TIMEOUT
             ):
                 time.sleep(pause)
-                pause = min(2 * pause, PAUSE)
+                pause = min(2 * pause, POLL_INTERVAL)
                 closed = self._channel.count("closed")
 
 
-def pack_verdict(judge: Judge, values: Sequence[Any]) -> dict[str, Any]:
-    """Return the decision of a judge, or its error, as JSON that `unpack` reads on every rank."""
+def pack_decision(reduce_fn: ReduceFunction, values: Sequence[Any]) -> dict[str, Any]:
+    """Returns the decision of a function, or its error, in a form that `unpack_decision` reads."""
     try:
-        return {"result": judge(list(values))}
+        return {"result": reduce_fn(list(values))}
     except AccelerateError as error:
         return pack_error(error)
-    except Exception as error:  # of any kind: the other ranks have to know
-        return pack_error(CheckpointError(f"Process 0 failed for all: {describe(error)}."))
+    except Exception as error:  # raised again, on all ranks
+        return pack_error(CheckpointError(f"Rank 0 failed for all ranks: {describe(error)}."))
 
 
 def pack_error(error: AccelerateError) -> dict[str, str]:
     return {"error": type(error).__name__, "text": str(error)}
 
 
-def unpack(verdict: dict[str, Any]) -> Any:
-    """Return a decision, or raise the error that took its place."""
-    if "error" not in verdict:
-        return verdict["result"]
-    raise getattr(errors, verdict["error"], CheckpointError)(verdict["text"])
+def unpack_decision(decision: dict[str, Any]) -> Any:
+    """Returns a packed decision, or raises the packed error."""
+    if "error" not in decision:
+        return decision["result"]
+    raise getattr(errors, decision["error"], CheckpointError)(decision["text"])
 
 
-def spell_absent(ranks: Sequence[int], seconds: float, word: str = "process") -> str:
-    """Say which ranks did not come in time: "processes 1, 3 did not come within 5 s"."""
+def format_absent_ranks(ranks: Sequence[int], timeout: float, word: str = "process") -> str:
+    """Formats ranks that did not arrive, as in "processes 1, 3 did not arrive within 5 s"."""
     plural = f"{word}es" if word.endswith("s") else f"{word}s"
-    who = f"{word} {ranks[0]}" if len(ranks) == 1 else f"{plural} {', '.join(map(str, ranks))}"
-    return f"{who} did not come within {seconds:g} s"
+    subject = f"{word} {ranks[0]}" if len(ranks) == 1 else f"{plural} {', '.join(map(str, ranks))}"
+    return f"{subject} did not arrive within {timeout:g} s"
 
 
-def _describe_absence(what: str, ranks: Sequence[int], patience: float) -> str:
+def _format_absence(operation: str, ranks: Sequence[int], timeout: float) -> str:
     return (
-        f"`{what}` must be called on all processes, and {spell_absent(ranks, patience)}. Take it out of "
-        "`if accelerator.is_main_process:` and the like; a process that is only late needs a longer "
+        f"`{operation}` must be called on all processes, and {format_absent_ranks(ranks, timeout)}. Take it "
+        "out of `if accelerator.is_main_process:` and the like; a process that is only late needs a longer "
         "hang_timeout."
     )

@@ -1,7 +1,8 @@
-"""Who started this process, and which rank it is: one detector for each starter; the first match counts.
+"""Detection of the launcher that started this process, and of its rank and world size.
 
-A detector reads variables, asks neither torch nor the machine, and returns a `Topology`, or None where
-another starter started the process. XLA alone keeps these facts in its runtime.
+There is one detector for each launcher, and the first that matches determines the `Topology`, which
+`PartialState` uses. A detector reads environment variables only, does not call torch or query the node, and
+returns None if another launcher started the process. Only XLA keeps this information in its runtime.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ LOOPBACK = "127.0.0.1"
 
 @dataclass(frozen=True)
 class Topology:
-    """Which process this is, out of how many, and where the others meet."""
+    """Rank and world size of this process, and the address of rank 0."""
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
     local_size: int = 1
-    node: int = 0  # index of this machine
-    address: str | None = None  # where rank 0 can be reached; None for a single process
+    node: int = 0  # index of this node
+    address: str | None = None  # host of rank 0, or None for a single process
     port: int | None = None
     started_by: str = "no launcher"  # name of the detector that recognised the process
-    needs_hosts: bool = False  # the ranks have to exchange host names: the local rank and node are not known
+    needs_hosts: bool = False  # whether ranks exchange host names, because the local rank is not known
 
     def variables(self) -> dict[str, str]:
-        """Return these facts under the names that torch and others read; none for a single process."""
+        """Returns the environment variables that torch reads, or none for a single process."""
         if self.size == 1:
             return {}
         return {
@@ -56,11 +57,16 @@ class Topology:
 
 
 @dataclass(frozen=True)
-class Starter:
-    """A starter that writes the rank of each process into variables; as a detector, it reads them.
+class LauncherVariables:
+    """Detector of a launcher that sets the rank and world size in environment variables.
 
-    `name` becomes `Topology.started_by`. The other attributes are names of variables, separated by spaces;
-    the first that is set counts.
+    Attributes:
+        name: Name of the launcher, which becomes `Topology.started_by`.
+        rank: Names of variables with the rank, separated by spaces, of which the first that is set counts.
+        size: The same for the world size.
+        local_rank: The same for the local rank.
+        local_size: The same for the number of ranks on this node.
+        node: The same for the index of the node.
     """
 
     name: str
@@ -83,27 +89,27 @@ class Starter:
         if size == 1 and rank == 0:
             return Topology(started_by=self.name, node=node or 0)
         address = environ.get("MASTER_ADDR") or None
-        spans_machines = (node or 0) > 0 or (local_size or size) < size or local_rank not in (None, rank)
-        if address is None and (local_size is not None or local_rank is not None) and spans_machines:
+        spans_nodes = (node or 0) > 0 or (local_size or size) < size or local_rank not in (None, rank)
+        if address is None and (local_size is not None or local_rank is not None) and spans_nodes:
             reason = (
-                f"{size} processes on several machines take part, and this one (rank {rank}) does not know "
+                f"the run has {size} processes on several nodes, and this one (rank {rank}) does not know "
             )
-            fix = "set MASTER_ADDR, on every machine, to the address of the machine of rank 0"
-            raise wrong_value("MASTER_ADDR", None, f"{reason}where rank 0 runs", fix)
-        is_one_machine = address is None or _is_loopback(address)
+            fix = "set MASTER_ADDR, on every node, to the address of the node of rank 0"
+            raise wrong_value("MASTER_ADDR", None, f"{reason}the address of rank 0", fix)
+        is_one_node = address is None or _is_loopback(address)
         _check_below(self.rank, rank, self.size, size)
         port = _number(environ, "MASTER_PORT")
         if port is not None and not 0 < port < 65536:
             raise wrong_value("MASTER_PORT", port, "there is no such port", "choose one from 1024 to 65535")
         port = DEFAULT_PORT if port is None else port
-        if local_rank is None and local_size is None and not is_one_machine:
+        if local_rank is None and local_size is None and not is_one_node:
             return Topology(rank, size, 0, 1, rank, address, port, self.name, needs_hosts=True)
         if local_rank is None:
             local_rank = rank % local_size if local_size else rank
-        local_size = local_size or (size if is_one_machine else local_rank + 1)
+        local_size = local_size or (size if is_one_node else local_rank + 1)
         _check_below(self.local_rank, local_rank, self.local_size, local_size)
         if local_size > size:
-            reason = f"more processes on this machine than there are on all ({_first(self.size)}={size})"
+            reason = f"more processes on this node than there are on all ({_first(self.size)}={size})"
             fix = f"correct {_first(self.local_size)} or {_first(self.size)}"
             raise wrong_value(_first(self.local_size), local_size, reason, fix)
         node = rank // local_size if node is None else node
@@ -122,7 +128,7 @@ def _check_below(names: str, value: int, limit_names: str, limit: int) -> None:
 
 
 def _number(environ: Mapping[str, str], names: str, unset: int | None = None) -> int | None:
-    """Return the first of these variables that is set, as a number; the value `unset` means "not set"."""
+    """Returns the first of these variables that is set as a number, or None if its value is `unset`."""
     name = next((name for name in names.split() if environ.get(name)), None)
     if name is None:
         return None
@@ -149,24 +155,26 @@ def _resolves_to_loopback(name: str) -> bool:
         return False
 
 
-def _mpi(name: str, prefix: str) -> Starter:
-    return Starter(name, f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE")
+def _mpi(name: str, prefix: str) -> LauncherVariables:
+    return LauncherVariables(
+        name, f"{prefix}_RANK", f"{prefix}_SIZE", f"{prefix}_LOCAL_RANK", f"{prefix}_LOCAL_SIZE"
+    )
 
 
-from_torchrun = Starter(
+from_torchrun = LauncherVariables(
     "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", node="GROUP_RANK NODE_RANK"
 )
 from_open_mpi = _mpi("openmpi", "OMPI_COMM_WORLD")
-_pmi = Starter("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_pmi = LauncherVariables("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 from_mvapich = _mpi("mvapich", "MV2_COMM_WORLD")
-_sagemaker = Starter(
+_sagemaker = LauncherVariables(
     "sagemaker",
     rank="RANK OMPI_COMM_WORLD_RANK",
     size="WORLD_SIZE OMPI_COMM_WORLD_SIZE",
     local_rank="SMDATAPARALLEL_LOCAL_RANK LOCAL_RANK OMPI_COMM_WORLD_LOCAL_RANK",
     local_size="LOCAL_WORLD_SIZE OMPI_COMM_WORLD_LOCAL_SIZE SM_NUM_GPUS",
 )
-_slurm = Starter(
+_slurm = LauncherVariables(
     "slurm",
     rank="SLURM_PROCID",
     size="SLURM_STEP_NUM_TASKS SLURM_NTASKS",
@@ -177,14 +185,14 @@ _slurm = Starter(
 
 
 def from_pmi(environ: Mapping[str, str]) -> Topology | None:
-    """Recognise Intel MPI and MPICH; srun speaks PMI too, and is left to SLURM."""
+    """Detects Intel MPI and MPICH, but not srun, which also sets the variables of PMI."""
     if slurm.is_step_of_tasks(environ) and not environ.get("MPI_LOCALRANKID"):
         return None
     return _pmi(environ)
 
 
 def from_slurm(environ: Mapping[str, str]) -> Topology | None:
-    """Recognise a task that srun started among others; node list and job tell the address and port."""
+    """Detects one of several tasks of srun, with the address and port from its node list and job."""
     if not slurm.is_step_of_tasks(environ) or (_number(environ, _slurm.size) or 1) < 2:
         return None
     node = _number(environ, _slurm.node) or 0
@@ -201,13 +209,13 @@ def from_slurm(environ: Mapping[str, str]) -> Topology | None:
 
 
 def uses_sagemaker(environ: Mapping[str, str]) -> bool:
-    """Return whether this process belongs to a data-parallel job of Amazon SageMaker."""
+    """Returns whether this process belongs to a data-parallel job of Amazon SageMaker."""
     kind = environ.get("ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE") or SageMakerDistributedType.NO.value
     return read_flag(environ, "ACCELERATE_USE_SAGEMAKER") and kind != SageMakerDistributedType.NO.value
 
 
 def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
-    """Recognise a data-parallel job of Amazon SageMaker; rank 0 is on the first of its hosts."""
+    """Detects a data-parallel job of Amazon SageMaker, with rank 0 on the first of its hosts."""
     if not uses_sagemaker(environ):
         return None
     text, fix = environ.get("SM_HOSTS") or "[]", 'set it as SageMaker does: ["algo-1", "algo-2"]'
@@ -227,7 +235,7 @@ def from_sagemaker(environ: Mapping[str, str]) -> Topology | None:
 
 
 def from_xla(environ: Mapping[str, str]) -> Topology | None:
-    """Recognise a process of the XLA runtime, which no variables describe: the runtime is asked."""
+    """Detects a process of the XLA runtime, and reads its rank from the runtime instead of variables."""
     if not hardware_table.XLA.installed() or read_flag(environ, "ACCELERATE_USE_CPU"):
         return None
     if not hardware_table.detect().own_runtime:
@@ -243,8 +251,8 @@ def from_xla(environ: Mapping[str, str]) -> Topology | None:
     )
 
 
-def alone(environ: Mapping[str, str]) -> Topology:
-    """Answer for a process that no launcher started among others; refuse variables that speak of several."""
+def single_process(environ: Mapping[str, str]) -> Topology:
+    """Returns the topology of a single process, or raises an error if variables contradict it."""
     size, rank = _number(environ, from_torchrun.size), _number(environ, from_torchrun.rank)
     fix = "start the script with `accelerate launch` or torchrun, or unset"
     if (size or 1) > 1:
@@ -261,18 +269,18 @@ DETECTORS = (from_xla, from_sagemaker, from_torchrun, from_open_mpi, from_pmi, f
 
 
 def recognise(environ: Mapping[str, str]) -> Topology | None:
-    """Return which rank these variables describe; None when no launcher started the process."""
-    answers = (detector(environ) for detector in DETECTORS)
-    return next((topology for topology in answers if topology is not None), None)
+    """Returns the topology in these variables, or None if no launcher started the process."""
+    detected = (detector(environ) for detector in DETECTORS)
+    return next((topology for topology in detected if topology is not None), None)
 
 
 def detect(environ: Mapping[str, str]) -> Topology:
-    """Return which rank this process is, or that it is alone."""
-    return recognise(environ) or alone(environ)
+    """Returns the topology of this process."""
+    return recognise(environ) or single_process(environ)
 
 
 def detect_in_group(environ: Mapping[str, str], rank: int, size: int) -> Topology:
-    """Return which rank this process is when its process group is open: the variables say the rest."""
+    """Returns the topology of this process in an open process group, with the rest from the variables."""
     topology = recognise(environ)
     if topology is not None and (topology.rank, topology.size) == (rank, size):
         return topology
@@ -282,13 +290,15 @@ def detect_in_group(environ: Mapping[str, str], rank: int, size: int) -> Topolog
 
 @dataclass
 class CPUInformation:
-    """Which rank this process is, as the environment says it; no process group is needed.
+    """Rank and world size of this process according to its environment variables.
+
+    Needs no process group.
 
     Attributes:
-        rank: index among all processes.
-        world_size: number of processes.
-        local_rank: index on this machine.
-        local_world_size: number of processes on this machine.
+        rank: Index among all processes.
+        world_size: Number of processes.
+        local_rank: Index on this node.
+        local_world_size: Number of processes on this node.
     """
 
     rank: int = 0
@@ -298,13 +308,17 @@ class CPUInformation:
 
 
 def get_cpu_distributed_information() -> CPUInformation:
-    """Return which rank this process is according to its environment variables.
+    """Returns the rank and world size of this process according to its environment variables.
 
-    Where these do not say the local rank, all ranks are on this one if the address of rank 0
-    resolves to the loopback, and else this is the only rank here; `PartialState` exchanges host names.
+    If these do not contain the local rank, all ranks count as on this node if the address of rank 0 resolves
+    to the loopback interface, and otherwise this counts as the only rank of its node. `PartialState`
+    exchanges host names instead.
+
+    Returns:
+        Rank, world size, local rank and local world size.
 
     Raises:
-        ConfigurationError: the variables contradict each other or cannot be read.
+        ConfigurationError: The variables contradict each other or are not numbers.
     """
     topology = detect(current())
     if topology.needs_hosts and _resolves_to_loopback(str(topology.address)):

@@ -1,4 +1,7 @@
-"""Close generators that are open when the interpreter exits, while the modules that they use still work."""
+"""Closing of open generators at the exit of the interpreter, while the modules that they use still work.
+
+Iterators of loaders and `Accelerator.profile` are decorated with `closed_at_exit`.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,13 @@ Item = TypeVar("Item")
 
 
 class _OpenGenerators(WeakSet[Generator[Any, None, None]]):
-    """The generators of this process that are to be closed."""
+    """Set of the generators of this process to close at exit."""
 
 
 def closed_at_exit(
     make: Callable[P, Generator[Item, None, None]],
 ) -> Callable[P, Generator[Item, None, None]]:
-    """Decorate a generator function: what it returns is closed when the interpreter exits, if it is open."""
+    """Decorates a generator function so that its open generators are closed when the interpreter exits."""
 
     @functools.wraps(make)
     def register(*args: P.args, **kwargs: P.kwargs) -> Generator[Item, None, None]:
@@ -36,5 +39,5 @@ def closed_at_exit(
 @atexit.register
 def _close_all() -> None:
     for generator in list(services.of_process(_OpenGenerators)):
-        if inspect.getgeneratorstate(generator) != inspect.GEN_RUNNING:  # in another thread
+        if inspect.getgeneratorstate(generator) != inspect.GEN_RUNNING:  # another thread may run it
             generator.close()

@@ -1,4 +1,7 @@
-"""GradientState: does this step synchronise gradients, and which loader is being read."""
+"""State of gradient accumulation, with the loaders that are being read.
+
+`Accelerator` sets it for each pass, and prepared optimizers, schedulers and loaders read it.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,19 @@ Reference = weakref.ReferenceType[Any]
 
 
 class GradientState(SharedState):
-    """Where optimizers and schedulers look whether to step, and where loaders report.
+    """State of gradient accumulation, shared by all instances in a process.
 
-    Loaders are held weakly, the innermost last: an evaluation in a training epoch is a second one on top.
+    Optimizers and schedulers read from it whether to step, and loaders register here while they are read.
+    Loaders are weakly referenced, the innermost last, because an evaluation within an epoch reads a second
+    loader.
 
     Args:
-        gradient_accumulation_plugin: how gradients are accumulated; None keeps what is known.
+        gradient_accumulation_plugin: Configuration of gradient accumulation. None keeps the current one, and
+            by default each pass is an optimizer step.
 
     Attributes:
-        sync_gradients: whether gradients are exchanged in this pass and the optimizer steps after it.
-        plugin_kwargs: the fields of the plugin that are not at their defaults; may be edited.
+        sync_gradients: Whether gradients are synchronized in this pass and the optimizer steps after it.
+        plugin_kwargs: Fields of the plugin that differ from their defaults. May be changed.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
@@ -46,45 +52,45 @@ class GradientState(SharedState):
 
     @property
     def num_steps(self) -> int:
-        """Number of passes for one optimizer step."""
+        """Number of micro-batches of one optimizer step."""
         return self.plugin_kwargs.get("num_steps", 1)  # type: ignore[no-any-return]
 
     @property
     def adjust_scheduler(self) -> bool:
-        """Whether schedulers also count the passes that do not step."""
+        """True if schedulers also count passes without an optimizer step."""
         return self.plugin_kwargs.get("adjust_scheduler", True)  # type: ignore[no-any-return]
 
     @property
     def sync_with_dataloader(self) -> bool:
-        """Whether the last batch of a loader ends an accumulation window early."""
+        """True if the last batch of a loader ends the accumulation of gradients early."""
         return self.plugin_kwargs.get("sync_with_dataloader", True)  # type: ignore[no-any-return]
 
     @property
     def active_dataloader(self) -> Any:
-        """The loader that is being read, the innermost of several; None when there is none."""
+        """Innermost loader that is being read, or None."""
         reference = self._dataloader_references_ref[-1]
         return None if reference is None else reference()
 
     @property
     def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being read."""
+        """True while a prepared loader is being read."""
         return self.active_dataloader is not None
 
     @property
     def end_of_dataloader(self) -> bool:
-        """Whether the loader that is being read gave its last batch; False when there is none."""
+        """True after the last batch of the active loader, and False without a loader."""
         loader = self.active_dataloader
         return False if loader is None else bool(loader.end_of_dataloader)
 
     @property
     def remainder(self) -> int:
-        """How many samples of the last batch are not filler, over all processes; -1 when not known."""
+        """Number of samples in the last batch of all ranks without padding, or -1 if not known."""
         loader = self.active_dataloader
         return -1 if loader is None else int(loader.remainder)
 
     @property
     def is_xla_gradients_synced(self) -> bool:
-        """Whether gradients on XLA devices were reduced already in this step."""
+        """True if gradients on XLA devices have been reduced in this step already."""
         return self._is_xla_gradients_synced
 
     @is_xla_gradients_synced.setter
@@ -93,7 +99,7 @@ class GradientState(SharedState):
 
     @property
     def dataloader_references(self) -> list[Any]:
-        """The loaders that are being read, outermost first, after a None for "no loader"."""
+        """List of None, for no loader, and the loaders that are being read, the outermost first."""
         return [None if reference is None else reference() for reference in self._dataloader_references_ref]
 
     @dataloader_references.setter
@@ -104,17 +110,20 @@ class GradientState(SharedState):
                 self._add_dataloader(loader)
 
     def _set_sync_gradients(self, sync_gradients: bool) -> None:
-        """Say whether gradients are exchanged in this pass; called once for each pass."""
+        """Sets whether gradients are synchronized in this pass.
+
+        Called once for each pass.
+        """
         self.sync_gradients = sync_gradients
         self._is_xla_gradients_synced = False
 
     def _add_dataloader(self, dataloader: Any) -> None:
-        """Note that a loader begins to be read; it is the active one until it is removed or collected."""
+        """Registers a loader, which is active until it is removed or garbage collected."""
         references = self._dataloader_references_ref
         references.append(weakref.ref(dataloader, lambda dead: _discard(references, dead)))
 
     def _remove_dataloader(self, dataloader: Any) -> None:
-        """Note that a loader is no longer read; one that is not noted is left alone."""
+        """Removes a loader that is no longer read, if it is registered."""
         references = self._dataloader_references_ref
         for reference in reversed(references):
             if reference is not None and reference() is dataloader:
@@ -126,7 +135,7 @@ class GradientState(SharedState):
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget everything: the next `GradientState` starts anew."""
+        """Clears the state, so that the next `GradientState` has the defaults."""
         GradientState._shared_state.clear()
 
     def __repr__(self) -> str:
@@ -136,6 +145,6 @@ class GradientState(SharedState):
         )
 
 
-def _discard(references: list[Reference | None], gone: Reference) -> None:
-    # By identity: two live references are equal when their loaders are.
-    references[:] = [reference for reference in references if reference is not gone]
+def _discard(references: list[Reference | None], removed: Reference) -> None:
+    # Compared by identity, because two live references are equal if their loaders are.
+    references[:] = [reference for reference in references if reference is not removed]

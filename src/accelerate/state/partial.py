@@ -1,4 +1,7 @@
-"""PartialState: which process this is, on which device, joined to the others."""
+"""State of the process, with its rank and device, which opens the default process group.
+
+Every `Accelerator` creates a `PartialState`, and clients create it directly.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from accelerate.state.shared import SharedDict, SharedState, services
 _logger = logging.getLogger(__name__)
 
 
-FACTS = (
+PICKLED_ENTRIES = (
     "distributed_type",
     "num_processes",
     "process_index",
@@ -38,11 +41,11 @@ FACTS = (
     "device_backend",
     "_cpu",
 )
-"""The entries of both states that can be pickled."""
+"""Entries of both states that are pickled."""
 
 
 class RunState(SharedState, ProcessControl):
-    """What both states of a run have: which process this is, among how many, on which device."""
+    """Base class of both states of a run, with rank, world size and device of the process."""
 
     distributed_type: DistributedType | str
     num_processes: int
@@ -56,48 +59,49 @@ class RunState(SharedState, ProcessControl):
 
     @property
     def use_distributed(self) -> bool:
-        """Whether several processes take part."""
+        """True if the run has several processes."""
         return self.num_processes > 1
 
     def destroy_process_group(self, group: dist.ProcessGroup | None = None) -> None:
-        """Close a process group; no process waits for another.
+        """Closes a process group without waiting for other ranks.
 
         Args:
-            group: the group; None closes the default one with all others.
+            group: The process group. None closes all groups, including the default one.
         """
         process_group.close_group(group)
 
 
 class PartialState(RunState):
-    """Which process this is, joined to the others; the first instance finds it out, and all share it.
+    """State of the process, with its rank, its device and the default process group.
 
-    Called on every rank: the first instance opens the process group and returns when all ranks have come.
+    All instances share one state. Called on all ranks. The first instance detects the launcher and the
+    hardware, opens the process group, and returns after all ranks have opened it.
 
     Args:
-        cpu: compute on the CPU whatever hardware there is; also asked for by `ACCELERATE_USE_CPU`.
-        **kwargs: arguments of `torch.distributed.init_process_group` (`backend`, `timeout`, ...);
-            one that is None counts as not given. `_use_sagemaker_dp` says whether this is a data-parallel
-            SageMaker job.
+        cpu: Whether to use the CPU even if there is an accelerator. The default is False, or the value of
+            `ACCELERATE_USE_CPU`.
+        **kwargs: Arguments of `torch.distributed.init_process_group` (`backend`, `timeout`, ...). None is the
+            same as no argument. `_use_sagemaker_dp` sets whether this is a data-parallel SageMaker job.
 
     Attributes:
-        distributed_type: label of how the processes work together; assigning it changes nothing else.
-        num_processes: number of processes on all machines.
-        process_index: index of this process among all.
-        local_process_index: index of this process on its machine.
-        device: where this process computes.
-        backend: name of the communication library; None for a single process.
-        debug: whether shapes are compared before each collective (`ACCELERATE_DEBUG_MODE`).
-        fork_launched: whether a launcher forked this process out of a running one (`FORK_LAUNCHED`).
-        topology: all facts about this process among the others.
-        device_backend: the row of the hardware table that `device` belongs to.
+        distributed_type: Label of the strategy. An assignment changes nothing else.
+        num_processes: World size.
+        process_index: Rank of this process.
+        local_process_index: Local rank, which is the index of this process on its node.
+        device: Device of this process.
+        backend: Name of the backend of the process group, such as "nccl", or None for a single process.
+        debug: Whether calls and shapes are compared before each collective (`ACCELERATE_DEBUG_MODE`).
+        fork_launched: Whether a launcher forked this process from a running one (`FORK_LAUNCHED`).
+        topology: Rank, world size, node, launcher and address of rank 0.
+        device_backend: Row of the hardware table with the type of `device`.
 
     Raises:
-        ConfigurationError: the environment variables of the starter contradict each other, a device or a
-            communication library does not exist, or an argument is unknown.
+        ConfigurationError: The environment variables of the launcher contradict each other, a device or a
+            backend does not exist, or an argument is unknown.
     """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
-    _pickled = FACTS
+    _pickled = PICKLED_ENTRIES
 
     fork_launched: bool
     _cpu: bool
@@ -110,15 +114,15 @@ class PartialState(RunState):
         process_group.check_arguments(kwargs)
         environ = _with_sagemaker(current(), sagemaker)
         use_cpu = cpu or parse_flag_from_env("ACCELERATE_USE_CPU")
-        device_backend, wanted = _choose_hardware(use_cpu, environ)
-        if device_backend.is_host:  # so that no runtime of other hardware is asked
+        device_backend, named_device = _choose_hardware(use_cpu, environ)
+        if device_backend.is_host:  # so that no detector queries the runtime of an accelerator
             environ = {**environ, "ACCELERATE_USE_CPU": "true"}
         if process_group.is_open():
             topology = environments.detect_in_group(environ, dist.get_rank(), dist.get_world_size())
         else:
             topology = environments.detect(environ)
         topology = process_group.find_hosts(topology, kwargs)
-        device = wanted or _own_device(device_backend, topology)
+        device = named_device or _device_of_rank(device_backend, topology)
         _prepare_process(device_backend, device, topology, environ)
         comm = _join_group(topology, device_backend, device, kwargs)
         self.__dict__.update(
@@ -126,7 +130,7 @@ class PartialState(RunState):
             backend=comm,
             device=device,
             debug=parse_flag_from_env("ACCELERATE_DEBUG_MODE"),
-            distributed_type=_label(device_backend, topology),
+            distributed_type=_distributed_type_of(device_backend, topology),
             num_processes=topology.size,
             process_index=topology.rank,
             local_process_index=topology.local_rank,
@@ -137,17 +141,20 @@ class PartialState(RunState):
 
     @property
     def default_device(self) -> torch.device:
-        """The kind of device this machine computes on when nothing else is asked for, without a number."""
+        """Device type that is the default on this node, without an index."""
         return hardware_table.detect().device()
 
     def set_device(self) -> None:
-        """Make the device of this process the current one of its kind."""
+        """Makes the device of this process the current device of its type."""
         if self.device.index is not None:
             self.device_backend.set_current(self.device.index)
 
     @staticmethod
     def _reset_state() -> None:
-        """Forget everything; an open process group stays open, and the next instance uses it."""
+        """Clears the state and the services of the run.
+
+        An open process group stays open, and the next instance uses it.
+        """
         PartialState._shared_state.clear()
         services.reset()
 
@@ -165,35 +172,41 @@ class PartialState(RunState):
 
 
 def wait_for_everyone() -> None:
-    """Wait until all processes have come here. Called on every rank."""
+    """Waits until all ranks have called this.
+
+    Called on all ranks. A single process does not wait.
+
+    Raises:
+        StateError: The process group is closed.
+    """
     PartialState().wait_for_everyone()
 
 
-def _with_sagemaker(environ: Mapping[str, str], wanted: bool | None) -> Mapping[str, str]:
-    if wanted is None:
+def _with_sagemaker(environ: Mapping[str, str], is_used: bool | None) -> Mapping[str, str]:
+    if is_used is None:
         return environ
-    kind = SageMakerDistributedType.DATA_PARALLEL if wanted else SageMakerDistributedType.NO
+    kind = SageMakerDistributedType.DATA_PARALLEL if is_used else SageMakerDistributedType.NO
     return {
         **environ,
-        "ACCELERATE_USE_SAGEMAKER": str(wanted),
+        "ACCELERATE_USE_SAGEMAKER": str(is_used),
         "ACCELERATE_SAGEMAKER_DISTRIBUTED_TYPE": kind.value,
     }
 
 
 def _choose_hardware(use_cpu: bool, environ: Mapping[str, str]) -> tuple[DeviceBackend, torch.device | None]:
-    """Return the hardware, and the very device where `ACCELERATE_TORCH_DEVICE` names one with its number."""
+    """Returns the row of the hardware table, and the device if `ACCELERATE_TORCH_DEVICE` has an index."""
     name = environ.get("ACCELERATE_TORCH_DEVICE")
     if not name:
         return (hardware_table.CPU if use_cpu else hardware_table.detect()), None
     backend = hardware_table.named(name.partition(":")[0], "ACCELERATE_TORCH_DEVICE")
     if use_cpu and not backend.is_host:
-        _logger.warning("The CPU was asked for: ACCELERATE_TORCH_DEVICE=%s is not used.", name)
+        _logger.warning("The CPU was requested: ACCELERATE_TORCH_DEVICE=%s is not used.", name)
         return hardware_table.CPU, None
     return backend, _named_device(name, backend)
 
 
 def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
-    """Return the device of this name; None when it has no number."""
+    """Returns the device of this name, or None if the name has no index."""
     count = backend.count() if backend.available() else 0
     number = name.partition(":")[2]
     if count and not number:
@@ -203,12 +216,12 @@ def _named_device(name: str, backend: DeviceBackend) -> torch.device | None:
         reason = f"this process sees {count} devices of that kind"
         if backend.largest_index is not None:
             reason = f"torch counts {backend.label}s up to {last}"
-        fix = "name one that is there, counted from 0, or unset ACCELERATE_TORCH_DEVICE"
+        fix = "name one that exists, counted from 0, or unset ACCELERATE_TORCH_DEVICE"
         raise wrong_value("ACCELERATE_TORCH_DEVICE", name, reason, fix)
     return torch.device(name)
 
 
-def _own_device(backend: DeviceBackend, topology: Topology) -> torch.device:
+def _device_of_rank(backend: DeviceBackend, topology: Topology) -> torch.device:
     if topology.size == 1:
         return backend.device()  # the current one, which the user may have set
     return backend.device(topology.local_rank % max(backend.count(), 1))
@@ -217,7 +230,7 @@ def _own_device(backend: DeviceBackend, topology: Topology) -> torch.device:
 def _prepare_process(
     backend: DeviceBackend, device: torch.device, topology: Topology, environ: Mapping[str, str]
 ) -> None:
-    """Bind this process to its device, its cores and its share of threads, before the group is opened."""
+    """Sets the device, CPU affinity and number of threads of this process, before the group is opened."""
     if device.index is not None:
         backend.set_current(device.index)
     if parse_flag_from_env("ACCELERATE_CPU_AFFINITY"):
@@ -227,7 +240,7 @@ def _prepare_process(
 
 
 def _cores() -> int:
-    """Number of cores this process may use: more threads than these slow each other down."""
+    """Returns the number of physical cores that this process may use."""
     import psutil
 
     physical = psutil.cpu_count(logical=False) or 1
@@ -250,9 +263,9 @@ def _join_group(
     return process_group.open_group(topology, backend, comm, **kwargs)
 
 
-def _label(backend: DeviceBackend, topology: Topology) -> DistributedType:
+def _distributed_type_of(backend: DeviceBackend, topology: Topology) -> DistributedType:
     if topology.size == 1 and not backend.own_runtime:
         return DistributedType.NO
-    if backend.distributed_type == DistributedType.NO:  # hardware that has no data-parallel label of its own
+    if backend.distributed_type == DistributedType.NO:  # hardware without a data-parallel label
         return DistributedType.MULTI_CPU
     return backend.distributed_type

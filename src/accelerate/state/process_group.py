@@ -1,13 +1,15 @@
-"""Where ranks meet: the stores of a run, its process group, waiting in it, and its end.
+"""Opening, barrier and closing of the default process group, and connections to its store.
 
-Restart generation: how often the elastic agent has restarted this worker group. The agent keeps its store
-when it restarts the ranks, with the keys of earlier generations in it, such as the addresses of processes
-that have ended. A rank that reads one fails to connect, or waits without end. So the ranks of one generation
-use a part of the store of their own.
+`PartialState` opens the group, and the hang watcher, checkpointing and other threads connect to its store.
+
+The restart generation is the number of times that the elastic agent has restarted this worker group. The
+agent keeps its store when it restarts the ranks, with the keys of earlier generations, such as addresses of
+processes that have ended. A rank that reads such an address fails to connect or waits without end. Therefore
+the ranks of each generation use a separate prefix of the store.
 
 A process that ends with an open group may abort in the destructors of torch's threads after all its work is
-done, so the group is closed at exit, whoever forgot to. Closing waits for no other process: one that died
-must not take the rest with it into a hang.
+done. Therefore the group is closed at exit. Closing does not wait for other ranks, because a rank that died
+must not make the others hang.
 """
 
 from __future__ import annotations
@@ -43,20 +45,20 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, StateError, environ, wrong_value
 from accelerate.devices import DeviceBackend, of_device
 from accelerate.launch import LOOPBACK, hold_loopback_store, loopback_interface
-from accelerate.state.agreement import StoreChannel, StoreConsensus, spell_absent
+from accelerate.state.agreement import StoreChannel, StoreConsensus, format_absent_ranks
 from accelerate.state.environments import Topology
 from accelerate.state.shared import services
 
-SECONDS_TO_CLOSE_AFTER_ERROR = 5.0
-SECONDS_FOR_THREADS = 0.1
-IDLE_LOOKS, IDLE_LOOKS_BEFORE_FORK = 5, 2  # in a row at which threads of torch must be idle
-THREADS = Path("/proc/self/task")
+TIMEOUT_AFTER_ERROR = 5.0  # seconds to close the group after an uncaught exception
+THREADS_TIMEOUT = 0.1  # seconds for threads of torch to become idle
+IDLE_POLLS, IDLE_POLLS_BEFORE_FORK = 5, 2  # consecutive polls that must find the threads of torch idle
+TASKS_FOLDER = Path("/proc/self/task")
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-FIRST_PAUSE, GROWTH, LONGEST_PAUSE = 0.05, 1.5, 2.0
-"""Seconds between two looks for the name of this generation, and by how much they grow."""
+MIN_POLL_INTERVAL, POLL_GROWTH, MAX_POLL_INTERVAL = 0.05, 1.5, 2.0
+"""Seconds between two polls for the name of this generation, and the factor by which they increase."""
 
-# Packages that register a communication library when imported, by its name or by the hardware it is for.
-PROVIDERS = {
+# Modules whose import registers a backend of torch.distributed, by the name of the backend or the hardware.
+BACKEND_MODULES = {
     "smddp": "smdistributed.dataparallel.torch.torch_smddp",
     "xla": "torch_xla.distributed.xla_backend",
     "hpu": "habana_frameworks.torch.distributed.hccl",
@@ -64,24 +66,25 @@ PROVIDERS = {
 
 
 def generation() -> str:
-    """Return the name of this generation: the same on all ranks that use the same part of the store."""
+    """Returns the name of this restart generation, which is the same on all its ranks."""
     return services.generation or _restart_count()
 
 
 def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
-    """Connect to the part of the agent's store that this generation uses. Called on all ranks.
+    """Connects to the store of the elastic agent under the prefix of this generation.
 
-    None where no store outlives a restart, or nothing was restarted yet.
+    Called on all ranks. Returns None if the store does not outlive a restart, or if there was no restart on a
+    single node.
     """
     services.generation = None
     if environ.current().get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    on_one_machine, name = topology.local_size == topology.size, _restart_count()
-    if on_one_machine and name == "0":
+    on_one_node, name = topology.local_size == topology.size, _restart_count()
+    if on_one_node and name == "0":
         return None
     address, port = str(topology.address), int(topology.port or 0)
     store = TCPStore(address, port, None, False, timeout, wait_for_workers=False)
-    if not on_one_machine:  # their agents count restarts on their own: the ranks have to agree
+    if not on_one_node:  # each agent counts its own restarts, so the ranks have to agree
         channel = StoreChannel(store, "generation", environ.current())
         name = agree_on_generation(channel, topology.rank, topology.size, timeout)
     services.generation = name
@@ -89,36 +92,37 @@ def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
 
 
 def agree_on_generation(channel: StoreChannel, rank: int, size: int, timeout: timedelta) -> str:
-    """Return a name that all ranks of one generation get, and no others. Called on all ranks.
+    """Returns a name that only the ranks of this generation get.
 
-    Rank 0 posts a name. Each other rank posts a token of its own under that name, and rank 0 posts the token
-    that it has read. A rank that does not find its token there has read the name of an earlier generation.
+    Called on all ranks. Rank 0 writes a name. Each other rank writes a token under that name, and rank 0
+    writes back the token that it has read. A rank that does not find its token has read the name of an
+    earlier generation.
     """
-    token, end, pause = uuid4().hex, time.monotonic() + timeout.total_seconds(), FIRST_PAUSE
+    token, end, pause = uuid4().hex, time.monotonic() + timeout.total_seconds(), MIN_POLL_INTERVAL
     if rank == 0:
         channel.post("name", token)
-        answers = channel.gather(token, range(1, size), timeout.total_seconds())
-        absent = [other for other, answer in answers.items() if answer is None]
+        tokens = channel.gather(token, range(1, size), timeout.total_seconds())
+        absent = [other for other, received in tokens.items() if received is None]
         if absent:
-            raise _absent(absent[0], timeout)
-        channel.post_all({f"{token}/read/{other}": answer for other, answer in answers.items()})
+            raise _absent_error(absent[0], timeout)
+        channel.post_all({f"{token}/read/{other}": received for other, received in tokens.items()})
         return token
-    answered = ""
+    last_name = ""
     while time.monotonic() < end:
         name = channel.read("name")
-        if name not in (None, answered):
+        if name not in (None, last_name):
             channel.post(f"{name}/{rank}", token)
-            answered = name
-        if answered and channel.read(f"{answered}/read/{rank}") == token:
-            return str(answered)
+            last_name = name
+        if last_name and channel.read(f"{last_name}/read/{rank}") == token:
+            return str(last_name)
         time.sleep(pause)
-        pause = min(pause * GROWTH, LONGEST_PAUSE)
-    raise _absent(0, timeout)
+        pause = min(pause * POLL_GROWTH, MAX_POLL_INTERVAL)
+    raise _absent_error(0, timeout)
 
 
-def _absent(rank: int, timeout: timedelta) -> StateError:
-    absent = spell_absent([rank], round(timeout.total_seconds()), "Rank")
-    return StateError(f"{absent}: its machine may be down.")
+def _absent_error(rank: int, timeout: timedelta) -> StateError:
+    absent = format_absent_ranks([rank], round(timeout.total_seconds()), "Rank")
+    return StateError(f"{absent}: its node may be down.")
 
 
 def _restart_count() -> str:
@@ -126,13 +130,13 @@ def _restart_count() -> str:
 
 
 def exchange_hosts(topology: Topology, store: Store, timeout: timedelta) -> Topology:
-    """Complete a topology with the local rank, from the host names of all ranks. Called on all ranks.
+    """Adds the local rank and the node to a topology, from the host names of all ranks.
 
-    Ranks of one host count from 0 in the order of their ranks; hosts count from 0 in the order of their first
-    ranks. All ranks reach the store.
+    Called on all ranks, which are connected to the store. Local ranks are numbered in the order of the ranks
+    of one host, and nodes in the order of their first ranks.
     """
     channel = StoreChannel(store, f"accelerate/hosts/{services.groups_opened}", environ.current())
-    consensus = StoreConsensus(channel, topology.rank, topology.size, _describe_absent_hosts)
+    consensus = StoreConsensus(channel, topology.rank, topology.size, _format_absent_hosts)
     runs = consensus.decide("host names", socket.gethostname(), _count_runs, timeout.total_seconds())
     hosts = [host for host, length in runs for _ in range(length)]
     own = hosts[topology.rank]
@@ -142,34 +146,35 @@ def exchange_hosts(topology: Topology, store: Store, timeout: timedelta) -> Topo
 
 
 def _count_runs(hosts: Sequence[str]) -> list[tuple[str, int]]:
-    """Write each host with the number of ranks in a row that it has: all ranks read this."""
+    """Returns the run-length encoding of the host names of all ranks, which all ranks read."""
     return [(host, len(list(ranks))) for host, ranks in groupby(hosts)]
 
 
-def _describe_absent_hosts(what: str, ranks: Sequence[int], seconds: float) -> str:
+def _format_absent_hosts(operation: str, ranks: Sequence[int], seconds: float) -> str:
     return (
-        f"{spell_absent(ranks, round(seconds), 'Rank')} to exchange {what}. See the output there; set "
-        "LOCAL_RANK and LOCAL_WORLD_SIZE on every rank where host names should not be exchanged."
+        f"{format_absent_ranks(ranks, round(seconds), 'Rank')} to exchange {operation}. See the output "
+        "there; set LOCAL_RANK and LOCAL_WORLD_SIZE on every rank where host names should not be exchanged."
     )
 
 
 def assign_missing(variables: Mapping[str, str]) -> None:
-    """Set those variables of this process that have no value."""
+    """Sets the environment variables that have no value."""
     present = environ.current()
     environ.assign({name: text for name, text in variables.items() if not present.get(name)})
 
 
 def open_store(topology: Topology, init_method: str | None, timeout: timedelta) -> Store:
-    """Open the store through which ranks meet, before the group."""
+    """Opens the store of the rendezvous, before the process group."""
     assign_missing({"MASTER_ADDR": str(topology.address), "MASTER_PORT": str(topology.port)})
     opened = rendezvous(init_method or "env://", topology.rank, topology.size, timeout=timeout)
     return next(opened)[0]  # type: ignore[no-any-return]
 
 
 def listen_on_loopback(topology: Topology) -> object:
-    """Keep what this process opens for a run on one machine from the other interfaces of the machine.
+    """Restricts the sockets of a run on one node to the loopback interface.
 
-    What is returned keeps the store open until the group has it; None where another process opens it.
+    Returns an object that keeps the store open until the process group uses it, or None if another process
+    opens the store.
     """
     if topology.size == 1 or topology.local_size < topology.size or topology.address not in LOOPBACK:
         return None
@@ -181,27 +186,30 @@ def listen_on_loopback(topology: Topology) -> object:
 
 
 def connect_channel(purpose: str, timeout: timedelta) -> StoreChannel | None:
-    """Open a connection of its own to the store of the default group; None where it has no such store.
+    """Opens a separate connection to the store of the default group, or returns None without a store.
 
-    The connection that the group uses is locked while a thread waits in it; a thread needs its own. A
-    request may take as long as `timeout`.
+    A thread needs its own connection, because the one of the group is locked while a thread waits in it.
+
+    Args:
+        purpose: Prefix of the names.
+        timeout: Timeout of one request.
     """
     store = connect_store() if is_open() else None
     if store is None:
         return None
     store.set_timeout(timeout)
-    # The store may outlive a restart, and a group that was closed.
+    # The store may outlive a restart and a closed group.
     scope = f"accelerate/{purpose}/{generation()}.{services.groups_opened}"
     return StoreChannel(store, scope, environ.current())
 
 
 def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> StoreChannel | None:
-    """Open a connection to the store through which ranks are about to open the default group.
+    """Opens a connection to the store of the default group while ranks still wait for that group.
 
-    None as long as no process answers there: rank 0 may be the one that keeps the store, and come late.
+    Returns None while no process serves the store, for example before a late rank 0 has opened it.
     """
     address, port = str(topology.address), int(topology.port or 0)
-    try:  # torch's own connection would wait for an answer, and print warnings meanwhile
+    try:  # the connection of torch would wait for the server, and print warnings
         socket.create_connection((address, port), timeout=timeout.total_seconds()).close()
     except OSError:
         return None
@@ -210,12 +218,12 @@ def connect_before(topology: Topology, purpose: str, timeout: timedelta) -> Stor
 
 
 def connect_store() -> Store | None:
-    """Open a connection of its own to the store of the default group; None where it has no such store."""
+    """Opens a separate connection to the store of the default group, or returns None if it supports none."""
     store: Any = torch_private.default_store()
     if hasattr(store, "clone"):
         try:
             return store.clone()  # type: ignore[no-any-return]
-        except (RuntimeError, NotImplementedError):  # a kind of store that has one connection only
+        except (RuntimeError, NotImplementedError):  # a store with a single connection
             return None
     while isinstance(store, PrefixStore):  # older torch
         store = store.underlying_store
@@ -225,17 +233,22 @@ def connect_store() -> Store | None:
 
 
 def is_open() -> bool:
+    """Returns whether the default process group is open."""
     return dist.is_available() and dist.is_initialized()
 
 
 def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = None, **kwargs: Any) -> str:
-    """Open the default process group. Called on every rank, once; returns when all ranks have come.
+    """Opens the default process group, and returns the name of its backend.
 
-    The name of the communication library is returned; None for `comm` is the one that suits the hardware.
-    `kwargs` are further arguments of `torch.distributed.init_process_group`; None counts as not given.
+    Called once on each rank. Returns after all ranks have called it.
+
+    Args:
+        comm: Name of the backend, such as "nccl". None is the default of the hardware.
+        kwargs: Further arguments of `torch.distributed.init_process_group`, of which None is the same as no
+            argument.
     """
     comm = comm or backend.comm or "gloo"
-    provider = PROVIDERS.get(comm) or PROVIDERS.get(backend.name)
+    provider = BACKEND_MODULES.get(comm) or BACKEND_MODULES.get(backend.name)
     if provider and comm != "gloo":
         import_module(provider)
     names = [part.rpartition(":")[2] for part in comm.split(",")]
@@ -243,33 +256,33 @@ def open_group(topology: Topology, backend: DeviceBackend, comm: str | None = No
         reason = f"this build of torch ({torch.__version__}) cannot communicate with it on {backend.label}"
         raise wrong_value("backend", missing, reason, 'install a torch that can, or pass backend="gloo"')
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
-    with _watched(topology, kwargs):
+    with _opening_contexts(topology, kwargs):
         _open(topology, comm, kwargs)
     return comm
 
 
 def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
-    """Let ranks that do not know their place on their host exchange host names. Called on every rank.
+    """Exchanges host names if the local rank is not known, and returns the complete topology.
 
-    The store that is opened for it is put into `kwargs`, which `open_group` will get.
+    Called on all ranks. A store that is opened for this is added to `kwargs`, the arguments of `open_group`.
     """
     if not topology.needs_hosts:
         return topology
     timeout = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
     if is_open():
         return exchange_hosts(topology, torch_private.default_store(), timeout)
-    with _watched(topology, kwargs):
+    with _opening_contexts(topology, kwargs):
         if not kwargs.get("store"):
             kwargs["store"] = open_store(topology, kwargs.pop("init_method", None), timeout)
         return exchange_hosts(topology, kwargs["store"], timeout)
 
 
-def _watched(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:
-    """The contexts in which this rank waits for the others to open the group with it."""
+def _opening_contexts(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:
+    """Enters the registered contexts for the time in which this rank waits for the other ranks."""
     stack = ExitStack()
     if topology.size > 1 and not {"init_method", "store"} & set(kwargs):
-        for watch in services.while_opening:
-            stack.enter_context(watch(topology, services.groups_opened))
+        for context in services.while_opening:
+            stack.enter_context(context(topology, services.groups_opened))
     return stack
 
 
@@ -282,21 +295,24 @@ def _open(topology: Topology, comm: str, kwargs: dict[str, Any]) -> None:
             timeout = kwargs.get("timeout") or distributed_c10d.default_pg_timeout
             store = store_of_generation(topology, timeout)
             kwargs.update({"store": store} if store else {})
-    # DistributedDataParallel imports this module; imported while a group is open, its functions would keep
-    # that group as a default argument, and the threads of a closed group would never end.
+    # DistributedDataParallel imports this module. If it were imported while a group is open, its functions
+    # would keep that group as a default argument, and the threads of the closed group would never end.
     import_module("torch.distributed.nn.functional")
     services.groups_opened += 1
-    held = listen_on_loopback(topology)
+    store_server = listen_on_loopback(topology)
     dist.init_process_group(comm, rank=topology.rank, world_size=topology.size, **kwargs)
-    del held  # the group keeps the store open from here on
+    del store_server  # the group keeps the store open from here on
     services.own_group()
     if comm == "gloo":
-        # A process that ends before its peers have connected to each other would make them fail.
+        # A process that ends before the other ranks have connected to each other would make them fail.
         dist.barrier()
 
 
 def close_group(group: dist.ProcessGroup | None = None) -> None:
-    """Close a process group where it is open, or the default one with all others; waits for no process."""
+    """Closes a process group, or all groups with the default one, without waiting for other ranks.
+
+    Does nothing if the default group is not open.
+    """
     if not is_open():
         return
     if group is None:
@@ -305,51 +321,57 @@ def close_group(group: dist.ProcessGroup | None = None) -> None:
 
 
 def _destroy(group: dist.ProcessGroup | None = None) -> None:
-    # A thread of gloo that released the last reference would wait for itself, and abort the process.
-    held = group or dist.group.WORLD
+    # A thread of gloo that releases the last reference would wait for itself, and abort the process.
+    reference = group or dist.group.WORLD
     dist.destroy_process_group(group)
     _wait_for_threads()
-    del held
+    del reference
 
 
 def _wait_for_threads() -> None:
-    """Give threads of gloo time to let go of the Python objects of the last operations.
+    """Waits until threads of gloo have released the Python objects of the last operations.
 
-    They need the interpreter for that. One that comes while the interpreter is taken down aborts the process
-    after all its work is done; one that comes while a replica is deleted, which holds the last reference to
-    the group and waits for its threads, hangs it. One that waits for the interpreter gets it during a pause.
+    They need the GIL for that. A thread that acquires it while the interpreter finalizes aborts the process
+    after all its work is done. A thread that acquires it while a `DistributedDataParallel` module is deleted,
+    which has the last reference to the group and waits for its threads, hangs the process. A thread that
+    waits for the GIL gets it during a pause.
     """
-    if THREADS.exists():
-        _wait_until_idle(IDLE_LOOKS, pause=0.002, limit=10 * SECONDS_FOR_THREADS)
+    if TASKS_FOLDER.exists():
+        _wait_until_idle(IDLE_POLLS, pause=0.002, limit=10 * THREADS_TIMEOUT)
     else:
-        time.sleep(SECONDS_FOR_THREADS)
+        time.sleep(THREADS_TIMEOUT)
 
 
 def _wait_before_fork() -> None:
-    """Wait until the threads of torch are idle.
+    """Waits until the threads of torch are idle.
 
-    After a collective one of them releases its tensors and acquires the interpreter for that. A process that
-    is forked at that moment inherits a locked lock of the interpreter and deadlocks: the worker of a loader
-    would never return a batch. Since Python 3.12 a forked process initializes that lock again.
+    After a collective one of them releases its tensors, and acquires the GIL for that. A process that is
+    forked at that moment inherits a locked mutex of the interpreter and deadlocks, so a DataLoader worker
+    would never return a batch. Since Python 3.12 a forked process initializes that mutex again.
     """
     if is_open():
-        _wait_until_idle(IDLE_LOOKS_BEFORE_FORK, pause=0.0005, limit=SECONDS_FOR_THREADS)
+        _wait_until_idle(IDLE_POLLS_BEFORE_FORK, pause=0.0005, limit=THREADS_TIMEOUT)
 
 
-def _wait_until_idle(looks: int, pause: float, limit: float) -> None:
-    """Pause until the threads of torch were idle at so many looks in a row, at most `limit` seconds.
+def _wait_until_idle(polls: int, pause: float, limit: float) -> None:
+    """Waits until the threads of torch are idle in consecutive polls.
 
-    A thread that waits for the interpreter looks idle, and gets it in the pause before each look.
+    A thread that waits for the GIL appears idle, and gets the GIL in the pause before each poll.
+
+    Args:
+        polls: Number of consecutive polls.
+        pause: Seconds before each poll.
+        limit: Timeout in seconds.
     """
     deadline, idle = time.monotonic() + limit, 0
-    while idle < looks and time.monotonic() < deadline:
+    while idle < polls and time.monotonic() < deadline:
         time.sleep(pause)
         idle = 0 if _torch_threads_run() else idle + 1
 
 
 def _torch_threads_run() -> bool:
-    for thread in THREADS.iterdir():
-        with suppress(OSError):  # it has ended
+    for thread in TASKS_FOLDER.iterdir():
+        with suppress(OSError):  # the thread has ended
             name, _, state = (thread / "stat").read_text("latin-1").partition("(")[2].rpartition(") ")
             if name.startswith("pt_") and not state.startswith("S"):
                 return True
@@ -357,9 +379,9 @@ def _torch_threads_run() -> bool:
 
 
 def wait(device: torch.device) -> None:
-    """Wait until all ranks of the default group have come here; refused where the group is closed."""
+    """Waits until all ranks of the default group have called this, or raises an error if it is closed."""
     if is_open():
-        # Without the index, torch warns where it has not been given with the group.
+        # Without the index, torch warns unless the group was opened with a device.
         on_device = device.index is not None and dist.get_backend() != "gloo"
         dist.barrier(device_ids=[device.index] if on_device else None)
     elif of_device(device).own_runtime:
@@ -372,7 +394,7 @@ def wait(device: torch.device) -> None:
 
 
 def check_arguments(kwargs: dict[str, Any]) -> None:
-    """Refuse arguments that `torch.distributed.init_process_group` does not have."""
+    """Raises an error for arguments that `torch.distributed.init_process_group` does not have."""
     import inspect
 
     known = set(inspect.signature(dist.init_process_group).parameters) - {"rank", "world_size"}
@@ -387,7 +409,7 @@ def check_arguments(kwargs: dict[str, Any]) -> None:
 
 
 def failed() -> bool:
-    """Return whether the interpreter ends because of an exception: it stores the last uncaught one."""
+    """Returns whether the interpreter exits because of an uncaught exception."""
     return getattr(sys, "last_type", None) is not None
 
 
@@ -400,17 +422,17 @@ def _close_at_exit() -> None:
     elif not failed():
         _destroy()
     else:
-        # What this process still sends is given up. An operation that the others never join keeps the group
-        # from closing: do not wait for it for long.
+        # Pending operations are abandoned. One that the other ranks never join would keep the group from
+        # closing, so the wait has a timeout.
         has_nccl = "nccl" in dist.get_backend()
         close = torch_private.abort_process_group if has_nccl else dist.destroy_process_group
         closing = threading.Thread(target=close, name="close-process-group", daemon=True)
         closing.start()
-        closing.join(SECONDS_TO_CLOSE_AFTER_ERROR)
+        closing.join(TIMEOUT_AFTER_ERROR)
         _wait_for_threads()
 
 
-# Registered on import, so that what is registered later, and may still communicate, runs before.
+# Registered at import, so that handlers that are registered later, and may communicate, run before it.
 atexit.register(_close_at_exit)
-if sys.version_info < (3, 12) and hasattr(os, "register_at_fork") and THREADS.exists():
+if sys.version_info < (3, 12) and hasattr(os, "register_at_fork") and TASKS_FOLDER.exists():
     os.register_at_fork(before=_wait_before_fork)

@@ -1,4 +1,7 @@
-"""ProcessControl: run, print, wait and split by process, for the states and `Accelerator`."""
+"""Mixin with the methods that depend on the rank, for the states and `Accelerator`.
+
+They run functions on some ranks, print, wait, and split inputs between ranks.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +26,9 @@ _logger = logging.getLogger(__name__)
 
 
 class ProcessControl:
-    """What depends on which process this is.
+    """Mixin with the methods that depend on the rank of this process.
 
-    Stateless: a class that mixes it in has `num_processes`, `process_index`, `local_process_index`, `device`.
+    It has no state. A subclass has `num_processes`, `process_index`, `local_process_index` and `device`.
     """
 
     if TYPE_CHECKING:
@@ -41,24 +44,26 @@ class ProcessControl:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this is the first process of all."""
+        """True on rank 0."""
         return self.process_index == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """Whether this is the first process of its machine."""
+        """True on local rank 0 of each node."""
         return self.local_process_index == 0
 
     @property
     def is_last_process(self) -> bool:
-        """Whether this is the last process of all."""
+        """True on the last rank."""
         return self.process_index == self.num_processes - 1
 
     def wait_for_everyone(self) -> None:
-        """Wait until all processes have come here. Called on every rank; one process does not wait.
+        """Waits until all ranks have called this.
+
+        Called on all ranks. A single process does not wait.
 
         Raises:
-            StateError: the process group is closed.
+            StateError: The process group is closed.
         """
         if self.num_processes > 1 and services.barrier is not None and process_group.is_open():
             services.barrier()
@@ -67,58 +72,60 @@ class ProcessControl:
 
     @contextmanager
     def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:
-        """Give this process its share of inputs that every process holds, without communication.
+        """Splits inputs that all ranks have between the ranks, without communication.
 
         Args:
-            inputs: a list, tuple, tensor, array or dataset, divided along its first dimension, or a
-                dictionary of such, all of one length. Where they do not divide evenly, the first processes
-                take one more.
-            apply_padding: whether short shares are filled with their last element, to be gathered.
+            inputs: A list, tuple, tensor, array or dataset, which is split along its first dimension, or a
+                dictionary of these, all of one length. If the length is not a multiple of the world size, the
+                first ranks get one element more.
+            apply_padding: Whether to repeat the last element of shorter shards, so that they can be gathered.
+                The default is False.
 
         Yields:
-            The share, in a container of the same kind; with one process the inputs themselves.
+            The shard of this rank, in a container of the same type. A single process gets the inputs
+            themselves.
 
         Raises:
-            ConfigurationError: the inputs have no length, or those of a dictionary differ in it.
+            ConfigurationError: The inputs have no length, or those of a dictionary have different lengths.
         """
-        alone = self.num_processes == 1
-        yield inputs if alone else share_of(inputs, self.num_processes, self.process_index, apply_padding)
+        size, rank = self.num_processes, self.process_index
+        yield inputs if size == 1 else split_for_rank(inputs, size, rank, apply_padding)
 
     @overload
     def on_main_process(self, function: Function) -> Function: ...
     @overload
     def on_main_process(self, function: None = None) -> Callable[[Function], Function]: ...
     def on_main_process(self, function: Any = None) -> Any:
-        """Decorate a function to run on the first process only; it returns None on the others.
+        """Decorates a function to run on rank 0 only, and to return None on the other ranks.
 
         Args:
-            function: the function; leave it out to decorate with brackets.
+            function: The function. Without it, a decorator is returned.
         """
-        return _keep(function, self.is_main_process)
+        return _run_if(function, self.is_main_process)
 
     @overload
     def on_local_main_process(self, function: Function) -> Function: ...
     @overload
     def on_local_main_process(self, function: None = None) -> Callable[[Function], Function]: ...
     def on_local_main_process(self, function: Any = None) -> Any:
-        """Decorate a function to run on the first process of each machine; it returns None on the others.
+        """Decorates a function to run on local rank 0 of each node only, and to return None on the others.
 
         Args:
-            function: the function; leave it out to decorate with brackets.
+            function: The function. Without it, a decorator is returned.
         """
-        return _keep(function, self.is_local_main_process)
+        return _run_if(function, self.is_local_main_process)
 
     @overload
     def on_last_process(self, function: Function) -> Function: ...
     @overload
     def on_last_process(self, function: None = None) -> Callable[[Function], Function]: ...
     def on_last_process(self, function: Any = None) -> Any:
-        """Decorate a function to run on the last process only; it returns None on the others.
+        """Decorates a function to run on the last rank only, and to return None on the other ranks.
 
         Args:
-            function: the function; leave it out to decorate with brackets.
+            function: The function. Without it, a decorator is returned.
         """
-        return _keep(function, self.is_last_process)
+        return _run_if(function, self.is_last_process)
 
     @overload
     def on_process(self, function: Function, process_index: int | None = None) -> Function: ...
@@ -127,22 +134,22 @@ class ProcessControl:
         self, function: None = None, process_index: int | None = None
     ) -> Callable[[Function], Function]: ...
     def on_process(self, function: Any = None, process_index: int | None = None) -> Any:
-        """Decorate a function to run on one process only; it returns None on the others.
+        """Decorates a function to run on one rank only, and to return None on the other ranks.
 
         Args:
-            function: the function; leave it out to decorate with brackets.
-            process_index: index of the process among all; a single process runs every function.
+            function: The function. Without it, a decorator is returned.
+            process_index: The rank. A single process runs the function for any rank.
 
         Raises:
-            ConfigurationError: no index is given.
+            ConfigurationError: `process_index` is missing or negative.
         """
-        index = _given("process_index", process_index)
+        index = _check_index("process_index", process_index)
         if function is None:
             return functools.partial(self.on_process, process_index=index)
         if index >= self.num_processes > 1 and self.is_main_process:
-            text = "%s is meant for process %d, but there are only %d: it will never run."
+            text = "%s is to run on process %d, but there are only %d: it will never run."
             _logger.warning(text, getattr(function, "__name__", function), index, self.num_processes)
-        return _keep(function, self.process_index == index or self.num_processes == 1)
+        return _run_if(function, self.process_index == index or self.num_processes == 1)
 
     @overload
     def on_local_process(self, function: Function, local_process_index: int | None = None) -> Function: ...
@@ -151,57 +158,63 @@ class ProcessControl:
         self, function: None = None, local_process_index: int | None = None
     ) -> Callable[[Function], Function]: ...
     def on_local_process(self, function: Any = None, local_process_index: int | None = None) -> Any:
-        """Decorate a function to run on one process of each machine only; it returns None on the others.
+        """Decorates a function to run on one local rank of each node only, and to return None on the others.
 
         Args:
-            function: the function; leave it out to decorate with brackets.
-            local_process_index: index of the process on its machine; a single process runs every function.
+            function: The function. Without it, a decorator is returned.
+            local_process_index: The local rank. A single process runs the function for any local rank.
 
         Raises:
-            ConfigurationError: no index is given.
+            ConfigurationError: `local_process_index` is missing or negative.
         """
-        index = _given("local_process_index", local_process_index)
-        return _keep(function, self.local_process_index == index or self.num_processes == 1)
+        index = _check_index("local_process_index", local_process_index)
+        return _run_if(function, self.local_process_index == index or self.num_processes == 1)
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first process run the block before all others, for work whose result the others find done.
+        """Runs the block on rank 0 before the other ranks, for example to fill a cache that these read.
 
-        Called on every rank. When the block raises on the first process, the others go on.
+        Called on all ranks. If the block raises an error on rank 0, the others continue.
+
+        Returns:
+            A context manager.
         """
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first process of each machine run the block before the others of that machine.
+        """Runs the block on local rank 0 of each node before the other ranks.
 
-        Called on every rank. When the block raises on such a process, the others go on.
+        Called on all ranks. If the block raises an error on a local rank 0, the others continue.
+
+        Returns:
+            A context manager.
         """
         return self._first(self.is_local_main_process)
 
     @contextmanager
-    def _first(self, leads: bool) -> Iterator[None]:
-        if not leads:
+    def _first(self, is_first: bool) -> Iterator[None]:
+        if not is_first:
             self.wait_for_everyone()
         try:
             yield
         finally:
-            if leads:
+            if is_first:
                 self.wait_for_everyone()
 
     def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on the first process of each machine.
+        """Prints on local rank 0 of each node.
 
         Args:
-            *args: what is printed.
-            **kwargs: arguments of the built-in `print`.
+            *args: Values to print.
+            **kwargs: Arguments of the built-in `print`.
         """
         if self.is_local_main_process:
             print(*args, **kwargs)
 
 
-def _keep(function: Callable[..., Any] | None, runs_here: bool) -> Callable[..., Any]:
-    """Return a function that does nothing unless it runs on this process; a decorator without a function."""
+def _run_if(function: Callable[..., Any] | None, runs_here: bool) -> Callable[..., Any]:
+    """Returns the function, or one that does nothing if it does not run here, or a decorator without one."""
     if function is None:
-        return functools.partial(_keep, runs_here=runs_here)
+        return functools.partial(_run_if, runs_here=runs_here)
     if not callable(function):
         raise wrong_value("function", function, "it cannot be called", "decorate a function", TypeError)
     if runs_here:
@@ -214,7 +227,7 @@ def _keep(function: Callable[..., Any] | None, runs_here: bool) -> Callable[...,
     return skipped
 
 
-def _given(name: str, index: int | None) -> int:
+def _check_index(name: str, index: int | None) -> int:
     if index is None:
         raise ConfigurationError(f"{name} is missing: say which process runs the function, as in {name}=0.")
     if index < 0:
@@ -222,53 +235,53 @@ def _given(name: str, index: int | None) -> int:
     return index
 
 
-def plan_share(length: int, size: int, rank: int, apply_padding: bool) -> tuple[int, int, int]:
-    """Return the start and end of the elements that a process takes, and how often it repeats its last one.
+def plan_split(length: int, size: int, rank: int, apply_padding: bool) -> tuple[int, int, int]:
+    """Returns the start and end of the shard of a rank, and the number of elements of its padding.
 
-    The first processes take one more if need be.
+    If the length is not a multiple of the world size, the first ranks get one element more.
     """
-    per_process, extra = divmod(length, size)
-    start = rank * per_process + min(rank, extra)
-    end = start + per_process + (rank < extra)
-    longest = per_process + (extra > 0)
+    per_rank, remainder = divmod(length, size)
+    start = rank * per_rank + min(rank, remainder)
+    end = start + per_rank + (rank < remainder)
+    longest = per_rank + (remainder > 0)
     return start, end, longest - (end - start) if apply_padding else 0
 
 
-def share_of(inputs: Any, size: int, rank: int, apply_padding: bool = False) -> Any:
-    """Return one process's share of some inputs; see `split_between_processes`.
+def split_for_rank(inputs: Any, size: int, rank: int, apply_padding: bool = False) -> Any:
+    """Returns the shard of one rank of inputs as described in `split_between_processes`.
 
-    A share without elements is filled with the last element of all.
+    An empty shard is padded with the last element of all inputs.
     """
     if isinstance(inputs, Mapping):
-        return _share_mapping(inputs, size, rank, apply_padding)
+        return _split_mapping(inputs, size, rank, apply_padding)
     length = _length(inputs)
-    start, end, padding = plan_share(length, size, rank, apply_padding)
+    start, end, padding = plan_split(length, size, rank, apply_padding)
     last = end - 1 if end > start else length - 1
     if type(inputs).__module__.partition(".")[0] == "datasets" and hasattr(inputs, "select"):
         return inputs.select([*range(start, end), *[last] * padding] if padding else range(start, end))
-    share = inputs[start:end]
+    shard = inputs[start:end]
     if padding == 0:
-        return share
-    filler = inputs[last : last + 1]
+        return shard
+    last_element = inputs[last : last + 1]
     if isinstance(inputs, torch.Tensor):
-        return torch.cat([share, *[filler] * padding])
+        return torch.cat([shard, *[last_element] * padding])
     if isinstance(inputs, np.ndarray):
-        return np.concatenate([share, *[filler] * padding])
+        return np.concatenate([shard, *[last_element] * padding])
     if isinstance(inputs, (tuple, str)):
-        return share + filler * padding
-    return [*share, *list(filler) * padding]
+        return shard + last_element * padding
+    return [*shard, *list(last_element) * padding]
 
 
-def _share_mapping(inputs: Mapping[Any, Any], size: int, rank: int, apply_padding: bool) -> Any:
+def _split_mapping(inputs: Mapping[Any, Any], size: int, rank: int, apply_padding: bool) -> Any:
     lengths = {name: _mapping_length(value) for name, value in inputs.items()}
     if len(set(lengths.values())) > 1:
         reason = "the entries of a dictionary that is split must be of one length"
         raise wrong_value("inputs", lengths, reason, "make them equally long, or split them one by one")
-    shares = {name: share_of(value, size, rank, apply_padding) for name, value in inputs.items()}
+    shards = {name: split_for_rank(value, size, rank, apply_padding) for name, value in inputs.items()}
     if type(inputs) is dict or not isinstance(inputs, MutableMapping):
-        return shares
-    result = copy.copy(inputs)  # a subclass with what it carries besides its entries
-    result.update(shares)
+        return shards
+    result = copy.copy(inputs)  # keeps attributes of a subclass
+    result.update(shards)
     return result
 
 

@@ -1,4 +1,7 @@
-"""What all code of a process shares: the entries of each state class, and the services of the run."""
+"""Shared state of all instances of a state class, and the registry of services of the process and the run.
+
+All packages after `state` register their long-lived objects in `services`.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ Service = TypeVar("Service")
 
 
 class ThreadLocalSharedDict(threading.local):
-    """A class attribute that is another dictionary in each thread.
+    """Class attribute with a separate dictionary in each thread.
 
-    Some XLA runtimes run several replicas as threads of one process; each replica has a state of its own.
+    Some XLA runtimes run several replicas as threads of one process, and each replica has its own state.
 
     Args:
-        thread_local: accepted for older callers; the dictionary is always one for each thread.
+        thread_local: Has no effect, because each thread always has its own dictionary. The default is False.
     """
 
     def __init__(self, thread_local: bool = False) -> None:
@@ -35,24 +38,24 @@ class ThreadLocalSharedDict(threading.local):
         self._storage = value
 
 
-# Only XLA has replicas that are threads; otherwise helper threads must see the state of the process.
+# Only XLA runs replicas as threads. Otherwise all threads of a process use one state.
 SharedDict: Callable[[], Any] = dict if find_spec("torch_xla") is None else ThreadLocalSharedDict
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
-    """Accept anything and do nothing: what a decorated function becomes on the other processes."""
+    """Does nothing with any arguments, in place of a decorated function on the other ranks."""
 
 
 class SharedState:
-    """A handle on one shared dictionary: the attributes of all instances of a class are its entries.
+    """Base class of states whose instances share their attributes in one dictionary.
 
-    A subclass sets `_shared_state` and fills it when its first instance is built.
+    A subclass sets `_shared_state`, and fills it when its first instance is created.
     """
 
     _shared_state: ClassVar[dict[str, Any]]
 
     _pickled: ClassVar[tuple[str, ...]] = ()
-    """Entries that a pickle carries, for a process that has no state of its own (a worker of a loader)."""
+    """Entries that are pickled, for a process without a state, such as a DataLoader worker."""
 
     def __init__(self) -> None:
         self.__dict__ = self._shared_state
@@ -68,30 +71,30 @@ class SharedState:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy or an unpickled handle joins the state of the process it is made in, where there is one.
+        # A copied or unpickled instance uses the state of the process that copies or unpickles it, if any.
         entries = {name: self.__dict__[name] for name in self._pickled if name in self.__dict__}
         return _attach, (type(self), entries)
 
     @property
     def initialized(self) -> bool:
-        """Whether the first instance has filled the shared state."""
+        """True after the first instance has filled the shared state."""
         return bool(self._shared_state)
 
 
 def _attach(cls: type[SharedState], entries: dict[str, Any]) -> SharedState:
-    handle = object.__new__(cls)
-    SharedState.__init__(handle)
-    if entries and not handle.initialized:
-        handle.__dict__ = entries
-    return handle
+    instance = object.__new__(cls)
+    SharedState.__init__(instance)
+    if entries and not instance.initialized:
+        instance.__dict__ = entries
+    return instance
 
 
 class ProcessServices:
-    """What this process holds for a run besides its state: one object of each class, made at its first use.
+    """Registry of the services of a process, with one object of each class, created at its first use.
 
-    A package registers an object under its class (the transport, the consensus, the watcher of hangs, the
-    background writer), so `state` imports none of them. `PartialState._reset_state()` ends and forgets the
-    services of the run; those of the process last until it ends.
+    A package registers an object under its class (the transport, the consensus, the hang watcher, the
+    background writer), so `state` does not import these packages. `PartialState._reset_state()` ends and
+    removes the services of the run. Services of the process last until it ends.
     """
 
     of_run: ClassVar[dict[type[Any], Any]] = SharedDict()  # services of the run by their class
@@ -103,21 +106,22 @@ class ProcessServices:
         self._of_process: dict[type[Any], Any] = {}
         self._counters: dict[str, Iterator[int]] = {}
         self.groups_opened = 0  # number of default process groups that this process has opened
-        # The process that uses the default group: a fork inherits the group, and does not close it.
+        # Process that uses the default group. A fork inherits the group, and does not close it.
         self.group_owner: int | None = None
-        # The restart generation that the ranks agreed on; None where they did not have to.
+        # Restart generation that the ranks agreed on, or None if this was not necessary.
         self.generation: str | None = None
-        # Contexts that this rank enters while it waits for the others to open the default group; each gets
-        # the topology and `groups_opened`.
+        # Functions that return a context for the time in which this rank waits for the others to open the
+        # default group. Their arguments are the topology and `groups_opened`.
         self.while_opening: list[Callable[[Any, int], AbstractContextManager[object]]] = []
-        # What `wait_for_everyone` calls while a group is open; None waits without a record.
+        # Barrier that `wait_for_everyone` calls while a group is open. None waits without a record.
         self.barrier: Callable[[], None] | None = None
 
     def find(self, kind: type[Service]) -> Service | None:
+        """Returns the service of the run of this class, or None."""
         return self.of_run.get(kind)
 
     def get(self, kind: type[Service], make: Callable[[], Service], *, uses_group: bool = False) -> Service:
-        """Return the service of the run of this class; the first call makes and registers it."""
+        """Returns the service of the run of this class, which the first call creates and registers."""
         service = self.find(kind)
         return self.put(kind, make(), uses_group=uses_group) if service is None else service
 
@@ -130,10 +134,12 @@ class ProcessServices:
         close: Callable[[], None] | None = None,
         end: Callable[[], None] | None = None,
     ) -> Service:
-        """Register a service of the run, in place of the one of this class, and return it.
+        """Registers a service of the run, replaces a previous one of its class, and returns it.
 
-        One that `uses_group` is forgotten when another default process group takes the place of that one.
-        `close` is called before that group is closed, `end` when the state is reset.
+        Args:
+            uses_group: Whether the service is removed when another default process group is opened.
+            close: Called before the default process group is closed.
+            end: Called when the state is reset.
         """
         self.of_run[kind] = service
         if uses_group:
@@ -145,33 +151,37 @@ class ProcessServices:
         return service
 
     def remove(self, kind: type[Service]) -> Service | None:
-        """Forget the service of the run of this class, and return it."""
+        """Removes the service of the run of this class, and returns it, or None."""
         for registered in (self._group_users, self._closers, self._endings):
             registered.pop(kind, None)
         return self.of_run.pop(kind, None)  # type: ignore[no-any-return]
 
     def of_process(self, kind: type[Service]) -> Service:
-        """Return the service of the process of this class; the first call makes it, without arguments."""
+        """Returns the service of the process of this class, which the first call creates."""
         if kind not in self._of_process:
             self._of_process[kind] = kind()
         return self._of_process[kind]  # type: ignore[no-any-return]
 
     def next_number(self, purpose: str) -> int:
-        """Count the calls for a purpose in this process, from 0; a reset does not start again."""
+        """Returns the number of previous calls for a purpose in this process, also across resets."""
         return next(self._counters.setdefault(purpose, count()))
 
     def before_close(self) -> None:
-        """Close services while the default process group is still open."""
+        """Closes services while the default process group is still open."""
         for close in list(self._closers.values()):
             close()
 
     def own_group(self) -> None:
-        """Let this process use the open default group and close it at exit; forget what held another one."""
+        """Makes this process the user of the open default group, which it closes at exit.
+
+        Services that used another group are removed.
+        """
         self.group_owner = os.getpid()
         for kind in list(self._group_users):
             self.remove(kind)
 
     def reset(self) -> None:
+        """Ends and removes the services of the run."""
         for end in list(self._endings.values()):
             end()
         for registered in (self.of_run, self._group_users, self._closers, self._endings):
@@ -179,15 +189,15 @@ class ProcessServices:
 
 
 services = ProcessServices()
-"""Those of this process."""
+"""Services of this process."""
 
 step_clock = services.of_process(StepClock)
-"""Counts the seconds of each phase of a training step; the object is the same as long as the process runs."""
+"""Clock of the phases of a training step, the same object for the lifetime of the process."""
 
 run_records = services.of_process(RecordQueue)
-"""Records of what happens in this process, for those that write them."""
+"""Queue of the records of this process, which the run monitor writes to files."""
 
 
-def note_event(name: str, text: str) -> None:
-    """Add an event of this rank to the records of the run."""
+def record_event(name: str, text: str) -> None:
+    """Adds an event of this rank to the records of the run."""
     run_records.append(Event(time=time.time(), name=name, step=step_clock.number, text=text))

@@ -1,4 +1,4 @@
-"""Helpers for tests of programs that use this package, and the scripts that `accelerate test` launches."""
+"""Tools for tests of programs that use this package, and the scripts that `accelerate test` launches."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Marks, base classes, checks and launch commands for tests of programs that use this package."""
+"""Decorators that skip tests, base classes, assertions and launch commands for tests of client programs."""
 
 from __future__ import annotations
 
@@ -31,20 +31,23 @@ Mark = Callable[[Test], Test]
 
 SLOW = "RUN_SLOW"
 FIRST_PORT = 29500
-NOT_A_WORKER = "gw0"
+FIRST_WORKER = "gw0"
 
 
 # Marks
 
 
 def _mark(name: str, condition: Callable[[], bool], reason: str) -> Mark[Any]:
-    """Build a mark that skips a test, or all tests of a class, where a condition is false at that time."""
+    """Returns a decorator that skips a test, or a class of tests, if a condition is false.
+
+    The condition is evaluated when the decorator is applied.
+    """
 
     def mark(test_case: Test) -> Test:
         return unittest.skipUnless(condition(), reason)(test_case)
 
     mark.__name__ = mark.__qualname__ = name
-    mark.__doc__ = f"Skip a test unless its need is met; else: {reason}."
+    mark.__doc__ = f"Skips a test if its condition is false, for this reason: {reason}."
     return mark
 
 
@@ -53,7 +56,7 @@ def _require(name: str, condition: Callable[[], bool], reason: str) -> Mark[Any]
 
 
 def __getattr__(name: str) -> Mark[Any]:
-    """Build `require_x` of a package: it skips a test where the package is not installed."""
+    """Returns `require_x` of a package x, which skips a test if the package is not installed."""
     package = packages.PACKAGES.get(name.removeprefix("require_"))
     if package is None or not name.startswith("require_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -69,7 +72,10 @@ def _not_on(*names: str) -> Callable[[], bool]:
 
 
 def _count(least: int, most: int | None, *names: str) -> Callable[[], bool]:
-    """Whether this machine has so many devices, of one of these kinds (of any but the CPU without names)."""
+    """Returns a condition for the number of devices of this node.
+
+    Without names, it counts devices of any type except the CPU.
+    """
 
     def condition() -> bool:
         backend = detect()
@@ -149,7 +155,10 @@ skip = _mark("skip", lambda: False, "it is left out")
 
 
 def require_torch_min_version(test_case: Any = None, version: str | None = None) -> Any:
-    """Skip a test, or a class of tests, where torch is older; without a test, a mark is returned."""
+    """Skips a test, or a class of tests, if torch is older than `version`.
+
+    Without a test, it returns the decorator.
+    """
     if test_case is None:
         return functools.partial(require_torch_min_version, version=version)
     new_enough = version is None or is_torch_version(">=", version)
@@ -157,7 +166,7 @@ def require_torch_min_version(test_case: Any = None, version: str | None = None)
 
 
 def run_first(test_case: Test) -> Test:
-    """Mark a test, or a class of tests, to run before the others; needs pytest-order."""
+    """Marks a test, or a class of tests, to run before the others, which needs pytest-order."""
     if not packages.is_pytest_available():
         return test_case
     import pytest
@@ -170,39 +179,44 @@ def run_first(test_case: Test) -> Test:
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return the torch device type of this machine, how many devices it has, and what says how much memory
-    torch uses on the current one, in bytes (0 on the CPU)."""
+    """Returns the device type of this node, the number of devices, and a function for their memory.
+
+    The function returns the bytes that torch has allocated on the current device, and 0 on the CPU.
+    """
     backend = detect()
     if backend is CPU:
         return backend.name, 1, lambda: 0
-    used = getattr(backend.torch_module(), "memory_allocated", None)
-    return backend.name, backend.count(), used or (lambda: 0)
+    allocated = getattr(backend.torch_module(), "memory_allocated", None)
+    return backend.name, backend.count(), allocated or (lambda: 0)
 
 
 torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def get_launch_command(**kwargs: Any) -> list[str]:
-    """Return the words of `accelerate launch` with flags: True has no value, False and None are left out."""
-    words = ["accelerate", "launch"]
+    """Returns the command of `accelerate launch` with flags by name.
+
+    True adds a flag without a value, and False and None add nothing.
+    """
+    command = ["accelerate", "launch"]
     for name, value in kwargs.items():
         if value is True:
-            words.append(f"--{name}")
+            command.append(f"--{name}")
         elif value is not None and value is not False:
-            words.append(f"--{name}={value}")
-    return words
+            command.append(f"--{name}={value}")
+    return command
 
 
 DEFAULT_LAUNCH_COMMAND = get_launch_command(num_processes=device_count, monitor_interval=0.1)
 
 
 def pytest_xdist_worker_id() -> int:
-    """Return the number of this worker of pytest-xdist, from 0; without workers, 0."""
-    return int(environ.current().get("PYTEST_XDIST_WORKER", NOT_A_WORKER).removeprefix("gw"))
+    """Returns the index of this worker of pytest-xdist, or 0 without workers."""
+    return int(environ.current().get("PYTEST_XDIST_WORKER", FIRST_WORKER).removeprefix("gw"))
 
 
 def get_torch_dist_unique_port() -> int:
-    """Return a port for `torch.distributed` that no other worker of pytest-xdist takes."""
+    """Returns a port for `torch.distributed` that no other worker of pytest-xdist uses."""
     return FIRST_PORT + pytest_xdist_worker_id()
 
 
@@ -210,43 +224,43 @@ def get_torch_dist_unique_port() -> int:
 
 
 class TempDirTestCase(unittest.TestCase):
-    """Tests with a folder `tmpdir`, one for the class, which is removed with it."""
+    """Test case with a folder `tmpdir` for all tests of the class, which is removed after the last one."""
 
-    clear_on_setup = True  # empty the folder before each test
+    clear_on_setup = True  # whether the folder is emptied before each test
     tmpdir: Path
 
     @classmethod
     def setUpClass(cls) -> None:
-        """Make the folder."""
+        """Creates the folder."""
         cls.tmpdir = Path(tempfile.mkdtemp())
 
     @classmethod
     def tearDownClass(cls) -> None:
-        """Remove the folder."""
+        """Removes the folder."""
         shutil.rmtree(cls.tmpdir, ignore_errors=True)
 
     def setUp(self) -> None:
-        """Empty the folder."""
+        """Empties the folder."""
         if self.clear_on_setup:
             shutil.rmtree(self.tmpdir)
             self.tmpdir.mkdir()
 
 
 class AccelerateTestCase(unittest.TestCase):
-    """Tests after each of which the states are those of a new program."""
+    """Test case that resets `AcceleratorState` and `PartialState` after each test."""
 
     def tearDown(self) -> None:
-        """Reset the states."""
+        """Resets the states."""
         super().tearDown()
         AcceleratorState._reset_state()
         PartialState._reset_state()
 
 
 class MockingTestCase(unittest.TestCase):
-    """Tests that replace objects."""
+    """Test case that replaces objects with mocks."""
 
     def add_mocks(self, mocks: Any) -> None:
-        """Start what `unittest.mock.patch` returned, one or several, until the test ends."""
+        """Starts one or several patches of `unittest.mock.patch`, which are stopped when the test ends."""
         self.mocks = list(mocks) if isinstance(mocks, list | tuple) else [mocks]
         for patch in self.mocks:
             patch.start()
@@ -254,14 +268,17 @@ class MockingTestCase(unittest.TestCase):
 
 
 def are_the_same_tensors(tensor: torch.Tensor) -> bool:
-    """Return whether `tensor` has the same values on all ranks; called on all ranks."""
+    """Returns whether `tensor` has the same values on all ranks.
+
+    All ranks must call it.
+    """
     values = gather(tensor[None].clone().to(PartialState().device)).cpu()
     return all(torch.equal(value, tensor.cpu()) for value in values)
 
 
 @contextmanager
 def assert_exception(exception_class: type[BaseException], msg: str | None = None) -> Iterator[None]:
-    """Fail unless the block raises an exception of this class, with `msg` as a part of its text."""
+    """Raises an `AssertionError` unless the block raises an exception of this class with `msg` in it."""
     try:
         yield
     except Exception as error:
@@ -274,7 +291,7 @@ def assert_exception(exception_class: type[BaseException], msg: str | None = Non
 
 
 def capture_call_output(func: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
-    """Return what a function prints when it is called with these arguments."""
+    """Returns the text that a function prints when it is called with these arguments."""
     with redirect_stdout(io.StringIO()) as printed:
         func(*args, **kwargs)
     return printed.getvalue()

@@ -1,4 +1,4 @@
-"""A model of two numbers, and data for it."""
+"""Regression model with two parameters and small data sets, for tests."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ from accelerate.logging import get_logger
 
 logger = get_logger(__name__)
 
-VOCABULARY = 100
-WORDS = 16
+VOCABULARY_SIZE = 100
+SEQUENCE_LENGTH = 16
 
 
 class RegressionDataset(Dataset[dict[str, Any]]):
-    """Points near the line `a * x + b`, as `{"x": ..., "y": ...}` in float32.
+    """Dataset of points near the line `a * x + b`, as `{"x": ..., "y": ...}` in float32.
 
-    Without a seed the points are others each time.
+    Args:
+        a: Slope of the line.
+        b: Intercept of the line.
+        length: Number of points.
+        seed: Seed of the points. None draws different points each time.
     """
 
     def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int | None = None) -> None:
@@ -38,7 +42,13 @@ class RegressionDataset(Dataset[dict[str, Any]]):
 
 
 class RegressionModel(nn.Module):
-    """The line `a * x + b`; says once which dtypes it computes with. Clients pass `double_output`, unused."""
+    """Model of the line `a * x + b`, which logs its dtypes in the first forward.
+
+    Args:
+        a: Initial slope.
+        b: Initial intercept.
+        double_output: Not used. Clients pass it.
+    """
 
     def __init__(self, a: float = 0, b: float = 0, double_output: bool = False) -> None:
         super().__init__()
@@ -47,7 +57,7 @@ class RegressionModel(nn.Module):
         self.first_batch = True
 
     def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the points of the line."""
+        """Returns `a * x + b`."""
         if x is None:
             raise ValueError("x=None: the model has no input. Pass a tensor.")
         if self.first_batch:
@@ -57,30 +67,41 @@ class RegressionModel(nn.Module):
 
 
 def mocked_dataloaders(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any]:
-    """Return loaders for training and evaluation (of twice the batch size), the same each time.
+    """Returns a loader for training and one for evaluation, with the same samples in each call.
 
-    Batches have `input_ids`, `attention_mask` and `labels` (int64). Clients pass `accelerator`, unused.
+    Batches have `input_ids` and `attention_mask` of shape (batch, 16) and `labels` of shape (batch,), all
+    int64.
+
+    Args:
+        accelerator: Not used. Clients pass it.
+        batch_size: Samples in a batch for training. A batch for evaluation has twice as many.
     """
-    return _loaders(batch_size, labels_of_words=False)
+    return _loaders(batch_size, labels_are_inputs=False)
 
 
 def mocked_dataloaders_for_autoregressive_models(accelerator: Any, batch_size: int = 16) -> tuple[Any, Any]:
-    """Return loaders like those of `mocked_dataloaders`, of texts whose labels are their own words."""
-    return _loaders(batch_size, labels_of_words=True)
+    """Returns loaders like `mocked_dataloaders`, with the input IDs as labels.
+
+    Args:
+        accelerator: Not used. Clients pass it.
+        batch_size: Samples in a batch for training. A batch for evaluation has twice as many.
+    """
+    return _loaders(batch_size, labels_are_inputs=True)
 
 
-def _loaders(batch_size: int, labels_of_words: bool) -> tuple[Any, Any]:
-    train, evaluation = (_texts(count, seed, labels_of_words) for count, seed in ((64, 0), (32, 1)))
+def _loaders(batch_size: int, labels_are_inputs: bool) -> tuple[Any, Any]:
+    train, evaluation = (_samples(count, seed, labels_are_inputs) for count, seed in ((64, 0), (32, 1)))
     return DataLoader(train, batch_size=batch_size, shuffle=True), DataLoader(
         evaluation, batch_size=2 * batch_size
     )
 
 
-def _texts(count: int, seed: int, labels_of_words: bool) -> Any:
+def _samples(count: int, seed: int, labels_are_inputs: bool) -> Any:
     generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(VOCABULARY, (count, WORDS), generator=generator)
-    labels = words if labels_of_words else torch.randint(2, (count,), generator=generator)
-    mask = torch.ones_like(words)
+    input_ids = torch.randint(VOCABULARY_SIZE, (count, SEQUENCE_LENGTH), generator=generator)
+    labels = input_ids if labels_are_inputs else torch.randint(2, (count,), generator=generator)
+    mask = torch.ones_like(input_ids)
     return [
-        {"input_ids": words[i], "attention_mask": mask[i], "labels": labels[i].clone()} for i in range(count)
+        {"input_ids": input_ids[i], "attention_mask": mask[i], "labels": labels[i].clone()}
+        for i in range(count)
     ]

@@ -1,4 +1,4 @@
-"""Old import paths: the names of `__init__.pyi`, loaded on first use."""
+"""Public names of the package by their old import paths, loaded on first use."""
 
 from accelerate.base import attach
 from accelerate.utils.tqdm import tqdm as tqdm  # the function, where the submodule has the same name

@@ -1,4 +1,4 @@
-"""Old import path of FP8 through torchao."""
+"""Old import path of functions for FP8 training with torchao."""
 
 from accelerate.base import attach
 

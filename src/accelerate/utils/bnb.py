@@ -1,4 +1,4 @@
-"""Old import path of quantization by bitsandbytes."""
+"""Old import path of quantization with bitsandbytes."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of what trains with DeepSpeed."""
+"""Old import path of classes and functions for DeepSpeed."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of what concerns environment variables, the driver and CPU affinity."""
+"""Old import path of functions for environment variables, the GPU driver and CPU affinity."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of what shards, loads and merges models under FSDP."""
+"""Old import path of functions that shard, load and merge models under FSDP."""
 
 from accelerate.base import attach
 

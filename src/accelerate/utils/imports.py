@@ -1,4 +1,4 @@
-"""Old import path of the probes of packages and hardware."""
+"""Old import path of the checks for installed packages and hardware."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of the launch half."""
+"""Old import path of functions of the launcher."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of what trains with Megatron-LM."""
+"""Old import path of classes and functions for Megatron-LM."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of what frees memory and retries with less of it."""
+"""Old import path of functions that free memory and retry with smaller batches."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of what measures, places and loads modules."""
+"""Old import path of functions for module sizes, device maps and loading of weights."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of weights that stay in files until they are needed."""
+"""Old import path of functions for weights offloaded to disk."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of nested structures and collectives."""
+"""Old import path of collectives and functions for nested structures of tensors."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of what is nowhere else."""
+"""Old import path of the remaining functions."""
 
 from accelerate.base import attach
 

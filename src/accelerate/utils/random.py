@@ -1,4 +1,4 @@
-"""Old import path of the random generators."""
+"""Old import path of functions for random number generators."""
 
 from accelerate.base import attach
 

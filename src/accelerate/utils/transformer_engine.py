@@ -1,4 +1,4 @@
-"""Old import path of FP8 through Transformer Engine."""
+"""Old import path of functions for FP8 training with Transformer Engine."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""Old import path of version comparison."""
+"""Old import path of the comparison of versions."""
 
 from accelerate.base import attach
 

@@ -90,7 +90,7 @@ def test_a_step_without_finite_gradients_is_not_counted() -> None:
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     optimizer.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
-    optimizer._attach_step_note()
+    optimizer._attach_patched_step()
     for factor in (1.0, float("inf"), 1.0):
         scaler.scale(model(torch.ones(2, 4)).sum() * factor).backward()
         optimizer.step()

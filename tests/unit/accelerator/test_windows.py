@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import ConfigurationError, StateError
-from accelerate.ops import Answer, reduce_async
+from accelerate.ops import AsyncReduction, reduce_async
 from accelerate.utils import GradientAccumulationPlugin
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -214,7 +214,7 @@ def test_an_error_in_a_window_resets_the_gradient_state() -> None:
 def test_items_are_summed_over_processes_once_for_each_window(monkeypatch: pytest.MonkeyPatch) -> None:
     sums = []
 
-    def note(numbers: Any, how: str, purpose: str) -> Answer:
+    def note(numbers: Any, how: str, purpose: str) -> AsyncReduction:
         sums.append(numbers[0])
         return reduce_async(numbers, how, purpose)
 

@@ -305,8 +305,9 @@ class Pair(Consensus):
     def __init__(self, other: dict[str, Any]) -> None:
         self.other = other
 
-    def decide(self, what: str, value: Any, judge: Any, patience: float) -> Any:
-        return judge([value, {**value, **self.other}]) if isinstance(value, dict) else judge([value, value])
+    def decide(self, operation: str, value: Any, reduce_fn: Any, timeout: float) -> Any:
+        other = {**value, **self.other} if isinstance(value, dict) else value
+        return reduce_fn([value, other])
 
 
 def test_ranks_that_find_different_saves_read_again_and_then_name_each_other(tmp_path: Path) -> None:

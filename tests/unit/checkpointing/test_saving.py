@@ -98,7 +98,7 @@ def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 class FailingConsensus(Consensus):
     """Fails after the folder was made, as when another rank does not come."""
 
-    def share(self, name: str, make: Any, patience: float) -> Any:
+    def compute_once(self, name: str, make: Any, timeout: float) -> Any:
         raise CheckpointError("not together")
 
 

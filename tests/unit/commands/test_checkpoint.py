@@ -206,7 +206,7 @@ def test_shards_are_compared_as_whole_tensors(tmp_path: Path, capsys: pytest.Cap
     assert capsys.readouterr().out.splitlines() == [
         "model_0:model.lr: 0.5 and 0.75",
         "model_0:model.weight: 8 of 8 elements, by 0.25 at most",
-        "notes.txt: another file, by its checksum; its content is not compared",
+        "notes.txt: different files, by their checksums; contents are not compared",
         "3 of 4 entries differ.",
     ]
     run("diff", first, save_shards(tmp_path, "c", 0.5))

@@ -67,7 +67,7 @@ def test_without_client_libraries_no_library_is_listed(
     site: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     call()
-    assert "No installed library asks for it." in capsys.readouterr().out
+    assert "No installed library requires it." in capsys.readouterr().out
 
 
 def test_the_header_is_written_and_removed(site: Path, capsys: pytest.CaptureFixture[str]) -> None:

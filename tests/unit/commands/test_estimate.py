@@ -184,8 +184,8 @@ def test_an_error_of_the_hub_is_one_line(hub: str, model: str, problem: str) -> 
 @pytest.mark.parametrize(
     ("variables", "problem"),
     [
-        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and the model is in no cache"),
-        ({}, "the Hub cannot be asked"),
+        ({"HF_HUB_OFFLINE": "1"}, "HF_HUB_OFFLINE is set, and the model is not cached"),
+        ({}, "the Hub cannot be reached"),
     ],
 )
 def test_without_the_hub_it_is_one_clear_error(variables: dict[str, str], problem: str) -> None:
@@ -212,7 +212,7 @@ def test_offline_a_downloaded_model_is_found(folder: Path, tmp_path: Path) -> No
     [
         ("./nowhere", "there is no such file or folder"),
         ("a/b/c", "there is no such file or folder"),
-        ("not a name", "this is no name of a model"),
+        ("not a name", "this is not a valid name of a model"),
     ],
 )
 def test_a_wrong_name_is_one_clear_error(model: str, problem: str) -> None:
@@ -226,7 +226,7 @@ def test_errors_are_found_where_the_lowest_version_of_huggingface_hub_has_them(
     for name in ("GatedRepoError", "RepositoryNotFoundError", "HfHubHTTPError"):
         monkeypatch.setattr(huggingface_hub.utils, name, getattr(huggingface_hub.utils, name), raising=False)
         monkeypatch.delattr(huggingface_hub.errors, name, raising=False)
-    with pytest.raises(ConfigurationError, match="this is no name of a model"):
+    with pytest.raises(ConfigurationError, match="this is not a valid name of a model"):
         read_tensors("not a name", None, False)
 
 

@@ -16,7 +16,7 @@ from accelerate.commands.estimate import (
     largest_layer,
     layer_of,
     parse_memory,
-    plan_of,
+    plan_device_map,
     size_of,
     training_bytes,
 )
@@ -131,13 +131,15 @@ def test_limits_are_read() -> None:
 
 
 def test_numbered_modules_stay_whole_and_in_order() -> None:
-    device_map, table = plan_of(WEIGHTS, "float32", {0: 5 * LAYER, "cpu": 10**6})
+    device_map, table = plan_device_map(WEIGHTS, "float32", {0: 5 * LAYER, "cpu": 10**6})
     assert device_map["layers.0"] == 0
     assert [device_map[f"layers.{index}"] for index in (1, 2, 11)] == [0, "cpu", "cpu"]
     assert "layers.2-11" in table
-    small, _ = plan_of(WEIGHTS, "int4", {0: 5 * LAYER, "cpu": 10**6})
+    small, _ = plan_device_map(WEIGHTS, "int4", {0: 5 * LAYER, "cpu": 10**6})
     assert small == {"": 0}
-    (size,) = {line.split()[1] for line in plan_of(WEIGHTS[-1:], "int4", {0: 100})[1].splitlines()[1:]}
+    (size,) = {
+        line.split()[1] for line in plan_device_map(WEIGHTS[-1:], "int4", {0: 100})[1].splitlines()[1:]
+    }
     assert size == "56", "integers are as they are"
 
 

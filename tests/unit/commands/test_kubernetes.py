@@ -335,7 +335,7 @@ def test_the_guide_shows_what_its_command_prints(capsys: pytest.CaptureFixture[s
 
 
 def test_an_image_needs_a_manifest() -> None:
-    with pytest.raises(ConfigurationError, match="--image belongs to --manifest"):
+    with pytest.raises(ConfigurationError, match="--image requires --manifest"):
         launch_command(launch_command_parser().parse_args(["--image", "a", "--cpu", "train.py"]))
 
 

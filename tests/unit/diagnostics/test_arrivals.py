@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import ArrivalWatch, Limits, Message, Note, Report, Siblings, arrivals
+from accelerate.diagnostics import ArrivalWatch, Limits, Message, Report, Siblings, WaitingRank, arrivals
 from accelerate.launch import KEY_VARIABLE
 from accelerate.state import StoreChannel, Topology
 
@@ -20,7 +20,7 @@ ENDS = Limits(0.3, True)
 
 
 class Kept:
-    """An outlet that keeps what it gets; ending ends nothing."""
+    """A reporter that keeps what it gets; ending ends nothing."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -50,7 +50,7 @@ class Ranks:
         self.open = threading.Event()
         self.threads: list[threading.Thread] = []
         monkeypatch.setattr(ArrivalWatch, "_connect", lambda _: self.store and self.channel())
-        monkeypatch.setattr(arrivals, "Outlet", lambda rank, size, environ: self.kept[rank])
+        monkeypatch.setattr(arrivals, "HangReporter", lambda rank, size, environ: self.kept[rank])
 
     def channel(self) -> StoreChannel:
         assert self.store is not None
@@ -87,7 +87,7 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 def test_the_lowest_waiting_rank_reports_missing_ranks_once_and_the_end_of_the_hang(ranks: Ranks) -> None:
     ranks.come(1, 2)
     ranks.until(lambda: ranks.kept[1].texts)
-    time.sleep(3 * LIMITS.seconds)
+    time.sleep(3 * LIMITS.timeout)
     ranks.come(0)
     text, over = ranks.go()
     assert text.startswith("accelerate: hang: ranks 1-2 wait in init_process_group, "), text
@@ -97,7 +97,7 @@ def test_the_lowest_waiting_rank_reports_missing_ranks_once_and_the_end_of_the_h
 
 def test_ranks_that_join_in_time_report_nothing(ranks: Ranks) -> None:
     ranks.come(0, 1, 2)
-    time.sleep(LIMITS.seconds / 2)
+    time.sleep(LIMITS.timeout / 2)
     assert ranks.go() == []
 
 
@@ -130,7 +130,7 @@ def test_all_ranks_end_when_a_hang_ends_the_run(ranks: Ranks) -> None:
 )
 def test_messages_of_processes_before_a_restart_are_ignored(ranks: Ranks, last: Message) -> None:
     channel = ranks.channel()
-    channel.append("waiting/1", asdict(Note(0, "starting", host="host", pid=1)))
+    channel.append("waiting/1", asdict(WaitingRank(0, "starting", host="host", pid=1)))
     channel.post("message/2", asdict(last))
     channel.count("messages", 2)
     ranks.come(1, 2)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.diagnostics import CAUSES, MOST_LINES, find_cause, is_telling, render, write_report
+from accelerate.diagnostics import CAUSES, MAX_LINES, find_cause, format_screen, is_informative, write_report
 from accelerate.launch import Exits, Failure, Outcome
 
 BASE = Failure(
@@ -37,7 +37,7 @@ def test_the_first_traceback_is_shown_once_and_equal_ranks_are_folded() -> None:
     seen = Exits({4: -15, 6: -9, 7: -15, 8: 0}, asked=(4, 7))
     another = replace(LOST, rank=9, headline="RuntimeError: Connection closed by peer [2]")
     outcome = Outcome(1, (BASE, same(2), same(3), same(5), LOST, another), seen)
-    lines = render(outcome, HERE).splitlines()
+    lines = format_screen(outcome, HERE).splitlines()
     assert sum("Traceback" in line for line in lines) == 1
     assert "rank 1 on node failed first:" in lines
     assert "ranks 2-3, 5: the same error" in lines
@@ -53,20 +53,20 @@ def test_the_first_traceback_is_shown_once_and_equal_ranks_are_folded() -> None:
     [(-9, "killed by signal 9 (SIGKILL)"), (7, "exit code 7"), (-11, "killed by signal 11 (SIGSEGV)")],
 )
 def test_a_rank_that_left_silently_failed_before_those_that_lost_it(number: int, words: str) -> None:
-    text = render(Outcome(7, (LOST,), Exits({0: 1, 1: number})), HERE)
+    text = format_screen(Outcome(7, (LOST,), Exits({0: 1, 1: number})), HERE)
     assert f"rank 1 failed first: {words}" in text
     assert "left no Python error" in text
     assert "Traceback" not in text
 
 
 def test_the_traceback_of_one_process_is_not_printed_twice() -> None:
-    text = render(Outcome(1, (replace(BASE, world_size=1, rank=0),)), HERE)
+    text = format_screen(Outcome(1, (replace(BASE, world_size=1, rank=0),)), HERE)
     assert "Traceback" not in text
     assert "ValueError: bad value 1" in text
 
 
 def test_logs_are_named() -> None:
-    assert "Logs of the ranks: logs" in render(Outcome(1, (BASE,)), HERE, "logs")
+    assert "Logs of the ranks: logs" in format_screen(Outcome(1, (BASE,)), HERE, "logs")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,11 @@ def test_logs_are_named() -> None:
             "RuntimeError",
             "no part in the loss",
         ),
-        ("torch.distributed.DistBackendError: NCCL error in: x", "DistBackendError", "lost each other"),
+        (
+            "torch.distributed.DistBackendError: NCCL error in: x",
+            "DistBackendError",
+            "lost their connections",
+        ),
         ("RuntimeError: Cannot re-initialize CUDA in forked subprocess.", "RuntimeError", "before it forked"),
         ("Hang: rank 0 waits; rank 1 is in Connection refused", "Hang", "Ranks wait"),
     ],
@@ -96,14 +100,14 @@ def test_common_causes_are_named_with_their_fix(headline: str, kind: str, cause:
     found = find_cause(Outcome(1, (failure,)))
     assert found is not None
     assert cause in found.cause
-    assert f"What to do:   {found.fix}" in render(Outcome(1, (failure,)), HERE)
+    assert f"What to do:   {found.fix}" in format_screen(Outcome(1, (failure,)), HERE)
 
 
 def test_an_ended_hang_is_the_failure() -> None:
     report = "accelerate: hang: rank 0 waits."
     hang = replace(BASE, kind=("Hang",), headline="hang: rank 0 waits", trace=report)
     outcome = Outcome(1, (hang, replace(hang, rank=0)), Exits({0: 1, 1: 1}), report)
-    text = render(outcome, HERE)
+    text = format_screen(outcome, HERE)
     assert text.count("accelerate: hang: rank 0 waits.") == 1
     assert "rank 0: ended for it as well" in text
     assert "failed first" not in text
@@ -111,7 +115,7 @@ def test_an_ended_hang_is_the_failure() -> None:
 
 def test_a_hang_that_was_reported_before_is_in_the_digest(tmp_path: Path) -> None:
     outcome = Outcome(1, (LOST,), hang="accelerate: hang: rank 0 waits.")
-    assert "accelerate: hang: rank 0 waits." in render(outcome, HERE).splitlines()
+    assert "accelerate: hang: rank 0 waits." in format_screen(outcome, HERE).splitlines()
     write_report(outcome, tmp_path)
     assert json.loads((tmp_path / "failure.json").read_text())["hang"] == "accelerate: hang: rank 0 waits."
 
@@ -130,25 +134,25 @@ def test_an_error_of_this_package_gets_no_likely_cause(message: str) -> None:
 
 def test_an_unknown_error_has_no_likely_cause() -> None:
     assert find_cause(Outcome(1, (BASE,))) is None
-    assert "Likely cause" not in render(Outcome(1, (BASE,)), HERE)
+    assert "Likely cause" not in format_screen(Outcome(1, (BASE,)), HERE)
 
 
 def test_wrong_arguments_of_the_script_are_named() -> None:
-    text = render(Outcome(1, (), Exits({0: 2, 1: 2})), HERE)
-    assert "Likely cause: The script refused its own arguments" in text
+    text = format_screen(Outcome(1, (), Exits({0: 2, 1: 2})), HERE)
+    assert "Likely cause: The script rejected its arguments" in text
 
 
 def test_a_killed_single_process_ran_out_of_memory() -> None:
-    text = render(Outcome(137, ()), HERE)
+    text = format_screen(Outcome(137, ()), HERE)
     assert "killed by signal 9 (SIGKILL)" in text
     assert "ran out of memory" in text
 
 
 def test_a_code_that_a_script_chose_needs_no_screen() -> None:
-    assert not is_telling(Outcome(3, ()))
-    assert is_telling(Outcome(137, ()))
-    assert is_telling(Outcome(1, (BASE,)))
-    assert is_telling(Outcome(7, (), Exits({1: 7})))
+    assert not is_informative(Outcome(3, ()))
+    assert is_informative(Outcome(137, ()))
+    assert is_informative(Outcome(1, (BASE,)))
+    assert is_informative(Outcome(7, (), Exits({1: 7})))
 
 
 def test_the_report_for_machines(tmp_path: Path) -> None:
@@ -164,7 +168,7 @@ def test_the_report_for_machines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("asked_by", [15, 2])
 def test_a_rank_killed_by_the_launcher_did_not_run_out_of_memory(asked_by: int) -> None:
     seen = Exits({0: -9, 1: 1, 2: -asked_by}, asked=(0, 2), asked_by=asked_by, killed=(0,))
-    text = render(Outcome(1, (BASE,), seen), HERE)
+    text = format_screen(Outcome(1, (BASE,), seen), HERE)
     name = {15: "SIGTERM", 2: "SIGINT"}[asked_by]
     assert f"rank 0: killed by the launcher: did not end within 15 s after {name}" in text.splitlines()
     assert "rank 2: ended by the launcher" in text.splitlines()
@@ -173,7 +177,7 @@ def test_a_rank_killed_by_the_launcher_did_not_run_out_of_memory(asked_by: int) 
 
 def test_a_single_process_that_the_launcher_killed_did_not_run_out_of_memory() -> None:
     outcome = Outcome(137, (), Exits({0: -9}, asked=(0,), killed=(0,)))
-    text = render(outcome, HERE)
+    text = format_screen(outcome, HERE)
     assert "The script was killed by the launcher: did not end within 15 s after SIGTERM." in text
     assert "memory" not in text
     assert "rank" not in text
@@ -190,7 +194,7 @@ RuntimeError: Connection closed by peer [1]
 
 def test_a_rank_that_exited_while_others_waited_is_named() -> None:
     outcome = Outcome(1, (replace(LOST, trace=WAITED),), Exits({0: 1, 1: 0, 2: 0}))
-    text = render(outcome, HERE)
+    text = format_screen(outcome, HERE)
     assert (
         "ranks 1-2 finished and left (exit code 0); "
         "rank 0 waited for them in /home/me/train.py:12: accelerator.gather(loss)."
@@ -201,10 +205,10 @@ def test_a_rank_that_exited_while_others_waited_is_named() -> None:
 
 def test_the_network_is_suspected_only_where_nothing_else_failed() -> None:
     both = (LOST, replace(LOST, rank=1))
-    assert "firewalls" in render(Outcome(1, both, Exits({0: 1, 1: 1})), HERE)
+    assert "firewalls" in format_screen(Outcome(1, both, Exits({0: 1, 1: 1})), HERE)
     for codes in ({0: 1, 1: 0}, {0: 1, 1: 3}, {0: 1, 1: -11}):
-        assert "firewalls" not in render(Outcome(1, (LOST,), Exits(codes)), HERE)
-    assert "firewalls" not in render(Outcome(1, (LOST, BASE), Exits({0: 1, 1: 1})), HERE)
+        assert "firewalls" not in format_screen(Outcome(1, (LOST,), Exits(codes)), HERE)
+    assert "firewalls" not in format_screen(Outcome(1, (LOST, BASE), Exits({0: 1, 1: 1})), HERE)
 
 
 def test_the_script_may_lose_connections_of_its_own() -> None:
@@ -226,8 +230,8 @@ def test_the_screen_has_at_most_sixty_lines(
     others = tuple(
         replace(LOST, rank=rank, headline=f"RuntimeError: gloo {'y' * rank}") for rank in range(1, size)
     )
-    lines = render(Outcome(1, (first, *others), hang=hang), HERE, log_dir).splitlines()
-    assert len(lines) <= MOST_LINES
+    lines = format_screen(Outcome(1, (first, *others), hang=hang), HERE, log_dir).splitlines()
+    assert len(lines) <= MAX_LINES
     assert max(map(len, lines)) < 500
     assert sum("Traceback" in line for line in lines) == 1
     assert "line 0" in lines
@@ -240,6 +244,6 @@ def test_the_screen_has_at_most_sixty_lines(
 
 def test_a_text_that_fits_is_not_cut() -> None:
     trace = "Traceback (most recent call last):\n" + "  line\n" * 40 + "ValueError: bad value 1\n"
-    text = render(Outcome(1, (replace(BASE, trace=trace),)), HERE)
+    text = format_screen(Outcome(1, (replace(BASE, trace=trace),)), HERE)
     assert trace in text
     assert "left out" not in text

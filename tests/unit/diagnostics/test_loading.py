@@ -20,8 +20,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelerate.base import stack_dumps
 from accelerate.data_loader import ReadAhead
-from accelerate.diagnostics import Doing, Observation, observation, processes
-from accelerate.ops import Ring
+from accelerate.diagnostics import Activity, ThreadObserver, observation, processes
+from accelerate.ops import FlightRecorder
 
 SOURCE = Path(__file__).read_text().splitlines()
 
@@ -167,11 +167,11 @@ def test_a_thread_that_reads_ahead_is_looked_at() -> None:
     reader.close()
 
 
-def test_an_observation_counts_the_seconds_of_one_wait() -> None:
+def test_an_observer_counts_the_seconds_of_one_wait() -> None:
     gate = torch.multiprocessing.get_context("fork").Semaphore(0)
     loader = DataLoader(Numbers(gate.acquire), batch_size=None, num_workers=1, multiprocessing_context="fork")
-    ring = Ring()
-    observation = Observation(ring, 2, "host", 7)
+    ring = FlightRecorder()
+    observer = ThreadObserver(ring, 2, "host", 7)
 
     def read() -> None:
         ring.reset()
@@ -179,15 +179,15 @@ def test_an_observation_counts_the_seconds_of_one_wait() -> None:
 
     with waiting(read) as thread:
         look_until(thread, is_for_batch(1))
-        first = observation.waited()
+        first = observer.current_wait()
         time.sleep(0.02)
-        second, state = observation.waited(), observation.state()
+        second, state = observer.current_wait(), observer.state()
         gate.release()
     assert first[0] == second[0]
-    assert (first[0][0], first[1] < 0.01 < second[1]) == (Doing.DATA, True)  # type: ignore[index]
-    assert (state.doing, state.rank, state.file) == (Doing.DATA, 2, __file__)
+    assert (first[0][0], first[1] < 0.01 < second[1]) == (Activity.DATA, True)  # type: ignore[index]
+    assert (state.activity, state.rank, state.file) == (Activity.DATA, 2, __file__)
     assert "waits for the workers of its loader" in state.details
-    assert observation.waited() == (None, 0.0)
+    assert observer.current_wait() == (None, 0.0)
 
 
 @pytest.mark.parametrize("in_thread", [False, True])

@@ -6,35 +6,35 @@ import time
 
 import pytest
 
-from accelerate.diagnostics import DEVICE, Doing, Observation, processes
-from accelerate.ops import Ring
+from accelerate.diagnostics import DEVICE, Activity, ThreadObserver, processes
+from accelerate.ops import FlightRecorder
 
 
 @pytest.fixture
-def ring() -> Ring:
-    ring = Ring()
+def ring() -> FlightRecorder:
+    ring = FlightRecorder()
     ring.reset()
     return ring
 
 
-def test_an_operation_is_a_wait_with_its_name_and_line(ring: Ring) -> None:
-    observation = Observation(ring, 1, "host", 7)
-    assert observation.waited() == (None, 0.0)
+def test_an_operation_is_a_wait_with_its_name_and_line(ring: FlightRecorder) -> None:
+    observer = ThreadObserver(ring, 1, "host", 7)
+    assert observer.current_wait() == (None, 0.0)
     ring.begin("gather", None)
     time.sleep(0.01)
-    token, seconds = observation.waited()
-    state = observation.state()
+    token, seconds = observer.current_wait()
+    state = observer.state()
     ring.end()
-    assert (token, state.doing, state.operation, state.sequence) == (1, Doing.COLLECTIVE, "gather", 1)
+    assert (token, state.activity, state.operation, state.sequence) == (1, Activity.COLLECTIVE, "gather", 1)
     assert seconds >= 0.01
     assert (state.rank, state.host, state.pid, state.file) == (1, "host", 7, __file__)
-    assert observation.state().doing == Doing.OTHER_CODE
+    assert observer.state().activity == Activity.OTHER_CODE
 
 
 def test_a_backward_waits_only_while_the_processors_are_idle(
-    ring: Ring, monkeypatch: pytest.MonkeyPatch
+    ring: FlightRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observation = Observation(ring, 0, "host", 7)
+    observer = ThreadObserver(ring, 0, "host", 7)
     frame = processes.innermost(ring.owner or 0)
     used = [0.0]
     clock = [0.0]
@@ -48,16 +48,16 @@ def test_a_backward_waits_only_while_the_processors_are_idle(
     found = []
     for seconds, work in ((0.0, 0.0), (10.0, 1.0), (20.0, 19.0)):
         clock[0], used[0] = seconds, work
-        found.append(observation.waited())
-    observation.release()
+        found.append(observer.current_wait())
+    observer.release()
     assert [seconds for _, seconds in found] == [0.0, 10.0, 0.0]
     assert found[2][0] is None
 
 
 def test_a_line_that_does_not_advance_waits_for_unfinished_collectives_of_the_device(
-    ring: Ring, monkeypatch: pytest.MonkeyPatch
+    ring: FlightRecorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    observation = Observation(ring, 0, "host", 7)
+    observer = ThreadObserver(ring, 0, "host", 7)
     frame = processes.innermost(ring.owner or 0)
     clock, on_device = [0.0], [0.0]
     monkeypatch.setattr(processes, "innermost", lambda _: frame)
@@ -71,11 +71,11 @@ def test_a_line_that_does_not_advance_waits_for_unfinished_collectives_of_the_de
     found = []
     for seconds, unfinished in ((0.0, 9.0), (1.0, 9.0), (30.0, 0.0), (40.0, 35.0), (50.0, 70.0)):
         clock[0], on_device[0] = seconds, unfinished
-        found.append(observation.waited())
+        found.append(observer.current_wait())
     assert [seconds for _, seconds in found] == [0.0, 0.0, 0.0, 35.0, 50.0]
     assert found[-1][0] == ("device", 0.0)
 
     monkeypatch.setattr(processes, "innermost", lambda _: frame)
-    monkeypatch.setattr(Observation, "waited", lambda self: (("device", 0.0), 50.0))
-    state = observation.state()
-    assert (state.doing, state.operation, state.file) == (Doing.TORCH, DEVICE, __file__)
+    monkeypatch.setattr(ThreadObserver, "current_wait", lambda self: (("device", 0.0), 50.0))
+    state = observer.state()
+    assert (state.activity, state.operation, state.file) == (Activity.TORCH, DEVICE, __file__)

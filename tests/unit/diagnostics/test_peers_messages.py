@@ -9,7 +9,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import Doing, Events, Identity, Peers, RankState, Report, peers
+from accelerate.diagnostics import Activity, EventCounts, Identity, Peers, RankState, Report, peers
 from accelerate.state import StoreChannel
 
 WHO = Identity("a", "b", 7, 1.0)
@@ -35,8 +35,8 @@ def test_of_two_simultaneous_requests_one_is_the_first(pair: Pair) -> None:
 def test_states_and_reports_are_received_as_sent(pair: Pair) -> None:
     first, second = pair
     states = [
-        RankState(0, Doing.COLLECTIVE, "gather", 3, "[2]", "a.py", 7, 1.5),
-        RankState(1, Doing.OTHER_CODE),
+        RankState(0, Activity.COLLECTIVE, "gather", 3, "[2]", "a.py", 7, 1.5),
+        RankState(1, Activity.OTHER_CODE),
     ]
     first.answer(1, states[0])
     assert second.answers(1) == {0: states[0]}
@@ -47,14 +47,16 @@ def test_states_and_reports_are_received_as_sent(pair: Pair) -> None:
     report = Report("hang", 0, False, 1, [1, 2], 12.5)
     first.announce(1, report)
     assert second.report(1) == report
-    assert second.events() == Events(ended=0, reported=1, asked=0)
+    assert second.events() == EventCounts(ended=0, reported=1, asked=0)
     assert first.answers(1) == {}
 
 
 def test_identities_and_endings_are_known_to_the_others(monkeypatch: pytest.MonkeyPatch, pair: Pair) -> None:
     first, second = pair
-    monkeypatch.setattr(peers.processes, "runs", lambda pid, born: (pid, born) == (WHO.pid, WHO.born))
-    second.look_at_machine(is_waiting=True)
+    monkeypatch.setattr(
+        peers.processes, "runs", lambda pid, start_time: (pid, start_time) == (WHO.pid, WHO.start_time)
+    )
+    second.check_local_processes(is_waiting=True)
     assert second.ended() == {}
     (state,) = second.silent_states([0])
     assert (state.host, state.pid) == (WHO.host, WHO.pid)

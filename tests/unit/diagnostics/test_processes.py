@@ -84,7 +84,7 @@ def test_the_exit_of_a_child_is_described_and_can_still_be_waited_for(program: s
 
 
 def test_stacks_are_written_as_python_does() -> None:
-    text = processes.spell_stack([(__file__, 1, "outer"), ("<string>", 2, "inner")])
+    text = processes.format_stack([(__file__, 1, "outer"), ("<string>", 2, "inner")])
     assert text == (
         f'  File "{__file__}", line 1, in outer\n    """What the operating system says of processes."""\n'
         '  File "<string>", line 2, in inner\n'

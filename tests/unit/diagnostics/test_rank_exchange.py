@@ -23,7 +23,7 @@ def exchanges(size: int) -> list[RankExchange]:
 
 def look_all(ranks: list[RankExchange], seconds: dict[int, float], step: int) -> None:
     for exchange in reversed(ranks):
-        exchange.look(step, times(seconds.get(exchange.rank, 0.1)))
+        exchange.exchange(step, times(seconds.get(exchange.rank, 0.1)))
 
 
 def test_all_ranks_read_which_rank_is_slow() -> None:
@@ -34,7 +34,7 @@ def test_all_ranks_read_which_rank_is_slow() -> None:
     assert ranks[0].times.slow == {"33": pytest.approx(1.0)}
     assert ranks[0].times.compute["most"] == pytest.approx(0.2)
     for exchange in ranks:
-        assert (exchange.verdict.slowest, exchange.verdict.slowest_by) == (33, pytest.approx(1.0))
+        assert (exchange.result.slowest, exchange.result.slowest_by) == (33, pytest.approx(1.0))
         straggler = exchange.straggler
         assert straggler is not None
         assert (straggler.rank, straggler.since) == (33, 0)
@@ -44,7 +44,7 @@ def test_a_rank_that_posts_nothing_is_left_out() -> None:
     ranks = exchanges(4)
     look_all(ranks[:3], {}, 1)
     assert ranks[0].missing == 1
-    assert ranks[0].verdict.straggler == -1
+    assert ranks[0].result.straggler == -1
 
 
 def test_a_summary_that_no_other_one_follows_becomes_old(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +54,7 @@ def test_a_summary_that_no_other_one_follows_becomes_old(monkeypatch: pytest.Mon
     now += 61.0
     look_all(ranks[:2], {}, 2)
     assert ranks[0].missing == 1
-    assert ranks[0].verdict.slowest != 2
+    assert ranks[0].result.slowest != 2
 
 
 def test_values_of_other_programs_are_left_out() -> None:
@@ -62,7 +62,7 @@ def test_values_of_other_programs_are_left_out() -> None:
     channel = StoreChannel(store, "times", {"ACCELERATE_RUN_KEY": "key"})
     store.set("times/1", "{}")
     exchange = RankExchange(channel, 0, 2)
-    exchange.look(1, times(0.1))
+    exchange.exchange(1, times(0.1))
     assert exchange.missing == 1
 
 

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import saving
-from accelerate.diagnostics import Outlet, Report
+from accelerate.diagnostics import HangReporter, Report
 from accelerate.monitoring import Checkpoint, Conclusion, End, Event, Record, find_records
 from accelerate.state import AcceleratorState
 
@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", bound=Record)
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
-    monkeypatch.setattr("accelerate.diagnostics.run_monitor.PAUSE", 0.02)
+    monkeypatch.setattr("accelerate.diagnostics.run_monitor.INTERVAL", 0.02)
 
 
 def train(accelerator: Accelerator, steps: int, widths: tuple[int, ...] = (2,), **compiled: Any) -> None:
@@ -96,8 +96,8 @@ def test_a_run_that_is_asked_to_stop_ends_as_stopped(tmp_path: Path, monkeypatch
 
 def test_a_hang_is_recorded_with_its_report(tmp_path: Path) -> None:
     train(Accelerator(cpu=True, project_dir=tmp_path), 10)
-    report = Report("rank 1 is missing", printer=0, ends=False, num_answered=1, ended=[])
-    Outlet(0, 2, {}).publish(report)
+    report = Report("rank 1 is missing", printer=0, aborts=False, num_answered=1, ended=[])
+    HangReporter(0, 2, {}).publish(report)
     (hang,) = end(tmp_path, Event)
     assert (hang.name, hang.text, hang.step) == ("hang", "rank 1 is missing", 10)
 

@@ -28,7 +28,7 @@ from accelerate.monitoring import (
     find_records,
     read_statuses,
 )
-from accelerate.state import AcceleratorState, note_event
+from accelerate.state import AcceleratorState, record_event
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("states")
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
-    monkeypatch.setattr("accelerate.diagnostics.run_monitor.PAUSE", 0.02)
+    monkeypatch.setattr("accelerate.diagnostics.run_monitor.INTERVAL", 0.02)
 
 
 def train(accelerator: Accelerator, steps: int, rest: float = 0.01) -> None:
@@ -54,7 +54,7 @@ def test_a_run_leaves_windows_with_values_checkpoints_and_its_end(tmp_path: Path
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     train(accelerator, 30)
     accelerator.save_state(tmp_path / "one")
-    note_event("warning", "something")
+    record_event("warning", "something")
     AcceleratorState._reset_state(reset_partial_state=True)
     (records,) = find_records(tmp_path)
     start, *rest = list(records)
@@ -157,12 +157,12 @@ def test_a_launcher_reads_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monitor = find_monitor()
     assert monitor is not None
     monitor.close()
-    monitor.look()
+    monitor.flush()
     (status,) = read_statuses(tmp_path)
     assert status.step == 30
     assert status.steps_per_second > 0
     shutil.rmtree(tmp_path)
-    monitor.look()  # the launcher has ended
+    monitor.flush()  # the launcher has ended
 
 
 def test_the_status_has_the_process_the_position_in_the_epoch_and_the_end(
@@ -178,7 +178,7 @@ def test_the_status_has_the_process_the_position_in_the_epoch_and_the_end(
     assert monitor is not None
     seen = []
     for _ in loader:
-        monitor.look()
+        monitor.flush()
         seen += read_statuses(tmp_path)
         time.sleep(0.02)
     assert [(status.batch, status.num_batches) for status in seen] == [(n, 20) for n in range(1, 21)]
@@ -287,7 +287,7 @@ def test_a_folder_that_is_removed_during_the_run_is_reported_once(
     train(accelerator, 30)
     shutil.rmtree(tmp_path / "project")
     for _ in range(2):
-        note_event("warning", "something")
+        record_event("warning", "something")
         time.sleep(0.2)
     AcceleratorState._reset_state(reset_partial_state=True)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -301,7 +301,7 @@ def test_a_folder_that_the_program_removes_at_its_end_gives_no_warning(
     train(Accelerator(cpu=True, project_dir=tmp_path / "project"), 30)
     monitor = find_monitor()
     assert monitor is not None
-    monkeypatch.setattr(monitor, "look", lambda: None)
+    monkeypatch.setattr(monitor, "flush", lambda: None)
     shutil.rmtree(tmp_path / "project", ignore_errors=True)
     AcceleratorState._reset_state(reset_partial_state=True)
     assert not caplog.records
@@ -313,14 +313,14 @@ import sys, time
 import torch
 from accelerate import Accelerator
 from accelerate.diagnostics import run_monitor
-from accelerate.monitoring import RecordWriter, records
+from accelerate.monitoring import RecordThread, RecordWriter, records
 
 def block(*args, **kwargs):
     time.sleep(1000)
 
 case = sys.argv[2]
-run_monitor.SECONDS_TO_END = 0.5
-run_monitor.PAUSE = 0.02
+RecordThread.SECONDS_TO_END = 0.5
+run_monitor.INTERVAL = 0.02
 if case == "open":
     records.open = block
 else:

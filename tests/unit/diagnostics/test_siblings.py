@@ -17,7 +17,7 @@ import json, sys
 from accelerate.diagnostics import processes
 if sys.argv[1] == "look":
     found = processes.find_siblings(int(sys.argv[2]))
-    print(json.dumps(None if found is None else [found.starter, found.pids, found.is_complete]), flush=True)
+    print(json.dumps(None if found is None else [found.launcher, found.pids, found.is_complete]), flush=True)
 else:
     print("ready", flush=True)
     input()
@@ -38,14 +38,14 @@ for each in waiting:
 """
 
 
-def test_the_ranks_of_one_starter_are_found_also_inside_of_other_programs(tmp_path: Path) -> None:
+def test_the_ranks_of_one_launcher_are_found_also_inside_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     words = [sys.executable, "-c", STARTER, str(tmp_path / "rank.py")]
     done = subprocess.run(words, capture_output=True, text=True, check=True, timeout=120)
     known, found = done.stdout.splitlines()[:2]
-    starter, first, shell = map(int, known.split())
+    launcher, first, shell = map(int, known.split())
     seen, pids, is_complete = json.loads(found)
-    assert (seen, is_complete) == (starter, True)
+    assert (seen, is_complete) == (launcher, True)
     assert sorted(pids) == ["0", "1", "2"]
     assert pids["1"] == first
     assert pids["2"] != shell  # but the script that it runs

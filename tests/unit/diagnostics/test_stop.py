@@ -14,19 +14,19 @@ from accelerate.base import ConfigurationError
 from accelerate.diagnostics import (
     ALLOCATION_ENDS,
     PREEMPTION,
+    REQUEST_TYPES,
     SAVE_FILE,
     SIGNALS,
     STOP_FILE,
     TIME_IS_UP,
-    TRIGGERS,
-    asked,
     deadline,
     find_sources,
     process_age,
-    rounds_between,
+    read_requests,
     save_file,
-    seldom,
+    steps_between,
     stop_file,
+    throttled,
 )
 from accelerate.ops import flight_recorder
 from accelerate.settings.sections import StoppingSection
@@ -41,7 +41,7 @@ class Clock:
 
 
 def test_the_table() -> None:
-    stops = {trigger.name: trigger.stops for trigger in TRIGGERS}
+    stops = {kind.name: kind.stops for kind in REQUEST_TYPES}
     assert stops == {
         "SIGTERM": True,
         "SIGUSR1": True,
@@ -52,63 +52,63 @@ def test_the_table() -> None:
         "save_file": False,
         "preemption": False,
     }
-    assert TRIGGERS[:3] == SIGNALS
+    assert REQUEST_TYPES[:3] == SIGNALS
 
 
 def test_a_deadline_requests_a_stop_after_its_time() -> None:
     clock = Clock()
     source = deadline(TIME_IS_UP, 5.0, clock)
-    assert not source.asks()
+    assert not source.is_requested()
     clock.now = 5.0
-    assert source.asks()
+    assert source.is_requested()
 
 
 def test_a_stop_file_requests_a_stop_while_it_exists(tmp_path: Path) -> None:
     path = tmp_path / "stop"
     source = stop_file(str(path))
-    assert not source.asks()
+    assert not source.is_requested()
     path.touch()
-    assert source.asks()
-    assert source.asks()
+    assert source.is_requested()
+    assert source.is_requested()
 
 
 def test_a_save_file_requests_one_save_for_each_touch(tmp_path: Path) -> None:
     path = tmp_path / "save"
     path.touch()
     source = save_file(str(path))
-    assert not source.asks()
+    assert not source.is_requested()
     os.utime(path, (1, 1))
-    assert [source.asks(), source.asks()] == [True, False]
+    assert [source.is_requested(), source.is_requested()] == [True, False]
     path.unlink()
-    assert not source.asks()
+    assert not source.is_requested()
     path.touch()
-    assert [source.asks(), source.asks()] == [True, False]
+    assert [source.is_requested(), source.is_requested()] == [True, False]
 
 
 def test_slow_sources_are_read_less_often(tmp_path: Path) -> None:
     clock = Clock()
-    source = seldom(stop_file(str(tmp_path)), clock)
+    source = throttled(stop_file(str(tmp_path)), clock)
     looks = []
     for clock.now in (0.0, 0.5, 1.0, 1.5):
-        looks.append(source.asks())
+        looks.append(source.is_requested())
     assert looks == [True, False, True, False]
-    assert source.trigger is STOP_FILE
+    assert source.kind is STOP_FILE
 
 
-def test_nothing_is_watched_unless_asked_for() -> None:
-    assert find_sources(StoppingSection(), {}, looks_at_files=True) == []
+def test_without_settings_there_are_no_sources() -> None:
+    assert find_sources(StoppingSection(), {}, reads_files=True) == []
 
 
 def test_the_time_budget_counts_from_the_start_of_the_process() -> None:
     settings = StoppingSection(max_time="00:01:00")
-    assert asked(find_sources(settings, {}, looks_at_files=False, age=lambda: 50.0)) == set()
-    assert asked(find_sources(settings, {}, looks_at_files=False, age=lambda: 61.0)) == {TIME_IS_UP}
+    assert read_requests(find_sources(settings, {}, reads_files=False, age=lambda: 50.0)) == set()
+    assert read_requests(find_sources(settings, {}, reads_files=False, age=lambda: 61.0)) == {TIME_IS_UP}
     assert 0 <= process_age() < 3600
 
 
 def test_a_wrong_time_budget_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="ACCELERATE_MAX_TIME='soon'"):
-        find_sources(StoppingSection(max_time="soon"), {}, looks_at_files=False)
+        find_sources(StoppingSection(max_time="soon"), {}, reads_files=False)
 
 
 @pytest.mark.parametrize(
@@ -117,19 +117,19 @@ def test_a_wrong_time_budget_is_refused() -> None:
 )
 def test_the_end_of_an_allocation(left: int, margin: int | None, expected: bool | None) -> None:
     environ = {"SLURM_JOB_END_TIME": str(int(time.time()) + left)}
-    sources = find_sources(StoppingSection(stop_margin=margin), environ, looks_at_files=False)
+    sources = find_sources(StoppingSection(stop_margin=margin), environ, reads_files=False)
     if expected is None:
         assert sources == []
         return
-    assert asked(sources) == ({ALLOCATION_ENDS} if expected else set())
+    assert read_requests(sources) == ({ALLOCATION_ENDS} if expected else set())
 
 
 def test_one_process_of_a_machine_looks_at_files(tmp_path: Path) -> None:
     settings = StoppingSection(stop_file=str(tmp_path), save_file=str(tmp_path / "save"))
-    assert find_sources(settings, {}, looks_at_files=False) == []
-    sources = find_sources(settings, {}, looks_at_files=True)
-    assert [source.trigger for source in sources] == [STOP_FILE, SAVE_FILE]
-    assert asked(sources) == {STOP_FILE}
+    assert find_sources(settings, {}, reads_files=False) == []
+    sources = find_sources(settings, {}, reads_files=True)
+    assert [source.kind for source in sources] == [STOP_FILE, SAVE_FILE]
+    assert read_requests(sources) == {STOP_FILE}
 
 
 def test_a_ray_worker_requests_one_stop_for_each_preemption(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,8 +142,8 @@ def test_a_ray_worker_requests_one_stop_for_each_preemption(monkeypatch: pytest.
     announced = iter([None, "one node", "one node", "two nodes", "two nodes"])
     train = SimpleNamespace(get_preemption_info=read, get_context=object)
     monkeypatch.setitem(sys.modules, "ray.train", train)
-    sources = find_sources(StoppingSection(), {}, looks_at_files=False)
-    assert [asked(sources) for _ in range(5)] == [set(), {PREEMPTION}, set(), {PREEMPTION}, set()]
+    sources = find_sources(StoppingSection(), {}, reads_files=False)
+    assert [read_requests(sources) for _ in range(5)] == [set(), {PREEMPTION}, set(), {PREEMPTION}, set()]
     assert [entry and entry.operation for entry in running] == ["ray.train.get_preemption_info"] * 5
     assert flight_recorder().running() is None
 
@@ -157,13 +157,13 @@ def test_outside_of_ray_workers_there_is_no_preemption_source(
 
     train = SimpleNamespace(get_preemption_info=get_context, get_context=get_context)
     monkeypatch.setitem(sys.modules, "ray.train", train)
-    assert find_sources(StoppingSection(), {}, looks_at_files=True) == []
+    assert find_sources(StoppingSection(), {}, reads_files=True) == []
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=object))  # an older release
-    assert find_sources(StoppingSection(), {}, looks_at_files=True) == []
+    assert find_sources(StoppingSection(), {}, reads_files=True) == []
 
 
 @pytest.mark.parametrize(
-    ("step", "cost", "rounds"),
+    ("step", "cost", "num_steps"),
     [
         (0.0, 1.0, 1),  # not known yet
         (1.0, 1e-4, 1),
@@ -174,5 +174,5 @@ def test_outside_of_ray_workers_there_is_no_preemption_source(
         (5.0, 1.0, 1),
     ],
 )
-def test_rounds_are_cheap_and_quick(step: float, cost: float, rounds: int) -> None:
-    assert rounds_between(step, cost) == rounds
+def test_the_number_of_steps_is_cheap_and_quick(step: float, cost: float, num_steps: int) -> None:
+    assert steps_between(step, cost) == num_steps

@@ -9,28 +9,28 @@ from dataclasses import asdict
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import Doing, Limits, Peers, RankState, Report, Watchdog, own_identity
+from accelerate.diagnostics import Activity, Limits, Peers, RankState, Report, Watchdog, own_identity
 from accelerate.launch import KEY_VARIABLE
 from accelerate.state import StoreChannel
 
 
 class Seen:
-    """An observation with the values that a test sets."""
+    """An observer with the values that a test sets."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.wait: tuple[object, float] = (None, 0.0)
 
-    def waited(self) -> tuple[object, float]:
+    def current_wait(self) -> tuple[object, float]:
         return self.wait
 
     def state(self) -> RankState:
-        doing = Doing.OTHER_CODE if self.wait[0] is None else Doing.COLLECTIVE
-        return RankState(self.rank, doing, "gather", file="a.py", line=self.rank, seconds=self.wait[1])
+        activity = Activity.OTHER_CODE if self.wait[0] is None else Activity.COLLECTIVE
+        return RankState(self.rank, activity, "gather", file="a.py", line=self.rank, seconds=self.wait[1])
 
 
 class Kept:
-    """An outlet that keeps what it gets."""
+    """A reporter that keeps what it gets."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
@@ -63,18 +63,18 @@ class Pair:
         seen, kept = self.seen[rank], self.kept[rank]
         return Watchdog(rank, Limits(5.0, ends), self.peers[rank], seen, kept)  # type: ignore[arg-type]
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Rank 0 looks once; meanwhile and afterwards rank 1 looks again and again."""
         done = threading.Event()
 
         def look_on() -> None:
             while not done.wait(0.02):
-                self.watchdogs[1].look()
-            self.watchdogs[1].look()
+                self.watchdogs[1].check()
+            self.watchdogs[1].check()
 
         thread = threading.Thread(target=look_on)
         thread.start()
-        self.watchdogs[0].look()
+        self.watchdogs[0].check()
         time.sleep(0.1)
         done.set()
         thread.join()
@@ -84,10 +84,10 @@ class Pair:
 def test_a_wait_longer_than_the_limit_is_reported_once(ends: bool) -> None:
     pair = Pair(ends)
     pair.seen[0].wait = (1, 4.0)
-    pair.look()
+    pair.check()
     assert pair.kept[0].texts == []
     pair.seen[0].wait = (1, 6.0)
-    pair.look()
+    pair.check()
     (text,) = pair.kept[0].texts
     assert "rank 0 waits in gather #0, a.py:0, since 6 s; rank 1 is in gather, a.py:1 (not in a" in text
     assert pair.kept[1].texts == []
@@ -98,11 +98,11 @@ def test_a_hang_is_reported_at_growing_intervals_and_withdrawn_when_it_ends() ->
     pair = Pair(ends=False)
     for seconds in (6.0, 7.0, 11.0, 13.0, 20.0, 27.0):
         pair.seen[0].wait = (1, seconds)
-        pair.look()
+        pair.check()
     assert [text.count("since") for text in pair.kept[0].texts] == [1, 1, 1]
     pair.seen[0].wait = (None, 0.0)
-    pair.look()
-    pair.look()
+    pair.check()
+    pair.check()
     assert pair.kept[0].texts[-1] == "accelerate: the hang is over: rank 0 goes on."
 
 
@@ -110,20 +110,20 @@ def test_an_end_is_named_at_once() -> None:
     pair = Pair(ends=False)
     pair.peers[1].leave("exited with ValueError")
     pair.seen[0].wait = (1, 2.5)
-    pair.watchdogs[0].look()
+    pair.watchdogs[0].check()
     (text,) = pair.kept[0].texts
     assert text.startswith(
         "accelerate: hang: rank 0 waits in gather #0, a.py:0, since 2 s; rank 1 has exited with"
     )
-    pair.watchdogs[0].look()
+    pair.watchdogs[0].check()
     assert len(pair.kept[0].texts) == 1
 
 
 def test_the_message_of_a_lost_rank_names_the_rank_that_ended_first() -> None:
     pair = Pair(ends=False)
     pair.peers[1].leave("exited with ValueError")
-    lost = RankState(0, Doing.COLLECTIVE, "gather", 1, file="a.py", line=9)
-    pair.watchdogs[0].post_end("exited with RuntimeError", True, lost)
+    failed_operation = RankState(0, Activity.COLLECTIVE, "gather", 1, file="a.py", line=9)
+    pair.watchdogs[0].post_end("exited with RuntimeError", True, failed_operation)
     (text,) = pair.kept[0].texts
     assert "rank 1 has exited with ValueError" in text
     pair.peers[1].events()
@@ -140,8 +140,8 @@ def plant(pair: Pair, key: str) -> None:
 def test_a_report_with_another_signature_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(ends=True)
     plant(pair, "another")
-    pair.look()
-    pair.look()
+    pair.check()
+    pair.check()
     assert [kept.ends for kept in pair.kept] == [0, 0]
     assert pair.kept[0].texts == []
     assert "none of its ranks has written (/report/1): it is ignored" in caplog.text
@@ -152,5 +152,5 @@ def test_without_a_key_a_rank_ends_by_its_own_observation(seconds: float, ends: 
     pair = Pair(ends=True, key="")
     plant(pair, "")
     pair.seen[0].wait = (1, seconds)
-    pair.look()
+    pair.check()
     assert [kept.ends for kept in pair.kept] == ends

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accelerate.diagnostics import SignalNotes
+from accelerate.diagnostics import SignalRecorder
 from accelerate.launch import ENTRY, REQUESTS, ChildExit, ChildTerminator, RequestRecorder, blocked, run_child
 
 RUN = """
@@ -191,8 +191,8 @@ def test_a_script_that_never_reads_requests_runs_to_its_end(tmp_path: Path, numb
 @pytest.mark.parametrize("number", REQUESTS)
 def test_a_request_before_the_first_read_is_seen(tmp_path: Path, number: int) -> None:
     asks = (
-        "from accelerate.diagnostics import SignalNotes\n"
-        "notes = SignalNotes()\nnotes.install()\n"
+        "from accelerate.diagnostics import SignalRecorder\n"
+        "notes = SignalRecorder()\nnotes.install()\n"
         "print(*(trigger.name for trigger in notes.take()), *notes.take())\n"
     )
     assert start(tmp_path, asks, number) == (0, f"{signal.Signals(number).name}\n")
@@ -236,12 +236,12 @@ def test_notes_are_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         early.install()
         signal.raise_signal(signal.SIGUSR1)
-        notes = SignalNotes()
+        notes = SignalRecorder()
         notes.install()
         signal.raise_signal(signal.SIGUSR2)
         assert {trigger.name for trigger in notes.take()} == {"SIGUSR1", "SIGUSR2"}
         notes.restore()
-        later = SignalNotes()
+        later = SignalRecorder()
         later.install()
         assert later.take() == set()
         later.restore()

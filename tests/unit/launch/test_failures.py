@@ -232,7 +232,7 @@ def test_an_error_about_another_rank_is_ordered_after_that_rank() -> None:
         rank=0,
         moment=1.0,
         kind=("StateError", "AccelerateError", "Exception"),
-        headline="StateError: Rank 1 did not come within 60 s: its machine may be down.",
+        headline="StateError: Rank 1 did not arrive within 60 s: its node may be down.",
     )
     hang = replace(OWN, rank=2, moment=2.0, kind=("Hang",), headline="hang: rank 2 waits")
     found = find_suspects(Outcome(1, (said, hang, OWN), Exits({0: 1, 1: 1, 2: 1, 3: -9})))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops import Transport, one_for_each
+from accelerate.ops import Transport, check_scatter_parts
 
 
 def test_one_process_scatters_to_itself() -> None:
@@ -16,6 +16,6 @@ def test_one_process_scatters_to_itself() -> None:
 
 def test_parts_are_one_for_each_process() -> None:
     parts = [torch.zeros(1), torch.ones(1)]
-    assert one_for_each(parts, 2) is parts
+    assert check_scatter_parts(parts, 2) is parts
     with pytest.raises(ValueError, match="parts=2: there are 3 processes"):
-        one_for_each(parts, 3)
+        check_scatter_parts(parts, 3)

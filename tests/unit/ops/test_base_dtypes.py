@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops import as_supported, finished_reduction, reducible_dtype
+from accelerate.ops import as_supported, finish_reduction, reducible_dtype
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def test_sums_are_formed_in_a_wide_dtype(given: torch.dtype, wide: torch.dtype) 
 )
 def test_dtype_of_a_reduction(given: torch.dtype, how: str, dtype: torch.dtype) -> None:
     total = torch.ones(1, dtype=reducible_dtype(given))
-    assert finished_reduction(total, how, 2, torch.ones(1).to(given)).dtype == dtype
+    assert finish_reduction(total, how, 2, torch.ones(1).to(given)).dtype == dtype
 
 
 def test_a_half_mean_does_not_overflow() -> None:
     given = torch.tensor([60000.0], dtype=torch.float16)
-    mean = finished_reduction(given.float() * 2, "mean", 2, given)
+    mean = finish_reduction(given.float() * 2, "mean", 2, given)
     assert mean.tolist() == given.tolist()
 
 

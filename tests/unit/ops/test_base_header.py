@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from accelerate.ops import Header, width_of
+from accelerate.ops import Header, header_width
 
 
 def echo(change: Callable[[torch.Tensor], None] = lambda rows: None) -> Callable[..., None]:
@@ -23,10 +23,10 @@ def echo(change: Callable[[torch.Tensor], None] = lambda rows: None) -> Callable
 
 @pytest.mark.parametrize("size", [1, 2, 3, 31, 64, 1000, 100_000])
 def test_width(size: int) -> None:
-    width = width_of(size)
+    width = header_width(size)
     assert 1024 <= width <= 8192
     assert width % 16 == 0
-    assert width_of(2) == 8192
+    assert header_width(2) == 8192
 
 
 def test_equal_signatures_match_and_payloads_are_received() -> None:
@@ -35,7 +35,7 @@ def test_equal_signatures_match_and_payloads_are_received() -> None:
     assert header.exchange(-5, 5)
     assert header.lengths() == [5, 5, 5]
     assert [bytes(part) for part in header.payloads()] == [b"hello"] * 3
-    assert header.rows.shape == (3, header.room)
+    assert header.rows.shape == (3, header.capacity)
     assert header.rows[2, :5].tolist() == list(b"hello")
 
 
@@ -49,20 +49,20 @@ def test_a_different_signature_of_one_rank_is_detected(rank: int) -> None:
 
 def test_windows_show_the_payload_as_elements() -> None:
     header = Header(2, echo())
-    sent, rows = header.windows(16, 32, torch.int64)
+    sent, rows = header.views(16, 32, torch.int64)
     sent.copy_(torch.tensor([5, -6]))
     assert header.exchange(0)
     assert rows.tolist() == [[5, -6]] * 2
-    assert header.windows(16, 32, torch.int64)[0] is sent
+    assert header.views(16, 32, torch.int64)[0] is sent
     for start in range(0, 16 * 300, 16):
         with torch.inference_mode():
-            window, _ = header.windows(start, start + 16, torch.float32)
+            window, _ = header.views(start, start + 16, torch.float32)
         window.fill_(1.0)
 
 
 def test_a_head_made_for_inference_is_used_outside_it() -> None:
     with torch.inference_mode():
         header = Header(2, echo())
-    header.payload.copy_(torch.ones(header.room))
+    header.payload.copy_(torch.ones(header.capacity))
     assert header.exchange(1)
-    assert header.rows.sum().item() == 2 * header.room
+    assert header.rows.sum().item() == 2 * header.capacity

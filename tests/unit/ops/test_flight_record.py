@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.ops import LENGTH, Ring, TorchTransport, Transport, flight_recorder, line_of
+from accelerate.ops import MAX_ENTRIES, FlightRecorder, TorchTransport, Transport, flight_recorder, line_of
 
 HERE = str(Path(__file__))
 
@@ -44,7 +44,7 @@ def test_an_operation_is_noted_with_the_line_that_called_it() -> None:
     line = sys._getframe().f_lineno - 1
     entry = flight_recorder().running()
     assert entry is not None
-    assert (entry.sequence, entry.operation, entry.facts) == (1, "gather", "")
+    assert (entry.sequence, entry.operation, entry.arguments) == (1, "gather", "")
     assert (entry.file, entry.line) == (HERE, line)
     assert 0 <= time.monotonic() - entry.started < 5
     flight_recorder().end()
@@ -69,11 +69,11 @@ def test_an_additional_end_has_no_effect() -> None:
 
 
 def test_the_oldest_operations_are_dropped() -> None:
-    for _ in range(LENGTH + 3):
+    for _ in range(MAX_ENTRIES + 3):
         flight_recorder().begin("barrier", None)
         flight_recorder().end()
     sequences = [entry.sequence for entry in flight_recorder().entries()]
-    assert sequences == list(range(4, LENGTH + 4))
+    assert sequences == list(range(4, MAX_ENTRIES + 4))
 
 
 def record_in_thread() -> None:
@@ -92,7 +92,7 @@ def test_other_threads_are_not_noted() -> None:
 
 
 def test_the_thread_that_resets_is_the_one_noted() -> None:
-    ring = Ring()
+    ring = FlightRecorder()
     thread = threading.Thread(target=lambda: (ring.reset(), ring.begin("reduce", None)))
     thread.start()
     thread.join()
@@ -104,7 +104,7 @@ def test_recorded_operations_are_formatted_when_read() -> None:
     for facts in (("sum", 3), None, int, (torch.ones(2, 5).shape, torch.bfloat16)):
         flight_recorder().begin("gather", facts)
         flight_recorder().end()
-    assert [entry.facts for entry in flight_recorder().entries()] == [
+    assert [entry.arguments for entry in flight_recorder().entries()] == [
         "('sum', 3)",
         "",
         "int",
@@ -116,10 +116,10 @@ def test_a_transport_records_each_call() -> None:
     transport = Echo()
     (entry,) = transport.gather_object(5)
     line = sys._getframe().f_lineno - 1
-    assert (entry.operation, entry.facts, entry.file, entry.line) == ("gather_object", "int", HERE, line)
+    assert (entry.operation, entry.arguments, entry.file, entry.line) == ("gather_object", "int", HERE, line)
     assert flight_recorder().running() is None
     assert transport.gather(torch.ones(2)).tolist() == [1, 1]
-    assert flight_recorder().entries()[-1].facts == "[2] float32"
+    assert flight_recorder().entries()[-1].arguments == "[2] float32"
 
 
 def test_a_call_that_fails_has_ended() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.ops import Call, Transport, gather_packed, is_dtensor, reduce_packed, whole_tensors
+from accelerate.ops import Call, Transport, gather_packed, is_dtensor, reduce_packed, to_full_tensors
 
 
 class Mesh:
@@ -58,7 +58,7 @@ def test_is_dtensor_is_true_for_dtensors_only() -> None:
 
 def test_dtensors_are_replaced_by_full_tensors() -> None:
     plain = torch.ones(1)
-    found = whole_tensors({"a": [shared([1.0]), plain], "b": "text"})
+    found = to_full_tensors({"a": [shared([1.0]), plain], "b": "text"})
     assert found["a"][0].tolist() == [1.0, 1.0]
     assert found["a"][1] is plain
     assert found["b"] == "text"

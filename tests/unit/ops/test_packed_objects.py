@@ -13,8 +13,8 @@ from accelerate.ops import (
     Header,
     Transport,
     broadcast_object,
+    gather_integers,
     gather_objects,
-    share_numbers,
 )
 from accelerate.state import PartialState
 
@@ -68,7 +68,7 @@ def test_the_source_of_a_broadcast_keeps_its_object(obj: Any, with_header: bool)
 @pytest.mark.parametrize("with_header", [True, False])
 @pytest.mark.parametrize("numbers", [[], [3, -4], list(range(3000))])
 def test_numbers(with_header: bool, numbers: list[int]) -> None:
-    assert share_numbers(numbers, Mirror(with_header), CALL) == [numbers, numbers]
+    assert gather_integers(numbers, Mirror(with_header), CALL) == [numbers, numbers]
 
 
 @pytest.mark.usefixtures("states")

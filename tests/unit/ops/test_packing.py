@@ -9,7 +9,16 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from accelerate.ops import ALONE, Header, TransferPlan, mark_of, packing, plan_for, put_together, take_apart
+from accelerate.ops import (
+    SEPARATE_BYTES,
+    Header,
+    TransferPlan,
+    fingerprint_of,
+    flatten_structure,
+    packing,
+    plan_transfer,
+    unflatten_structure,
+)
 
 Pair = namedtuple("Pair", ["first", "second"])
 DTYPES = [
@@ -64,35 +73,35 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def buffers_of(plan: TransferPlan) -> list[Any]:
-    return [plan.whole, *plan.buffers] if plan.whole is not None else list(plan.buffers)
+    return [plan.in_header, *plan.buffers] if plan.in_header is not None else list(plan.buffers)
 
 
 @given(structures)
 def test_taken_apart_data_is_put_together_unchanged(data: Any) -> None:
-    parts = take_apart(data)
-    again = put_together(data, iter(parts.leaves))
+    parts = flatten_structure(data)
+    again = unflatten_structure(data, iter(parts.leaves))
     assert type(again) is type(data)
-    assert all(a is b for a, b in zip(take_apart(again).leaves, parts.leaves, strict=True))
-    assert take_apart(again).skeleton == parts.skeleton
+    assert all(a is b for a, b in zip(flatten_structure(again).leaves, parts.leaves, strict=True))
+    assert flatten_structure(again).containers == parts.containers
 
 
 @given(structures, rooms, st.booleans())
-def test_each_leaf_is_sent_once(data: Any, room: int, mixed: bool) -> None:
-    parts = take_apart(data)
-    plan = plan_for("op", parts, size=2, room=room, mixed=mixed)
+def test_each_leaf_is_sent_once(data: Any, capacity: int, mixed: bool) -> None:
+    parts = flatten_structure(data)
+    plan = plan_transfer("op", parts, size=2, capacity=capacity, mixed=mixed)
     segments = [segment for buffer in buffers_of(plan) for segment in buffer.segments]
-    places = [*plan.alone, *plan.empty, *(place for segment in segments for place in segment.indices)]
+    places = [*plan.separate, *plan.empty, *(place for segment in segments for place in segment.indices)]
     assert sorted(places) == list(range(len(parts.leaves)))
-    assert plan.whole is None or plan.whole.width <= room
+    assert plan.in_header is None or plan.in_header.width <= capacity
     for buffer in buffers_of(plan):
         assert [segment.start % 16 for segment in buffer.segments] == [0] * len(buffer.segments)
         assert all(segment.stop <= buffer.width for segment in buffer.segments)
 
 
 @given(structures, rooms, st.integers(2, 4))
-def test_rows_of_all_processes_are_joined_leaf_by_leaf(data: Any, room: int, size: int) -> None:
-    parts = take_apart(data)
-    plan = plan_for("op", parts, size=size, room=room)
+def test_rows_of_all_processes_are_joined_leaf_by_leaf(data: Any, capacity: int, size: int) -> None:
+    parts = flatten_structure(data)
+    plan = plan_transfer("op", parts, size=size, capacity=capacity)
     results: dict[int, torch.Tensor] = {}
     for buffer in buffers_of(plan):
         sent = buffer.pack(parts.leaves)
@@ -113,8 +122,8 @@ def test_leaves_are_read_from_the_headers(data: Any, size: int) -> None:
         joined.view(size, -1).copy_(sent.expand(size, -1))
 
     header = Header(size, everywhere)
-    parts = take_apart(data)
-    whole = plan_for("op", parts, size=size, room=header.room).whole
+    parts = flatten_structure(data)
+    whole = plan_transfer("op", parts, size=size, capacity=header.capacity).in_header
     assert whole is not None
     for _ in range(3):  # the way is found at the first use, kept at the second, used at the third
         results: dict[int, torch.Tensor] = {}
@@ -131,42 +140,42 @@ def test_leaves_are_read_from_the_headers(data: Any, size: int) -> None:
 
 @given(structures)
 def test_leaves_are_overwritten_in_place(data: Any) -> None:
-    parts = take_apart(data)
-    plan = plan_for("op", parts, size=2, room=10**6)
-    assert plan.whole is not None
-    sent = plan.whole.pack(parts.leaves).clone()
+    parts = flatten_structure(data)
+    plan = plan_transfer("op", parts, size=2, capacity=10**6)
+    assert plan.in_header is not None
+    sent = plan.in_header.pack(parts.leaves).clone()
     leaves = [torch.zeros_like(leaf) for leaf in parts.leaves]
-    for segment in plan.whole.segments:
+    for segment in plan.in_header.segments:
         segment.overwrite(segment.read(sent), leaves)
     assert all(same(a, b) for a, b in zip(leaves, parts.leaves, strict=True))
 
 
 @given(structures)
 def test_elements_are_split_into_leaves(data: Any) -> None:
-    parts = take_apart(data)
-    plan = plan_for("op", parts, size=2, room=10**6)
+    parts = flatten_structure(data)
+    plan = plan_transfer("op", parts, size=2, capacity=10**6)
     results: dict[int, torch.Tensor] = {}
-    for segment in plan.whole.segments:  # type: ignore[union-attr]
+    for segment in plan.in_header.segments:  # type: ignore[union-attr]
         segment.split(segment.flatten(parts.leaves), results)  # type: ignore[arg-type]  # filled by place
     assert all(same(result, parts.leaves[place]) for place, result in results.items())
 
 
 def test_large_leaves_are_sent_alone_and_small_ones_in_bounded_buffers() -> None:
-    large, small = torch.zeros(ALONE, dtype=torch.uint8), torch.zeros(ALONE - 1, dtype=torch.uint8)
-    parts = take_apart([large, *[small] * 40])
-    plan = plan_for("op", parts, size=2, room=100)
-    assert plan.alone == (0,)
+    large, small = (torch.zeros(SEPARATE_BYTES - less, dtype=torch.uint8) for less in (0, 1))
+    parts = flatten_structure([large, *[small] * 40])
+    plan = plan_transfer("op", parts, size=2, capacity=100)
+    assert plan.separate == (0,)
     total = sum(leaf.numel() for leaf in parts.leaves)
     assert len(plan.buffers) > 3
     assert all(buffer.width <= total / 4 for buffer in plan.buffers)
 
 
 def test_a_buffer_holds_one_dtype_where_numbers_are_combined() -> None:
-    parts = take_apart(
+    parts = flatten_structure(
         [torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.int64), torch.ones(3).long()]
     )
-    assert len(plan_for("op", parts, size=2, room=-1).buffers) == 1
-    assert len(plan_for("op", parts, size=2, room=-1, mixed=False).buffers) == 2
+    assert len(plan_transfer("op", parts, size=2, capacity=-1).buffers) == 1
+    assert len(plan_transfer("op", parts, size=2, capacity=-1, mixed=False).buffers) == 2
 
 
 @pytest.mark.parametrize(
@@ -181,7 +190,7 @@ def test_a_buffer_holds_one_dtype_where_numbers_are_combined() -> None:
 )
 def test_another_structure_has_another_mark(other: Any) -> None:
     def mark(data: Any, name: str = "op") -> int:
-        return plan_for(name, take_apart(data), size=2, room=-1).mark
+        return plan_transfer(name, flatten_structure(data), size=2, capacity=-1).fingerprint
 
     one = [torch.ones(2), [torch.ones(2)]]
     assert mark(one) == mark((torch.zeros(2), (torch.zeros(2),)))
@@ -190,27 +199,27 @@ def test_another_structure_has_another_mark(other: Any) -> None:
 
 
 def test_a_mark_is_64_bits_and_the_same_everywhere() -> None:
-    assert mark_of("gather", [2, 3]) == mark_of("gather", [2, 3])
-    assert -(2**63) <= mark_of("gather") < 2**63
+    assert fingerprint_of("gather", [2, 3]) == fingerprint_of("gather", [2, 3])
+    assert -(2**63) <= fingerprint_of("gather") < 2**63
 
 
 def test_other_leaves_and_several_devices_are_refused() -> None:
     with pytest.raises(TypeError, match="was given str"):
-        take_apart([torch.ones(1), "text"])
+        flatten_structure([torch.ones(1), "text"])
     with pytest.raises(ValueError, match="are on cpu, meta"):
-        take_apart([torch.ones(1), torch.ones(1, device="meta")])
+        flatten_structure([torch.ones(1), torch.ones(1, device="meta")])
 
 
 def test_leaves_that_fill_the_header_exactly_are_sent_in_it() -> None:
-    parts = take_apart([torch.zeros(5), torch.zeros(3, dtype=torch.int64)])
-    whole = plan_for("op", parts, size=2, room=10**6).whole
+    parts = flatten_structure([torch.zeros(5), torch.zeros(3, dtype=torch.int64)])
+    whole = plan_transfer("op", parts, size=2, capacity=10**6).in_header
     assert whole is not None
-    assert plan_for("op", parts, size=2, room=whole.width).whole == whole
-    assert plan_for("op", parts, size=2, room=whole.width - 1).whole is None
+    assert plan_transfer("op", parts, size=2, capacity=whole.width).in_header == whole
+    assert plan_transfer("op", parts, size=2, capacity=whole.width - 1).in_header is None
 
 
 def test_buffers_are_filled_up_to_their_limit() -> None:
     lengths, dtypes = [4, 4, 1, 3, 8], (torch.int8, torch.int8, torch.int8, torch.uint8, torch.int8)
-    assert packing._distribute([0, 1, 2, 3, 4], lengths, 8, dtypes, True) == [[0, 1], [2, 3], [4]]
-    assert packing._distribute([0, 1, 2, 3, 4], lengths, 8, dtypes, False) == [[0, 1], [2], [4], [3]]
-    assert packing._distribute([4, 0, 1], lengths, 6, dtypes, True) == [[4], [0], [1]]
+    assert packing._assign_to_buckets([0, 1, 2, 3, 4], lengths, 8, dtypes, True) == [[0, 1], [2, 3], [4]]
+    assert packing._assign_to_buckets([0, 1, 2, 3, 4], lengths, 8, dtypes, False) == [[0, 1], [2], [4], [3]]
+    assert packing._assign_to_buckets([4, 0, 1], lengths, 6, dtypes, True) == [[4], [0], [1]]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops import Call, Transport, first_rows, gather_rows, row_fact
+from accelerate.ops import Call, Transport, first_rows, gather_rows, row_shape_and_dtype
 
 
 class Two(Transport):
@@ -37,4 +37,4 @@ def test_first_rows() -> None:
 
 
 def test_facts() -> None:
-    assert row_fact(torch.zeros(5, 2)) == ([2], "torch.float32")
+    assert row_shape_and_dtype(torch.zeros(5, 2)) == ([2], "torch.float32")

@@ -1,4 +1,4 @@
-"""What ranks decide, what is raised when one does not come, and what one failure does to all ranks."""
+"""What ranks decide, what is raised when one does not arrive, and what one failure does to all ranks."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ def test_rank_0_waits_until_the_others_have_read_the_decision(ranks: list[StoreC
     order = []
 
     class Late(StoreChannel):
-        def wait(self, names: Sequence[str], seconds: float) -> dict[str, Any]:
-            found = super().wait(names, seconds)
-            if names[0].endswith("verdict"):
+        def wait(self, names: Sequence[str], timeout: float) -> dict[str, Any]:
+            found = super().wait(names, timeout)
+            if names[0].endswith("decision"):
                 time.sleep(0.2)
                 order.append("read")
             return found
@@ -89,15 +89,15 @@ def test_rank_0_waits_a_limited_time_after_the_last_decision(
     ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together(*(partial(each.decide, "call", None, len, 5.0) for each in ranks))
-    monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.0)
+    monkeypatch.setattr(agreement, "DECISION_TIMEOUT", 0.0)
     ranks[0].close()
 
 
 def test_ranks_of_one_name_share_what_the_first_of_them_makes(ranks: list[StoreConsensus]) -> None:
-    def share(consensus: StoreConsensus, name: str) -> Any:
-        return consensus.share(name, lambda: f"made by {consensus.rank}", 5.0)
+    def compute(consensus: StoreConsensus, name: str) -> Any:
+        return consensus.compute_once(name, lambda: f"made by {consensus.rank}", 5.0)
 
-    first, second, third = together(*map(partial, [share] * 3, ranks, ["", "a", "a"]))
+    first, second, third = together(*map(partial, [compute] * 3, ranks, ["", "a", "a"]))
     assert first == (-1, None)
     assert second == third
     assert second in [(1, "made by 1"), (2, "made by 2")]
@@ -105,14 +105,14 @@ def test_ranks_of_one_name_share_what_the_first_of_them_makes(ranks: list[StoreC
     def fail() -> None:
         raise CheckpointError("no folder")
 
-    raised = together(*(partial(each.share, "b", fail, 5.0) for each in ranks[1:]))
+    raised = together(*(partial(each.compute_once, "b", fail, 5.0) for each in ranks[1:]))
     assert [str(error) for error in raised] == ["no folder"] * 2
 
 
 def test_keys_of_earlier_decisions_are_deleted(ranks: list[StoreConsensus]) -> None:
     def decide(consensus: StoreConsensus) -> None:
         consensus.decide("call", None, len, 5.0)
-        consensus.share(f"host {consensus.rank}", lambda: 1, 5.0)
+        consensus.compute_once(f"host {consensus.rank}", lambda: 1, 5.0)
 
     for _ in range(5):
         together(*(partial(decide, each) for each in ranks))
@@ -123,8 +123,12 @@ def test_keys_of_earlier_decisions_are_deleted(ranks: list[StoreConsensus]) -> N
     ("error", "kind", "text"),
     [
         (ConfigurationError("mine"), ConfigurationError, "mine"),
-        (OSError(13, "Permission denied"), CheckpointError, "Process 0 failed for all: .*Permission denied"),
-        (KeyError("x"), CheckpointError, "Process 0 failed for all: KeyError: 'x'"),
+        (
+            OSError(13, "Permission denied"),
+            CheckpointError,
+            "Rank 0 failed for all ranks: .*Permission denied",
+        ),
+        (KeyError("x"), CheckpointError, "Rank 0 failed for all ranks: KeyError: 'x'"),
     ],
 )
 def test_an_error_of_the_decision_is_raised_on_all_ranks(
@@ -142,10 +146,10 @@ def test_an_error_of_the_decision_is_raised_on_all_ranks(
 def test_a_missing_rank_is_named_after_the_timeout(
     ranks: list[StoreConsensus], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.05)
-    with pytest.raises(StateError, match=r"`save` must be called on all .* process 0 did not come"):
+    monkeypatch.setattr(agreement, "DECISION_TIMEOUT", 0.05)
+    with pytest.raises(StateError, match=r"`save` must be called on all .* process 0 did not arrive"):
         ranks[1].decide("save", None, len, 0.05)
-    with pytest.raises(StateError, match=r"process 2 did not come within 0.05 s. .*is_main_process"):
+    with pytest.raises(StateError, match=r"process 2 did not arrive within 0.05 s. .*is_main_process"):
         ranks[0].decide("save", None, len, 0.05)
 
 
@@ -162,7 +166,7 @@ def test_a_lost_store_is_one_error(ranks: list[StoreConsensus], monkeypatch: pyt
         raise dist.DistNetworkError("Connection reset by peer")
 
     monkeypatch.setattr(StoreChannel, "post", fail)
-    with pytest.raises(StateError, match=r"store of the process group does not answer .*Process 0"):
+    with pytest.raises(StateError, match=r"store of the process group does not answer .*Rank 0"):
         ranks[1].decide("save", None, len, 0.05)
 
 
@@ -197,13 +201,13 @@ def test_without_a_store_ranks_of_one_name_share_a_value_too() -> None:
             other = self._other.pop(0)
             return [obj, other] if self.rank == 0 else [other, obj]
 
-    def share(rank: int, name: str, others: list[Any]) -> Any:
-        return CollectiveConsensus(Answers(rank, others)).share(name, lambda: "mine", 1.0)
+    def compute(rank: int, name: str, others: list[Any]) -> Any:
+        return CollectiveConsensus(Answers(rank, others)).compute_once(name, lambda: "mine", 1.0)
 
-    assert share(0, "a", ["a", None]) == (0, "mine")
-    assert share(1, "a", ["a", {"result": "other"}]) == (0, "other")
-    assert share(1, "a", ["b", {"result": "other"}]) == (1, "mine")
-    assert share(1, "", ["b", {"result": "other"}]) == (-1, None)
+    assert compute(0, "a", ["a", None]) == (0, "mine")
+    assert compute(1, "a", ["a", {"result": "other"}]) == (0, "other")
+    assert compute(1, "a", ["b", {"result": "other"}]) == (1, "mine")
+    assert compute(1, "", ["b", {"result": "other"}]) == (-1, None)
 
 
 def test_open_consensus_selects_the_class_for_the_run() -> None:
@@ -223,11 +227,11 @@ class Harmful:
 
 
 @pytest.mark.parametrize("key", ["secret", ""])
-@pytest.mark.parametrize("name", ["verdict", "0", "2"])
+@pytest.mark.parametrize("name", ["decision", "0", "2"])
 def test_pickles_in_the_store_are_not_loaded(
     name: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.05)
+    monkeypatch.setattr(agreement, "DECISION_TIMEOUT", 0.05)
     store = dist.HashStore()
     channel = StoreChannel(store, "", {KEY_VARIABLE: key})
     store.set(f"/1/{name}", pickle.dumps((True, Harmful(tmp_path / "ran"))))
@@ -238,9 +242,9 @@ def test_pickles_in_the_store_are_not_loaded(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_verdict_with_another_signature_counts_as_absent(ranks: list[StoreConsensus]) -> None:
+def test_a_decision_with_another_signature_counts_as_absent(ranks: list[StoreConsensus]) -> None:
     unsigned = StoreChannel(ranks[0]._channel._store, "", {KEY_VARIABLE: "another"})
-    unsigned.post("1/verdict", {"result": "of another run"})
+    unsigned.post("1/decision", {"result": "of another run"})
     unsigned.post("1/2", ["call", "of another run"])
     calls = [partial(each.decide, "call", each.rank, list, 5.0) for each in ranks]
     assert together(*calls) == [[0, 1, 2]] * 3

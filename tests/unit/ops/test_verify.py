@@ -16,10 +16,10 @@ from accelerate.ops import (
     chained_operation,
     checking_header,
     flight_recorder,
-    mismatch,
+    map_leaves,
+    mismatch_error,
     must_verify,
     operation,
-    outline,
     summarize,
     verify_operation,
     verify_shapes,
@@ -66,22 +66,24 @@ def test_shapes_are_listed_by_process() -> None:
 
 
 def test_dtypes_are_listed_when_only_they_differ() -> None:
-    text = str(mismatch([make_summary(), make_summary(dtypes="torch.float16")]))
+    text = str(mismatch_error([make_summary(), make_summary(dtypes="torch.float16")]))
     assert "Input dtypes:\n  - Process 0: torch.float32\n  - Process 1: torch.float16\n" in text
 
 
 def test_arguments_are_listed_when_they_differ() -> None:
-    text = str(mismatch([make_summary(arguments="from_process=0"), make_summary(arguments="from_process=1")]))
+    text = str(
+        mismatch_error([make_summary(arguments="from_process=0"), make_summary(arguments="from_process=1")])
+    )
     assert "The arguments differ" in text
     assert "Input arguments:\n  - Process 0: from_process=0\n  - Process 1: from_process=1\n" in text
 
 
 def test_different_operations_are_listed() -> None:
     barrier = make_summary(operation="wait", compared=None, dtypes=None, shapes=None)
-    text = str(mismatch([make_summary(), barrier]))
+    text = str(mismatch_error([make_summary(), barrier]))
     assert f"Operation:\n  - Process 0: `{GATHER}`\n  - Process 1: `wait`\n" in text
     assert "Input shapes:\n  - Process 0: [2]\n  - Process 1: no tensors\n" in text
-    assert "Input shapes" not in str(mismatch([barrier, barrier._replace(operation="other")]))
+    assert "Input shapes" not in str(mismatch_error([barrier, barrier._replace(operation="other")]))
 
 
 def test_rows_may_differ_in_number() -> None:
@@ -119,12 +121,12 @@ def test_a_transport_without_a_header_is_given_one() -> None:
 
 def test_outline_of_nested_data() -> None:
     data = {"a": (torch.ones(2), [torch.ones(1, 3)])}
-    assert outline(data, lambda tensor: list(tensor.shape)) == {"a": [[2], [[1, 3]]]}
+    assert map_leaves(data, lambda tensor: list(tensor.shape)) == {"a": [[2], [[1, 3]]]}
 
 
 def test_outline_refuses_what_is_no_tensor() -> None:
     with pytest.raises(TypeError, match="was given str"):
-        outline([torch.ones(1), "text"], torch.Tensor.dim)
+        map_leaves([torch.ones(1), "text"], torch.Tensor.dim)
 
 
 @pytest.mark.usefixtures("states")

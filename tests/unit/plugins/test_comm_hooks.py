@@ -10,7 +10,7 @@ import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from accelerate.base import DDPCommunicationHookType as Kind
-from accelerate.plugins import HOOKS, WRAPPERS, DistributedDataParallelKwargs, renamed
+from accelerate.plugins import HOOKS, WRAPPERS, DistributedDataParallelKwargs, rename_hook
 
 
 class Registry:
@@ -70,7 +70,7 @@ def test_a_wrapper_calls_the_hook_inside() -> None:
         calls.append((state, bucket))
 
     assert WRAPPERS[Kind.NO](hook) is hook
-    renamed(hook)("state", "bucket")
+    rename_hook(hook)("state", "bucket")
     assert calls == [("state", "bucket")]
 
 

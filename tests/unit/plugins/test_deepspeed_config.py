@@ -8,7 +8,7 @@ import json
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.plugins import Filling, HfDeepSpeedConfig, leaves, same_value, without_auto
+from accelerate.plugins import AutoValues, HfDeepSpeedConfig, leaves, same_value, without_auto
 from accelerate.settings import read_config, refuse_config
 
 CONFIG = {
@@ -98,25 +98,25 @@ def test_a_sub_tree_is_removed():
 
 def test_auto_is_filled_and_all_mismatches_are_in_one_error():
     config = {"x": "auto", "y": {"z": "auto", "w": 3, "v": "8"}, "left": "auto", "free": "auto", "u": 1}
-    filling = Filling(
+    auto_values = AutoValues(
         {"x": 1, "y.w": 4, "y.v": 8, "u": 2, "free": None}, {"y.w": "the argument w"}, {"y.z": 7}
     )
-    filling.fill(config)
+    auto_values.fill(config)
     assert config == {"x": 1, "y": {"z": 7, "w": 3, "v": "8"}, "left": "auto", "u": 1}
     with pytest.raises(ConfigurationError) as caught:
-        filling.check_filled()
+        auto_values.check_filled()
     said = str(caught.value)
     assert "y.w is 3 in the DeepSpeed configuration, and 4 by the argument w" in said
     assert "u is 1 in the DeepSpeed configuration, and 2 by an argument" in said
-    assert "left is 'auto', and nothing says its value" in said
+    assert "left is 'auto', and its value is not given" in said
     assert "y.v" not in said
 
 
-def test_values_that_yield_are_overruled_and_not_mismatches():
-    filling = Filling({"x": 2, "y": 2}, yielding=("x",))
-    filling.fill({"x": 1, "y": 1})
-    assert len(filling.overruled) == len(filling.mismatches) == 1
-    assert filling.overruled[0].startswith("x is 1")
+def test_overridable_values_are_overridden_and_not_mismatches():
+    auto_values = AutoValues({"x": 2, "y": 2}, overridable=("x",))
+    auto_values.fill({"x": 1, "y": 1})
+    assert len(auto_values.overridden) == len(auto_values.mismatches) == 1
+    assert auto_values.overridden[0].startswith("x is 1")
 
 
 def test_nothing_is_refused_without_problems():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accelerate.base import packages
-from accelerate.plugins import config_to_build, show_to_transformers
+from accelerate.plugins import config_to_build, register_with_transformers
 
 
 def test_a_configuration_is_made_complete_enough_to_build_a_model():
@@ -23,4 +23,4 @@ def test_a_configuration_is_made_complete_enough_to_build_a_model():
 
 def test_without_deepspeed_transformers_gets_no_configuration(monkeypatch):
     monkeypatch.setattr(packages, "is_deepspeed_available", lambda: False)
-    assert show_to_transformers({}, True, None) is None
+    assert register_with_transformers({}, True, None) is None

@@ -159,11 +159,11 @@ def test_the_launcher_s_variables(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"reshard_after_forward": True}, "FSDP 1 takes a sharding strategy"),
         (
             {"reshard_after_forward": "SHARD_GRAD_OP", "sharding_strategy": "NO_SHARD"},
-            "say two different things",
+            "reshard_after_forward=SHARD_GRAD_OP differ",
         ),
         ({"reshard_after_forward": "FULL_SHARD", "fsdp_version": 2}, "neither a yes nor a no"),
         ({"sharding_strategy": "FULL_SHARD", "fsdp_version": 2}, "has no sharding strategies. Use reshard"),
-        ({"forward_prefetch": True, "fsdp_version": 2}, "fetches ahead by itself"),
+        ({"forward_prefetch": True, "fsdp_version": 2}, "always prefetches"),
         ({"state_dict_type": "LOCAL_STATE_DICT", "fsdp_version": 2}, "has no LOCAL_STATE_DICT"),
         ({"activation_checkpointing_offload": True}, "Set activation_checkpointing=True"),
         (

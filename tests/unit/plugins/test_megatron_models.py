@@ -286,7 +286,7 @@ def test_unknown_types_are_refused_with_the_known_ones() -> None:
 
 
 def test_models_without_a_configuration_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="nothing says how Megatron-LM builds a Linear"):
+    with pytest.raises(ConfigurationError, match="a Linear cannot be converted to Megatron-LM"):
         MegatronLMPlugin().set_network_size_args(nn.Linear(2, 2))
 
 

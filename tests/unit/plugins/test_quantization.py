@@ -54,9 +54,9 @@ def test_modules_that_are_not_quantized() -> None:
         ({"load_in_4bit": True, "bnb_4bit_compute_dtype": "half"}, "compute_dtype='half'.*fp32, fp16, bf16"),
         (
             {"load_in_4bit": True, "bnb_4bit_compute_dtype": None},
-            "bnb_4bit_compute_dtype=None: it is no dtype",
+            "bnb_4bit_compute_dtype=None: it is not a dtype",
         ),
-        ({"load_in_8bit": True, "torch_dtype": 16}, "torch_dtype=16: it is no dtype"),
+        ({"load_in_8bit": True, "torch_dtype": 16}, "torch_dtype=16: it is not a dtype"),
         ({"load_in_8bit": True, "skip_modules": "head"}, "skip_modules='head': it is not a list"),
         ({"load_in_8bit": True, "keep_in_fp32_modules": "norm"}, "keep_in_fp32_modules='norm'"),
     ],

@@ -28,9 +28,9 @@ from accelerate.monitoring import (
 from accelerate.report import (
     Line,
     Series,
+    conclusion_text,
     draw_lines,
-    finding,
-    plain_number,
+    format_number,
     read_run,
     render,
     tag,
@@ -204,7 +204,7 @@ def test_a_chart_breaks_at_a_value_that_is_not_finite_and_marks_it() -> None:
     series = Series()
     for step, value in enumerate([1.0, 2.0, math.nan, 3.0, 4.0]):
         series.add(step, value)
-    chart = draw_lines("loss", [Line("rank 0", series)], plain_number)
+    chart = draw_lines("loss", [Line("rank 0", series)], format_number)
     assert chart is not None
     line = chart.find("svg/path[@data-label='rank 0']")
     mark = chart.find("svg/path[@class='invalid']")
@@ -219,7 +219,7 @@ def test_extreme_values_give_coordinates_within_the_chart(values: list[float]) -
     series = Series()
     for step, value in enumerate(values):
         series.add(step, value)
-    chart = draw_lines("loss", [Line("rank 0", series)], plain_number)
+    chart = draw_lines("loss", [Line("rank 0", series)], format_number)
     assert chart is not None
     paths = [path.attrib["d"] for path in chart.iter("path") if "line" in path.attrib["class"]]
     numbers = [
@@ -240,8 +240,8 @@ def test_memory_has_round_ticks_in_its_unit() -> None:
 def test_a_conclusion_is_shown_without_its_name_at_the_beginning() -> None:
     text = "blocking saves: training waits: 20 %"
     named = Conclusion(time=1.0, name="blocking-saves", step=1, text=text)
-    assert finding(named) == "training waits: 20 %"
-    assert finding(replace(named, name="data-bound")) == text
+    assert conclusion_text(named) == "training waits: 20 %"
+    assert conclusion_text(replace(named, name="data-bound")) == text
 
 
 def test_a_chart_without_values_is_left_out() -> None:

@@ -149,7 +149,7 @@ def test_numbers_that_are_none_or_too_large_break_nothing(tmp_path: Path) -> Non
         file.write(json.dumps(line).encode() + b"\n")
     run = read_run(tmp_path)
     assert run.values["loss"][0].invalid == 1
-    assert run.split.total() == {"forward": 0.5}
+    assert run.phase_seconds.total() == {"forward": 0.5}
 
 
 def test_more_names_than_fit_are_counted(tmp_path: Path) -> None:

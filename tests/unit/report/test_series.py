@@ -6,7 +6,7 @@ import math
 
 from hypothesis import given, strategies as st
 
-from accelerate.report import COLUMNS, LINES, Column, Point, Series, Split, split_lines
+from accelerate.report import MAX_COLUMNS, MAX_LINES, Column, PhaseSeconds, Point, Series, split_lines
 
 
 def filled(*values: tuple[int | None, float]) -> Series:
@@ -25,13 +25,13 @@ def drawn(series: Series) -> list[Point]:
 
 
 def test_few_values_are_all_kept() -> None:
-    series = filled(*((step, float(step % 7)) for step in range(COLUMNS)))
-    assert drawn(series) == [(step, step % 7) for step in range(COLUMNS)]
+    series = filled(*((step, float(step % 7)) for step in range(MAX_COLUMNS)))
+    assert drawn(series) == [(step, step % 7) for step in range(MAX_COLUMNS)]
 
 
 def test_a_single_peak_among_a_million_steps_is_drawn() -> None:
     series = filled(*((step, 1.0) for step in range(0, 1_000_000, 10)))
-    assert len(columns_of(series)) <= COLUMNS
+    assert len(columns_of(series)) <= MAX_COLUMNS
     series.add(1_000_000, 50.0)
     for step in range(1_000_001, 1_002_000):
         series.add(step, 1.0)
@@ -52,8 +52,8 @@ def test_extremes_are_drawn_and_the_number_of_columns_is_bounded(values: list[tu
         min(finite, default=None),
         max(finite, default=None),
     )
-    assert len(columns_of(series)) <= COLUMNS
-    assert len(series.lines) <= LINES
+    assert len(columns_of(series)) <= MAX_COLUMNS
+    assert len(series.lines) <= MAX_LINES
     assert (series.count, series.invalid) == (len(values), len(values) - len(finite))
     assert any(column.invalid for column in columns_of(series)) == (len(finite) < len(values))
 
@@ -78,9 +78,9 @@ def test_two_restarts_from_the_same_checkpoint() -> None:
 
 
 def test_more_restarts_than_lines_are_still_counted() -> None:
-    series = filled(*((step, 1.0) for _ in range(3 * LINES) for step in (1, 2)))
-    assert len(series.lines) == LINES
-    assert series.count == 6 * LINES
+    series = filled(*((step, 1.0) for _ in range(3 * MAX_LINES) for step in (1, 2)))
+    assert len(series.lines) == MAX_LINES
+    assert series.count == 6 * MAX_LINES
 
 
 def test_a_column_of_values_that_are_not_finite_has_no_points() -> None:
@@ -91,10 +91,12 @@ def test_a_column_of_values_that_are_not_finite_has_no_points() -> None:
 
 
 def test_shares_of_phases_add_up_and_are_bounded() -> None:
-    split = Split()
-    for step in range(10 * COLUMNS):
+    split = PhaseSeconds()
+    for step in range(10 * MAX_COLUMNS):
         split.add(step, {"data": 1.0, "forward": 3.0, "rest": math.nan})
-    shares = list(split.shares())
-    assert COLUMNS // 4 <= len(shares) <= COLUMNS // 2
-    assert {tuple(sorted(share.items())) for _, share in shares} == {(("data", 0.25), ("forward", 0.75))}
-    assert split.total() == {"data": 10.0 * COLUMNS, "forward": 30.0 * COLUMNS}
+    fractions = list(split.fractions())
+    assert MAX_COLUMNS // 4 <= len(fractions) <= MAX_COLUMNS // 2
+    assert {tuple(sorted(fraction.items())) for _, fraction in fractions} == {
+        (("data", 0.25), ("forward", 0.75))
+    }
+    assert split.total() == {"data": 10.0 * MAX_COLUMNS, "forward": 30.0 * MAX_COLUMNS}

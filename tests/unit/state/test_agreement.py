@@ -56,7 +56,7 @@ def test_waiting_returns_available_values_at_the_timeout(store: HashStore) -> No
 
 
 def test_ctrl_c_ends_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.state.agreement.LONGEST_WAIT", 0.2)
+    monkeypatch.setattr("accelerate.state.agreement.MAX_WAIT", 0.2)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     channel = StoreChannel(store, "test", {})
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)

@@ -200,7 +200,7 @@ def test_the_argument_overrides_the_variable(
 @pytest.mark.parametrize(("local_rank", "device"), [(1, "cuda:1"), (5, "cuda:1")])
 def test_each_process_takes_its_own_gpu(four_gpus: list[int], local_rank: int, device: str) -> None:
     topology = Topology(rank=local_rank, size=8, local_rank=local_rank, local_size=8)
-    assert partial._own_device(hardware_table.detect(), topology) == torch.device(device)
+    assert partial._device_of_rank(hardware_table.detect(), topology) == torch.device(device)
 
 
 def test_cpu_affinity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,4 +244,4 @@ def test_there_is_a_core() -> None:
     ],
 )
 def test_labels(backend: DeviceBackend, size: int, label: str) -> None:
-    assert partial._label(backend, Topology(size=size)) == label
+    assert partial._distributed_type_of(backend, Topology(size=size)) == label

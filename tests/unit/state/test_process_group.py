@@ -116,14 +116,14 @@ def test_only_the_process_that_opened_it_closes_it_at_exit(monkeypatch: pytest.M
 def test_closing_waits_until_threads_of_torch_are_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica that is deleted next may hold the last reference to the group, and wait for them."""
     waited: list[float] = []
-    states = iter([False, True, True, *[False] * process_group.IDLE_LOOKS])
+    states = iter([False, True, True, *[False] * process_group.IDLE_POLLS])
     monkeypatch.setattr(process_group, "_torch_threads_run", lambda: next(states))
     monkeypatch.setattr(process_group.time, "sleep", waited.append)
     process_group.close_group()
     assert waited == []
     process_group.open_group(Topology(), hardware_table.CPU)
     process_group.close_group()
-    assert len(waited) == 3 + process_group.IDLE_LOOKS
+    assert len(waited) == 3 + process_group.IDLE_POLLS
 
 
 def test_closing_waits_for_threads_that_stay_busy_no_longer_than_a_second(
@@ -169,7 +169,7 @@ def test_a_group_is_deleted_after_its_threads_are_idle(
     group = weakref.ref(dist.group.WORLD)
     monkeypatch.setattr(process_group.time, "sleep", lambda _: is_there.append(group() is not None))
     close()
-    assert is_there == [True] * process_group.IDLE_LOOKS
+    assert is_there == [True] * process_group.IDLE_POLLS
     assert group() is None
 
 

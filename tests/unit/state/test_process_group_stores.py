@@ -68,7 +68,7 @@ def test_a_missing_rank_is_named_after_the_timeout(rank: int, missing: int) -> N
     channel = StoreChannel(agent, "", {})
     channel.post("name", "earlier")
     channel.post("earlier/read/1", "another word")
-    with pytest.raises(StateError, match=f"Rank {missing} did not come within 1 s"):
+    with pytest.raises(StateError, match=f"Rank {missing} did not arrive within 1 s"):
         process_group.agree_on_generation(channel, rank, 2, timedelta(seconds=1))
 
 
@@ -106,8 +106,8 @@ def test_ranks_of_one_host_are_counted_together(
 def test_a_rank_whose_host_does_not_come_is_named(
     rank: int, absent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(agreement, "SECONDS_FOR_THE_VERDICT", 0.05)
-    with pytest.raises(StateError, match=f"Rank {absent} did not come within 0 s to .* set LOCAL_RANK"):
+    monkeypatch.setattr(agreement, "DECISION_TIMEOUT", 0.05)
+    with pytest.raises(StateError, match=f"Rank {absent} did not arrive within 0 s to .* set LOCAL_RANK"):
         process_group.exchange_hosts(topology(rank, 2), HashStore(), timedelta(seconds=0.1))
 
 
@@ -116,7 +116,7 @@ def test_all_ranks_name_those_that_rank_0_waits_for(size: int, who: str) -> None
     store = HashStore()
 
     def find(rank: int) -> None:
-        with pytest.raises(StateError, match=f"{who} did not come within 0 s"):
+        with pytest.raises(StateError, match=f"{who} did not arrive within 0 s"):
             process_group.exchange_hosts(topology(rank, size), store, timedelta(seconds=0.1))
 
     with ThreadPoolExecutor(2) as threads:

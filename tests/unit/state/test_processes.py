@@ -85,7 +85,7 @@ def test_a_function_that_no_process_runs_is_reported_once(caplog: pytest.LogCapt
         assert Place(0, 2).on_process(greet, process_index=5)("you") is None
         assert Place(1, 2).on_process(greet, process_index=5)("you") is None
     assert [record.getMessage() for record in caplog.records] == [
-        "greet is meant for process 5, but there are only 2: it will never run."
+        "greet is to run on process 5, but there are only 2: it will never run."
     ]
 
 

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, strategies as st
 
 from accelerate.base import ConfigurationError
-from accelerate.state import plan_share, share_of
+from accelerate.state import plan_split, split_for_rank
 
 
 @given(st.integers(0, 40), st.integers(1, 7), st.booleans())
 def test_every_element_once_and_the_first_take_more(length: int, size: int, apply_padding: bool) -> None:
-    shares = [plan_share(length, size, rank, apply_padding) for rank in range(size)]
+    shares = [plan_split(length, size, rank, apply_padding) for rank in range(size)]
     assert [index for start, end, _ in shares for index in range(start, end)] == list(range(length))
     taken = [end - start for start, end, _ in shares]
     assert taken == sorted(taken, reverse=True)
@@ -42,7 +42,7 @@ def test_every_element_once_and_the_first_take_more(length: int, size: int, appl
     ],
 )
 def test_without_padding(inputs: Any, expected: list[Any]) -> None:
-    assert [share_of(inputs, 3, rank) for rank in range(3)] == expected
+    assert [split_for_rank(inputs, 3, rank) for rank in range(3)] == expected
 
 
 @pytest.mark.parametrize(
@@ -58,30 +58,30 @@ def test_without_padding(inputs: Any, expected: list[Any]) -> None:
     ],
 )
 def test_with_padding(inputs: Any, expected: list[Any]) -> None:
-    assert [share_of(inputs, 3, rank, apply_padding=True) for rank in range(3)] == expected
+    assert [split_for_rank(inputs, 3, rank, apply_padding=True) for rank in range(3)] == expected
 
 
 def test_tensors_and_arrays() -> None:
     rows = torch.arange(8).reshape(4, 2)
-    assert share_of(rows, 3, 0).tolist() == [[0, 1], [2, 3]]
-    assert share_of(rows, 3, 2, apply_padding=True).tolist() == [[6, 7], [6, 7]]
+    assert split_for_rank(rows, 3, 0).tolist() == [[0, 1], [2, 3]]
+    assert split_for_rank(rows, 3, 2, apply_padding=True).tolist() == [[6, 7], [6, 7]]
     array = np.arange(2)
-    last = share_of(array, 3, 2, apply_padding=True)
+    last = split_for_rank(array, 3, 2, apply_padding=True)
     assert isinstance(last, np.ndarray)
     assert last.tolist() == [1]
-    assert share_of(array, 3, 2).tolist() == []
+    assert split_for_rank(array, 3, 2).tolist() == []
 
 
 def test_mappings_keep_their_kind() -> None:
     counted = defaultdict(list, a=[1, 2, 3])
-    share = share_of(counted, 3, 1)
+    share = split_for_rank(counted, 3, 1)
     assert type(share) is defaultdict
     assert share["new"] == []
     assert counted == {"a": [1, 2, 3]}
-    ordered = share_of(OrderedDict(b=[1, 2], a=[3, 4]), 2, 1)
+    ordered = split_for_rank(OrderedDict(b=[1, 2], a=[3, 4]), 2, 1)
     assert ordered == OrderedDict(b=[2], a=[4])
     encoded = UserDict(ids=torch.arange(4))
-    share = share_of(encoded, 2, 1)
+    share = split_for_rank(encoded, 2, 1)
     assert type(share) is UserDict
     assert share["ids"].tolist() == [2, 3]
     assert encoded["ids"].tolist() == [0, 1, 2, 3]
@@ -105,23 +105,23 @@ Rows.__module__ = "datasets.arrow_dataset"
 
 def test_datasets_are_selected_from() -> None:
     rows = Rows([10, 11, 12, 13])
-    assert [share_of(rows, 3, rank).rows for rank in range(3)] == [[10, 11], [12], [13]]
-    padded = [share_of(rows, 3, rank, apply_padding=True).rows for rank in range(3)]
+    assert [split_for_rank(rows, 3, rank).rows for rank in range(3)] == [[10, 11], [12], [13]]
+    padded = [split_for_rank(rows, 3, rank, apply_padding=True).rows for rank in range(3)]
     assert padded == [[10, 11], [12, 12], [13, 13]]
-    assert share_of(Rows([7]), 2, 1, apply_padding=True).rows == [7]
+    assert split_for_rank(Rows([7]), 2, 1, apply_padding=True).rows == [7]
 
 
 def test_entries_of_different_length_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"'a': 2, 'b': 3.*must be of one length"):
-        share_of({"a": [1, 2], "b": [1, 2, 3]}, 2, 0)
+        split_for_rank({"a": [1, 2], "b": [1, 2, 3]}, 2, 0)
 
 
 @pytest.mark.parametrize("inputs", [3, iter([1]), {"a": 3}])
 def test_inputs_without_a_length_are_refused(inputs: Any) -> None:
     with pytest.raises(ConfigurationError, match="has no length"):
-        share_of(inputs, 2, 0)
+        split_for_rank(inputs, 2, 0)
 
 
 def test_a_tensor_without_dimensions_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="has no length"):
-        share_of(torch.tensor(3.0), 2, 0)
+        split_for_rank(torch.tensor(3.0), 2, 0)

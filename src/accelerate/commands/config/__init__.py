@@ -1,4 +1,4 @@
-"""`accelerate config` and what it writes and loads."""
+"""The command `accelerate config`, with the configuration files that it writes and loads."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""`python -m accelerate.commands.config` is `accelerate config`."""
+"""Entry point of `python -m accelerate.commands.config`, which is the same as `accelerate config`."""
 
 from accelerate.commands.config.config import main
 

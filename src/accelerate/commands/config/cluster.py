@@ -1,4 +1,7 @@
-"""The questionnaire for one machine or a cluster, and the defaults that it suggests for this machine."""
+"""Questionnaire for one machine or a cluster, with defaults that are detected on this machine.
+
+`accelerate config` calls `suggest` for the defaults and `get_cluster_input` for the answers.
+"""
 
 from __future__ import annotations
 
@@ -57,15 +60,15 @@ CLUSTER_SECTIONS = tuple(section for section in SECTIONS if section is not SageM
 
 
 def get_cluster_input(prompt: Prompt | None = None, suggestions: Suggestions | None = None) -> ClusterConfig:
-    """Ask for the settings of one machine or a cluster, with the arguments of `get_user_input`."""
+    """Asks for the settings of one machine or a cluster, with the arguments of `get_user_input`."""
     known = suggestions or suggest()
-    chosen = prompt or prompt_of_this_process()
+    prompt = prompt or prompt_of_this_process()
     questions = Questionnaire(
-        chosen, CLUSTER_SECTIONS, known.values, known.offers, left_out=("compute_environment",)
+        prompt, CLUSTER_SECTIONS, known.values, known.offers, left_out=("compute_environment",)
     )
     answers = questions.run()
     kind = answers["distributed_type"]
-    kept = {}  # settings of the present file that have no question, where they can still apply
+    kept = {}  # settings of the existing file without a question, if they still apply
     if known.kept.get("distributed_type") == kind:
         kept = {name: value for name, value in known.kept.items() if all_options()[name].ask is None}
     mapping = as_mapping({**kept, **answers})
@@ -73,14 +76,14 @@ def get_cluster_input(prompt: Prompt | None = None, suggestions: Suggestions | N
     for name, value in {"use_cpu": kind == "MULTI_CPU", "debug": False, "num_processes": 1}.items():
         mapping.setdefault(name, value)
     if PARADIGM_OF_TYPE.get(kind) == "multi_gpu" and not known.has_accelerator:
-        chosen.say(
-            f"This machine shows no accelerator: `accelerate launch` refuses {kind} here. MULTI_CPU trains "
+        prompt.say(
+            f"This machine has no accelerator: `accelerate launch` refuses {kind} here. MULTI_CPU trains "
             "on this machine."
         )
     return ClusterConfig(**mapping)
 
 
-USUAL: dict[str, Any] = {
+MACHINE_DEFAULTS: dict[str, Any] = {
     "distributed_type": "NO",
     "gpu_ids": "all",
     "main_process_port": 29500,
@@ -98,9 +101,9 @@ USUAL: dict[str, Any] = {
     "ec2_instance_type": "ml.p3.2xlarge",
     "iam_role_name": "accelerate_sagemaker_execution_role",
 }
-"""Defaults on any machine."""
+"""Defaults that do not depend on the machine."""
 
-BF16_CAPABILITY = 8.0  # compute capability from which NVIDIA GPUs compute in bfloat16
+BF16_CAPABILITY = 8.0  # minimum compute capability of NVIDIA GPUs that support bfloat16
 
 
 @dataclass(frozen=True)
@@ -108,14 +111,18 @@ class Suggestions:
     """Defaults of the questionnaire, by option name."""
 
     values: Mapping[str, Any]
-    offers: Mapping[str, tuple[str, ...]]  # the values that are listed
-    kept: Mapping[str, Any]  # what the file that is there says
-    facts: tuple[str, ...]  # lines about the machine
+    offers: Mapping[str, tuple[str, ...]]  # values that are listed as answers
+    kept: Mapping[str, Any]  # values of the existing file
+    facts: tuple[str, ...]  # lines about the machine, which are printed first
     has_accelerator: bool = True
 
 
 def suggest(config_file: str | None = None) -> Suggestions:
-    """Look at this machine, and at the file that is to be written, where it is there."""
+    """Returns defaults that are detected on this machine or read from an existing file.
+
+    Args:
+        config_file: File that will be written. None ignores existing files.
+    """
     variables = environ.current()
     machine = look(variables, cpu=False)
     devices, facts = _of_machine(machine)
@@ -123,10 +130,10 @@ def suggest(config_file: str | None = None) -> Suggestions:
     if "num_machines" in nodes:
         devices["num_processes"] = max(1, machine.devices) * nodes["num_machines"]
     kept, note = _of_file(config_file)
-    values = {**USUAL, **devices, **nodes, **kept}
-    own = str(machine.hardware.distributed_type.value)
-    usual = all_options()["distributed_type"].offers
-    offers = {"distributed_type": usual if own in usual else (*usual[:2], own, *usual[2:])}
+    values = {**MACHINE_DEFAULTS, **devices, **nodes, **kept}
+    detected = str(machine.hardware.distributed_type.value)
+    listed = all_options()["distributed_type"].offers
+    offers = {"distributed_type": listed if detected in listed else (*listed[:2], detected, *listed[2:])}
     return Suggestions(values, offers, kept, (*facts, *slurm_facts, *note), machine.has_accelerator)
 
 
@@ -151,7 +158,7 @@ def _computes_in_bf16(machine: Machine) -> bool:
 
     try:
         return machine.hardware.supports(torch.bfloat16)
-    except (RuntimeError, StateError):  # the device is there and its driver cannot be asked
+    except (RuntimeError, StateError):  # the device exists and its driver cannot be queried
         return False
 
 
@@ -161,12 +168,12 @@ def _of_slurm(variables: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     values: dict[str, Any] = {"slurm": True}
     nodes = variables.get("SLURM_JOB_NUM_NODES") or variables.get("SLURM_NNODES") or ""
     if not nodes.isdecimal():
-        return values, ["SLURM is installed; this shell is in no allocation."]
+        return values, ["SLURM is installed; this shell has no allocation."]
     values["num_machines"] = int(nodes)
     hosts = variables.get("SLURM_JOB_NODELIST") or variables.get("SLURM_NODELIST")
     if hosts:
         values["main_process_ip"] = first_host(hosts)
-    return values, [f"SLURM: an allocation of {nodes} machines."]
+    return values, [f"SLURM: an allocation of {nodes} nodes."]
 
 
 def _of_file(config_file: str | None) -> tuple[dict[str, Any], list[str]]:
@@ -175,6 +182,6 @@ def _of_file(config_file: str | None) -> tuple[dict[str, Any], list[str]]:
     try:
         path = find_config_file(config_file)
         values = dict(read_layer(path, "file").values) if path else {}
-    except ConfigurationError as error:  # it is about to be replaced
-        return {}, [f"The file that is there is not used: {error}"]
+    except ConfigurationError as error:  # not fatal, because the file will be replaced
+        return {}, [f"The existing file is not used: {error}"]
     return values, [f"Settings of {path} are the defaults."]

@@ -1,4 +1,7 @@
-"""`accelerate config`: its parser and its subcommands."""
+"""The command `accelerate config`, which asks for settings and writes the configuration file.
+
+Its subcommands are default, update, show and schema.
+"""
 
 from __future__ import annotations
 
@@ -44,39 +47,39 @@ SCHEMA = (
 def get_user_input(
     prompt: Prompt | None = None, suggestions: Suggestions | None = None
 ) -> ClusterConfig | SageMakerConfig:
-    """Ask where scripts run, and then the questions that matter there.
+    """Asks for the compute environment, and then the questions for this environment.
 
     Args:
-        prompt: asks; default: the terminal, or lines when this process has none.
-        suggestions: the defaults; default: those for this machine.
+        prompt: Prompt that asks. Default: the terminal, or lines of the standard input without one.
+        suggestions: Defaults of the answers. Default: those for this machine.
 
     Returns:
-        What the file will hold.
+        The settings for the file.
 
     Raises:
-        ConfigurationError: on a pipe, an answer is wrong or missing.
+        ConfigurationError: The input is a pipe, and an answer is wrong or missing.
     """
-    chosen = prompt or prompt_of_this_process()
+    prompt = prompt or prompt_of_this_process()
     known = suggestions or suggest()
     for fact in known.facts:
-        chosen.say(fact)
+        prompt.say(fact)
     row = all_options()["compute_environment"]
     default = str(known.values.get(row.name, row.default))
-    environment = chosen.choose(str(row.ask), row.choices, default)
+    environment = prompt.choose(str(row.ask), row.choices, default)
     ask = (
         get_sagemaker_input if environment == ComputeEnvironment.AMAZON_SAGEMAKER.value else get_cluster_input
     )
-    return ask(chosen, known)
+    return ask(prompt, known)
 
 
 def config_command(args: argparse.Namespace) -> None:
-    """Ask all questions, show the file, and write it if the user agrees.
+    """Asks all questions, prints the file, and writes it if the user agrees.
 
     Args:
-        args: ``config_file``: where the file is written; ``None`` for the default file.
+        args: Arguments with ``config_file``, the path of the file. ``None`` for the default file.
 
     Raises:
-        ConfigurationError: on a pipe, an answer is wrong or missing.
+        ConfigurationError: The input is a pipe, and an answer is wrong or missing.
     """
     path = expanded(args.config_file) if args.config_file else default_config_path()
     prompt = prompt_of_this_process()
@@ -96,7 +99,7 @@ def config_command(args: argparse.Namespace) -> None:
 
 
 def show_config_command(args: argparse.Namespace) -> None:
-    """Print the path of the file ``args.config_file`` and its settings in today's form."""
+    """Prints the path of the file ``args.config_file`` and its settings in the current format."""
     config = load_config_from_file(args.config_file)
     print(f"# {find_config_file(args.config_file)}")
     print(to_text(config.to_dict()), end="")

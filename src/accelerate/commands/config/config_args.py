@@ -1,4 +1,4 @@
-"""Old import path of the configuration classes of `accelerate.settings`."""
+"""Import path of older scripts for the configuration classes of `accelerate.settings`."""
 
 from accelerate.base import attach
 

@@ -1,4 +1,4 @@
-"""The parsers of the subcommands and their help, and the names of compilers."""
+"""Functions that build the parsers of the subcommands of `accelerate config`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DYNAMO_BACKENDS = [name.upper() for name in BACKENDS if name not in _LATER]
 
 
 class SubcommandHelpFormatter(OneSpellingFormatter, argparse.RawDescriptionHelpFormatter):
-    """Help of a subcommand, with a usage line that does not repeat the words of its parents."""
+    """Formatter of the help of a subcommand, with a usage line without the usage of its parents."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
@@ -43,7 +43,7 @@ def add_subcommand(
     command: Callable[[argparse.Namespace], object],
     help: str | None = None,
 ) -> argparse.ArgumentParser:
-    """Add a subcommand to ``accelerate config``, with the options of `parents` too."""
+    """Adds a subcommand to ``accelerate config``, which has the options of `parents`, too."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
         name,
         parents=parents,

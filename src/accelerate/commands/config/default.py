@@ -1,4 +1,4 @@
-"""`accelerate config default`: a file with the few settings that suit this machine."""
+"""The command `accelerate config default`, which writes a file with the devices of this machine."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ description = "Create a default config file for Accelerate with only a few flags
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str = default_config_file) -> Path | bool:
-    """Write a configuration file for this machine: all its devices, or the CPU when it has none.
+    """Writes a configuration file for all devices of this machine, or for its CPU.
 
     Args:
         mixed_precision: "no", "fp16" or "bf16".
-        save_location: the file, ``.yaml`` or ``.json``; its folders are made.
+        save_location: Path of the file, ``.yaml`` or ``.json``. Missing folders are created.
 
     Returns:
-        The file's path; ``False`` where there is one already, which is left as it is.
+        The path of the file, or ``False`` if a file exists already, which is not changed.
 
     Raises:
-        ConfigurationError: no such number format.
+        ConfigurationError: The precision is unknown.
     """
     precision = mixed_precision.lower()
     if precision not in PRECISIONS:
         fix = f"Use one of {', '.join(PRECISIONS)}"
-        raise wrong_value("mixed_precision", mixed_precision, "there is no such number format", fix)
+        raise wrong_value("mixed_precision", mixed_precision, "it is not a known precision", fix)
     path = expanded(save_location)
     if os.path.exists(path):
-        print(f"{path} is there already and is left as it is. Remove it to write a new one.")
+        print(f"{path} exists already and is not changed. Remove it to write a new one.")
         return False
     machine = look(environ.current(), cpu=False)
     several = machine.has_accelerator and machine.devices > 1
@@ -63,29 +63,29 @@ def write_basic_config(mixed_precision: str = "no", save_location: str = default
 
 
 def default_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand.
+    """Adds the subcommand.
 
     Args:
-        parser: the subparsers of ``accelerate config``.
-        parents: parsers whose options it has too.
+        parser: Subparsers of ``accelerate config``.
+        parents: Parsers whose options the subcommand has, too.
     """
     child = add_subcommand(parser, parents, "default", description, default_config_command)
     child.add_argument(
         "--config_file",
         default=default_config_file,
         dest="save_location",
-        help="Where the file is written; default: the place where every command looks.",
+        help="Path of the file; default: the path that every command reads.",
     )
     child.add_argument(
         "--mixed_precision",
         choices=["no", "fp16", "bf16"],
         default="no",
-        help="Number format of the forward pass.",
+        help="Mixed precision of the forward pass.",
     )
     return child
 
 
 def default_config_command(args: argparse.Namespace) -> None:
-    """Write the file and say where it is."""
+    """Writes the file and prints its path."""
     if path := write_basic_config(args.mixed_precision, args.save_location):
         print(f"The configuration was written to {path}.")

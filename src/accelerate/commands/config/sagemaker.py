@@ -1,4 +1,7 @@
-"""The questionnaire for a job on Amazon SageMaker, and the IAM role that it runs as."""
+"""Questionnaire for a job on Amazon SageMaker, which can create the IAM role of the job.
+
+`accelerate config` calls `get_sagemaker_input`.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ from accelerate.base import (
     is_boto3_available as is_boto3_available,
     require,
 )
-from accelerate.commands.config.cluster import USUAL, Suggestions
+from accelerate.commands.config.cluster import MACHINE_DEFAULTS, Suggestions
 from accelerate.commands.config.config_utils import DYNAMO_BACKENDS as DYNAMO_BACKENDS
 from accelerate.settings import Prompt, Questionnaire, SageMakerConfig, as_mapping, prompt_of_this_process
 from accelerate.settings.sections import DynamoSection, LaunchSection, PrecisionSection, SageMakerSection
 
 SECTIONS = (LaunchSection, SageMakerSection, PrecisionSection, DynamoSection)
-ASKED_OF_LAUNCH = ("distributed_type", "num_machines", "debug")
+ASKED_LAUNCH_OPTIONS = ("distributed_type", "num_machines", "debug")
 CREATE_ROLE = "Create this IAM role now, with your AWS credentials?"
 
 TRUST_POLICY = {
@@ -28,7 +31,7 @@ TRUST_POLICY = {
         {"Effect": "Allow", "Principal": {"Service": "sagemaker.amazonaws.com"}, "Action": "sts:AssumeRole"}
     ],
 }
-"""Lets SageMaker take the role."""
+"""Policy that lets SageMaker assume the role."""
 
 POLICY = {
     "Version": "2012-10-17",
@@ -57,29 +60,32 @@ POLICY = {
         }
     ],
 }
-"""What a job may do: train, read its image, write logs and metrics, read and write its data."""
+"""Permissions of a job to train, read its image, write logs and metrics, and read and write its data."""
 
 
 def get_sagemaker_input(
     prompt: Prompt | None = None, suggestions: Suggestions | None = None
 ) -> SageMakerConfig:
-    """Ask for the settings of a job on Amazon SageMaker; arguments and errors are those of `get_user_input`.
+    """Asks for the settings of a job on Amazon SageMaker, with the arguments of `get_user_input`.
 
-    Credentials are not asked for and never written: the AWS profile has them.
+    Credentials are not asked for and never written, because the AWS profile has them. Errors are those of
+    `get_user_input`, too.
     """
     kept = suggestions.kept if suggestions is not None else {}
-    usual = {name: USUAL[name] for name in ("distributed_type", "ec2_instance_type", "iam_role_name")}
-    chosen = prompt or prompt_of_this_process()
-    asking = Questionnaire(
-        chosen,
+    defaults = {
+        name: MACHINE_DEFAULTS[name] for name in ("distributed_type", "ec2_instance_type", "iam_role_name")
+    }
+    prompt = prompt or prompt_of_this_process()
+    questions = Questionnaire(
+        prompt,
         SECTIONS,
-        {**usual, "compute_environment": ComputeEnvironment.AMAZON_SAGEMAKER.value, **kept},
+        {**defaults, "compute_environment": ComputeEnvironment.AMAZON_SAGEMAKER.value, **kept},
         {"distributed_type": tuple(kind.value for kind in SageMakerDistributedType)},
-        left_out=[row.name for row in LaunchSection.options() if row.name not in ASKED_OF_LAUNCH],
+        left_out=[row.name for row in LaunchSection.options() if row.name not in ASKED_LAUNCH_OPTIONS],
     )
-    answers = asking.run()
+    answers = questions.run()
     mapping = as_mapping(answers)
-    if is_boto3_available() and chosen.confirm(CREATE_ROLE, False):
+    if is_boto3_available() and prompt.confirm(CREATE_ROLE, False):
         _create_iam_role_for_sagemaker(mapping["iam_role_name"])
         mapping["iam_role_name"] = _get_iam_role_arn(mapping["iam_role_name"])
     mapping["compute_environment"] = ComputeEnvironment.AMAZON_SAGEMAKER
@@ -89,7 +95,7 @@ def get_sagemaker_input(
 
 
 def _create_iam_role_for_sagemaker(role_name: str) -> None:
-    """Create the role unless it is there."""
+    """Creates the role unless it exists."""
     client = _iam()
     try:
         client.create_role(RoleName=role_name, AssumeRolePolicyDocument=json.dumps(TRUST_POLICY))
@@ -101,7 +107,7 @@ def _create_iam_role_for_sagemaker(role_name: str) -> None:
 
 
 def _get_iam_role_arn(role_name: str) -> str:
-    """The full name of a role."""
+    """Returns the ARN of a role."""
     return str(_iam().get_role(RoleName=role_name)["Role"]["Arn"])
 
 

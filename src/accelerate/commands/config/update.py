@@ -1,4 +1,4 @@
-"""`accelerate config update`: write a file of any version anew in today's form."""
+"""The command `accelerate config update`, which rewrites a file of any version in the current format."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ description = (
 
 
 def update_config(args: argparse.Namespace) -> str:
-    """Load a file and write it again.
+    """Loads a configuration file and writes it in the current format.
 
     Args:
-        args: ``config_file``: its path, or ``None`` for the default one.
+        args: Arguments with ``config_file``, its path. ``None`` for the default file.
 
     Returns:
         The path.
 
     Raises:
-        ConfigurationError: there is no such file, or its content is wrong.
+        ConfigurationError: The file does not exist, or its content is wrong.
     """
     path = expanded(args.config_file or default_config_path())
     write_mapping(path, load_config_from_file(str(path)).to_dict())
@@ -41,11 +41,11 @@ def update_config(args: argparse.Namespace) -> str:
 
 
 def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    """Add the subcommand.
+    """Adds the subcommand.
 
     Args:
-        parser: the subparsers of ``accelerate config``.
-        parents: parsers whose options it has too.
+        parser: Subparsers of ``accelerate config``.
+        parents: Parsers whose options the subcommand has, too.
     """
     child = add_subcommand(parser, parents, "update", description, update_config_command)
     add_config_file(child)
@@ -53,5 +53,5 @@ def update_command_parser(parser: Any, parents: list[argparse.ArgumentParser]) -
 
 
 def update_config_command(args: argparse.Namespace) -> None:
-    """Update the file and say so."""
+    """Updates the file and prints its path."""
     print(f"The configuration in {update_config(args)} is up to date.")

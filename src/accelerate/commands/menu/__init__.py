@@ -1,3 +1,3 @@
-"""Lists on the terminal from which the arrow keys select."""
+"""Menus on the terminal in which the arrow keys select."""
 
 from accelerate.commands.menu.selection_menu import BulletMenu as BulletMenu

@@ -1,4 +1,4 @@
-"""A question with several answers."""
+"""Menu on the terminal that asks a question with several answers."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from accelerate.settings import TerminalPrompt
 
 
 class BulletMenu:
-    """Asks for one of several answers.
+    """Menu that asks for one of several answers.
 
     Args:
-        prompt: The question; None: none is printed.
-        choices: The answers.
+        prompt: Question. None prints no question.
+        choices: Answers.
     """
 
     def __init__(self, prompt: str | None = None, choices: list[str] | None = None) -> None:
@@ -19,13 +19,13 @@ class BulletMenu:
         self.position = 0
 
     def run(self, default_choice: int = 0) -> int:
-        """Ask, and return the index of the answer, from 0.
+        """Asks the question, and returns the index of the answer, from 0.
 
         Args:
-            default_choice: The index of the answer that is offered first.
+            default_choice: Index of the answer that is selected first.
 
         Raises:
-            KeyboardInterrupt: The user left the question.
+            KeyboardInterrupt: The user pressed Ctrl-C.
         """
         numbered = {f"{number}. {choice}": number for number, choice in enumerate(self.choices, start=1)}
         offers = list(numbered)

@@ -1,8 +1,8 @@
-"""The runs that `accelerate test --resume` compares: a whole one, one that is interrupted, one that goes on.
+"""Training script that `accelerate test --resume` launches uninterrupted, interrupted and resumed.
 
-Each process writes down which samples it got in which order, and the weights at the end; the command
-compares. The resumed run begins with other random numbers than the whole one: only the checkpoint can bring
-the right ones.
+Each rank writes the order of its samples and the final weights to a file, and the command compares the files.
+The resumed run starts with another seed than the uninterrupted one, so only the checkpoint can restore the
+states of the random number generators.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from accelerate.plugins import DataLoaderConfiguration
 from accelerate.rng import set_seed
 
 SAMPLES = 37
-"""For each process; the last batch is short."""
+"""Samples for each rank, with an incomplete last batch."""
 
 BATCH = 4
 EPOCHS = 3
 STOP = (1, 3)
-"""The interrupted run saves behind this batch: (epoch, batch)."""
+"""Epoch and batch after which the interrupted run saves a checkpoint."""
 
 LOST = 2
-"""Batches that it trains behind that; a crash loses them."""
+"""Batches that the interrupted run trains after the checkpoint, and that are lost."""
 
 WHOLE, INTERRUPTED, RESUMED = "whole", "interrupted", "resumed"
 
 
 def numbers(length: int) -> Any:
-    """Return a map-style dataset; sample i is i, and three numbers made of it."""
+    """Returns a map-style dataset whose sample i is the index, of shape (1,), and three floats made of it."""
     return [(torch.tensor([index]), torch.arange(3.0) * index / length) for index in range(length)]
 
 
 class Stream(IterableDataset[Any]):
-    """The same samples, which can only be read in order."""
+    """Iterable dataset of the samples of `numbers`."""
 
     def __init__(self, length: int) -> None:
         self.samples = numbers(length)
@@ -55,7 +55,7 @@ class Stream(IterableDataset[Any]):
 
 
 class StatefulStream(Stream):
-    """A stream that goes on where it was."""
+    """Iterable dataset that continues at its position after a checkpoint is loaded."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -68,22 +68,22 @@ class StatefulStream(Stream):
         self.index = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Return how many samples were read."""
+        """Returns the number of samples that were read."""
         return {"index": self.index}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on behind as many samples."""
+        """Continues after the number of samples in the state."""
         self.index = state["index"]
 
 
 def sample_again(dataset: Any) -> RandomSampler:
-    """A sampler that draws with a generator of its own, and draws samples more than once."""
+    """Returns a sampler with replacement that has its own generator."""
     return RandomSampler(dataset, replacement=True, generator=torch.Generator().manual_seed(3))
 
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of loader; `config` has fields of `DataLoaderConfiguration`."""
+    """Kind of loader, with its dataset, sampler, workers and fields of `DataLoaderConfiguration`."""
 
     name: str
     dataset: Callable[[int], Any] = numbers
@@ -93,7 +93,7 @@ class Case:
     persistent: bool = False
 
     def build(self, length: int) -> DataLoader[Any]:
-        """Return the user's loader: map-style datasets without a sampler are shuffled."""
+        """Returns the loader before `prepare`, which shuffles a map-style dataset without a sampler."""
         dataset = self.dataset(length)
         sampler = None if self.sampler is None else self.sampler(dataset)
         shuffle = self.dataset is numbers and sampler is None
@@ -103,12 +103,12 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The name in the record, and of the folder of its checkpoint."""
+        """Name of the case in the results, and of the folder of its checkpoint."""
         return f"{self.name}, {self.workers} workers"
 
     @property
-    def continues(self) -> bool:
-        """Whether the loader goes on by itself."""
+    def resumes_itself(self) -> bool:
+        """True if the loader restores its position itself, without `skip_first_batches`."""
         return bool(self.config.get("use_stateful_dataloader", False))
 
 
@@ -128,11 +128,13 @@ CASES = (
 
 
 def train(case: Case, run: str, folder: Path) -> dict[str, Any]:
-    """Train with one kind of loader; called on all ranks.
+    """Trains with one kind of loader.
+
+    All ranks must call it.
 
     Returns:
-        `steps`: [epoch, batch, samples] of each batch that counts; `weights`: numbers by name, where the run
-        ended.
+        `steps` has [epoch, batch, samples] of each batch that is not lost. `weights` has the final weights by
+        name, and is empty for the interrupted run.
     """
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(**case.config), step_scheduler_with_optimizer="per_update"
@@ -143,14 +145,16 @@ def train(case: Case, run: str, folder: Path) -> dict[str, Any]:
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
     loader = case.build(SAMPLES * accelerator.num_processes)
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
-    first, seen = 0, 0
+    first_epoch, num_seen = 0, 0
     if run == RESUMED:
         accelerator.load_state(folder / case.key)
-        first, seen = STOP[0], STOP[1] + 1
+        first_epoch, num_seen = STOP[0], STOP[1] + 1
     steps: list[Any] = []
-    for epoch in range(first, EPOCHS):
-        start = seen if epoch == first else 0
-        batches = accelerator.skip_first_batches(loader, start) if start and not case.continues else loader
+    for epoch in range(first_epoch, EPOCHS):
+        start = num_seen if epoch == first_epoch else 0
+        batches = (
+            accelerator.skip_first_batches(loader, start) if start and not case.resumes_itself else loader
+        )
         for number, (index, inputs) in enumerate(batches, start):
             loss = (model(inputs) - index / SAMPLES).pow(2).mean()
             accelerator.backward(loss)
@@ -170,11 +174,11 @@ def train(case: Case, run: str, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Train with every kind of loader, and write down what happened: a file for each process."""
+    """Trains with each kind of loader, and writes the results of this rank to a file."""
     run, folder = sys.argv[1], Path(sys.argv[2])
     accelerator = Accelerator()
     checkpoints = Path(broadcast_object_list([str(folder)])[0]) / "checkpoints"
-    record: dict[str, Any] = {
+    results: dict[str, Any] = {
         "processes": accelerator.num_processes,
         "device": accelerator.device.type,
         "kind": DistributedType(accelerator.distributed_type).value,
@@ -183,12 +187,14 @@ def main() -> None:
     }
     for case in CASES:
         result = train(case, run, checkpoints)
-        record["cases"][case.key] = {"name": case.name, "workers": case.workers, **result}
+        results["cases"][case.key] = {"name": case.name, "workers": case.workers, **result}
     path = folder / f"{run}_{accelerator.process_index}.json"
-    path.write_text(json.dumps(record), encoding="utf-8")
+    path.write_text(json.dumps(results), encoding="utf-8")
     accelerator.wait_for_everyone()
     if run == RESUMED and accelerator.is_local_main_process:
-        shutil.rmtree(checkpoints, ignore_errors=True)  # the folder of another machine, on this one
+        shutil.rmtree(
+            checkpoints, ignore_errors=True
+        )  # copy of the folder on this node, if the node of rank 0 is another one
     accelerator.end_training()
 
 

@@ -1,7 +1,7 @@
-"""The self-check that `accelerate test` launches: one line for each check, exit code 1 when one failed.
+"""Self-check that `accelerate test` launches, which prints one line per check and exits with 1 on failure.
 
-Every process runs every check; a check fails when it fails on any process. Processes agree on the result
-before the next check begins, so a failure on one does not leave the others waiting in a later collective.
+Each rank runs each check, and a check fails if it fails on any rank. Ranks gather the results before the next
+check begins, so a failure on one rank does not make the others wait in a later collective.
 """
 
 from __future__ import annotations
@@ -25,34 +25,34 @@ TOLERANCE = 1e-5
 
 
 class CheckFailedError(Exception):
-    """A check found something wrong."""
+    """Failure of a check."""
 
 
-def expect(claim: bool, problem: str) -> None:
-    """Raise unless the claim holds."""
-    if not claim:
+def expect(condition: bool, problem: str) -> None:
+    """Raises a `CheckFailedError` unless the condition is true."""
+    if not condition:
         raise CheckFailedError(problem)
 
 
 def check_state(accelerator: Accelerator) -> None:
-    """Ranks are 0..n-1, one main process, and a barrier that all pass."""
+    """Checks that ranks are 0 to n-1, that rank 0 is the main process, and that a barrier ends."""
     count, rank = accelerator.num_processes, accelerator.process_index
     expect(0 <= rank < count, f"rank {rank} of {count}")
     expect(accelerator.is_main_process == (rank == 0), "rank 0 is not the main process, or another one is")
     ranks = gather_object([rank])
-    expect(sorted(ranks) == list(range(count)), f"the processes call themselves {ranks}")
+    expect(sorted(ranks) == list(range(count)), f"the ranks are {ranks}")
     accelerator.wait_for_everyone()
-    with accelerator.split_between_processes(list(range(SAMPLES))) as share:
-        shares = gather_object([list(share)])
-    expect(sum(shares, []) == list(range(SAMPLES)), f"split_between_processes dealt {shares}")
+    with accelerator.split_between_processes(list(range(SAMPLES))) as shard:
+        shards = gather_object([list(shard)])
+    expect(sum(shards, []) == list(range(SAMPLES)), f"split_between_processes gives {shards}")
 
 
 def check_collectives(accelerator: Accelerator) -> None:
-    """gather, reduce, broadcast and pad give what their names say."""
+    """Checks the results of gather, reduce, broadcast and pad_across_processes."""
     count, rank = accelerator.num_processes, accelerator.process_index
     local = torch.tensor([rank, 10 + rank], device=accelerator.device)
-    everyone = [value for r in range(count) for value in (r, 10 + r)]
-    expect(gather(local).tolist() == everyone, "gather does not give the values of all in order of rank")
+    gathered = [value for r in range(count) for value in (r, 10 + r)]
+    expect(gather(local).tolist() == gathered, "gather does not give the values of all ranks in order")
     total = accelerator.reduce(local, reduction="sum").tolist()
     expect(total == [sum(range(count)), 10 * count + sum(range(count))], f"reduce gives {total}")
     first = broadcast(local.clone(), from_process=0).tolist()
@@ -62,18 +62,18 @@ def check_collectives(accelerator: Accelerator) -> None:
 
 
 def check_random_numbers(accelerator: Accelerator) -> None:
-    """After synchronisation all processes draw the same numbers; a device-specific seed makes them differ."""
+    """Checks that random numbers are equal after synchronization and differ with device-specific seeds."""
     set_seed(7 + accelerator.process_index)
     synchronize_rng_states(["torch"])
     drawn = gather(torch.rand(1).to(accelerator.device))
-    expect(bool((drawn == drawn[0]).all()), f"after synchronisation the processes draw {drawn.tolist()}")
+    expect(bool((drawn == drawn[0]).all()), f"after synchronization the ranks draw {drawn.tolist()}")
     set_seed(7, device_specific=True)
     numbers = gather(torch.rand(1).to(accelerator.device)).tolist()
     expect(len(set(numbers)) == accelerator.num_processes, f"with device_specific seeds they draw {numbers}")
 
 
 def check_loader(accelerator: Accelerator, *, dispatch: bool, shuffle: bool) -> None:
-    """Every sample is seen, and gather_for_metrics takes off what fills the last batch up."""
+    """Checks that a loader yields each sample, and that gather_for_metrics removes the padding."""
     set_seed(3)
     samples: Any = list(range(SAMPLES))
     loader = DataLoader(samples, batch_size=BATCH, shuffle=shuffle)
@@ -88,11 +88,11 @@ def check_loader(accelerator: Accelerator, *, dispatch: bool, shuffle: bool) -> 
     expect(sizes == {BATCH} or SAMPLES % BATCH != 0, f"the batches have the sizes {sizes}")
     in_order = seen if not shuffle else sorted(seen)
     expect(in_order == list(range(SAMPLES)), f"the samples seen are {seen}")
-    expect(not shuffle or seen != sorted(seen), "shuffle=True leaves the order as it is")
+    expect(not shuffle or seen != sorted(seen), "shuffle=True does not change the order")
 
 
 def check_training(accelerator: Accelerator) -> None:
-    """Training on all processes gives the weights of training on one with the joined batch."""
+    """Checks that training on all ranks gives the weights of training in one process."""
     prepared = _train(accelerator.num_processes, accelerator)
     reference = _train(accelerator.num_processes)
     worst = max(float((a.cpu() - b).abs().max()) for a, b in zip(prepared, reference, strict=True))
@@ -101,7 +101,10 @@ def check_training(accelerator: Accelerator) -> None:
 
 
 def _train(processes: int, accelerator: Accelerator | None = None) -> list[torch.Tensor]:
-    """Return the trained weights: of the run, or without it of one process that gets the joined batches."""
+    """Returns the weights after training on all ranks, or without an accelerator in one process.
+
+    The batches of the single process are the batches of all ranks, concatenated.
+    """
     torch.manual_seed(11)
     model: torch.nn.Module = torch.nn.Sequential(
         torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
@@ -137,17 +140,17 @@ CHECKS: dict[str, Callable[[Accelerator], None]] = {
 
 
 def run_check(accelerator: Accelerator, check: Callable[[Accelerator], None]) -> list[str]:
-    """Run one check on all processes, and return what went wrong, by process; the same list on all."""
+    """Runs one check on all ranks, and returns the same list of their errors on each rank."""
     problems = []
     try:
         check(accelerator)
-    except Exception as error:  # whatever it is, it is reported and makes the exit code 1
+    except Exception as error:  # any error is reported and makes the exit code 1
         problems = [f"process {accelerator.process_index}: {type(error).__name__}: {error}"]
     return gather_object(problems)
 
 
 def main() -> None:
-    """Run every check and exit with 1 if one failed."""
+    """Runs all checks, and exits with 1 if one has failed."""
     accelerator = Accelerator()
     kind = DistributedType(accelerator.distributed_type).value
     accelerator.print(

@@ -60,7 +60,7 @@ def test_a_file_that_is_there_is_left_alone(tmp_path: Path, capsys: pytest.Captu
     path.write_text("debug: true\n")
     assert write_basic_config(save_location=str(path)) is False
     assert path.read_text() == "debug: true\n"
-    assert "left as it is" in capsys.readouterr().out
+    assert "is not changed" in capsys.readouterr().out
 
 
 def test_a_wrong_number_format_is_named(tmp_path: Path) -> None:

@@ -262,7 +262,7 @@ def test_an_allocation_of_slurm_gives_the_machines(monkeypatch: pytest.MonkeyPat
     known = suggest()
     assert (known.values["num_machines"], known.values["num_processes"]) == (2, 8)
     assert (known.values["main_process_ip"], known.values["slurm"]) == ("gpu07", True)
-    assert "an allocation of 2 machines" in known.facts[1]
+    assert "an allocation of 2 nodes" in known.facts[1]
 
 
 def test_the_file_that_is_there_gives_defaults_and_keeps_its_other_settings(tmp_path: Path) -> None:

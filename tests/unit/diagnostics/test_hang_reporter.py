@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.diagnostics import Outlet, Report
+from accelerate.diagnostics import HangReporter, Report
 from accelerate.launch import FOLDER_VARIABLE, HANG_KIND, collect
 
 REPORT = Report("accelerate: hang: rank 0 waits.\nstack", 0, True, 1, [], 5.0)
@@ -19,25 +19,25 @@ REPORT = Report("accelerate: hang: rank 0 waits.\nstack", 0, True, 1, [], 5.0)
 def test_a_report_is_printed_and_kept_until_it_is_withdrawn(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    outlet = Outlet(0, 2, {FOLDER_VARIABLE: str(tmp_path)})
-    outlet.publish(REPORT)
+    reporter = HangReporter(0, 2, {FOLDER_VARIABLE: str(tmp_path)})
+    reporter.publish(REPORT)
     assert capfd.readouterr().err == f"{REPORT.text}\n"
     assert collect(tmp_path, 1).hang == REPORT.text
-    outlet.withdraw("over")
+    reporter.withdraw("over")
     assert capfd.readouterr().err == "over\n"
     assert collect(tmp_path, 1).hang == ""
 
 
 def test_the_end_is_a_failure_of_this_rank(tmp_path: Path) -> None:
-    Outlet(1, 2, {FOLDER_VARIABLE: str(tmp_path)}).prepare_end(REPORT)
+    HangReporter(1, 2, {FOLDER_VARIABLE: str(tmp_path)}).prepare_end(REPORT)
     (failure,) = collect(tmp_path, 1).failures
     assert (failure.rank, failure.kind, failure.headline) == (1, (HANG_KIND,), "hang: rank 0 waits.")
 
 
 def test_without_a_launcher_it_is_printed_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    outlet = Outlet(0, 2, {})
-    outlet.prepare_end(REPORT)
-    outlet.publish(REPORT)
+    reporter = HangReporter(0, 2, {})
+    reporter.prepare_end(REPORT)
+    reporter.publish(REPORT)
     assert capfd.readouterr().err == f"{REPORT.text}\n"
     assert not list(tmp_path.iterdir())
 
@@ -54,6 +54,6 @@ def test_ending_a_rank_ends_its_workers(monkeypatch: pytest.MonkeyPatch) -> None
     worker.start()
     assert started.wait(30)
     monkeypatch.setattr("accelerate.diagnostics.hang_report.os._exit", codes.append)
-    Outlet(0, 2, {}).end()
+    HangReporter(0, 2, {}).end()
     worker.join(30)
     assert (codes, worker.exitcode) == ([1], -signal.SIGKILL)
