@@ -78,7 +78,7 @@ bench: $(VENV)/.test-installed ## measure the speed budgets, each beside the raw
 scale: $(VENV)/.test-installed ## measure up to 4,096 simulated ranks and 16 processes, and write docs/concepts/scale.md
 	$(BIN)/python benchmarks/scale.py --write; missed=$$?; $(BIN)/python docs/draw_pictures.py && exit $$missed
 
-reference: $(VENV)/.test-installed ## write docs/reference, the JSON Schema and the list of files anew from the source
+reference: $(VENV)/.test-installed ## write the generated pages of docs/reference and the JSON Schema anew from the source
 	$(BIN)/python docs/write_reference.py
 
 pictures: $(BIN)/python ## draw docs/pictures anew

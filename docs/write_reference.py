@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,10 +29,7 @@ from accelerate.settings import (
 from accelerate.settings.sections import PARADIGM_OF_TYPE
 
 FOLDER = Path(__file__).parent / "reference"
-ARCHITECTURE = Path(__file__).parent / "architecture.md"
 SOURCE = Path(__file__).parents[1] / "src" / "accelerate"
-BEGIN, END = "<!-- files: begin -->", "<!-- files: end -->"
-ROW = re.compile(r"^\| `([^`]+)` \|", re.MULTILINE)
 
 POD_VARIABLES = (
     (
@@ -86,29 +82,26 @@ def make_files() -> dict[Path, str]:
         FOLDER / "config.md": config_page(),
         FOLDER / "environment.md": variables_page(),
         SCHEMA_FILE: schema_text(),
-        ARCHITECTURE: with_files(ARCHITECTURE.read_text(encoding="utf-8")),
+        FOLDER / "files.md": files_page(),
     }
 
 
-def with_files(page: str) -> str:
-    """Give the page with a table of all source files and the first sentences of their docstrings.
-
-    Packages stay in the order that the page has; files are sorted in each.
-    """
-    before, _, rest = page.partition(BEGIN)
-    table, _, after = rest.partition(END)
-    order = list(dict.fromkeys(str(Path(name).parent) for name in ROW.findall(table)))
+def files_page() -> str:
+    """Give a table of all source files with the first paragraphs of their docstrings, as Markdown."""
+    intro = (
+        "Every source file with the first sentence of its docstring. "
+        "[Architecture](../architecture.md) describes the packages and their order."
+    )
     names = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py") if path.name != "__init__.py"]
-    packages = [*order, *sorted({str(name.parent) for name in names} - set(order))]
-    names.sort(key=lambda name: (packages.index(str(name.parent)), name))
-    rows = [f"| `{name.as_posix()}` | {purpose_of(SOURCE / name)} |" for name in names]
-    return "\n".join([f"{before}{BEGIN}\n", "| file | purpose |", "|---|---|", *rows, f"\n{END}{after}"])
+    names.sort(key=lambda name: (name.parent, name))
+    rows = [(f"`{name.as_posix()}`", purpose_of(SOURCE / name)) for name in names]
+    return "\n\n".join(["# Files", WRITTEN, intro, _table(("file", "purpose"), rows)]) + "\n"
 
 
 def purpose_of(path: Path) -> str:
     """Give the first paragraph of a file's docstring, without its full stop."""
     docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    return " ".join(docstring.split("\n\n")[0].split()).removesuffix(".").replace("|", "\\|")
+    return " ".join(docstring.split("\n\n")[0].split()).removesuffix(".")
 
 
 def commands_page(parser: argparse.ArgumentParser) -> str:

@@ -183,7 +183,7 @@ def log_in_the_background(tmp_path: Path) -> None:
 
 
 def offloaded_shards_gathered_where_they_are(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(fsdp_strategies, "whole_tensor", lambda value: value.full_tensor())
+    patch.setattr(fsdp_strategies, "to_full_tensor", lambda value: value.full_tensor())
 
 
 def shared_and_whole_layers_updated_together(patch: pytest.MonkeyPatch) -> None:

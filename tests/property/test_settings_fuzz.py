@@ -249,7 +249,7 @@ def test_a_worker_reads_its_variables_or_names_one(found: dict[str, str], way: s
     def read() -> None:
         build_request(Arguments(**DEFAULTS), variables)
         read_limits(variables)
-        find_sources(decode(StoppingSection, variables), variables, looks_at_files=True)
+        find_sources(decode(StoppingSection, variables), variables, reads_files=True)
 
     with environ.clear_environment():
         environ.assign(variables)
