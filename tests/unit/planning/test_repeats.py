@@ -14,6 +14,7 @@ from torch import nn
 from accelerate import strategies
 from accelerate.planning import Layout, Step, Trace, Variant, batch_for, memory_of, trace_step, tracer_of
 from accelerate.planning.inputs import loss_or_mean
+from accelerate.planning.libraries import disable_caches
 from accelerate.planning.repeats import repeats_of
 from accelerate.planning.tracing import blocks_of
 from accelerate.precision import Precision
@@ -27,7 +28,7 @@ LATENT = {**EXPERTS, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "Llama": ("LlamaForCausalLM", "LlamaConfig", {**TEXT, "num_hidden_layers": 8}),
     "Gemma 3": ("Gemma3ForCausalLM", "Gemma3TextConfig",
-                {**TEXT, "num_hidden_layers": 32, "sliding_window": 8, "_sliding_window_pattern": 6}),
+                {**TEXT, "num_hidden_layers": 36, "sliding_window": 8, "_sliding_window_pattern": 6}),
     "DeepSeek-V3": ("DeepseekV3ForCausalLM", "DeepseekV3Config", {**LATENT, "num_hidden_layers": 14}),
     "gpt-oss": ("GptOssForCausalLM", "GptOssConfig",
                 {**EXPERTS, "num_local_experts": 4, "num_hidden_layers": 12, "sliding_window": 8,
@@ -66,7 +67,7 @@ def of_family(name: str) -> Step:
 def compare(step: Step, *, checkpointing: bool = False, accumulates: bool = False) -> None:
     def convert(model: nn.Module) -> nn.Module:
         if checkpointing:
-            model.config.use_cache = False  # type: ignore[union-attr]
+            disable_caches(model)
             strategies.recompute(model, blocks_of(model))
         return model
 
