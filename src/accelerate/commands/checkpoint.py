@@ -57,7 +57,7 @@ def verify_command(args: argparse.Namespace) -> None:
     rows = _find_checkpoints(args.folder, deep=True)
     _print_table(rows, args.json)
     if broken := [row.name for row in rows if not row.complete]:
-        raise CheckpointError(f"Not complete and undamaged: {', '.join(broken)}.")
+        raise CheckpointError(f"Not complete and undamaged: {', '.join(map(printable, broken))}.")
     if not args.json:
         print(f"{len(rows)} of {len(rows)} are complete and undamaged.")
 
@@ -255,7 +255,7 @@ def _group_rows(
     Rows with short paths are in one table. The others have one table for each folder.
     """
     top = os.path.commonpath([os.path.dirname(row.path) for row in rows])
-    names = [os.path.relpath(row.path, top) for row in rows]
+    names = [printable(os.path.relpath(row.path, top)) for row in rows]
     unlimited = console.options.update(max_width=sys.maxsize)
     widest = max(map(len, [COLUMNS[0], *names]))
     max_width = console.width - console.measure(_build_table(rows, top), options=unlimited).maximum + widest
@@ -283,7 +283,8 @@ def _build_table(rows: list[CheckpointSummary], folder: str) -> Table:
         values = (row.step, row.epoch, format_time(row.created), size, row.processes)
         cells = [Text("" if value is None else str(value)) for value in values]
         state = Text("yes") if row.complete else Text("no", "red")
-        table.add_row(Text(os.path.relpath(row.path, folder), overflow="fold"), *cells, state)
+        name = printable(os.path.relpath(row.path, folder))
+        table.add_row(Text(name, overflow="fold"), *cells, state)
     return table
 
 
@@ -296,9 +297,14 @@ def format_time(created: str) -> str:
 
 
 def _relative(path: str) -> str:
-    """Returns a path relative to the working directory if it is below it, and otherwise unchanged."""
+    """Returns a printable path, relative to the working directory if it is below it."""
     relative = os.path.relpath(path)
-    return path if relative.startswith(os.pardir) else relative
+    return printable(path if relative.startswith(os.pardir) else relative)
+
+
+def printable(name: str) -> str:
+    """Returns a name as it is, or as a quoted Python string if it has characters such as newlines."""
+    return name if name.isprintable() else repr(name)
 
 
 @parser_of("checkpoint", description)

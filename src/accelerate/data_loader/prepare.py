@@ -29,6 +29,7 @@ from accelerate.data_loader.rank_aware import (
     OrderCheck,
     check_settings,
     match_ranks,
+    nested_samplers,
     padding_of,
     pads_like_torch,
 )
@@ -128,7 +129,7 @@ def prepare_data_loader(
     process_index = PartialState().process_index if process_index is None else process_index
     groups = data_groups(torch_device_mesh, num_processes, process_index)
     target = (device or PartialState().device) if put_on_device else None
-    why = _find_shards_of_user(dataloader, num_processes, groups, already_sharded)
+    why = _find_shards_of_user(dataloader, num_processes, groups, already_sharded, dispatch_batches)
     if why is not None:
         check_settings(dataloader, why, split=split_batches, dispatch=dispatch_batches)
     share = None
@@ -185,7 +186,11 @@ def prepare_data_loader(
 
 
 def _find_shards_of_user(
-    loader: DataLoader[Any], num_processes: int, groups: tuple[int, int], already_sharded: bool | None
+    loader: DataLoader[Any],
+    num_processes: int,
+    groups: tuple[int, int],
+    already_sharded: bool | None,
+    dispatch: bool | None,
 ) -> str | None:
     """Return why the loader already yields the shard of its rank, else None; called on all ranks."""
     if num_processes == 1 or already_sharded is False or is_sharded(loader, *groups):
@@ -194,8 +199,9 @@ def _find_shards_of_user(
     if already_sharded is None:
         transport = _reachable(num_processes)
         found = match_ranks(loader, *groups, transport)
-        if found is None and transport is not None and _is_unknown_stream(loader, groups[0]):
-            found = match_streams(loader.dataset, transport)
+        source = _unknown_source(loader, dispatch) if transport is not None and groups[0] > 1 else None
+        if found is None and transport is not None and source is not None:
+            found = match_streams(source, transport)
         if found is None:
             return None
         why = found
@@ -203,11 +209,17 @@ def _find_shards_of_user(
     return why if groups[0] > 1 else None
 
 
-def _is_unknown_stream(loader: DataLoader[Any], groups: int) -> bool:
-    """Whether the iterable dataset of a loader may read the rank in a way that its attributes do not show."""
-    dataset = loader.dataset
-    is_unknown = isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard)
-    return groups > 1 and is_unknown and not is_of_library(dataset)
+def _unknown_source(loader: DataLoader[Any], dispatch: bool | None) -> Any:
+    """Returns the iterable dataset or sampler that may read the rank in its code, or None.
+
+    Of samplers, those of dispatched loaders are returned only. The orders of others are compared during the
+    first pass, see `OrderCheck`.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        is_known = isinstance(loader.dataset, IterableDatasetShard) or is_of_library(loader.dataset)
+        return None if is_known else loader.dataset
+    samplers = nested_samplers(loader._index_sampler) if dispatch else ()
+    return next((sampler for sampler in samplers if not is_of_library(sampler)), None)
 
 
 def _reachable(num_processes: int) -> Transport | None:
