@@ -33,11 +33,11 @@ class PrecisionSection(Section):
 
     mixed_precision: str = option(
         "no",
-        "Number format of the forward pass: no (as the model is), fp16, bf16 or fp8.",
+        "Mixed precision of the forward: no (dtype of the model), fp16, bf16 or fp8.",
         choices=PRECISIONS,
         flag_default=None,
         aliases=("MIXED_PRECISION",),
-        ask="Which number format?",
+        ask="Which mixed precision?",
     )
 
 

@@ -25,19 +25,18 @@ from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.building import (
     MICRO,
     STEPS,
-    Given,
+    EngineInputs,
     batch_sizes_of,
-    computes_in_fp8,
-    problems_of,
 )
+from accelerate.strategies.deepspeed.checks import problems_of, uses_msamp
 from accelerate.strategies.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     DummyScheduler,
     EnginePart,
+    full_state_dict,
     gathered_parameters,
-    whole_state,
 )
 from accelerate.strategies.session import Bundle, Context, Kind, as_list
 
@@ -78,13 +77,13 @@ class DeepSpeed(Strategy):
 
     def _forget_call(self) -> None:
         # What the engine of a `prepare` call is built from, its optimizer and scheduler, and their wrappers.
-        self.given = Given(None)
+        self.given = EngineInputs()
         self.built: tuple[Any, Any] = (None, None)
         self.wrappers: list[DeepSpeedOptimizerWrapper] = []
 
     def choose_precision(self) -> Precision:
         """Return the null format, since the engine casts; with FP8 the one that converts layers."""
-        by_engine = computes_in_fp8(self.plugin.deepspeed_config)
+        by_engine = uses_msamp(self.plugin.deepspeed_config)
         if self.context.request.mixed_precision != PrecisionType.FP8 or by_engine:
             return Precision(self.context.mixed_precision)
         return self.format_named(PrecisionType.FP8)
@@ -127,7 +126,7 @@ class DeepSpeed(Strategy):
         optimizer = next(iter(bundle.new(Kind.OPTIMIZER)), None)
         if isinstance(optimizer, torch.optim.Optimizer):
             building.drop_empty_groups(optimizer, bundle.new(Kind.SCHEDULER))
-        self.given = Given(None, optimizer, next(schedulers, None), sizes)
+        self.given = EngineInputs(None, optimizer, next(schedulers, None), sizes)
         try:
             bundle.replace(Kind.MODEL, preparer.prepare_model)
             bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
@@ -150,7 +149,7 @@ class DeepSpeed(Strategy):
         plugin = self.plugin
         if self.given.optimizer is None and not plugin.hf_ds_config.is_zero3():
             device = self.context.device if to_device else None
-            return self.compile(building.run_only(model, device, plugin.deepspeed_config))
+            return self.compile(building.cast_without_engine(model, device, plugin.deepspeed_config))
         # Accumulate as the configuration says where the user does not: a client may fill it in late.
         restore_auto(plugin.deepspeed_config, plugin.filled)
         steps, gradients = str(plugin.get_value(STEPS)), self.context.gradients
@@ -167,7 +166,7 @@ class DeepSpeed(Strategy):
             smallest=plugin.is_train_batch_min,
             accumulation=gradients.num_steps,
             replicas=self.replicas,
-            pace=self.context.topology.size if by_process else 1,
+            scheduler_steps=self.context.topology.size if by_process else 1,
         )
         return self._build(model, building.complete(plugin, given))
 
@@ -198,7 +197,7 @@ class DeepSpeed(Strategy):
                 "both. Call prepare(model, optimizer, ...) with all of them."
             )
         wrapper = DeepSpeedOptimizerWrapper(self.built[0])
-        wrapper.take_step = self.engines[-1].finish_step
+        wrapper.run_step = self.engines[-1].finish_step
         self.wrappers = [wrapper]
         return wrapper
 
@@ -206,7 +205,7 @@ class DeepSpeed(Strategy):
         """Return a scheduler as the engine has it: stepped by the engine, or setting the engine's rates."""
         if isinstance(scheduler, DummyScheduler):
             return DeepSpeedSchedulerWrapper(self.built[1], self.wrappers)
-        inner = building.innermost(self.built[0])
+        inner = building.torch_optimizer_of(self.built[0])
         if inner is not None and getattr(scheduler, "optimizer", None) is self.given.optimizer:
             torch_private.set_scheduler_optimizer(scheduler, inner)
         return scheduler
@@ -281,7 +280,7 @@ class DeepSpeed(Strategy):
         inner = self.unwrap(model, keep_compiled=False)
         if inner is model:
             return super().state_dict(model, unwrap=unwrap)
-        return whole_state(model)
+        return full_state_dict(model)
 
     def release(self) -> None:
         self.engines.clear()

@@ -31,7 +31,7 @@ from accelerate.strategies.megatron.data import (
     RankGrid,
     prepare_data_loader,
     refuse_batch_sampler,
-    with_batches_of,
+    with_batch_size,
 )
 from accelerate.strategies.megatron.engine import (
     MegatronEngine,
@@ -233,7 +233,7 @@ class MegatronLM(Strategy):
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a loader whose batches have all micro-batches of a step."""
         self._engine()
-        return with_batches_of(loader, self.plugin.micro_batch_size * self.plugin.num_micro_batches)
+        return with_batch_size(loader, self.plugin.micro_batch_size * self.plugin.num_micro_batches)
 
     def check_model(self, model: nn.Module) -> None:
         self._engine()

@@ -140,7 +140,7 @@ def test_a_universal_checkpoint_is_written_beside_the_other_or_replaces_it(of_tw
     engine = Engine(universal=True)
     part = EnginePart(0, engine, Topology())
     with pytest.raises(
-        CheckpointError, match="holds no universal checkpoint.* Make one: python -m deepspeed"
+        CheckpointError, match="holds no universal checkpoint.* Create it: python -m deepspeed"
     ):
         part.read(Load(of_two))
     (of_two / "pytorch_model" / "zero").mkdir()

@@ -85,7 +85,7 @@ def test_a_step_that_was_not_called_is_run_before_the_next_forward(start, parts)
     for x, y in loader:
         accelerator.backward(nn.functional.mse_loss(model(x), y))
     assert model.calls.count("step") == 5
-    assert accelerator.deepspeed_engine_wrapped.owes_step
+    assert accelerator.deepspeed_engine_wrapped.is_step_pending
 
 
 def test_accumulation_steps_of_the_configuration_are_the_default(start, parts):
