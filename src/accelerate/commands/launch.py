@@ -49,6 +49,7 @@ from accelerate.settings import (
     options_to_group as options_to_group,
     read_layer,
 )
+from accelerate.settings.sections import DiagnosticsSection, LaunchSection
 
 # Names that can be imported from here, too, and are loaded on first use. A launch needs none of them.
 __getattr__, __dir__, _RE_EXPORTS = attach(
@@ -148,7 +149,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
 def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
     """Returns the plan of a launch and its settings, without starting processes."""
     settings = choose_cpu_or_devices(read_settings(args))
-    this_machine = machine.look(environ.current(), cpu=settings.values["cpu"])
+    this_machine = machine.look(environ.current(), cpu=settings[LaunchSection].cpu)
     return resolve_plan(settings, this_machine, Target.of(args))
 
 
@@ -175,7 +176,7 @@ def launch_command(args: argparse.Namespace) -> None:
     if plan.notes and not args.quiet:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()
-    is_shown = settings.values["monitor"] and plan.launcher in RECORDED
+    is_shown = settings[DiagnosticsSection].monitor and plan.launcher in RECORDED
     show = partial(_live_view, title=plan.target.name, is_quiet=bool(args.quiet)) if is_shown else _no_view
     if code := _run(launcher, plan, show):
         sys.exit(code)

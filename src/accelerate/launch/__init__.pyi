@@ -76,7 +76,7 @@ from accelerate.launch.resolve import (
     as_text as as_text,
     check_engine as check_engine,
     choose_cpu_or_devices as choose_cpu_or_devices,
-    choose_starter as choose_starter,
+    choose_launcher as choose_launcher,
     resolve_plan as resolve_plan,
 )
 from accelerate.launch.script import (
