@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from accelerate.base import ConfigurationError, attach, environ, shown
 from accelerate.commands.kubernetes import MANIFESTS, as_manifest
-from accelerate.commands.utils import DEVICE_PROBES, entry_point, parser_of
+from accelerate.commands.utils import DEVICE_PROBES, entry_point, make_parser
 from accelerate.launch import (
     CONSOLE_EVENTS,
     RECORDED,
@@ -260,15 +260,17 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     return args, loaded, path is not None and settings.source("mixed_precision").endswith(str(path))
 
 
-@parser_of(
-    "launch",
-    DESCRIPTION,
-    launch_command,
-    parser_class=LaunchParser,
-    allow_abbrev=False,
-    formatter_class=CustomHelpFormatter,
-)
-def launch_command_parser(parser: CustomArgumentParser) -> None:
+def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate launch``, added to `subparsers` if given."""
+    parser = make_parser(
+        "launch",
+        DESCRIPTION,
+        launch_command,
+        subparsers,
+        parser_class=LaunchParser,
+        allow_abbrev=False,
+        formatter_class=CustomHelpFormatter,
+    )
     add = parser.add_argument
     add("--config_file", help="Configuration file, instead of the default one.")
     add("--quiet", "-q", action="store_true", default=None, help="Do not print assumptions.")
@@ -291,6 +293,7 @@ def launch_command_parser(parser: CustomArgumentParser) -> None:
     flags.add_sections(parser)
     add("training_script", help="What to run; its own arguments follow it.")
     add("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
+    return parser
 
 
 main = entry_point(launch_command_parser, __name__)
