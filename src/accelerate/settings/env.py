@@ -58,6 +58,13 @@ def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[
     return values
 
 
+def read_fields(environ: Mapping[str, str], *sections: type[Section]) -> dict[str, Any]:
+    """Returns the values of those options that the environment sets, by the field of the plugin."""
+    values = read(environ, sections)
+    rows = (row for section in sections for row in section.options())
+    return {row.field: values[row.name] for row in rows if row.name in values}
+
+
 def read_with_problems(
     environ: Mapping[str, str], sections: Iterable[type[Section]]
 ) -> tuple[dict[str, Any], list[str]]:
