@@ -76,7 +76,7 @@ __getattr__, __dir__, _RE_EXPORTS = attach(
             "is_torch_xla_available",
         ),
         "accelerate.launch": ("PrepareForLaunch",),
-        "accelerate.launch.namespace": (
+        "accelerate.commands.namespace": (
             "deepspeed_launcher",
             "multi_gpu_launcher",
             "prepare_deepspeed_cmd_env",

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from accelerate.base import ConfigurationError, clear_environment, current
+from accelerate.commands import namespace
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import LaunchPlan, get_free_port, namespace
+from accelerate.launch import LaunchPlan, get_free_port
 from accelerate.launch.backends import DeepSpeedLauncher, ElasticLauncher, Launcher, LocalLauncher
 
 OBSERVED = json.loads((Path(__file__).parents[2] / "samples" / "launch_environments.json").read_text())

@@ -1,4 +1,4 @@
-"""Launch from an `argparse.Namespace`, for programs that call the functions of `accelerate.commands.launch`.
+"""Functions of `accelerate.commands.launch` that launch from an `argparse.Namespace`, for other programs.
 
 Each function converts the namespace, which has the options of ``accelerate launch`` under their names, to
 settings and passes them to the resolver. Devices are not counted.
@@ -13,15 +13,13 @@ from typing import Any
 
 from accelerate.base import environ
 from accelerate.devices import CUDA, count_visible
+from accelerate.launch import LaunchPlan, Target, env_var_path_add, local_command, look, resolve_plan
 from accelerate.launch.backends import (
     SageMakerDetails,
     _convert_nargs_to_dict as _convert_nargs_to_dict,
     launcher_for,
     precision_variables,
 )
-from accelerate.launch.machine import look
-from accelerate.launch.plan import LaunchPlan, Target, env_var_path_add, local_command
-from accelerate.launch.resolve import resolve_plan
 from accelerate.settings import FLAG, Layer, SageMakerConfig, Settings, all_options, env, merge_layers
 from accelerate.settings.sections import (
     ContextParallelSection,
