@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 from accelerate.base import CheckpointError, convert_bytes, progress_bar, wrong_value
-from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -307,8 +307,9 @@ def printable(name: str) -> str:
     return name if name.isprintable() else repr(name)
 
 
-@parser_of("checkpoint", description)
-def checkpoint_command_parser(parser: CustomArgumentParser) -> None:
+def checkpoint_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate checkpoint``, added to `subparsers` if given."""
+    parser = make_parser("checkpoint", description, None, subparsers)
     actions = parser.add_subparsers(title="actions", metavar="<action>", required=True, dest="action")
 
     def add(action: str, summary: str, run: Callable[[argparse.Namespace], None], **paths: str) -> Any:
@@ -330,6 +331,7 @@ def checkpoint_command_parser(parser: CustomArgumentParser) -> None:
     prune.add_argument("--keep", type=int, required=True, help="Number of checkpoints to keep.")
     for child in actions.choices.values():
         child.add_argument("--json", action="store_true", help="Print JSON.")
+    return parser
 
 
 main = entry_point(checkpoint_command_parser, __name__)

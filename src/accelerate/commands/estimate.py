@@ -37,7 +37,7 @@ from accelerate.commands.model_tensors import (
     read_tensors,
     verify_on_hub as verify_on_hub,
 )
-from accelerate.commands.utils import entry_point, parser_of
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.planning import SHARDINGS
 from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
@@ -256,8 +256,9 @@ def create_ascii_table(headers: list[str], rows: list[list[Any]], title: str) ->
     return "\n".join(line.rstrip() for line in target.getvalue().rstrip().splitlines())
 
 
-@parser_of("estimate-memory", DESCRIPTION, estimate_command)
-def estimate_command_parser(parser: CustomArgumentParser) -> None:
+def estimate_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate estimate-memory``, added to `subparsers` if given."""
+    parser = make_parser("estimate-memory", DESCRIPTION, estimate_command, subparsers)
     add = parser.add_argument
     add("model_name", help="A name on the Hub, a folder, a .safetensors file or a config.json.")
     add(
@@ -300,6 +301,7 @@ def estimate_command_parser(parser: CustomArgumentParser) -> None:
         f"{', '.join(SHARDINGS)}; default: full_shard with several processes.",
     )
     estimate_training.add_flags(parser)
+    return parser
 
 
 main = entry_point(estimate_command_parser, __name__)

@@ -50,15 +50,6 @@ from accelerate.launch.machine import (
     read_file as read_file,
     run_key as run_key,
 )
-from accelerate.launch.namespace import (
-    prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
-    prepare_extend_env_parallelism_config as prepare_extend_env_parallelism_config,
-    prepare_multi_gpu_env as prepare_multi_gpu_env,
-    prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
-    prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
-    prepare_tpu as prepare_tpu,
-    setup_fp8_env as setup_fp8_env,
-)
 from accelerate.launch.plan import (
     AGENT as AGENT,
     RECORDED as RECORDED,
@@ -76,7 +67,7 @@ from accelerate.launch.resolve import (
     as_text as as_text,
     check_engine as check_engine,
     choose_cpu_or_devices as choose_cpu_or_devices,
-    choose_starter as choose_starter,
+    choose_launcher as choose_launcher,
     resolve_plan as resolve_plan,
 )
 from accelerate.launch.script import (

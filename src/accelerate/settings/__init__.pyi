@@ -31,7 +31,12 @@ from accelerate.settings.deepspeed_checks import (
     refuse_config as refuse_config,
     straighten as straighten,
 )
-from accelerate.settings.env import decode as decode, read as read, read_with_problems as read_with_problems
+from accelerate.settings.env import (
+    decode as decode,
+    read as read,
+    read_fields as read_fields,
+    read_with_problems as read_with_problems,
+)
 from accelerate.settings.flags import add_sections as add_sections
 from accelerate.settings.layers import (
     BUILT_IN as BUILT_IN,
