@@ -7,7 +7,7 @@ from typing import Any
 
 LOADERS = ("pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "jsonpickle")
 UNPICKLING = {
-    "checkpointing/shard_index.py": "metadata of a folder of shards, by a list of operations or trusted",
+    "checkpointing/shard_index.py": "metadata of a folder of shards, of allowed classes or trusted",
     "checkpointing/shard_files.py": "names the exception class alone",
     "data_loader/dispatch_transport.py": "what rank 0 sends through a collective or shared memory",
     "diagnostics/observation.py": "what torch's flight recorder returns inside this process",
