@@ -25,7 +25,7 @@ from accelerate.plugins import AutoValues, TorchDynamoPlugin, restore_auto
 from accelerate.settings import AUTO, look_up, problems_of_counts, refuse_config, straighten
 from accelerate.state import Topology, process_group
 from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
-from accelerate.strategies.session import Context
+from accelerate.strategies.request import Context
 from accelerate.wrappers import compile_regions_deepspeed
 
 logger = get_logger(__name__)
