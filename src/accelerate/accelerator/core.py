@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import data_loader as loaders, devices, plugins, strategies, tracking
-from accelerate.accelerator.arguments import _UNSET, Arguments, build_request
+from accelerate.accelerator.arguments import _UNSET, build_request
 from accelerate.accelerator.communication import Communication
 from accelerate.accelerator.contexts import Contexts
 from accelerate.accelerator.gradients import Gradients
@@ -28,6 +29,7 @@ from accelerate.base import (
     PrecisionType,
     RNGName,
     RNGType,
+    StateError,
     check_os_kernel,
     environ,
     wrong_value,
@@ -135,12 +137,15 @@ class Accelerator(
     ) -> None:
         arguments = dict(locals())
         del arguments["self"]
-        request = build_request(Arguments(**arguments), environ.current())
+        request = build_request(environ.current(), **arguments)
         self._runtime = build_runtime(request, strategies.PrepareSession(self, _replaceable_functions))
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
         self.step = 0
-        self._cp_context = self._runtime.strategy.sequences.batch
+        axis = self._runtime.strategy.axes.sequence
+        self._cp_context: Callable[..., AbstractContextManager[Any]] = axis.split_batch
+        if axis.splits_buffers:
+            self._cp_context = _refuse_to_split
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -229,14 +234,17 @@ class Accelerator(
             raise wrong_value("device_placement", device_placement, reason, fix)
         bundle = strategies.Bundle(args, device_placement)
         self._runtime.strategy.check(bundle)
-        if self._runtime.strategy.sequences.splits_buffers:
+        if self._runtime.strategy.axes.sequence.splits_buffers:
             self._prepare_cp(*bundle.objects)
         return self._runtime.strategy.prepare(bundle).result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Let models share sequences; clients replace this method, and set `_cp_context` themselves."""
-        models = [obj for obj in args if isinstance(obj, nn.Module) and not strategies.is_prepared(obj)]
-        self._runtime.strategy.sequences.transform(models)
+        """Prepares models for sharded sequences, in a method that clients replace to set `_cp_context`."""
+        axis = self._runtime.strategy.axes.sequence
+        for obj in args:
+            if isinstance(obj, nn.Module) and not strategies.is_prepared(obj):
+                axis.transform_model(obj)
+        self._cp_context = axis.split_batch
         return args
 
     def prepare_model(
@@ -371,7 +379,7 @@ class Accelerator(
             dl: a prepared loader of dictionaries with input_ids, position_ids and labels.
             model: the prepared model.
         """
-        return self._runtime.strategy.sequences.transform_loader(dl, model)  # type: ignore[no-any-return]
+        return self._runtime.strategy.axes.sequence.transform_loader(dl, model)  # type: ignore[no-any-return]
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """Return a loader like `dataloader` that begins after `num_batches` batches, without reading them.
@@ -406,6 +414,11 @@ class Accelerator(
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Return this object: the state of a run exists once in a process."""
         return self
+
+
+def _refuse_to_split(**kwargs: Any) -> NoReturn:
+    """Raises an error in place of the context of context parallelism, until objects are prepared."""
+    raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
 
 
 def _is_or_holds(optimizer: Any, inner: Any) -> bool:

@@ -20,18 +20,11 @@ from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.state import Topology
-from accelerate.strategies.axes import resolve_sequence_axis
+from accelerate.strategies.axes import resolve_axes
+from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
 from accelerate.strategies.fsdp import named_parameters, names_by_group
-from accelerate.strategies.session import (
-    Bundle,
-    Context,
-    Kind,
-    as_list,
-    find_unrelated_optimizers,
-    find_unstepped_models,
-    parameter_ids,
-    placeholder_kind,
-)
+from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
+from accelerate.strategies.request import Context
 from accelerate.weights import move_module
 from accelerate.wrappers import compiler_for, extract_model_from_parallel
 
@@ -61,7 +54,7 @@ class Strategy:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.session = context.session
-        self.sequences = resolve_sequence_axis(context.request.parallelism, context.mesh)
+        self.axes = resolve_axes(context.request.parallelism, context.mesh)
         self.precision = self.choose_precision()
         # computes gradients of a loss already divided by the accumulation steps; called on all ranks
         self.backward: Callable[..., None] = self.precision.backward

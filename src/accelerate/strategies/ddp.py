@@ -26,7 +26,8 @@ from accelerate.planning import Layout
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
 from accelerate.strategies.base import Strategy, refuse_sharded_model, refuse_split_model
-from accelerate.strategies.session import Context, Kind, kind_of
+from accelerate.strategies.bundle import Kind, kind_of
+from accelerate.strategies.request import Context
 
 logger = get_logger(__name__)
 

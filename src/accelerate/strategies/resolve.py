@@ -9,7 +9,7 @@ from accelerate.state import Topology
 from accelerate.strategies import deepspeed, fsdp, megatron
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DataParallel
-from accelerate.strategies.session import RunRequest
+from accelerate.strategies.request import RunRequest
 
 
 def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:

@@ -21,7 +21,8 @@ from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
-from accelerate.strategies.session import Context, as_list
+from accelerate.strategies.bundle import as_list
+from accelerate.strategies.request import Context
 from accelerate.weights import addressable
 
 

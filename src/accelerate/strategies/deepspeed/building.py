@@ -28,7 +28,7 @@ from accelerate.settings import AUTO, look_up, problems_of_counts, refuse_config
 from accelerate.state import Topology, process_group
 from accelerate.strategies.deepspeed.checks import check_hardware, uses_msamp
 from accelerate.strategies.deepspeed.engine import DummyOptim, DummyScheduler
-from accelerate.strategies.session import Context
+from accelerate.strategies.request import Context
 from accelerate.wrappers import compile_regions_deepspeed
 
 logger = get_logger(__name__)

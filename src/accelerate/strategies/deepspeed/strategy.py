@@ -21,6 +21,7 @@ from accelerate.plugins import restore_auto
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
+from accelerate.strategies.bundle import Bundle, Kind, as_list
 from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.building import (
     MICRO,
@@ -38,7 +39,7 @@ from accelerate.strategies.deepspeed.engine import (
     full_state_dict,
     gathered_parameters,
 )
-from accelerate.strategies.session import Bundle, Context, Kind, as_list
+from accelerate.strategies.request import Context
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
@@ -69,7 +70,7 @@ class DeepSpeed(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines: list[DeepSpeedEngineWrapper] = []
-        self.replicas = context.topology.size // self.sequences.size
+        self.replicas = context.topology.size // self.axes.sequence.size
         self.known_sizes: list[int] = []
         self._forget_call()
         self.backward = self._backward
@@ -136,9 +137,9 @@ class DeepSpeed(Strategy):
         finally:
             self._forget_call()
             self.known_sizes += sizes
-        if self.sequences.size > 1 and bundle.models:
+        if self.axes.sequence.size > 1 and bundle.models:
             model = bundle.models[0]
-            bundle.replace(Kind.LOADER, lambda loader, _: self.sequences.transform_loader(loader, model))
+            bundle.replace(Kind.LOADER, lambda loader, _: self.axes.sequence.transform_loader(loader, model))
         return bundle
 
     def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
@@ -178,9 +179,9 @@ class DeepSpeed(Strategy):
         self.plugin.set_moe_leaf_modules(model)
         if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
-        self.sequences.transform([model], config.get(MICRO, 1))
+        model = self.axes.sequence.transform_model(model, config.get(MICRO, 1))
         engine, self.built = building.build_engine(
-            model, optimizer, self.given.scheduler, deepcopy(config), self.sequences.groups
+            model, optimizer, self.given.scheduler, deepcopy(config), self.axes.sequence.groups
         )
         building.compile_engine(engine, self.context.request.dynamo)
         if optimizer is not None:

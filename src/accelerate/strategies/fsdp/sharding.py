@@ -47,7 +47,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    from accelerate.strategies.axes import share_layers
+    from accelerate.strategies.axes import shard_layers
 
     if issubclass(type(model), FSDPModule):  # the class that torch gave it
         return model
@@ -64,7 +64,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     units = split_by_dtype(model, [*exact, *chosen], ignored)
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = MainWeights(model) if streams else None
-    share_layers(model, accelerator.torch_device_mesh)
+    shard_layers(model, accelerator.torch_device_mesh)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
     parameters = named_parameters(model)

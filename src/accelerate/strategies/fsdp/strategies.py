@@ -25,13 +25,14 @@ from accelerate.checkpointing import refuse_unnamed_state
 from accelerate.ops import to_full_tensor
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
-from accelerate.strategies.axes import share_layers
+from accelerate.strategies.axes import TensorAxis
 from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_sharded_model, refuse_split_model
+from accelerate.strategies.bundle import Bundle, Kind, as_list
 from accelerate.strategies.ddp import exchanging
 from accelerate.strategies.fsdp.norms import Groups, clip_values, gradient_norm, groups_of, scale_down
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
-from accelerate.strategies.session import Bundle, Context, Kind, as_list
+from accelerate.strategies.request import Context
 
 
 class Sharded(Strategy, ABC):
@@ -246,11 +247,10 @@ class TensorParallel(DistributedTensors):
 
     def split(self, model: nn.Module) -> nn.Module:
         self.place(model)
-        return self.follow(model, lambda: self._share(model), named_parameters)
+        return self.follow(model, lambda: self._shard_layers(model), named_parameters)
 
-    def _share(self, model: nn.Module) -> nn.Module:
-        share_layers(model, self.context.mesh)
-        return model
+    def _shard_layers(self, model: nn.Module) -> nn.Module:
+        return self.axes.tensor.transform_model(model)
 
 
 class CopiedTensorParallel(TensorParallel):
@@ -259,13 +259,13 @@ class CopiedTensorParallel(TensorParallel):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return exchanging(model, on=False)
 
-    def _share(self, model: nn.Module) -> nn.Module:
+    def _shard_layers(self, model: nn.Module) -> nn.Module:
         """Let FSDP 2 average: to shard over one process is to hold a copy."""
-        mesh, shared = self.context.mesh, self.context.mesh["tp"].size()
-        shape = (mesh.size() // shared, 1, shared)
+        mesh, size = self.context.mesh, self.axes.tensor.size
+        shape = (mesh.size() // size, 1, size)
         mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", "tp"))
         units = split_by_dtype(model, [], set())
-        share_layers(model, mesh)
+        model = TensorAxis(mesh).transform_model(model)
         for unit in (*units, model):
             fully_shard(unit, mesh=mesh["copies", "one"], reshard_after_forward=False)
         return model

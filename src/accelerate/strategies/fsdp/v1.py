@@ -26,6 +26,7 @@ from accelerate.checkpointing import ShardOwner
 from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import Fill, refuse_sharded_model
+from accelerate.strategies.bundle import parameter_ids
 from accelerate.strategies.fsdp import flat_states
 from accelerate.strategies.fsdp.norms import Groups
 from accelerate.strategies.fsdp.parameters import (
@@ -38,7 +39,7 @@ from accelerate.strategies.fsdp.parameters import (
 )
 from accelerate.strategies.fsdp.sharding import Holding, holdings, plan_units, recompute
 from accelerate.strategies.fsdp.strategies import Sharded
-from accelerate.strategies.session import Context, parameter_ids
+from accelerate.strategies.request import Context
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
 

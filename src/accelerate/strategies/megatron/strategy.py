@@ -25,6 +25,7 @@ from accelerate.plugins import (
 from accelerate.precision import Precision
 from accelerate.state import AcceleratorState
 from accelerate.strategies.base import Fill, Parameters, Strategy
+from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import (
     MegatronLMDummyDataLoader,
@@ -40,7 +41,7 @@ from accelerate.strategies.megatron.engine import (
     MegatronLMSchedulerWrapper,
     MegatronPart,
 )
-from accelerate.strategies.session import Bundle, Context, Kind, mark_prepared
+from accelerate.strategies.request import Context
 
 logger = get_logger(__name__)
 
