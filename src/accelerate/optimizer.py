@@ -206,19 +206,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         if not self.gradient_state.sync_gradients:
             return None
-        if self.num_updates >= step_clock.measured_from:
-            return self._measured_step(closure)
-        if self.scaler is not None or self.steps_in_backward or self.skips_nonfinite:
+        before, num_updates = step_clock.begin_step(), self.num_updates
+        try:
             return self._step(closure)
-        self.num_updates += 1
-        return self.optimizer.step(closure)
-
-    def _measured_step(self, closure: Callable[[], Any] | None) -> Any:
-        """Updates the parameters, and records the time unless the clock starts at the next step."""
-        begin, num_updates = step_clock.begin_step(id(self)), self.num_updates
-        result = self._step(closure)
-        step_clock.end_step(begin, id(self), self.num_updates - num_updates, self.num_updates)
-        return result
+        finally:
+            step_clock.end_step(before, id(self), self.num_updates - num_updates, self.num_updates)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self.scaler is not None and not self.steps_in_backward:
@@ -227,8 +219,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._is_overflow = self._must_skip()
             if self._is_overflow:
                 return None
+        result = None if self.steps_in_backward else self.optimizer.step(closure)
         self.num_updates += 1
-        return None if self.steps_in_backward else self.optimizer.step(closure)
+        return result
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]

@@ -158,7 +158,7 @@ class Gradients:
         if kwargs.pop("scale_wrt_gas", None) is not False:
             loss = self._weigh(loss)
         if not self.has_lomo_optimizer:
-            self._runtime.strategy.backward(loss, **kwargs)
+            self._runtime.backward(loss, **kwargs)
             return
         if kwargs:
             reason = "an optimizer that updates parameters in the backward pass runs it without arguments"

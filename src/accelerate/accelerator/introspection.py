@@ -22,8 +22,7 @@ class Introspection:
     def step_times(self) -> RunTimes:
         """Return where the time of this rank went since its first step, and in its last window of steps.
 
-        It may be called at any time, on any ranks, and waits for nothing. Of steps that are shorter than some
-        milliseconds a part is measured, chosen at random, and the others are divided like these.
+        It may be called at any time, on any ranks, and waits for nothing.
 
         Returns:
             The number of optimizer `steps`, the `seconds`, the `seconds_by` phase ("data", "moving",
@@ -31,8 +30,7 @@ class Introspection:
             same as `shares` from 0 to 1, the `samples`, `steps_per_second` and `samples_per_second`; and the
             same of the last second or more as `window`.
         """
-        optimizers = self._runtime.prepared.optimizers
-        return step_clock.times({id(optimizer): optimizer.num_updates for optimizer in optimizers})
+        return step_clock.times()
 
     @property
     def distributed_type(self) -> DistributedType | str:

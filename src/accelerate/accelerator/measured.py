@@ -1,21 +1,20 @@
-"""What the clock takes from training: the time of backward passes, and values of a step."""
+"""Backward pass of a run with its time, and the values of a step that are recorded."""
 
 from __future__ import annotations
 
-from threading import get_ident
 from typing import Any
 
 import torch
 
 from accelerate import ops, strategies, torch_private
-from accelerate.monitoring import BACKWARD
+from accelerate.monitoring import BACKWARD, OTHER_THREAD
 from accelerate.state import GradientState, step_clock
 
 
 def local_scalar(value: object) -> torch.Tensor | None:
-    """Return a tensor of one element as this rank holds it, detached; None for anything else.
+    """Returns a tensor of one element as this rank has it, detached, or None for other values.
 
-    A distributed tensor that is not replicated has no value here: to compute it is a collective.
+    A distributed tensor that is not replicated has no value here, because its value needs a collective.
     """
     if not isinstance(value, torch.Tensor):
         return None
@@ -29,35 +28,37 @@ def local_scalar(value: object) -> torch.Tensor | None:
 
 
 class MeasuredBackward:
-    """Takes the place of the backward pass of a strategy in steps that are measured.
+    """Backward pass of a strategy, whose time is added to the step clock.
 
-    With several ranks it finds out from when on a pass waits for the exchange of gradients: callbacks at the
-    end of a pass run in the order in which they are queued, and one that is queued with the gradient of the
-    loss runs before those of the wrappers, which wait.
+    With several ranks it finds out when a pass begins to wait for the gradients of other ranks. Callbacks at the end
+    of a backward pass run in the order in which they are queued. One that is queued with the gradient of the loss
+    runs before the callbacks of the wrappers, which wait.
+
+    Args:
+        strategy: Strategy whose `backward` is called.
+        gradients: State that knows whether this micro-batch synchronizes gradients.
+        num_processes: World size.
     """
 
     def __init__(self, strategy: strategies.Strategy, gradients: GradientState, num_processes: int) -> None:
-        self._strategy, self._gradients, self._plain = strategy, gradients, strategy.backward
+        self._strategy, self._gradients = strategy, gradients
         self._exchanges = num_processes > 1 and strategy.holds_gradients
         self._computed_at = 0.0
-        step_clock.add_hook(self)
-
-    def set(self, is_measured: bool) -> None:
-        self._strategy.backward = self if is_measured else self._plain
 
     def __call__(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        if get_ident() != step_clock.owner:  # another thread than the one that trains
-            self._plain(loss, **kwargs)
-            return
+        """Computes the gradients of a loss, with the arguments of `torch.Tensor.backward`."""
         before = step_clock.switch(BACKWARD)
         self._computed_at = 0.0
-        if self._exchanges and self._gradients.sync_gradients and loss.requires_grad:
-            loss.register_hook(self._queue)  # type: ignore[no-untyped-call]
-        self._plain(loss, **kwargs)
-        step_clock.end_backward(before, self._computed_at)
+        exchanges = self._exchanges and before != OTHER_THREAD and self._gradients.sync_gradients
+        if exchanges and loss.requires_grad:
+            loss.register_hook(self._queue_callback)  # type: ignore[no-untyped-call]
+        try:
+            self._strategy.backward(loss, **kwargs)
+        finally:
+            step_clock.end_backward(before, self._computed_at)
 
-    def _queue(self, gradient: torch.Tensor) -> None:
-        torch_private.autograd_engine.queue_callback(self._note)
+    def _queue_callback(self, gradient: torch.Tensor) -> None:
+        torch_private.autograd_engine.queue_callback(self._end_gradients)
 
-    def _note(self) -> None:
+    def _end_gradients(self) -> None:
         self._computed_at = step_clock.end_gradients()

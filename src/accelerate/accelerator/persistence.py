@@ -347,7 +347,7 @@ class Persistence:
         for optimizer, updates in zip(runtime.prepared.optimizers, progress.updates, strict=False):
             optimizer.num_updates = updates
         accelerator.forget_gradients(runtime)
-        step_clock.follow_anew()
+        step_clock.restart_numbers()
         step = max(progress.updates, default=0)
         folder = str(source.folder)
         run_records.append(Checkpoint(time=time.time(), event="loaded", path=folder, step=step))

@@ -41,7 +41,7 @@ def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
     state = runtime.state
     reader = _Reader(runtime, environ)
     sources = diagnostics.MonitorSources(
-        reader.start, reader.memory, reader.learning_rate, reader.num_workers, reader.updates, reader.batches
+        reader.start, reader.memory, reader.learning_rate, reader.num_workers, reader.batches
     )
     status = environ.get(STATUS_VARIABLE)
     diagnostics.start_monitor(
@@ -105,9 +105,6 @@ class _Reader:
         groups = optimizers[0].param_groups if optimizers else ()
         rate = groups[0].get("lr") if groups else None
         return local_scalar(rate) if isinstance(rate, torch.Tensor) else rate
-
-    def updates(self) -> dict[int, int]:
-        return {id(optimizer): optimizer.num_updates for optimizer in self._prepared.optimizers}
 
     def batches(self) -> tuple[int, int]:
         """Batches of this pass over the first loader, so far and in total; 0 where they are not known."""

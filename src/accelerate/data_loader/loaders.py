@@ -203,19 +203,14 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if self.plan.how == "leave":
             yield from _read_alone(self, choose_move(self.device, self._non_blocking))
             return
-        step_clock.begin_pass()
-        given = 0
+        begin = step_clock.begin_pass()
         try:
             for batch in self._parts(current_transport()):
-                given += ignorant_find_batch_size(batch) or 0
-                if step_clock.active:
-                    step_clock.begin_forward(given)
-                    given = 0
+                step_clock.begin_forward(ignorant_find_batch_size(batch) or 0)
                 yield batch
-                if step_clock.active:
-                    step_clock.switch(DATA)
+                step_clock.switch(DATA)
         finally:
-            step_clock.end_pass(given)
+            step_clock.end_pass(begin)
 
     def _parts(self, transport: Transport) -> Iterator[Any]:
         """Yield the part of this process of each round, on its device."""

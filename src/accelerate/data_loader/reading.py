@@ -65,9 +65,8 @@ def yield_batches(
     position, batches_in_round = loader.position, loader.plan.batches_in_round
     reads_all = loader.plan.how == "leave" and loader.plan != BY_HAND
     full: int | None = None
-    given = 0
     is_first = True
-    step_clock.begin_pass()
+    begin = step_clock.begin_pass()
     try:
         for current, is_last in batches:
             rows = ignorant_find_batch_size(current)
@@ -85,16 +84,12 @@ def yield_batches(
             position.advance(batches_in_round)
             if move is not None:
                 current = move(current)
-            given += rows or 0
-            if step_clock.active:
-                step_clock.begin_forward(given)
-                given = 0
+            step_clock.begin_forward(rows or 0)
             yield current
-            if step_clock.active:
-                step_clock.switch(DATA)
+            step_clock.switch(DATA)
             number += 1
     finally:
-        step_clock.end_pass(given)
+        step_clock.end_pass(begin)
 
 
 def open_pass(
@@ -347,8 +342,7 @@ def choose_move(device: Any, non_blocking: bool) -> Callable[[Any], Any] | None:
     if not of_device(torch.device(device)).is_host:
 
         def send(batch: Any) -> Any:
-            if step_clock.active:
-                step_clock.switch(MOVING)
+            step_clock.switch(MOVING)
             return send_to_device(batch, device, non_blocking=non_blocking)
 
         return send

@@ -70,7 +70,6 @@ class MonitorSources:
     memory: Callable[[], tuple[int, int]]  # current and peak bytes
     learning_rate: Callable[[], object]  # recorded if it is a number or a tensor of one element
     num_workers: Callable[[], int | None]
-    updates: Callable[[], dict[int, int]]  # number of updates of each optimizer, by its `id`
     batches: Callable[[], tuple[int, int]] = lambda: (
         0,
         0,
@@ -106,6 +105,7 @@ class RunMonitor:
         self._is_recorded, self._has_begun = records is not None, False
         self._recent: deque[ClosedWindow] = deque(maxlen=NUM_RECENT_WINDOWS)
         self._num_windows = 0
+        self._all = StepTimes()  # all windows
         self._known: dict[str, str] = {}  # texts of conclusions by name
         self._saves = self._saves_in_background = 0
         self._has_stopped = self._is_finished = False
@@ -162,6 +162,7 @@ class RunMonitor:
             if self._num_windows == 1:
                 self._recent.clear()  # the first window has warm-up steps
             self._recent.append(window)
+            self._all += window.times
             self._num_windows += 1
         self._compared.extend(windows)
         written = [self._window(window) for window in windows]
@@ -227,9 +228,10 @@ class RunMonitor:
         compared, exchange.times = exchange.times, None
         return [] if compared is None else [compared]
 
-    def _facts(self, times: StepTimes) -> RunFacts:
+    def _facts(self, times: StepTimes, run: StepTimes) -> RunFacts:
         return RunFacts(
             times,
+            run,
             self.size,
             self._sources.num_workers(),
             self._straggler,
@@ -244,7 +246,7 @@ class RunMonitor:
         """Draws conclusions from the last windows, and returns records of the new ones."""
         if not self._recent or (self._num_windows < MIN_WINDOWS and not self._is_finished):
             return []
-        findings = conclude(self._facts(_join(self._recent)))
+        findings = conclude(self._facts(_join(self._recent), self._all))
         new = [finding for finding in findings if finding.name not in self._known]
         self._known = {finding.name: finding.text for finding in findings}
         now, step = time.time(), self._recent[-1].last
@@ -363,10 +365,10 @@ class RunMonitor:
 
     def log_table(self) -> None:
         """Logs one table of the run at level INFO on rank 0."""
-        times = step_clock.times(self._sources.updates())
+        times = step_clock.times()
         is_long = times.seconds >= MIN_SECONDS or times.steps >= MIN_STEPS
         if self.rank == 0 and is_long and times.steps and logger.isEnabledFor(logging.INFO):
-            logger.info(format_table(times, conclude(self._facts(times))))
+            logger.info(format_table(times, conclude(self._facts(times, times))))
 
 
 def format_table(times: StepTimes, findings: Sequence[Finding]) -> str:

@@ -5,10 +5,7 @@ from accelerate.monitoring.conclusions import (
 )
 from accelerate.monitoring.device_clock import (
     DeviceClock as DeviceClock,
-    Mark as Mark,
-    Reading as Reading,
     TimedEvents as TimedEvents,
-    find_idle as find_idle,
 )
 from accelerate.monitoring.ranks import (
     Comparisons as Comparisons,
@@ -63,6 +60,7 @@ from accelerate.monitoring.step_clock import (
     FORWARD as FORWARD,
     MOVING as MOVING,
     OPTIMIZER as OPTIMIZER,
+    OTHER_THREAD as OTHER_THREAD,
     REST as REST,
     SAVING as SAVING,
     ClosedWindow as ClosedWindow,

@@ -1,4 +1,7 @@
-"""From the times of steps to named conclusions, each with the figure behind it and what to change."""
+"""Conclusions about the speed of a run, each with a name, a figure and a change that helps.
+
+`run_monitor.py` draws them from the last windows of steps, and at the end of a run from all of them.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,19 @@ from dataclasses import dataclass
 from accelerate.monitoring.ranks import Straggler
 from accelerate.monitoring.step_clock import StepTimes
 
-DATA_BOUND, EXPOSED, SAVING = 0.2, 0.25, 0.1
-"""The parts of the time from which on waiting for data, for other ranks and for saves is a conclusion."""
+DATA_BOUND, EXPOSED, BLOCKING = 0.2, 0.25, 0.1
+"""Minimum parts of the time that steps wait for data, other ranks and saves."""
 HOST_BOUND = 0.6
-"""The part of the measured steps in which the device waited for kernels, from which on they are too small."""
+"""Minimum part of the steps in which the device waits for kernels."""
 RECOMPILATIONS = 3
-FEWEST_STEPS = 5
-"""Steps from which on there are conclusions."""
+MIN_STEPS = 5
+MIN_SAVES = 2
+"""Number of saves from which the time between saves is known."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One conclusion."""
+    """Conclusion about a run."""
 
     name: str
     text: str
@@ -26,22 +30,23 @@ class Finding:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What conclusions are drawn from."""
+    """Measurements from which conclusions are drawn."""
 
-    times: StepTimes
+    times: StepTimes  # of the recent steps
+    run: StepTimes  # of all steps
     world_size: int = 1
-    num_workers: int | None = None  # of the loader that training reads; None where it is not known
+    num_workers: int | None = None  # of the loader that training reads, or None if it is not known
     straggler: Straggler | None = None
-    are_even: bool = True  # whether no rank is slow; False as long as this is not known
+    are_even: bool = True  # whether no rank is slow, or False as long as this is not known
     saves: int = 0
-    saves_in_background: int = 0  # of these
+    saves_in_background: int = 0
     recompilations: int = 0
-    idle: float = 0.0  # part of the measured steps in which the device waited for kernels
+    idle: float = 0.0  # part of the steps in which the device waited for kernels
 
 
 def conclude(facts: RunFacts) -> list[Finding]:
-    """Return the conclusions; none for a run in which nothing is wrong."""
-    if facts.times.steps < FEWEST_STEPS:
+    """Returns the conclusions, of which a healthy run has none."""
+    if facts.times.steps < MIN_STEPS:
         return []
     found = [
         find_data_bound(facts),
@@ -54,8 +59,17 @@ def conclude(facts: RunFacts) -> list[Finding]:
     return [finding for finding in found if finding is not None]
 
 
+def data_share(times: StepTimes) -> float:
+    """Returns the part of the training time in which steps wait for data.
+
+    A device that is behind the host computes while the host waits, so the smaller time of both counts.
+    """
+    seconds = times.seconds - times.evaluation
+    return min(times.waits, times.seconds_by["data"]) / seconds if seconds > 0 else 0.0
+
+
 def find_data_bound(facts: RunFacts) -> Finding | None:
-    share = facts.times.shares["data"]
+    share = data_share(facts.times)
     if share < DATA_BOUND:
         return None
     workers = "" if facts.num_workers is None else f" (now {facts.num_workers})"
@@ -73,7 +87,7 @@ def find_straggler(facts: RunFacts) -> Finding | None:
     return Finding(
         "straggler",
         f"straggler: rank {slow.rank} is {slow.slowdown:.0%} slower in its own compute since step "
-        f"{slow.since}, and all ranks wait for it. Compare its machine, device clocks "
+        f"{slow.since}, and all ranks wait for it. Compare its node, device clocks "
         "and data with those of the others.",
     )
 
@@ -91,11 +105,11 @@ def find_exposed_communication(facts: RunFacts) -> Finding | None:
 
 
 def find_small_kernels(facts: RunFacts) -> Finding | None:
-    if facts.idle < HOST_BOUND or facts.times.shares["data"] >= DATA_BOUND:
+    if facts.idle < HOST_BOUND or data_share(facts.times) >= DATA_BOUND:
         return None
     return Finding(
         "small-kernels",
-        f"small kernels: {facts.idle:.0%} of the time the device waits for the host, which "
+        f"small kernels: in {facts.idle:.0%} of the steps the device waits for the host, which "
         "launches kernels too slowly. Use a larger batch, or compile the model (dynamo_backend).",
     )
 
@@ -111,11 +125,13 @@ def find_recompilations(facts: RunFacts) -> Finding | None:
 
 
 def find_blocking_saves(facts: RunFacts) -> Finding | None:
-    share = facts.times.shares["saving"]
-    if share < SAVING:
+    share = facts.run.shares["saving"]
+    if share < BLOCKING or facts.saves < MIN_SAVES:
         return None
-    count = f" in {facts.saves} saves" if facts.saves else ""
     in_background = "blocking=False (ProjectConfiguration(async_save=True)), or less often"
     fix = "less often" if facts.saves_in_background > facts.saves / 2 else f"with {in_background}"
-    text = f"blocking saves: training waits for checkpoints {share:.0%} of the time{count}. Save {fix}."
-    return Finding("blocking-saves", text)
+    return Finding(
+        "blocking-saves",
+        f"blocking saves: training waits for checkpoints {share:.0%} of the time in {facts.saves} saves. "
+        f"Save {fix}.",
+    )

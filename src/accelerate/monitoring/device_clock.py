@@ -1,176 +1,131 @@
-"""How long a device computes in each phase of a step: events in its stream, read when they are done.
+"""Seconds of each phase on a device that computes asynchronously, measured by events in its stream.
 
-A device that computes asynchronously begins a phase later than the host. An event at each switch of the phase
-says when. The times between neighboring events take the place of the host's times. Nothing waits for an
-event: those that are not done are read later.
+`step_clock.py` records an event at each switch of the phase, and reads the events of finished work at each step.
+The host never waits for an event.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from math import inf
 from typing import Any, Protocol
 
 from accelerate.monitoring.records import PHASES
 
-FORWARD, BACKWARD, OPTIMIZER, SAVING = (
-    PHASES.index(name) for name in ("forward", "backward", "optimizer", "saving")
-)
-MOST_EVENTS = 512
-"""Events of the pool. Steps for which there are none keep the times of the host."""
-MOST_MARKS = 32
-"""Switches after which a span ends that no step has ended."""
+BACKWARD = PHASES.index("backward")
+MAX_EVENTS = 512
+"""Maximum number of events. A phase that finds all events in use is not measured."""
 SHORT_LAG, SMALL_PART = 200e-6, 0.05
-"""A device that is so many seconds, or this part of a phase, behind the host at its end waits for kernels."""
-MOST_SPANS = 200
-"""Spans after which the earlier ones count half as much for the idle part."""
+"""Seconds, or part of a backward pass, by which its times on host and device may differ if the host is slower."""
+NUM_RECENT_STEPS = 200
+"""Number of backward passes from which `idle` is computed."""
 
 
 class TimedEvents(Protocol):
-    """Events with times of one device."""
+    """Factory of the timing events of one device."""
 
     def make(self) -> Any:
-        """Make an event, whose method `query` says whether it is done; None where the device has none."""
+        """Returns an event with a method `query`, or None if the device has no events."""
 
     def record(self, event: Any) -> None:
-        """Record an event in the current stream."""
+        """Records an event in the current stream."""
 
     def seconds_between(self, first: Any, last: Any) -> float | None:
-        """Return the seconds between two events that are done; None where the device has no such times."""
+        """Returns the seconds between two finished events, or None if the device measures no times."""
 
     def is_capturing(self) -> bool:
-        """Whether the current stream captures a graph: its events are not to be asked then."""
+        """Returns whether the current stream captures a graph, which allows no queries."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Mark:
-    """The begin of a phase."""
+    """Beginning of a phase on host and device."""
 
     event: Any
     phase: int
-    time: float  # of the host
-    is_last: bool = False  # no later span begins with it
-    seen: float = inf  # time of the host at which the event was done, at the latest
-
-
-@dataclass
-class Span:
-    """Consecutive phases, of which all were marked."""
-
-    marks: list[Mark]
-    division: int
-
-
-@dataclass(frozen=True)
-class Reading:
-    """The seconds of each phase of a span on the host and on the device. Saves are not part of them."""
-
-    division: int
-    host: list[float]
-    device: list[float]
+    time: float  # on the host
+    is_early: bool = False  # the device had reached the event when the host began one of the next two phases
 
 
 class DeviceClock:
-    """Marks the phases in the stream of a device, and reads the marks late."""
+    """Timer of the phases on a device.
+
+    Args:
+        events: Factory of the events.
+    """
 
     def __init__(self, events: TimedEvents) -> None:
+        self.seconds = [0.0] * (len(PHASES) + 1)
+        """Seconds of each phase that were read since the last `clear`."""
         self._events = events
-        self._num_events = 0
+        self._marks: deque[Mark | None] = deque()  # in stream order, with None where marks are missing
         self._free: list[Any] = []
-        self._open: list[Mark] = []
-        self._unseen: deque[Mark] = deque()
-        self._closed: deque[Span] = deque()
+        self._num_events = 0
         self._is_supported = True
-        self.division = 0  # of the clock: spans do not go beyond one
-        self.unread = [0.0] * len(PHASES)  # seconds of the host in spans of this division that are not read
-        self.forget_idle()
-
-    def forget_idle(self) -> None:
-        """Measure the idle part from now on."""
-        self._idle = self._seconds = 0.0
-        self._num_spans = 0
+        self._has_gap = False
+        self._watched: Mark | None = None  # end of the last backward pass
+        self._num_looks = 0
+        self._is_host_bound: deque[bool] = deque(maxlen=NUM_RECENT_STEPS)
 
     @property
     def idle(self) -> float:
-        """The part of the steps, from 0 to 1, in which the device waited for the host to launch kernels."""
-        return self._idle / self._seconds if self._seconds else 0.0
+        """Part of the recent backward passes, from 0 to 1, in which the device waited for the host."""
+        return sum(self._is_host_bound) / len(self._is_host_bound) if self._is_host_bound else 0.0
 
-    def switch(self, phase: int, now: float) -> None:
-        """Mark the begin of a phase; one that is none of a step ends the span."""
-        is_phase = phase < len(PHASES)
-        if not self._is_supported or (not self._open and (not is_phase or phase == SAVING)):
+    def clear(self) -> None:
+        """Sets the seconds of all phases to 0."""
+        self.seconds = [0.0] * len(self.seconds)
+
+    def forget_idle(self) -> None:
+        """Forgets the backward passes so far."""
+        self._is_host_bound.clear()
+
+    def mark(self, phase: int, now: float) -> None:
+        """Records an event at the beginning of a phase."""
+        if not self._is_supported:
             return
-        if self._events.is_capturing():
-            self._abandon()
+        if self._events.is_capturing() or (event := self._take_event()) is None:
+            self._has_gap = True
             return
-        self._look(now)
-        event = self._take()
-        if event is None:
-            self._abandon()
-            return
+        self._look_at_backward()
+        if self._has_gap:
+            self._marks.append(None)
+            self._has_gap = False
         self._events.record(event)
-        mark = Mark(event, phase, now, is_last=not is_phase)
-        if self._open:
-            self._count(self._open[-1], now - self._open[-1].time)
-        self._open.append(mark)
-        self._unseen.append(mark)
-        if mark.is_last or len(self._open) >= MOST_MARKS:
-            self.end_span()
+        mark = Mark(event, phase, now)
+        last = self._marks[-1] if self._marks else None
+        if last is not None and last.phase == BACKWARD:
+            self._watched, self._num_looks = mark, 0
+        self._marks.append(mark)
 
-    def end_span(self) -> None:
-        """End the span with its last mark, which begins the next one."""
-        if len(self._open) > 1:
-            last = self._open[-1]
-            self._closed.append(Span(self._open, self.division))
-            self._open = [] if last.is_last else [last]
-
-    def begin_division(self) -> None:
-        """Begin another division of the clock with the last mark."""
-        self.end_span()
-        self.division += 1
-        self.unread = [0.0] * len(PHASES)
-
-    def read(self, now: float) -> Iterator[Reading]:
-        """Return the readings of the spans whose events are done by now."""
-        if self._closed and not self._events.is_capturing():
-            self._look(now)
-        while self._closed and self._closed[0].marks[-1].seen < inf:
-            span = self._closed.popleft()
-            seconds = self._read_span(span.marks)
-            self._free.extend(mark.event for mark in span.marks if mark.is_last or mark is not span.marks[-1])
-            if seconds is None:
-                self._give_up()
+    def read(self) -> None:
+        """Adds the seconds of all phases that the device has finished."""
+        if not self._is_supported or self._events.is_capturing():
+            return
+        marks = self._marks
+        while len(marks) > 1:
+            first, last = marks[0], marks[1]
+            if first is not None and last is not None:
+                if not last.event.query():
+                    return
+                seconds = self._events.seconds_between(first.event, last.event)
+                if seconds is None:
+                    self._give_up()
+                    return
+                self.seconds[first.phase] += max(seconds, 0.0)
+                if first.phase == BACKWARD:
+                    self._compare_with_host(last, seconds, last.time - first.time)
+            elif first is not None and not first.event.query():
                 return
-            if span.division == self.division:
-                for first, last in pairwise(span.marks):
-                    self._count(first, first.time - last.time)
-            self._note_idle(span.marks, seconds)
-            yield sum_up(span, seconds)
+            marks.popleft()
+            if first is not None:
+                self._free.append(first.event)
 
-    def _count(self, mark: Mark, seconds: float) -> None:
-        if mark.phase != SAVING:
-            self.unread[mark.phase] += seconds
-
-    def _give_up(self) -> None:
-        """Keep the times of the host from now on: the device measures none."""
-        self._is_supported = False
-        self._open, self.unread = [], [0.0] * len(PHASES)
-        self._closed.clear()
-        self._unseen.clear()
-
-    def _look(self, now: float) -> None:
-        """Note which events are done."""
-        while self._unseen and self._unseen[0].event.query():
-            self._unseen.popleft().seen = now
-
-    def _take(self) -> Any:
-        """Return an event that is free; None where all are used."""
+    def _take_event(self) -> Any:
+        """Returns an unused event, or None."""
         if self._free:
             return self._free.pop()
-        if self._num_events == MOST_EVENTS:
+        if self._num_events == MAX_EVENTS:
             return None
         self._num_events += 1
         event = self._events.make()
@@ -178,68 +133,25 @@ class DeviceClock:
             self._give_up()
         return event
 
-    def _abandon(self) -> None:
-        """Give the open span up."""
-        if not self._open:
-            return
-        for mark, following in pairwise(self._open):
-            self._count(mark, mark.time - following.time)
-        first, *others = self._open
-        self._open = []
-        is_shared = bool(self._closed) and self._closed[-1].marks[-1] is first
-        first.is_last = True
-        given_up = others if is_shared else [first, *others]
-        self._free.extend(mark.event for mark in given_up)
-        self._unseen = deque(mark for mark in self._unseen if all(mark is not other for other in given_up))
+    def _give_up(self) -> None:
+        """Measures nothing from now on, because the device does not support it."""
+        self._is_supported = False
+        self._marks.clear()
+        self.clear()
 
-    def _read_span(self, marks: Sequence[Mark]) -> list[float] | None:
-        """Return the seconds of each phase of a span on the device; None where it measures none."""
-        read = [self._events.seconds_between(first.event, last.event) for first, last in pairwise(marks)]
-        seconds = [max(part, 0.0) for part in read if part is not None]
-        return seconds if len(seconds) == len(read) else None
+    def _look_at_backward(self) -> None:
+        """Finds out whether the device has finished the last backward pass before the host is two phases ahead."""
+        if self._watched is not None:
+            self._watched.is_early = self._watched.event.query()
+            self._num_looks += 1
+            if self._watched.is_early or self._num_looks == 2:
+                self._watched = None
 
-    def _note_idle(self, marks: Sequence[Mark], seconds: Sequence[float]) -> None:
-        if all(mark.phase != BACKWARD for mark in marks[:-1]):
-            return  # no step
-        self._num_spans += 1
-        if self._num_spans == MOST_SPANS:
-            self._num_spans, self._idle, self._seconds = 0, self._idle / 2, self._seconds / 2
-        self._seconds += marks[-1].time - marks[0].time
-        self._idle += find_idle(marks, seconds)
+    def _compare_with_host(self, end: Mark, on_device: float, on_host: float) -> None:
+        """Records whether the device waited for the host in a backward pass.
 
-
-def sum_up(span: Span, seconds: Sequence[float]) -> Reading:
-    """Return the seconds of each phase of a span."""
-    reading = Reading(span.division, [0.0] * len(PHASES), [0.0] * len(PHASES))
-    for (first, last), on_device in zip(pairwise(span.marks), seconds, strict=True):
-        if first.phase != SAVING:
-            reading.host[first.phase] += last.time - first.time
-            reading.device[first.phase] += on_device
-    return reading
-
-
-def find_idle(marks: Sequence[Mark], seconds: Sequence[float]) -> float:
-    """Return the seconds of a span in which the device waited for kernels, at least.
-
-    The device is behind the host by no more than what shows that an event was done. It is idle in a phase at
-    whose end it is not behind. As the host may have waited for it inside of a phase, which looks the same,
-    this counts only if no backward pass ends with a device that is behind: the host does not wait in these.
-    """
-    begins, behind = marks[0].time, []
-    on_device = 0.0
-    for mark, part in zip(marks, (*seconds, 0.0), strict=True):
-        behind.append((on_device, mark.seen - begins - on_device))
-        on_device += part
-    first_lag = min(lag for _, lag in behind)
-    lags = [
-        max(first_lag + at - (mark.time - begins), 0.0) for mark, (at, _) in zip(marks, behind, strict=True)
-    ]
-    idle = 0.0
-    for index, mark in enumerate(marks[:-1]):
-        on_host = marks[index + 1].time - mark.time
-        if lags[index + 1] > max(SHORT_LAG, SMALL_PART * on_host):
-            if mark.phase == BACKWARD:
-                return 0.0
-        elif mark.phase in (FORWARD, BACKWARD, OPTIMIZER):
-            idle += max(seconds[index] - lags[index], 0.0)
-    return min(idle, marks[-1].time - begins)
+        The host waits for nothing in a backward pass. So the device waits for kernels if it takes as long as the
+        host to launch them, and is not behind at the end.
+        """
+        is_equal = abs(on_device - on_host) <= max(SHORT_LAG, SMALL_PART * on_host)
+        self._is_host_bound.append(end.is_early and is_equal)

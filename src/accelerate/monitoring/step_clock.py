@@ -1,94 +1,76 @@
-"""Where the time of a training step goes: a clock with one current phase, read by windows of steps.
+"""Timer of the phases of a training step, which runs in every step of every run.
 
-The hooks of the package call `switch` where a phase begins, if the clock is `active`. The phases add up to
-the wall time: one that begins inside another one is not part of that one. A call takes no lock and starts no
-thread. Calls from other threads than the one that trains change nothing.
-A device that computes asynchronously is asked by events what it did in each phase (`device_clock.py`).
+The hooks of loaders, `Accelerator.backward`, collectives, optimizers and saves call it where a phase begins. One
+phase is current at any time, so the phases add up to the wall time; a phase inside another one is not part of the
+outer one. `run_monitor.py` reads the closed windows, and `Accelerator.step_times` the times of the whole run.
 
-Each step of several milliseconds is measured. Of shorter steps only some are, chosen at random, so that the
-calls take a small part of the run; the time of the others is divided as that of the measured ones.
+A call takes no lock and waits for nothing. Calls from threads other than the training thread have no effect.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from math import ceil
-from random import Random
 from threading import get_ident
 from time import perf_counter
-from typing import Any, Protocol
-from weakref import ref
+from typing import Any
 
 from accelerate.monitoring.device_clock import DeviceClock, TimedEvents
 from accelerate.monitoring.records import PHASES
 
 DATA, MOVING, FORWARD, BACKWARD, COLLECTIVES, OPTIMIZER, SAVING, REST = range(len(PHASES))
-_START = len(PHASES)
-"""The phase before the first batch or backward pass, which is no part of any step."""
-_UNMEASURED = _START + 1
-"""The phase of steps that are not measured; only saves are."""
-_FOREIGN = -1
-"""What `switch` returns to another thread than the one that trains."""
+_BEFORE = len(PHASES)
+"""Phase before the first batch or backward pass, which belongs to no step."""
+OTHER_THREAD = -1
+"""Result of `switch` in a thread other than the training thread."""
 _KEEPS_COLLECTIVES = (DATA, MOVING, SAVING)
-"""Phases whose collectives belong to them: batches that rank 0 sends, ranks that wait for a save."""
+"""Phases that include their collectives, such as sending batches and waiting for the saves of other ranks."""
 
 INTERVAL = 1.0
-"""Seconds of a window, at least."""
-MOST_WINDOWS = 2000
-"""Windows of a run, about: they become longer as it goes on."""
-KEPT_WINDOWS = 64
-COST = 13e-6
-"""Seconds that the calls of a step take, about, where each step is measured."""
-COST_OF_SAMPLE = 46e-6
-"""Seconds that the calls of a measured step take among others that are not: this code is then in no cache."""
-COST_OF_EVENTS = 100e-6
-"""Seconds that the events of a measured step take on a device, about."""
-KEPT_PART = 0.5
-"""The part of the seconds that a window is too short for, as the device was behind, that the next one has."""
-LARGEST_PART = 0.002
-"""The part of the run that they may take."""
-MEASURED_BATCHES = 24
-"""Batches without a step, as in an evaluation, after which those of this pass are not measured if short."""
-_FIRST_PLAN = 16
-"""Steps after which it is first decided how many are measured."""
-_STRAYS = 64
-"""Steps of other optimizers in a row after which the steps are counted by another optimizer."""
+"""Minimum length of a window, in seconds."""
+MAX_WINDOWS = 2000
+"""Approximate maximum number of windows of a run, which become longer as it goes on."""
+NUM_KEPT_WINDOWS = 64
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Where the time of consecutive steps went, on this rank.
+    """Time of consecutive steps on this rank.
 
     Attributes:
-        steps: Number of optimizer steps. Accumulated rounds belong to the same step, and so do the steps of
+        steps: Number of optimizer steps. Accumulated micro-batches belong to one step, and so do the steps of
             several optimizers.
         seconds: Wall time.
-        seconds_by: The seconds of each phase, which add up to `seconds`: "data" (waiting for a batch),
-            "moving" (of batches to the device), "forward" (from the batch to the backward pass, the loss
-            included), "backward", "collectives" (waiting for other ranks, also at the end of the backward
-            pass), "optimizer", "saving" and "rest".
-        samples: Number of samples that prepared loaders have given; 0 where batches have no size.
+        seconds_by: Seconds of each phase, which add up to `seconds`: "data" (waiting for a batch), "moving" (of
+            batches to the device), "forward" (from the batch to the backward pass, including the loss),
+            "backward", "collectives" (waiting for other ranks, also at the end of the backward pass),
+            "optimizer", "saving" and "rest".
+        samples: Number of samples of the batches of prepared loaders, or 0 if batches have no size.
+        waits: Seconds of "data" in which training waited. Passes without a step, such as an evaluation, and the
+            first batch of each pass, for which workers start, are left out.
+        evaluation: Seconds of passes over prepared loaders without a step.
     """
 
     steps: int = 0
     seconds: float = 0.0
     seconds_by: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     samples: int = 0
+    waits: float = 0.0
+    evaluation: float = 0.0
 
     @property
     def shares(self) -> dict[str, float]:
-        """The part of the time that each phase takes, from 0 to 1."""
+        """Part of the time that each phase takes, from 0 to 1."""
         return {
             name: seconds / self.seconds if self.seconds else 0.0 for name, seconds in self.seconds_by.items()
         }
 
     @property
     def steps_per_second(self) -> float:
-        """Optimizer steps per second; 0 before the first one."""
+        """Optimizer steps per second, or 0 before the first one."""
         return self.steps / self.seconds if self.seconds else 0.0
 
     @property
@@ -97,28 +79,29 @@ class StepTimes:
         return self.samples / self.seconds if self.seconds else 0.0
 
     def __add__(self, other: StepTimes) -> StepTimes:
-        return StepTimes(
-            self.steps + other.steps,
-            self.seconds + other.seconds,
-            {name: seconds + other.seconds_by[name] for name, seconds in self.seconds_by.items()},
-            self.samples + other.samples,
-        )
+        return self._combine(other, 1)
 
     def __sub__(self, earlier: StepTimes) -> StepTimes:
+        return self._combine(earlier, -1)
+
+    def _combine(self, other: StepTimes, sign: int) -> StepTimes:
         return StepTimes(
-            self.steps - earlier.steps,
-            self.seconds - earlier.seconds,
-            {name: seconds - earlier.seconds_by[name] for name, seconds in self.seconds_by.items()},
-            self.samples - earlier.samples,
+            self.steps + sign * other.steps,
+            self.seconds + sign * other.seconds,
+            {name: seconds + sign * other.seconds_by[name] for name, seconds in self.seconds_by.items()},
+            self.samples + sign * other.samples,
+            self.waits + sign * other.waits,
+            self.evaluation + sign * other.evaluation,
         )
 
 
 @dataclass(frozen=True)
 class RunTimes(StepTimes):
-    """Where the time of a run went since its first step, on this rank.
+    """Time of a run since its first step on this rank.
 
     Attributes:
-        window: The same for the last window of steps, of a second or more; no steps before its end.
+        window: Times of the last window of steps, which has a second or more. It has no steps before the first
+            window ends.
     """
 
     window: StepTimes = field(default_factory=StepTimes)
@@ -126,374 +109,272 @@ class RunTimes(StepTimes):
 
 @dataclass(frozen=True)
 class ClosedWindow:
-    """Consecutive steps."""
+    """Times of consecutive steps, with values of the last one."""
 
     time: float  # of the end, in seconds since the epoch
     last: int  # number of the last step, from 1, over all starts of a run
     times: StepTimes
-    values: dict[str, Any]  # of the last step, as they were given: loss, gradient_norm
+    values: dict[str, Any]  # loss and gradient_norm of the last step, as they were passed
 
 
-class Hook(Protocol):
-    """What calls the clock from a hot path."""
+@dataclass(frozen=True)
+class LoaderPass:
+    """State of the clock at the beginning of a pass over a loader."""
 
-    def set(self, is_measured: bool) -> None:
-        """Call the clock from now on, or leave the path as it is without a clock."""
+    time: float
+    steps: int
 
 
 class StepClock:
-    """Counts the seconds of each phase; a service of the process, which the hooks of the package call."""
+    """Timer of the phases of each step, which is one object for the lifetime of the process."""
 
     def __init__(self) -> None:
-        self.on_first_step: Callable[[], None] | None = None
-        """Called once, at the first step that is counted, in the thread that trains."""
-        self._hooks: list[ref[Hook]] = []
-        self._random = Random(0)
         self.reset()
 
     def reset(self) -> None:
-        """Start again: the calling thread is the one that trains."""
+        """Clears all times, and makes the calling thread the training thread."""
+        self.on_first_step: Callable[[], None] | None = None
+        """Function that the training thread calls once, at the first step."""
         self.owner = get_ident()
-        self.active = True  # whether this step is measured
-        self.measured_from = 0  # number of updates of an optimizer from which it calls `begin_step`
-        self.current = _START
+        self.current = _BEFORE
         self.since = perf_counter()
-        self.wanted = False  # this step keeps its values, and ends a window
-        self.samples = 0
-        self.steps = 0
-        self.windows: deque[ClosedWindow] = deque(maxlen=KEPT_WINDOWS)
+        self.wanted = False
+        """Whether this step keeps its values and ends a window."""
+        self.samples = self.steps = 0
+        self.number = 0
+        """Number of the last step over all starts of the run."""
+        self.windows: deque[ClosedWindow] = deque(maxlen=NUM_KEPT_WINDOWS)
         self.kept: dict[str, Any] = {}
-        self.on_first_step = None
-        self._hooks.clear()
         self._device: DeviceClock | None = None
-        self._due = 0.0  # when the window is long enough
-        self._plan_at = _FIRST_PLAN
-        self._interval = 1  # steps from one that is measured to the next, on average
-        self._batches = 0  # since the last step
-        self._totals = [0.0] * (_UNMEASURED + 1)  # since they were divided
-        self._complete = [0.0] * _START  # of this window, before
-        self._factor = 1.0  # by which they were multiplied last
-        self._before = [0.0] * _START  # the same by the times of the host alone
-        self._changes = [0.0] * _START  # of the totals, by what the device has taken
-        self._opened = StepTimes()  # all windows before
-        self._last_window = StepTimes()
-        self.follow_anew()
+        self._seconds = [0.0] * (_BEFORE + 1)  # by phase in the open window
+        self._closed = self._last_window = StepTimes()  # all closed windows, and the last one
+        self._due = 0.0  # when the open window is long enough
+        self._waits = self._evaluation = 0.0  # in the open window
+        self._data_read = 0.0  # seconds of DATA until the last batch
+        self._waited = 0.0  # seconds of waiting for batches since the last step
+        self._is_first_batch = False
+        self.restart_numbers()
 
-    def follow_anew(self) -> None:
-        """Count steps by the optimizer that steps next: the numbers of the updates have changed."""
-        self._leader = 0
-        self.number = 0  # of the last step that was counted, over all starts of a run
-        self._strays, self._steps_of_strays = 0, 0
-        self._measure()
+    def restart_numbers(self) -> None:
+        """Continues with the number of the optimizer that steps next, for example after a checkpoint is loaded."""
+        self._leader = 0  # id of the optimizer whose updates are counted as steps
+        self._followers: set[int] = set()  # ids of other optimizers that have stepped since the leader
 
     def follow_device(self, events: TimedEvents | None) -> None:
-        """Measure a device by its events from now on; None: by the times of the host."""
+        """Measures a device by its events from now on, or only the host if there are none."""
         self._device = None if events is None else DeviceClock(events)
 
     @property
     def idle(self) -> float:
-        """The part of the measured steps in which the device waited for kernels; 0 where nothing says so."""
+        """Part of the recent steps in which the device waited for the host, or 0 if that is not known."""
         return self._device.idle if self._device is not None else 0.0
 
     def switch(self, phase: int) -> int:
-        """Begin a phase; return the one before, for `resume`."""
+        """Begins a phase, and returns the previous one for `resume`."""
         if get_ident() != self.owner:
-            return _FOREIGN
+            return OTHER_THREAD
         now = perf_counter()
         before = self.current
-        self._totals[before] += now - self.since
+        self._seconds[before] += now - self.since
         self.since = now
         self.current = phase
         if self._device is not None:
-            self._device.switch(phase, now)
+            self._device.mark(phase, now)
         return before
 
     def resume(self, phase: int) -> None:
-        """Go on with a phase that `switch` returned."""
-        if phase != _FOREIGN:
-            now = perf_counter()
-            self._totals[self.current] += now - self.since
-            self.since = now
-            self.current = phase
-            if self._device is not None:
-                self._device.switch(phase, now)
+        """Continues a phase that `switch` returned."""
+        if phase != OTHER_THREAD:
+            self.switch(phase)
 
     @contextmanager
     def phase(self, phase: int) -> Iterator[None]:
-        """Return a context that is a phase, also in steps that are not measured."""
+        """Returns a context in which a phase is current."""
         before = self.switch(phase)
         try:
             yield
         finally:
             self.resume(before)
 
-    def begin_pass(self) -> None:
-        """Begin to read batches; what reads them is measured at first."""
-        if self.switch(DATA) != _FOREIGN:
-            self._divide()
-            self._batches = 0
-            self._measure()
-
-    def end_pass(self, samples: int) -> None:
-        """End to read batches, of which so many samples were not counted yet."""
-        if get_ident() != self.owner:
-            return
-        self.samples += samples
-        if self.active:
-            self.switch(REST)
-        elif not self.measured_from:  # by `_leave_out_batches`
-            self.switch(REST)
-            self._divide()
-            self._measure()
+    def begin_pass(self) -> LoaderPass:
+        """Begins a pass over a loader, and returns the argument of `end_pass`."""
+        if self.switch(DATA) != OTHER_THREAD:
+            self._is_first_batch = True
+        return LoaderPass(self.since, self.steps)
 
     def begin_forward(self, samples: int) -> None:
-        """Begin the forward pass of a batch; so many samples were read since the last call."""
-        if self.switch(FORWARD) == _FOREIGN:
+        """Begins the forward pass of a batch of so many samples."""
+        if self.switch(FORWARD) == OTHER_THREAD:
             return
         self.samples += samples
-        self._batches += 1
         if self._device is not None:
-            self._read_device(self._device)
-        if self._batches == MEASURED_BATCHES:
-            self._leave_out_batches()
+            self._device.read()
+        data = self._seconds[DATA]
+        if not self._is_first_batch:
+            self._waited += data - self._data_read
+        self._is_first_batch = False
+        self._data_read = data
+
+    def end_pass(self, begin: LoaderPass) -> None:
+        """Ends a pass over a loader, which was an evaluation if no optimizer has stepped in it."""
+        if self.switch(REST) == OTHER_THREAD:
+            return
+        self._data_read = self._seconds[DATA]
+        if self.steps == begin.steps:
+            self._evaluation += self.since - begin.time
+            self._waited = 0.0
 
     def wait_for_ranks(self) -> int:
-        """Begin a collective; it belongs to the phase around it where that is data or saving."""
+        """Begins a collective, which belongs to the current phase if that is data or saving."""
         phase = self.current
-        return self.switch(COLLECTIVES if self.active and phase not in _KEEPS_COLLECTIVES else phase)
+        return self.switch(phase if phase in _KEEPS_COLLECTIVES else COLLECTIVES)
 
     def end_gradients(self) -> float:
-        """Note that a backward pass has computed its gradients; return the time, for `end_backward`.
+        """Records that a backward pass has computed all gradients, and returns the time for `end_backward`.
 
-        Any thread may call this: the one that trains waits in the backward pass.
+        Any thread may call it, because the training thread waits in the backward pass.
         """
         now = perf_counter()
         if self._device is not None:
-            self._device.switch(COLLECTIVES, now)
+            self._device.mark(COLLECTIVES, now)
         return now
 
     def end_backward(self, before: int, gradients_at: float) -> None:
-        """End a backward pass whose gradients were computed at a time: from there on it waited for ranks."""
-        if before == _FOREIGN:
-            return
-        now = perf_counter()
-        computed = min(max(gradients_at, self.since), now) if gradients_at else now
-        self._totals[self.current] += computed - self.since
-        self._totals[COLLECTIVES] += now - computed
-        self.since = now
-        self.current = before if before == OPTIMIZER else REST  # a closure runs inside of a step
-        if self._device is not None:
-            self._device.switch(self.current, now)
+        """Ends a backward pass, which has waited for other ranks since its gradients were computed.
 
-    def begin_step(self, optimizer: int) -> int:
-        """Begin the phase of an optimizer; what is returned is for `end_step`."""
-        if self.active:
-            return self.switch(OPTIMIZER)
-        is_due = optimizer == self._leader or not self.measured_from
-        return self.switch(_UNMEASURED) if is_due else _FOREIGN
+        Args:
+            before: Result of the `switch` to the backward pass.
+            gradients_at: Result of `end_gradients`, or 0 if it was not called.
+        """
+        if before == OTHER_THREAD:
+            return
+        if gradients_at > self.since:
+            self._seconds[self.current] += gradients_at - self.since
+            self.since = gradients_at
+            self.current = COLLECTIVES
+        self.switch(before if before == OPTIMIZER else REST)  # a closure runs inside of the optimizer
+
+    def begin_step(self) -> int:
+        """Begins the step of an optimizer, and returns the argument of `end_step`."""
+        return self.switch(OPTIMIZER)
 
     def end_step(self, before: int, optimizer: int, updates: int, number: int) -> None:
-        """End the phase of an optimizer, which has made so many updates now, and `number` in all.
+        """Ends the step of an optimizer.
 
-        `optimizer` identifies it.
+        The first step in another thread makes that thread the training thread.
+
+        Args:
+            before: Result of `begin_step`.
+            optimizer: Id of the optimizer.
+            updates: Number of updates of the parameters, which is 0 if the step was skipped or has failed.
+            number: Number of all updates by this optimizer.
         """
-        if before == _FOREIGN:
-            return
         self.resume(REST)
-        if before == _UNMEASURED:  # the next step is measured
-            self._measure()
-        if not updates or (optimizer != self._leader and not self._leads(optimizer, number)):
+        steps = self._count_steps(optimizer, number) if updates else 0
+        if not steps:
             return
-        self.steps += number - self.number
-        self.number = number
-        self._batches = 0
-        if before == _UNMEASURED:
-            return
+        if before == OTHER_THREAD:
+            self.owner = get_ident()
+            self.switch(REST)
+        if not self.steps:
+            self._begin_run()
+        self.steps += steps
+        self.number += steps
+        self._waits += self._waited
+        self._waited = 0.0
         if self._device is not None:
-            self._device.end_span()
-            self._read_device(self._device)
+            self._device.read()
         if self.since >= self._due:
             self._end_window()
-        if self.steps >= self._plan_at:
-            self._plan()
-        if self._interval > 1 and not self.wanted:
-            self._leave_out(number + self._random.randrange(2 * self._interval - 2))
 
-    def end_run(self) -> None:
-        """End the last window, which may be short; called by the thread that trains."""
-        if get_ident() == self.owner and self.steps > self._opened.steps:
-            self._read_now()
-            self.wanted = True
-            self._end_window()
+    def _count_steps(self, optimizer: int, number: int) -> int:
+        """Returns the number of steps that an update completes.
 
-    def times(self, updates: Mapping[int, int] | None = None) -> RunTimes:
-        """Return the times since the first step; called by the thread that trains.
-
-        `updates` are the numbers of updates of optimizers: not each step is counted at once.
+        An update by the leader is a step. Updates by other optimizers belong to the same step, until one of them
+        has two in a row without the leader: then it is the new leader, and both are steps.
         """
-        self._read_now()
-        number = (updates or {}).get(self._leader, self.number)
-        self.steps, self.number = self.steps + number - self.number, number
-        now = self._read()
-        return RunTimes(now.steps, now.seconds, now.seconds_by, now.samples, self._last_window)
+        if optimizer == self._leader:
+            self._followers.clear()
+            return 1
+        if self._leader and optimizer not in self._followers:
+            self._followers.add(optimizer)
+            return 0
+        steps = 2 if self._leader else 1
+        if not self._leader:
+            self.number = number - 1
+        self._leader = optimizer
+        self._followers.clear()
+        return steps
 
-    def keep(self, name: str, value: Any) -> None:
-        """Keep a value of this step with the window that ends; None is left out."""
-        if value is not None and get_ident() == self.owner:
-            self.kept[name] = value
-
-    def add_hook(self, hook: Hook) -> None:
-        """Set a hook on a hot path, while steps are measured only, as long as the hook is used."""
-        self._hooks = [known for known in self._hooks if known() is not None]
-        self._hooks.append(ref(hook))
-        hook.set(self.active)
-
-    def _set_hooks(self, is_measured: bool) -> None:
-        for known in self._hooks:
-            if (hook := known()) is not None:
-                hook.set(is_measured)
-
-    def _measure(self) -> None:
-        """Measure from now on."""
-        self.measured_from = 0
-        if not self.active:
-            self.active = True
-            self._set_hooks(True)
-
-    def _leave_out(self, measured_from: int) -> None:
-        """Measure nothing until the leading optimizer has made so many updates; 0: until the next step."""
-        self.active, self.measured_from = False, measured_from
-        self.switch(_UNMEASURED)
-        self._set_hooks(False)
-
-    def _leave_out_batches(self) -> None:
-        """Measure no further batches of this pass, in which no optimizer steps, if they are short."""
-        seconds = self._totals[DATA] + self._totals[FORWARD] + self._totals[REST]
-        if LARGEST_PART * seconds < self._cost(COST) * MEASURED_BATCHES:
-            self._leave_out(0)
-
-    def _divided(self) -> list[float]:
-        """Seconds by phase in this window; unmeasured ones are divided as those measured beside them."""
-        return self._with_unmeasured(self._complete, self._known())
-
-    def _with_unmeasured(self, before: list[float], totals: list[float]) -> list[float]:
-        factor = self._whole_by_measured(totals)
-        return [
-            earlier + (total if phase == SAVING else total * factor)
-            for phase, (earlier, total) in enumerate(zip(before, totals, strict=True))
-        ]
-
-    def _known(self) -> list[float]:
-        """Measured seconds by phase: of the device, where it was read, and else of the host."""
-        totals = self._totals[:_START]
-        if self._device is None:
-            return totals
-        rows = zip(totals, self._changes, self._device.unread, strict=True)
-        return [max(total + change - unread, 0.0) for total, change, unread in rows]
-
-    def _whole_by_measured(self, totals: list[float]) -> float:
-        """By what the seconds of measured steps are multiplied, for those that are not."""
-        measured = sum(totals) - totals[SAVING]
-        return 1 + self._totals[_UNMEASURED] / measured if measured else 1.0
-
-    def _shown(self) -> list[float]:
-        """Seconds by phase in this window, which add up to the time of the host."""
-        divided = self._divided()
-        if self._device is None:
-            return divided
-        host = self._on_host()
-        return scale_to(divided if sum(divided) > divided[SAVING] else host, sum(host))
-
-    def _on_host(self) -> list[float]:
-        return self._with_unmeasured(self._before, self._totals[:_START])
-
-    def _divide(self) -> None:
-        self._begin_division(self._divided())
-
-    def _begin_division(self, complete: list[float]) -> None:
-        """Divide the unmeasured seconds from now on like the steps that are measured from now on."""
-        self._factor = self._whole_by_measured(self._known())
-        self._before = self._on_host()
-        self._complete, self._totals = complete, [0.0] * len(self._totals)
-        self._changes = [0.0] * len(self._changes)
-        if self._device is not None:
-            self._device.begin_division()
-
-    def _cost(self, of_calls: float) -> float:
-        """Seconds that measuring a step takes, about."""
-        return of_calls if self._device is None else of_calls + COST_OF_EVENTS
-
-    def _read_now(self) -> None:
-        """Count up to now, and what the device has done."""
-        self.switch(self.current)
-        if self._device is not None and get_ident() == self.owner:
-            self._device.end_span()
-            self._read_device(self._device)
-
-    def _read_device(self, device: DeviceClock) -> None:
-        """Replace the seconds of the host by those of the device, also of steps before this division."""
-        for reading in device.read(self.since):
-            for phase, seconds in enumerate(reading.device):
-                if reading.division == device.division:
-                    self._changes[phase] += seconds - reading.host[phase]
-                else:
-                    self._complete[phase] += seconds * self._factor
-
-    def _read(self) -> StepTimes:
-        """The times up to the last call."""
-        pairs = zip(PHASES, self._shown(), strict=True)
-        seconds_by = {name: self._opened.seconds_by[name] + part for name, part in pairs}
-        return StepTimes(self.steps, sum(seconds_by.values()), seconds_by, self.samples)
-
-    def _leads(self, optimizer: int, number: int) -> bool:
-        """Whether steps are counted by an optimizer from now on: the first one, unless it steps no more."""
-        if self.steps != self._steps_of_strays:
-            self._strays, self._steps_of_strays = 0, self.steps
-        self._strays += 1
-        if self._leader and self._strays <= _STRAYS:
-            return False
-        self._due = self._due or self.since + INTERVAL
-        self._leader, self.number, self._strays = optimizer, number - 1, 0
+    def _begin_run(self) -> None:
+        self._due = self.since + INTERVAL
         callback, self.on_first_step = self.on_first_step, None
         if callback is not None:
             callback()
-        return True
 
-    def _plan(self) -> None:
-        """Decide how many steps are measured, from the time that they take."""
-        self._plan_at = 2 * self.steps
-        seconds = sum(self._shown())
-        steps = self.steps - self._opened.steps
-        allowed = LARGEST_PART * seconds / steps
-        is_long = allowed >= self._cost(COST)
-        self._interval = 1 if is_long else ceil(self._cost(COST_OF_SAMPLE) / max(allowed, 1e-9))
+    def keep(self, name: str, value: Any) -> None:
+        """Keeps a value of this step for the window that ends, unless it is None."""
+        if value is not None and get_ident() == self.owner:
+            self.kept[name] = value
+
+    def times(self) -> RunTimes:
+        """Returns the times since the first step."""
+        self._catch_up()
+        now = self._read()
+        return RunTimes(**vars(now), window=self._last_window)
+
+    def end_run(self) -> None:
+        """Ends the last window, which may be short."""
+        if self.steps > self._closed.steps:
+            self._catch_up()
+            self.wanted = True
+            self._end_window()
+
+    def _catch_up(self) -> None:
+        """Adds the time of the current phase until now, and the finished work of the device."""
+        if self.switch(self.current) != OTHER_THREAD and self._device is not None:
+            self._device.read()
+
+    def _read(self) -> StepTimes:
+        """Returns the times until the last switch."""
+        seconds = self._seconds[:_BEFORE]
+        if self._device is not None:
+            seconds = divide_as(seconds, self._device.seconds)
+        opened = StepTimes(
+            self.steps - self._closed.steps,
+            sum(seconds),
+            dict(zip(PHASES, seconds, strict=True)),
+            self.samples - self._closed.samples,
+            self._waits,
+            self._evaluation,
+        )
+        return self._closed + opened
 
     def _end_window(self) -> None:
-        """End the window, if the values of this step were kept; otherwise let the next step keep them."""
+        """Ends the window if this step has kept its values, and otherwise lets the next step keep them."""
         if not self.wanted:
             self.wanted = True
             return
-        self._plan()
-        if self._device is not None and not self._opened.steps:
-            self._device.forget_idle()  # the first steps warm up
         now = self._read()
-        window, self._opened = now - self._opened, now
-        pairs = zip(self._divided(), self._shown(), strict=True)
-        self._begin_division([KEPT_PART * (known - shown) for known, shown in pairs])
-        self._before = [0.0] * _START
-        self._last_window = window
+        window, is_first = now - self._closed, not self._closed.steps
+        self._closed, self._last_window = now, window
+        self._seconds = [0.0] * len(self._seconds)
+        self._waits = self._evaluation = self._data_read = 0.0
+        if self._device is not None:
+            self._device.clear()
+            if is_first:
+                self._device.forget_idle()  # the first steps warm up
         self.windows.append(ClosedWindow(time.time(), self.number, window, self.kept))
         self.kept = {}
-        interval = max(INTERVAL, now.seconds / MOST_WINDOWS)
+        interval = max(INTERVAL, now.seconds / MAX_WINDOWS)
         self._due = self.since + interval
         self.wanted = window.seconds >= interval * window.steps  # each step is a window
 
 
-def scale_to(seconds: list[float], whole: float) -> list[float]:
-    """Return the seconds of phases, scaled except for saves, none below 0, so that they add up to `whole`."""
-    parts = [max(part, 0.0) for part in seconds]
-    parts[SAVING] = 0.0
-    scale = (whole - seconds[SAVING]) / (sum(parts) or 1.0)
-    parts = [part * scale for part in parts]
-    parts[SAVING] = seconds[SAVING]
-    return parts
+def divide_as(host: list[float], device: list[float]) -> list[float]:
+    """Returns the time of the host divided into phases as on the device, where saves keep the time of the host."""
+    on_device = [0.0 if phase == SAVING else device[phase] for phase in range(len(host))]
+    if not (whole := sum(on_device)):
+        return host
+    factor = (sum(host) - host[SAVING]) / whole
+    return [host[SAVING] if phase == SAVING else part * factor for phase, part in enumerate(on_device)]

@@ -1,4 +1,4 @@
-"""The times of a device that runs behind the host: a device whose work takes the seconds that a test says."""
+"""Times of a simulated device that runs behind the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from accelerate.monitoring import (
     SAVING,
     StepClock,
     device_clock,
-    step_clock,
 )
 
 MODULE = "accelerate.monitoring.step_clock"
@@ -98,25 +97,18 @@ def run_step(
     optimizer: float = 0.05,
 ) -> None:
     """Run one step of optimizer 7; `host` is what the host takes to launch each kernel."""
-    if clock.active:
-        clock.switch(DATA)
+    clock.switch(DATA)
     device.host(1e-4)
-    if clock.active:
-        clock.begin_forward(4)
+    clock.begin_forward(4)
     device.launch(forward, host)
     in_forward()
-    if clock.active:
-        before = clock.switch(BACKWARD)
+    before = clock.switch(BACKWARD)
     device.launch(backward, host)
-    if clock.active:
-        clock.end_backward(before, 0.0)
+    clock.end_backward(before, 0.0)
     device.host(1e-4)
-    if number - 1 >= clock.measured_from:
-        before = clock.begin_step(7)
-        device.launch(optimizer, host)
-        clock.end_step(before, 7, 1, number)
-    else:
-        device.launch(optimizer, host)
+    before = clock.begin_step()
+    device.launch(optimizer, host)
+    clock.end_step(before, 7, 1, number)
     device.host(1e-4)
 
 
@@ -250,7 +242,7 @@ def test_a_device_that_is_far_behind_has_a_bounded_number_of_events(device: Devi
     for number in range(1, 301):
         run_step(clock, device, number, forward=0.35, host=0.1)
         device.launch(10.0)
-    assert device.num_events == device_clock.MOST_EVENTS
+    assert device.num_events == device_clock.MAX_EVENTS
     clock.times()
     device.wait()
     clock.times()
@@ -258,7 +250,7 @@ def test_a_device_that_is_far_behind_has_a_bounded_number_of_events(device: Devi
     for number in range(301, 311):
         run_step(clock, device, number, forward=0.35)
         device.wait()
-    assert device.num_events == device_clock.MOST_EVENTS
+    assert device.num_events == device_clock.MAX_EVENTS
     assert device.num_records >= records + 10 * 5
     times = clock.times()
     assert sum(times.seconds_by.values()) == pytest.approx(times.seconds)
@@ -274,7 +266,7 @@ def test_rounds_that_accumulate_are_read_before_their_step(device: Device) -> No
         device.launch(0.1)
         clock.end_backward(before, 0.0)
         device.wait()
-    assert device.num_events < 3 * device_clock.MOST_MARKS
+    assert device.num_events < 20
     assert read(clock, device)["forward"] == pytest.approx(0.75, abs=0.01)
 
 
@@ -291,35 +283,19 @@ def test_a_stream_that_captures_a_graph_is_left_alone(device: Device) -> None:
     assert read(clock, device)["forward"] == pytest.approx(0.7, abs=0.05)
 
 
-def test_of_short_steps_some_are_measured_on_the_device(device: Device) -> None:
-    clock = make_clock(device)
-    measured = 0
-    for number in range(1, 20_001):
-        measured += clock.active
-        run_step(clock, device, number, forward=35e-5, backward=10e-5, optimizer=5e-5, host=1e-5)
-        device.wait()
-    clock.times()
-    device.wait()
-    times = clock.times({7: 20_000})
-    assert measured < 1000
-    assert times.steps == 20_000
-    assert sum(times.seconds_by.values()) == pytest.approx(times.seconds)
-    assert times.shares["forward"] > 0.4
-
-
 def test_an_evaluation_after_training_has_no_backward_pass(device: Device) -> None:
     clock = make_clock(device)
     for number in range(1, 11):
         run_step(clock, device, number, forward=0.35)
     backward = 10 * 0.1
-    clock.begin_pass()
+    begin = clock.begin_pass()
     for _ in range(20):
         device.host(1e-4)
         clock.begin_forward(4)
         device.launch(1.0)
         device.wait()
         clock.switch(DATA)
-    clock.end_pass(0)
+    clock.end_pass(begin)
     clock.times()
     device.wait()
     assert clock.times().seconds_by["backward"] == pytest.approx(backward, rel=0.02)
@@ -341,16 +317,15 @@ def test_the_phases_always_add_up_to_the_time_of_the_host(calls: list[tuple[str,
         began, number = device.now, 0
         phases = {"data": DATA, "forward": FORWARD, "backward": BACKWARD, "collectives": COLLECTIVES}
         for name, host, kernel in calls:
-            if name in phases and clock.active:
+            if name in phases:
                 clock.switch(phases[name])
             if name == "pass":
                 clock.begin_pass()
-            before = clock.begin_step(7) if name == "step" and number >= clock.measured_from else None
+            before = clock.begin_step() if name == "step" else 0
             device.launch(kernel, host)
             if name == "step":
                 number += 1
-                if before is not None:
-                    clock.end_step(before, 7, 1, number)
+                clock.end_step(before, 7, 1, number)
             if name == "save":
                 with clock.phase(SAVING):
                     device.launch(kernel, host)
@@ -362,21 +337,3 @@ def test_the_phases_always_add_up_to_the_time_of_the_host(calls: list[tuple[str,
         assert sum(times.seconds_by.values()) == pytest.approx(device.now - began, abs=1e-6)
         assert min(times.seconds_by.values()) >= 0
         assert times.seconds_by.keys() == set(PHASES)
-
-
-def test_the_cost_of_events_leaves_more_steps_out(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_clock, "COST", 0.0)
-    monkeypatch.setattr(step_clock, "COST_OF_SAMPLE", 0.0)
-    measured = []
-    for events in (None, device):
-        clock = StepClock()
-        clock.follow_device(events)
-        measured.append(0)
-        for number in range(1, 1001):
-            measured[-1] += clock.active
-            clock.switch(OPTIMIZER)
-            device.host(1e-4)
-            if number - 1 >= clock.measured_from:
-                clock.end_step(clock.begin_step(7), 7, 1, number)
-    assert measured[0] == 1000
-    assert measured[1] < 300

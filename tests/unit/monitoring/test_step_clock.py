@@ -1,4 +1,4 @@
-"""The clock of the phases of a step: nested phases, steps of several optimizers, windows, other threads."""
+"""Phases of steps, steps of several optimizers, windows and other threads in the step clock."""
 
 from __future__ import annotations
 
@@ -29,20 +29,15 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 
 def run_step(clock: StepClock, time: Time, number: int, data: float, forward: float, backward: float) -> None:
-    """Run one step of optimizer 7, if it is measured with all phases."""
-    if clock.active:
-        clock.switch(DATA)
+    """Runs one step of optimizer 7."""
+    clock.switch(DATA)
     time.now += data
-    if clock.active:
-        clock.begin_forward(4)
+    clock.begin_forward(4)
     time.now += forward
-    if clock.active:
-        before = clock.switch(BACKWARD)
+    before = clock.switch(BACKWARD)
     time.now += backward
-    if clock.active:
-        clock.end_backward(before, 0.0)
-    if number - 1 >= clock.measured_from:
-        clock.end_step(clock.begin_step(7), 7, 1, number)
+    clock.end_backward(before, 0.0)
+    clock.end_step(clock.begin_step(), 7, 1, number)
 
 
 def test_phases_add_up_and_an_inner_phase_is_no_part_of_the_outer_one(time: Time) -> None:
@@ -106,19 +101,10 @@ def test_a_step_that_is_left_out_is_not_counted(time: Time) -> None:
     assert clock.times().steps == 1
 
 
-def test_steps_are_counted_by_another_optimizer_when_the_first_one_is_given_up(time: Time) -> None:
-    clock = StepClock()
-    for number in range(1, 4):
-        clock.end_step(clock.switch(OPTIMIZER), 7, 1, number)
-    for number in range(1, 101):
-        clock.end_step(clock.switch(OPTIMIZER), 8, 1, number)
-    assert 3 + 30 <= clock.times().steps <= 3 + 100
-
-
 def test_numbers_that_a_checkpoint_has_changed_are_no_steps(time: Time) -> None:
     clock = StepClock()
     clock.end_step(clock.switch(OPTIMIZER), 7, 1, 1)
-    clock.follow_anew()
+    clock.restart_numbers()
     clock.end_step(clock.switch(OPTIMIZER), 7, 1, 501)
     assert clock.times().steps == 2
 
@@ -145,26 +131,12 @@ def test_each_step_that_is_longer_than_the_interval_is_a_window(time: Time) -> N
 
 
 def test_windows_grow_with_the_run(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_clock, "MOST_WINDOWS", 10)
+    monkeypatch.setattr(step_clock, "MAX_WINDOWS", 10)
     clock = StepClock()
     for number in range(1, 2001):
         run_step(clock, time, number, data=0.05, forward=0.02, backward=0.03)
     assert len(clock.windows) < 45
     assert clock.windows[-1].times.seconds > 10
-
-
-def test_of_short_steps_some_are_measured_and_the_others_divided_like_them(time: Time) -> None:
-    clock = StepClock()
-    measured = 0
-    for number in range(1, 40_001):
-        measured += clock.active
-        run_step(clock, time, number, data=20e-6, forward=30e-6, backward=50e-6)
-    times = clock.times({7: 40_000})
-    assert 40 < measured < 1000
-    assert times.steps == 40_000
-    assert times.seconds == pytest.approx(4.0)
-    shares = {"data": 0.2, "forward": 0.3, "backward": 0.5}
-    assert times.shares == pytest.approx(times.shares | shares, abs=1e-6)
 
 
 def test_saves_between_short_steps_are_counted_in_full(time: Time) -> None:
@@ -177,38 +149,105 @@ def test_saves_between_short_steps_are_counted_in_full(time: Time) -> None:
     assert clock.times().seconds_by["saving"] == pytest.approx(1.0)
 
 
-def test_short_batches_of_an_evaluation_are_measured_at_first_only(time: Time) -> None:
+def test_each_short_step_is_measured(time: Time) -> None:
     clock = StepClock()
-    calls = 0
-    clock.begin_pass()
-    for _ in range(1000):
-        time.now += 20e-6
-        if clock.active:
-            calls += 1
+    for number in range(1, 2001):
+        run_step(clock, time, number, data=20e-6, forward=30e-6, backward=50e-6)
+    times = clock.times()
+    assert times.steps == 2000
+    assert times.seconds_by["forward"] == pytest.approx(2000 * 30e-6)
+    assert times.seconds == pytest.approx(2000 * 100e-6)
+
+
+@pytest.mark.parametrize("steps", [1, 2, 100])
+def test_no_step_of_a_second_stage_is_lost(time: Time, steps: int) -> None:
+    clock = StepClock()
+    for optimizer, count in ((7, 3), (8, 1 + steps)):
+        for number in range(1, count + 1):
+            time.now += 1.0
+            clock.end_step(clock.begin_step(), optimizer, 1, number)
+    assert clock.times().steps == clock.number == 3 + 1 + steps
+
+
+def test_an_optimizer_that_steps_more_often_counts_the_steps(time: Time) -> None:
+    clock = StepClock()
+    for number in range(1, 101):
+        clock.end_step(clock.begin_step(), 7, 1, number)
+        for update in (2 * number - 1, 2 * number):
+            clock.end_step(clock.begin_step(), 8, 1, update)
+    assert 200 <= clock.times().steps <= 201
+
+
+def test_waits_are_those_of_training_without_first_batches(time: Time) -> None:
+    clock = StepClock()
+    number = 0
+    for waits, trains in (((50.0, 0.5, 0.25), True), ((9.0, 9.0), False), ((70.0, 0.25), True)):
+        begin = clock.begin_pass()
+        for wait in waits:
+            time.now += wait
             clock.begin_forward(4)
-        time.now += 60e-6
-        if clock.active:
+            time.now += 1.0
+            if trains:
+                number += 1
+                clock.end_step(clock.begin_step(), 7, 1, number)
             clock.switch(DATA)
-    clock.end_pass(0)
-    assert calls == step_clock.MEASURED_BATCHES
-    assert clock.active
-    assert clock.times().seconds == pytest.approx(0.08)
-    assert clock.times().shares["forward"] == pytest.approx(0.75, abs=0.02)
+        clock.end_pass(begin)
+    times = clock.times()
+    assert times.waits == pytest.approx(1.0)
+    assert times.evaluation == pytest.approx(20.0)
+    assert times.seconds_by["data"] == pytest.approx(50.0 + 0.75 + 18.0 + 70.25)
 
 
-def test_calls_from_other_threads_change_nothing(time: Time) -> None:
+def test_an_evaluation_inside_of_a_pass_is_no_wait_of_training(time: Time) -> None:
+    clock = StepClock()
+    begin = clock.begin_pass()
+    for number in range(1, 11):
+        time.now += 0.1
+        clock.begin_forward(4)
+        clock.end_step(clock.begin_step(), 7, 1, number)
+        if number == 5:
+            inner = clock.begin_pass()
+            for _ in range(3):
+                time.now += 5.0
+                clock.begin_forward(4)
+                clock.switch(DATA)
+            time.now += 5.0
+            clock.end_pass(inner)
+        clock.switch(DATA)
+    clock.end_pass(begin)
+    assert clock.times().waits == pytest.approx(0.9)
+    assert clock.times().evaluation == pytest.approx(20.0)
+
+
+def test_training_in_another_thread_is_counted(time: Time) -> None:
+    clock = StepClock()
+
+    def train() -> None:
+        for number in range(1, 11):
+            run_step(clock, time, number, data=0.1, forward=0.2, backward=0.3)
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    clock.end_run()
+    times = clock.times()
+    assert times.steps == 10
+    assert times.seconds_by["backward"] == pytest.approx(9 * 0.3)
+    assert sum(window.times.steps for window in clock.windows) == 10
+
+
+def test_phases_of_threads_that_do_not_train_have_no_effect(time: Time) -> None:
     clock = StepClock()
     clock.switch(DATA)
     time.now += 1.0
 
     def call() -> None:
-        clock.begin_pass()
+        begin = clock.begin_pass()
         clock.begin_forward(4)
         before = clock.switch(BACKWARD)
         time.now += 1.0
         clock.end_backward(before, 0.0)
-        clock.end_step(clock.begin_step(7), 7, 1, 1)
-        clock.end_pass(4)
+        clock.end_pass(begin)
 
     thread = threading.Thread(target=call)
     thread.start()

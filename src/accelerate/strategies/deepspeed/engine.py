@@ -151,7 +151,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         if closure is not None:
             raise wrong_value("closure", closure, "DeepSpeed's engine steps without one", "Leave it out")
         if self.gradient_state.sync_gradients:
-            before, updates = step_clock.begin_step(id(self)), self.num_updates
+            before, updates = step_clock.begin_step(), self.num_updates
             if self.run_step is not None:
                 self.run_step()
             self.num_updates += not self.step_was_skipped
