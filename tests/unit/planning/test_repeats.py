@@ -118,7 +118,7 @@ def test_few_blocks_of_each_family_give_the_trace_of_all(
     name: str, flags: dict[str, bool], sizes_traced: list[int]
 ) -> None:
     step = of_family(name)
-    # With recomputation, the peak of a sharded layout may lie in a block between the traced ones.
+    # With recomputation, the peak of a sharded layout may be in a block between the traced ones.
     compare(step, **flags, tolerance=5e-3 if flags else 1e-3)
     assert max(sizes_traced) < len(blocks_of(step.model))
 
