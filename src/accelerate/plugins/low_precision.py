@@ -61,7 +61,7 @@ class AORecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         for name in _AO_FIELDS if self.config is not None else ():
             if (value := getattr(self, name)) is not None:
-                reason = "the config given beside it decides this"
+                reason = "the config that is passed too contains it"
                 raise wrong_value(name, value, reason, "Set it in the config")
         fill_from(self, Fp8Section)
         if self.config is None:

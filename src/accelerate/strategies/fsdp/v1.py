@@ -37,7 +37,7 @@ from accelerate.strategies.fsdp.parameters import (
     names_by_group,
     send_from_main,
 )
-from accelerate.strategies.fsdp.sharding import Holding, holdings, plan_units, recompute
+from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units, recompute
 from accelerate.strategies.fsdp.strategies import Sharded
 from accelerate.strategies.request import Context
 
@@ -70,7 +70,7 @@ class FullySharded(Sharded):
         for module in exact:
             module.register_forward_hook(partial(_in_dtype, plugin.mixed_precision_policy.param_dtype))
         units = [*exact, *chosen]
-        for held in holdings(model, units, ignored):
+        for held in parameters_by_unit(model, units, ignored):
             self._check_unit(model, held)
         sharded = self.follow(model, partial(self._shard, model, units, exact), joined_parameters)
         for _, unit in torch_private.flat_units(sharded):
@@ -82,7 +82,7 @@ class FullySharded(Sharded):
             recompute(sharded, chosen)
         return sharded
 
-    def _check_unit(self, model: nn.Module, held: list[Holding]) -> None:
+    def _check_unit(self, model: nn.Module, held: list[UnitParameter]) -> None:
         """Refuse what torch cannot join into one parameter."""
         dtypes = {str(h.parameter.dtype).removeprefix("torch.") for h in held}
         if len(dtypes) > 1:

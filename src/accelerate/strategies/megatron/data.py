@@ -244,12 +244,12 @@ def _broadcast(tensors: Batch, source: int, group: Any, device: torch.device) ->
 # Reports
 
 LOGITS = "logits"
-_COUNT = " (batches)"
-"""Suffix of the names of counts, beside the sums of losses."""
 _SUM_AND_COUNT = 2
 """Number of elements of a value that is the pair of a sum and a count."""
 
 Report = dict[str, Tensor]
+Totals = dict[str, tuple[Any, int]]
+"""Sum and number of the values of each loss."""
 
 
 def combine_reports(reports: list[Report], groups: Any) -> dict[str, Any]:
@@ -296,16 +296,16 @@ class LossLog:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.writer = library.training("global_vars").get_tensorboard_writer()
-        self.totals: dict[str, Any] = {}
+        self.totals: Totals = {}
 
-    def add(self, totals: dict[str, Any], report: dict[str, Any]) -> None:
+    def add(self, totals: Totals, report: dict[str, Any]) -> None:
         """Adds a report to the sums in `totals`."""
         for name, value in report.items():
             if name != LOGITS:
-                totals[name] = totals.get(name, 0.0) + value.detach()
-                totals[name + _COUNT] = totals.get(name + _COUNT, 0) + 1
+                total, count = totals.get(name, (0.0, 0))
+                totals[name] = (total + value.detach(), count + 1)
 
-    def log_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> dict[str, Any]:
+    def log_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> Totals:
         """Logs a training step at the interval of the run, and returns the sums since the last log."""
         self.add(self.totals, report)
         iteration = engine.iteration
@@ -334,7 +334,7 @@ class LossLog:
             if value is not None:
                 self.writer.add_scalar(name, value, engine.iteration)
 
-    def log_evaluation(self, iteration: int, totals: dict[str, Any]) -> None:
+    def log_evaluation(self, iteration: int, totals: Totals) -> None:
         """Logs the means of an evaluation and their perplexity."""
         values = means(totals)
         self._log(f"evaluation after iteration {iteration}", values)
@@ -351,10 +351,9 @@ class LossLog:
             logger.info(f"{title}: {', '.join(texts)}", main_process_only=False)
 
 
-def means(totals: dict[str, Any]) -> dict[str, float]:
+def means(totals: Totals) -> dict[str, float]:
     """Returns the mean of each sum in `totals`."""
-    names = [name for name in totals if not name.endswith(_COUNT)]
-    return {name: float(totals[name]) / totals[name + _COUNT] for name in names}
+    return {name: float(total) / count for name, (total, count) in totals.items()}
 
 
 def perplexity(loss: float) -> float:

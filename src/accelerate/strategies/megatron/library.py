@@ -27,7 +27,7 @@ logger = get_logger(__name__)
 _FIXES = {
     "megatron.core": "Install it with `pip install megatron-core`",
     "megatron.training": (
-        "Install megatron-core 0.17 or newer, which has it and wants Python 3.12, or clone "
+        "Install megatron-core 0.17 or newer, which includes it and requires Python 3.12, or clone "
         "https://github.com/NVIDIA/Megatron-LM and put the clone on PYTHONPATH"
     ),
 }
