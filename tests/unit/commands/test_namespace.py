@@ -12,7 +12,9 @@ from accelerate.base import ConfigurationError, clear_environment, current
 from accelerate.commands import namespace
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import LaunchPlan, get_free_port
-from accelerate.launch.backends import DeepSpeedLauncher, ElasticLauncher, Launcher, LocalLauncher
+from accelerate.launch.backends import Launcher
+from accelerate.launch.backends.elastic import ElasticLauncher, LocalLauncher
+from accelerate.launch.backends.hostfile import DeepSpeedLauncher
 
 OBSERVED = json.loads((Path(__file__).parents[2] / "samples" / "launch_environments.json").read_text())
 BUILT = {name: seen for name, seen in OBSERVED.items() if hasattr(namespace, seen["function"])}

@@ -12,7 +12,8 @@ from accelerate.base import ConfigurationError, MissingPackageError, current
 from accelerate.commands import namespace
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
-from accelerate.launch.backends import TpuDetails, launcher_for, precision_variables
+from accelerate.launch.backends import launcher_for, precision_variables
+from accelerate.launch.backends.tpu import TpuDetails
 from accelerate.settings import FLAG, Layer, merge_layers
 
 SCRIPT = """
