@@ -43,7 +43,7 @@ class MeasuredBackward:
         step_clock.add_hook(self)
 
     def set(self, is_measured: bool) -> None:
-        self._strategy.backward = self if is_measured else self._plain
+        self._strategy.backward = self if is_measured else self._plain  # type: ignore[method-assign]
 
     def __call__(self, loss: torch.Tensor, **kwargs: Any) -> None:
         if get_ident() != step_clock.owner:  # another thread than the one that trains
