@@ -18,7 +18,7 @@ from accelerate.ops import current_transport
 
 def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload]:
     """Return the content of the files of this rank, after the user's hooks; `safe` writes safetensors."""
-    in_shards = runtime.strategy.saves_shards
+    in_shards = runtime.strategy.state.saves_shards
     if in_shards and not all(current_transport().gather_object(site.is_common)):
         raise CheckpointError(
             f"{site.request.target} is another folder on each machine, and states in shards need one that "
@@ -55,7 +55,7 @@ def _divide(
     plain: list[nn.Module] = []
     engines: list[Part] = []
     for model in models:
-        part = runtime.strategy.engine_part(len(engines), model, folder)
+        part = runtime.strategy.state.engine_part(len(engines), model, folder)
         if part is None:
             plain.append(model)
         else:
@@ -69,7 +69,7 @@ def _own(objects: Sequence[Any]) -> list[Any]:
 
 
 def _take_whole(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
-    strategy, prepared = runtime.strategy, runtime.prepared
+    strategy, prepared = runtime.strategy.state, runtime.prepared
     plain, engines = _divide(runtime, prepared.models, site.folder)
     weights = [strategy.state_dict(model, unwrap=True) for model in plain]
     _call_hooks(runtime, weights, site)
@@ -84,7 +84,7 @@ def _take_whole(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
 def _take_shards(runtime: Runtime, site: Site) -> list[Payload]:
     from accelerate.checkpointing import shard_files  # and with it DCP, which takes long to import
 
-    strategy, prepared, rank = runtime.strategy, runtime.prepared, runtime.state.process_index
+    strategy, prepared, rank = runtime.strategy.state, runtime.prepared, runtime.state.process_index
     owners = [strategy.model_shards(model) for model in prepared.models]
     weights = [{key[1]: value for key, value in owner.state().items()} for owner in owners]
     _call_hooks(runtime, weights, site)
@@ -106,7 +106,7 @@ def _call_hooks(runtime: Runtime, weights: list[dict[str, Any]], site: Site) -> 
 
 
 def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
-    strategy = runtime.strategy
+    strategy = runtime.strategy.state
     live = partial(strategy.live_weights, model)
     whole = checkpointing.ModelPart(index, model=model, load=strategy.load_weights, live=live)
     folder = checkpointing.folder_of(checkpointing.MODEL, index)
@@ -114,7 +114,7 @@ def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
 
 
 def _optimizer_parts(runtime: Runtime) -> list[Part]:
-    strategy, prepared = runtime.strategy, runtime.prepared
+    strategy, prepared = runtime.strategy.state, runtime.prepared
     optimizers = _own(prepared.optimizers)
     names = [partial(strategy.parameter_names, optimizer, prepared.models) for optimizer in optimizers]
     wholes = map(checkpointing.ByOrder, strategy.optimizer_owners(optimizers, gather=False), names)

@@ -138,7 +138,7 @@ class Accelerator(
         arguments = dict(locals())
         del arguments["self"]
         request = build_request(environ.current(), **arguments)
-        self._runtime = build_runtime(request, strategies.PrepareSession(self, _replaceable_functions))
+        self._runtime = build_runtime(request, self, _replaceable_functions)
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
         self.step = 0
@@ -232,11 +232,19 @@ class Accelerator(
             reason = f"it has {len(device_placement)} entries for {len(args)} objects"
             fix = "Give one entry for each object, or leave it out"
             raise wrong_value("device_placement", device_placement, reason, fix)
-        bundle = strategies.Bundle(args, device_placement)
-        self._runtime.strategy.check(bundle)
-        if self._runtime.strategy.axes.sequence.splits_buffers:
+        strategy, bundle = self._runtime.strategy, strategies.Bundle(args, device_placement)
+        axis, kind = strategy.axes.sequence, strategies.Kind
+        strategy.check(bundle)
+        if axis.splits_buffers:
             self._prepare_cp(*bundle.objects)
-        return self._runtime.strategy.prepare(bundle).result()
+        with strategy.preparing(bundle):
+            bundle.replace(kind.LOADER, self.prepare_data_loader)
+            bundle.replace(kind.MODEL, self.prepare_model)
+            bundle.replace(kind.OPTIMIZER, self.prepare_optimizer)
+            bundle.replace(kind.SCHEDULER, lambda scheduler, _: self.prepare_scheduler(scheduler))
+        if bundle.models:
+            bundle.replace(kind.LOADER, lambda loader, _: axis.transform_loader(loader, bundle.models[0]))
+        return bundle.result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
         """Prepares models for sharded sequences, in a method that clients replace to set `_cp_context`."""
@@ -264,7 +272,7 @@ class Accelerator(
         moves = self.device_placement if device_placement is None else device_placement
         moves = moves and not getattr(model, "hf_device_map", None)
         prepared = strategies.mark_prepared(
-            self._runtime.strategy.prepare_model(model, to_device=moves, evaluation=evaluation_mode)
+            self._runtime.strategy.wrap_model(model, to_device=moves, evaluation=evaluation_mode)
         )
         self._models.append(prepared)
         return prepared  # type: ignore[return-value]
@@ -324,7 +332,7 @@ class Accelerator(
             self._remember(self._optimizers, optimizer)
             return optimizer
         moves = self.device_placement if device_placement is None else device_placement
-        prepared = self._runtime.strategy.prepare_optimizer(optimizer, to_device=moves)
+        prepared = self._runtime.strategy.wrap_optimizer(optimizer, to_device=moves)
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.set_optimizers(self._optimizers)
         return prepared  # type: ignore[return-value]  # it passes on what `optimizer` has
@@ -338,13 +346,8 @@ class Accelerator(
         if isinstance(scheduler, AcceleratedScheduler):
             self._remember(self._schedulers, scheduler)
             return scheduler
-        inner = getattr(scheduler, "optimizer", None)
-        owners = [optimizer for optimizer in self._optimizers if _is_or_holds(optimizer, inner)]
-        prepared = AcceleratedScheduler(
-            scheduler,
-            owners or list(self._optimizers),
-            step_with_optimizer=self.step_scheduler_with_optimizer,
-            split_batches=self.split_batches,
+        prepared = self._runtime.strategy.wrap_scheduler(
+            scheduler, self.step_scheduler_with_optimizer, self.split_batches
         )
         self._schedulers.append(prepared)
         return prepared  # type: ignore[return-value]  # it passes on what `scheduler` has
@@ -419,13 +422,6 @@ class Accelerator(
 def _refuse_to_split(**kwargs: Any) -> NoReturn:
     """Raises an error in place of the context of context parallelism, until objects are prepared."""
     raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
-
-
-def _is_or_holds(optimizer: Any, inner: Any) -> bool:
-    """Whether an optimizer is another one, or wraps it, in however many wrappers."""
-    while optimizer is not None and optimizer is not inner:
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer is not None
 
 
 def _replaceable_functions() -> Any:

@@ -227,7 +227,7 @@ class Persistence:
             model: a prepared module.
             unwrap: names without the prefixes of wrappers.
         """
-        return self._runtime.strategy.state_dict(model, unwrap=unwrap)
+        return self._runtime.strategy.state.state_dict(model, unwrap=unwrap)
 
     def save_model(
         self,
@@ -256,7 +256,7 @@ class Persistence:
                 "saved: load its weights first."
             )
         with step_clock.phase(SAVING):
-            state = self._runtime.strategy.state_dict(model, unwrap=True)
+            state = self._runtime.strategy.state.state_dict(model, unwrap=True)
             if self._runtime.state.is_main_process:
                 checkpointing.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
 
@@ -305,7 +305,7 @@ class Persistence:
                 "num_steps": gradients.num_steps,
                 "updates": [optimizer.num_updates for optimizer in runtime.prepared.optimizers],
                 "gradient_order": [
-                    runtime.strategy.gradient_order(model) for model in runtime.prepared.models
+                    runtime.strategy.state.gradient_order(model) for model in runtime.prepared.models
                 ],
             },
         )
@@ -353,7 +353,7 @@ class Persistence:
         run_records.append(Checkpoint(time=time.time(), event="loaded", path=folder, step=step))
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
-                runtime.strategy.adopt_gradient_order(model, order)
+                runtime.strategy.state.adopt_gradient_order(model, order)
         number = checkpointing.retention.number_of(source.folder.name)
         if number is not None and project.automatic_checkpoint_naming:
             project.iteration = number + 1

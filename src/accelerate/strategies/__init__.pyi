@@ -15,7 +15,6 @@ from accelerate.strategies.bundle import (
 from accelerate.strategies.ddp import (
     DataParallel as DataParallel,
     adopt_order as adopt_order,
-    exchanging as exchanging,
     order_of as order_of,
     sync_in_backward as sync_in_backward,
 )
@@ -29,7 +28,10 @@ from accelerate.strategies.mistakes import (
     find_unstepped_models as find_unstepped_models,
 )
 from accelerate.strategies.request import Context as Context, RunRequest as RunRequest
-from accelerate.strategies.resolve import resolve_strategy as resolve_strategy
+from accelerate.strategies.resolve import (
+    prepare_devices as prepare_devices,
+    resolve_strategy as resolve_strategy,
+)
 from accelerate.strategies.session import (
     Prepared as Prepared,
     PrepareSession as PrepareSession,

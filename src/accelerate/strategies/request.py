@@ -6,7 +6,7 @@ environment. `Accelerator` passes it to the strategy in a `Context`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,4 +65,7 @@ class Context:
     mixed_precision: str
     gradients: GradientState
     session: PrepareSession
+    accelerator: Any  # argument of `fsdp2_prepare_model` and of functions for Megatron-LM
+    # Returns the module `accelerate.accelerator`, in which clients replace functions.
+    functions: Callable[[], Any]
     mesh: Any = None

@@ -6,7 +6,7 @@ optimizers step the new ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -65,15 +65,9 @@ def update_singly(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class PrepareSession:
-    """State that the `prepare` calls of a run have in common.
+    """State that the `prepare` calls of a run have in common."""
 
-    Strategies call `prepare_model`, `prepare_optimizer`, `prepare_scheduler` and `prepare_data_loader` of the
-    `Accelerator`, and functions of the module `accelerate.accelerator`, which clients replace.
-    """
-
-    def __init__(self, preparer: Any, functions: Callable[[], Any]) -> None:
-        self.preparer = preparer
-        self.functions = functions  # returns the module
+    def __init__(self) -> None:
         self.prepared = Prepared()
         self.replaced = ReplacedParameters()
         self.waiting: Sequence[Any] = ()  # optimizers of this call, which are updated after each replacement

@@ -57,7 +57,7 @@ def save_fsdp_model(
     Raises:
         CheckpointError: something could not be written; on all ranks. What was there before is unchanged.
     """
-    strategy, folder = accelerator._runtime.strategy, Path(output_dir)
+    strategy, folder = accelerator._runtime.strategy.state, Path(output_dir)
     if saves_shards(fsdp_plugin):
         state = strategy.model_shards(model).state()
         chosen = chosen_names(model, [key[1] for key in state], adapter_only)
@@ -97,7 +97,7 @@ def load_fsdp_model(
         ConfigurationError: the folder holds no such weights.
         CheckpointError: they are damaged, or fit another model; on all ranks. Nothing was changed.
     """
-    strategy = accelerator._runtime.strategy
+    strategy = accelerator._runtime.strategy.state
     owner = strategy.model_shards(model)
     own = {str(key[1]) for key in owner.state()}
     names = chosen_names(model, list(own), adapter_only)
@@ -146,7 +146,7 @@ def save_fsdp_optimizer(
     Raises:
         CheckpointError: something could not be written; on all ranks. What was there before is unchanged.
     """
-    strategy, folder = accelerator._runtime.strategy, Path(output_dir)
+    strategy, folder = accelerator._runtime.strategy.state, Path(output_dir)
     if saves_shards(fsdp_plugin):
         state = strategy.optimizer_shards(optimizer, [model]).state()
         _write_shards(folder / checkpointing.folder_of(OPTIMIZER, optimizer_index), state)
@@ -183,7 +183,7 @@ def load_fsdp_optimizer(
         ConfigurationError: the folder holds no such state.
         CheckpointError: it is damaged, or that of another optimizer; on all ranks. Nothing was changed.
     """
-    strategy, folder = accelerator._runtime.strategy, Path(input_dir)
+    strategy, folder = accelerator._runtime.strategy.state, Path(input_dir)
     path = _find(fsdp_plugin, folder, OPTIMIZER, optimizer_index)
     if path.is_dir():
         owner = strategy.optimizer_shards(optimizer, [model])
