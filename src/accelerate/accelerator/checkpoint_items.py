@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,10 @@ def read(runtime: Runtime, source: Candidate, options: Load, policy: str) -> lis
         hook(models, str(source.folder))
     plain, engines = _divide(runtime, models)
     parts: list[Part] = [
+        *_others(runtime, resized=source.resized),  # objects of the user may refuse their states
         *engines,
-        *(_model_part(runtime, index, model) for index, model in enumerate(plain)),
         *_optimizer_parts(runtime),
-        *_others(runtime, resized=source.resized),
+        *(_model_part(runtime, index, model) for index, model in enumerate(plain)),
     ]
     changes = [part.read(options) for part in parts]
     if not runtime.checkpoints.load_hooks:  # a hook may have taken whatever is left
@@ -77,7 +78,7 @@ def _take_whole(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
     return [
         *engines,
         *(checkpointing.ModelPart(index, state, safe=safe) for index, state in enumerate(weights)),
-        *checkpointing.state_parts(optimizers, [], None),
+        *checkpointing.optimizer_parts(optimizers),
     ]
 
 
@@ -116,14 +117,17 @@ def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
 def _optimizer_parts(runtime: Runtime) -> list[Part]:
     strategy, prepared = runtime.strategy, runtime.prepared
     optimizers = _own(prepared.optimizers)
-    names = [partial(strategy.parameter_names, optimizer, prepared.models) for optimizer in optimizers]
-    wholes = map(checkpointing.ByOrder, strategy.optimizer_owners(optimizers, gather=False), names)
-    whole = checkpointing.state_parts(list(wholes), [], None)
-    owners = [partial(strategy.optimizer_shards, optimizer, prepared.models) for optimizer in optimizers]
-    return [
-        checkpointing.EitherPart(checkpointing.folder_of(checkpointing.OPTIMIZER, index), owner, part)
-        for index, (owner, part) in enumerate(zip(owners, whole, strict=True))
-    ]
+    parts: list[Part] = []
+    for whole, optimizer in zip(
+        checkpointing.optimizer_parts(strategy.optimizer_owners(optimizers, gather=False)),
+        optimizers,
+        strict=True,
+    ):
+        names = partial(strategy.parameter_names, optimizer, prepared.models)
+        shards = partial(strategy.optimizer_shards, optimizer, prepared.models)
+        folder = checkpointing.folder_of(checkpointing.OPTIMIZER, len(parts))
+        parts.append(checkpointing.EitherPart(folder, shards, replace(whole, names=names)))
+    return parts
 
 
 def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
@@ -131,7 +135,7 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     prepared, rank, scaler = runtime.prepared, runtime.state.process_index, runtime.strategy.precision.scaler
     loaders = enumerate(prepared.loaders)
     return [
-        *checkpointing.state_parts([], _own(prepared.schedulers), scaler, prepared.custom),
+        *checkpointing.state_parts(_own(prepared.schedulers), scaler, prepared.custom),
         *(checkpointing.LoaderPart(index, loader, rank, resized) for index, loader in loaders),
     ]
 
@@ -143,4 +147,4 @@ def _read_generators(runtime: Runtime, source: Candidate, options: Load, policy:
     if policy == "reseed":
         seed = checkpointing.seed_of(options.read(checkpointing.GeneratorsPart(0).name), part.rank)
         return part.change(partial(rng.set_seed, seed))
-    return part.read(options) if options.has(part.name) else checkpointing.nothing
+    return part.read(options) if options.has(part.name) else checkpointing.no_change

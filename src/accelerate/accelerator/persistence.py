@@ -123,7 +123,7 @@ class Persistence:
         """Bring everything that is prepared and registered to the state of a checkpoint; called on all ranks.
 
         All files are compared with their checksums, and with the objects that they are for, before anything
-        is changed. If an object still refuses its state, the objects before it get theirs back.
+        is changed. If an object still refuses its state, the error names the objects that were changed.
 
         Args:
             input_dir: the checkpoint; None takes the newest complete one of the project, and says which ones

@@ -12,7 +12,6 @@ from accelerate.base import (
     is_torch_version as is_torch_version,
 )
 from accelerate.checkpointing import (
-    changes as changes,
     loading as loading,
     retention as retention,
     saving as saving,
@@ -21,13 +20,15 @@ from accelerate.checkpointing.changes import (
     Change as Change,
     Stage as Stage,
     apply_all as apply_all,
-    inner_optimizers as inner_optimizers,
-    keep_object as keep_object,
-    keep_optimizer as keep_optimizer,
-    keep_weights as keep_weights,
-    nothing as nothing,
+    no_change as no_change,
 )
-from accelerate.checkpointing.fit import check_optimizer as check_optimizer, check_shapes as check_shapes
+from accelerate.checkpointing.compatibility import (
+    GROUPS as GROUPS,
+    STATE as STATE,
+    check_optimizer as check_optimizer,
+    check_shapes as check_shapes,
+    in_order as in_order,
+)
 from accelerate.checkpointing.folder import (
     StagingFolder as StagingFolder,
     plan_staging_folder as plan_staging_folder,
@@ -57,6 +58,7 @@ from accelerate.checkpointing.parts import (
     Load as Load,
     LoaderPart as LoaderPart,
     ModelPart as ModelPart,
+    OptimizerPart as OptimizerPart,
     Part as Part,
     Payload as Payload,
     StatePart as StatePart,
@@ -65,6 +67,7 @@ from accelerate.checkpointing.parts import (
     custom_part as custom_part,
     fill as fill,
     number as number,
+    optimizer_parts as optimizer_parts,
     seed_of as seed_of,
     state_parts as state_parts,
     weights_change as weights_change,
@@ -88,11 +91,8 @@ from accelerate.checkpointing.shard_index import (
     read_metadata as read_metadata,
 )
 from accelerate.checkpointing.sharded import (
-    GROUPS as GROUPS,
     MODEL as MODEL,
     OPTIMIZER as OPTIMIZER,
-    STATE as STATE,
-    ByOrder as ByOrder,
     EitherPart as EitherPart,
     LocalShards as LocalShards,
     ModuleShards as ModuleShards,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,8 +30,8 @@ from accelerate.base import (
     describe,
     like,
 )
-from accelerate.checkpointing import changes, fit
-from accelerate.checkpointing.changes import Change, Stage, inner_optimizers, nothing
+from accelerate.checkpointing import compatibility
+from accelerate.checkpointing.changes import Change, Stage, no_change
 from accelerate.checkpointing.manifest import checksum_of
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
@@ -131,11 +130,10 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class StatePart:
-    """An object with `state_dict` and `load_state_dict`: optimizer, scheduler, scaler, or the user's own."""
+    """State of a scheduler, a gradient scaler or an object of the user."""
 
     name: str
-    owner: Any
-    is_optimizer: bool = False  # its state is read to the device of the run
+    owner: Any  # has `state_dict` and `load_state_dict`
     write: Callable[[Any, Path], None] = write_torch
     may_lack: bool = False  # a checkpoint of other software may be without it: the object stays as it is
 
@@ -143,27 +141,61 @@ class StatePart:
         return [Payload(self.name, self.owner.state_dict(), self.write)] if leads else []
 
     def read(self, options: Load) -> Change:
+        kind = type(self.owner).__name__
         if self.may_lack and options.is_foreign and not options.has(self.name):
-            logger.warning(
-                f"{options.folder} holds no {self.name}: this {type(self.owner).__name__} starts anew."
-            )
-            return nothing
-        state = options.read(self.name, options.device if self.is_optimizer else "cpu")
-        if isinstance(self.owner, nn.Module) and not fit.loads_its_own_way(self.owner):
-            own = self.owner.state_dict(keep_vars=True)
-            fit.check_weights(own, state, options.folder / self.name, self.owner, strict=True)
-        kind = str(getattr(self.owner, "kind", type(self.owner).__name__))
+            logger.warning(f"{options.folder} holds no {self.name}: this {kind} starts anew.")
+            return no_change
+        state = options.read(self.name)
+        with options.fitting(self.name, kind):
+            self._verify(state, options)
 
         def apply() -> None:
             with options.fitting(self.name, kind):
                 self.owner.load_state_dict(state)
-                for optimizer in inner_optimizers(self.owner) if self.is_optimizer else ():
-                    fit.check_optimizer(optimizer)
 
-        is_known = self.is_optimizer and inner_optimizers(self.owner)
-        keep = changes.keep_optimizer if is_known else changes.keep_object
-        stage = Stage.TOGETHER if getattr(self.owner, "needs_all_ranks", False) else Stage.ALONE
-        return Change(apply, f"{kind} ({self.name})", partial(keep, self.owner), stage)
+        return Change(apply, f"{kind} ({self.name})")
+
+    def _verify(self, state: Any, options: Load) -> None:
+        """Verifies the state of objects of torch; others verify it when they load it."""
+        owner = getattr(self.owner, "scheduler", self.owner)
+        if isinstance(owner, nn.Module) and not compatibility.loads_its_own_way(owner):
+            own = owner.state_dict(keep_vars=True)
+            compatibility.check_weights(own, state, options.folder / self.name, owner, strict=True)
+        elif isinstance(owner, torch.amp.GradScaler):
+            compatibility.check_keys(state, owner.state_dict().keys())
+        elif isinstance(owner, torch.optim.lr_scheduler.LRScheduler):
+            compatibility.check_keys(state, ())
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """State of an optimizer, with whole tensors.
+
+    `names` returns the names of the parameters, for states that have these as keys.
+    """
+
+    name: str
+    owner: Any
+    names: Callable[[], compatibility.Names] | None = None
+
+    def collect(self, leads: bool = True) -> list[Payload]:
+        return [Payload(self.name, self.owner.state_dict())] if leads else []
+
+    def read(self, options: Load) -> Change:
+        kind = type(getattr(self.owner, "optimizer", self.owner)).__name__
+        state = options.read(self.name, options.device)
+        with options.fitting(self.name, kind):
+            compatibility.check_form(state)
+            state = compatibility.in_order(state, self.names)
+            getattr(self.owner, "check_state", partial(compatibility.check_optimizer, self.owner))(state)
+
+        def apply() -> None:
+            with options.fitting(self.name, kind):
+                self.owner.load_state_dict(state)
+
+        needs_all_ranks = getattr(self.owner, "needs_all_ranks", False)
+        stage = Stage.COLLECTIVE if needs_all_ranks else Stage.LOCAL
+        return Change(apply, f"{kind} ({self.name})", stage)
 
 
 def _write_custom(content: Any, path: Path) -> None:
@@ -203,7 +235,7 @@ class ModelPart:
 
     def read(self, options: Load) -> Change:
         if self.model is None:
-            return nothing
+            return no_change
         safe = number(SAFE_MODEL_NAME, self.index, ".safetensors")
         pickled = [number(stem, self.index, ".bin") for stem in (MODEL_NAME, FSDP_MODEL_NAME)]
         name = next((name for name in (safe, *pickled) if options.has(name)), safe)
@@ -237,44 +269,13 @@ def weights_change(
     options: Load,
 ) -> Change:
     """Compare weights with a model, and return what fills it."""
-    keep = None
     try:
-        fit.check_weights(own, state, path, model, strict=options.model.get("strict", True))
+        compatibility.check_weights(own, state, path, model, strict=options.model.get("strict", True))
     except CheckpointError:
-        if not isinstance(state, Mapping) or not fit.loads_its_own_way(model):
+        if not isinstance(state, Mapping) or not compatibility.loads_its_own_way(model):
             raise
-        fit.check_dtypes(own, state, path, model)  # torch only warns of it, and once in a process
-        keep = partial(changes.keep_weights, model)  # its own code may know the names, or fail
-    name = f"{type(model).__name__} ({path.name})"
-    return Change(apply, name, keep, Stage.LAST, first=extra_changes(model, state, options, name))
-
-
-def extra_changes(model: nn.Module, state: Mapping[str, Any], options: Load, name: str) -> tuple[Change, ...]:
-    """Return the change of the extra state of modules, which comes before that of tensors."""
-    takers = {
-        f"{path}._extra_state".removeprefix("."): module
-        for path, module in model.named_modules()
-        if type(module).set_extra_state is not nn.Module.set_extra_state
-    }
-    pairs = [(takers[key], value) for key, value in state.items() if key in takers]
-    if not pairs:
-        return ()
-
-    def apply() -> None:
-        for module, value in pairs:
-            with options.fitting(name, type(module).__name__):
-                module.set_extra_state(value)
-
-    def keep() -> Callable[[], None]:
-        states = [(module, copy.deepcopy(module.get_extra_state())) for module, _ in pairs]
-
-        def restore() -> None:
-            for module, state in states:
-                module.set_extra_state(state)
-
-        return restore
-
-    return (Change(apply, name, keep),)
+        compatibility.check_dtypes(own, state, path, model)  # torch only warns of it, and once in a process
+    return Change(apply, f"{type(model).__name__} ({path.name})", Stage.COLLECTIVE)
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Mapping[str, Any]) -> None:
@@ -282,7 +283,7 @@ def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Map
     outcome = model.load_state_dict(state, **{**options, "strict": False})
     if options.get("strict", True):
         missing = missing_names(model.state_dict(), state) if getattr(outcome, "missing_keys", []) else []
-        fit.refuse_names(path, model, missing, list(getattr(outcome, "unexpected_keys", [])))
+        compatibility.refuse_names(path, model, missing, list(getattr(outcome, "unexpected_keys", [])))
 
 
 @dataclass(frozen=True)
@@ -307,8 +308,7 @@ class GeneratorsPart:
 
     def change(self, apply: Callable[[], None]) -> Change:
         """Return a change of the generators, which comes last: others may draw from them."""
-        name = f"random generators ({self.name})"
-        return Change(apply, name, lambda: partial(rng.restore, rng.capture()), Stage.LAST)
+        return Change(apply, f"random generators ({self.name})", Stage.GENERATORS)
 
 
 _FILE_NAMES = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
@@ -396,9 +396,9 @@ class LoaderPart:
 
     def read(self, options: Load) -> Change:
         if not resume.is_tracked(self.loader):
-            return nothing
+            return no_change
         if not (self._is_known(options) if options.is_foreign else options.has(self.name)):
-            return nothing
+            return no_change
         streams = map(self._stream_file, [0] if self.resized else [self.rank, 0])
         stream: Any = next((options.read(file) for file in streams if options.has(file)), {})
         state, kind = options.read(self.name), type(self.loader).__name__
@@ -409,7 +409,7 @@ class LoaderPart:
             with options.fitting(self.name, kind):
                 resume.restore(self.loader, {**state, **stream.get("order", {})}, stream)
 
-        return Change(apply, f"{kind} ({self.name})", partial(changes.keep_loader, self.loader))
+        return Change(apply, f"{kind} ({self.name})")
 
     def _is_known(self, options: Load) -> bool:
         """Whether what other software says of order and position can be taken over; a line says if not."""
@@ -433,6 +433,10 @@ def _check_position(state: Any, stream: Any) -> None:
     """Refuse what a loader would notice when its next pass begins."""
     if not resume.is_state(state) or not isinstance(stream, Mapping):
         raise CheckpointError("this is no position of a loader")
+    if state["version"] != resume.VERSION:
+        raise CheckpointError(
+            f"the position has version {state['version']}, and this one reads {resume.VERSION}"
+        )
     start = state.get("start")
     if start is not None:
         try_on_cpu(start["global"])
@@ -448,18 +452,22 @@ def number(stem: str, index: int, suffix: str) -> str:
     return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
 
 
-def state_parts(
-    optimizers: Sequence[Any], schedulers: Sequence[Any], scaler: Any, custom: Sequence[Any] = ()
-) -> list[StatePart]:
-    """Return the parts of everything that has a `state_dict`, models and loaders left out."""
+def state_parts(schedulers: Sequence[Any], scaler: Any, custom: Sequence[Any] = ()) -> list[StatePart]:
+    """Returns the parts of schedulers, scaler and objects of the user.
+
+    The objects of the user come first, because their `load_state_dict` may refuse a state.
+    """
     return [
-        *(
-            StatePart(number(OPTIMIZER_NAME, index, ".bin"), optimizer, is_optimizer=True)
-            for index, optimizer in enumerate(optimizers)
-        ),
+        *(custom_part(index, owner) for index, owner in enumerate(custom)),
         *(StatePart(number(SCHEDULER_NAME, index, ".bin"), owner) for index, owner in enumerate(schedulers)),
         *([] if scaler is None else [StatePart(SCALER_NAME, scaler, may_lack=True)]),
-        *(custom_part(index, owner) for index, owner in enumerate(custom)),
+    ]
+
+
+def optimizer_parts(optimizers: Sequence[Any]) -> list[OptimizerPart]:
+    return [
+        OptimizerPart(number(OPTIMIZER_NAME, index, ".bin"), optimizer)
+        for index, optimizer in enumerate(optimizers)
     ]
 
 

@@ -5,11 +5,9 @@ The local shards of a tensor are, for each, its values and its offsets in the wh
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,12 +15,19 @@ from torch import Tensor, nn
 
 from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, listed
 from accelerate.checkpointing import shard_index
-from accelerate.checkpointing.changes import Change, Stage, inner_optimizers, keep_optimizer
-from accelerate.checkpointing.fit import check_form, check_optimizer, check_weights
-from accelerate.checkpointing.parts import Load, Part, Payload, extra_changes, fill
+from accelerate.checkpointing.changes import Change, Stage
+from accelerate.checkpointing.compatibility import (
+    GROUPS,
+    PARAMETERS,
+    STATE,
+    Names,
+    check_optimizer,
+    check_weights,
+    parameter_numbers,
+)
+from accelerate.checkpointing.parts import Load, Part, Payload, fill
 from accelerate.checkpointing.shard_index import KeyPath, ShardIndex
 from accelerate.ops import is_dtensor
-from accelerate.weights import is_extra
 
 if TYPE_CHECKING:  # they take half a second to import
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -31,13 +36,7 @@ if TYPE_CHECKING:  # they take half a second to import
 
 MODEL = "model"
 OPTIMIZER = "optimizer"
-STATE = "state"
-GROUPS = "param_groups"
-PARAMETERS = "params"
 FOLDERS = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
-
-Names = Sequence[Sequence[Sequence[str]]]
-"""For each group, for each parameter, the names that it has; the first one is saved."""
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]  # where a box begins in the whole tensor, and its sizes
@@ -261,8 +260,6 @@ class ModuleShards:
 
     def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
         name = f"{type(self.module).__name__} ({FSDP_MODEL_NAME})"
-        extra = {path[1]: rejoin(value) for path, value in values.items() if is_extra(path[1])}
-        first = extra_changes(self.module, extra, options, name)
 
         def apply() -> None:
             live = self.state()
@@ -270,7 +267,7 @@ class ModuleShards:
             with options.fitting(FSDP_MODEL_NAME, type(self.module).__name__):
                 fill(self.module, state, options.folder / FSDP_MODEL_NAME, options.model)
 
-        return Change(apply, name, stage=Stage.LAST, first=first)
+        return Change(apply, name, Stage.COLLECTIVE)
 
 
 def memory_for(stored: Tensor | None, own: Any = None) -> LocalShards | None:
@@ -304,7 +301,7 @@ class OptimizerShards:
         return {**states, **group_paths(named[GROUPS], [group[PARAMETERS] for group in named[GROUPS]])}
 
     def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
-        numbers, parameters = _numbers(self.names), self._parameters()
+        numbers, parameters = parameter_numbers(self.names), self._parameters()
         refuse_other_optimizer(index, numbers, len(self.names), self.optimizer)
         return {
             path: memory_for(index.stored(path), parameters[numbers[path[2]]] if path[1] == STATE else None)
@@ -312,7 +309,7 @@ class OptimizerShards:
         }
 
     def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
-        numbers, parameters = _numbers(self.names), self._parameters()
+        numbers, parameters = parameter_numbers(self.names), self._parameters()
         states: dict[int, dict[str, Any]] = {}
         for path, value in values.items():
             if path[1] == STATE:
@@ -323,12 +320,6 @@ class OptimizerShards:
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-
-
-def _numbers(names: Names) -> dict[str, int]:
-    """Return each name of a parameter with the number that the parameter has in a state dict."""
-    flat = [own for group in names for own in group]
-    return {name: number for number, own in enumerate(flat) for name in own}
 
 
 def group_paths(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[str]]) -> dict[KeyPath, Any]:
@@ -392,15 +383,17 @@ def loaded_groups(
 def optimizer_change(
     optimizer: Any, states: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], options: Load
 ) -> Change:
-    """Return what brings an optimizer to `states`, by the order of its parameters, and `groups`."""
+    """Returns the change of an optimizer to states, by the numbers of its parameters, and groups."""
+    kind = type(getattr(optimizer, "optimizer", optimizer)).__name__
+    state = {STATE: dict(states), GROUPS: [dict(group) for group in groups]}
+    with options.fitting(OPTIMIZER, kind):
+        check_optimizer(optimizer, state)
 
     def apply() -> None:
-        with options.fitting(OPTIMIZER, type(optimizer).__name__):
-            optimizer.load_state_dict({STATE: dict(states), GROUPS: [dict(group) for group in groups]})
-            for inner in inner_optimizers(optimizer):
-                check_optimizer(inner)
+        with options.fitting(OPTIMIZER, kind):
+            optimizer.load_state_dict(state)
 
-    return Change(apply, f"{type(optimizer).__name__} ({OPTIMIZER})", partial(keep_optimizer, optimizer))
+    return Change(apply, f"{kind} ({OPTIMIZER})")
 
 
 def refuse_unnamed_state(optimizer: Any, state: Mapping[str, Any]) -> None:
@@ -424,38 +417,3 @@ def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
             for group, parameters in zip(state[GROUPS], names, strict=False)
         ],
     }
-
-
-class ByOrder:
-    """Loads whole states of an optimizer by the order of its parameters, also those that name them."""
-
-    def __init__(self, owner: Any, names: Callable[[], Names]) -> None:
-        self.owner = owner
-        self.kind = type(owner).__name__
-        self.needs_all_ranks = bool(getattr(owner, "needs_all_ranks", False))
-        self._names = names
-
-    def state_dict(self) -> Any:
-        return self.owner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_form(state)
-        keys = [*state[STATE], *(parameter for group in state[GROUPS] for parameter in group[PARAMETERS])]
-        is_named = any(isinstance(key, str) for key in keys)
-        self.owner.load_state_dict(self._ordered(state) if is_named else state)
-
-    def _ordered(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        groups = self._names()
-        numbers, count = _numbers(groups), itertools.count()
-        strange = sorted(str(name) for name in state[STATE] if name not in numbers)
-        if strange:
-            raise CheckpointError(f"The state is that of parameters it does not step: {listed(strange)}.")
-        if len(state[GROUPS]) != len(groups):
-            raise CheckpointError(f"The state has {len(state[GROUPS])} groups, and there are {len(groups)}.")
-        return {
-            STATE: {numbers[name]: values for name, values in state[STATE].items()},
-            GROUPS: [
-                {**saved, PARAMETERS: [next(count) for _ in group]}
-                for saved, group in zip(state[GROUPS], groups, strict=True)
-            ],
-        }

@@ -19,6 +19,7 @@ from accelerate.checkpointing.parts import (
     ModelPart,
     Part,
     custom_part,
+    optimizer_parts,
     state_parts,
 )
 from accelerate.state import PartialState
@@ -57,7 +58,8 @@ def save_accelerator_state(
     """
     parts: list[Part] = [
         *(ModelPart(index, state, safe=safe_serialization) for index, state in enumerate(model_states)),
-        *state_parts(optimizers, schedulers, scaler),
+        *optimizer_parts(optimizers),
+        *state_parts(schedulers, scaler),
         *(LoaderPart(index, loader, process_index) for index, loader in enumerate(dataloaders)),
         GeneratorsPart(process_index, step),
     ]
@@ -102,7 +104,8 @@ def load_accelerator_state(
     )
     parts: list[Part] = [
         *(ModelPart(index, model=model) for index, model in enumerate(models)),
-        *state_parts(optimizers, schedulers, scaler),
+        *optimizer_parts(optimizers),
+        *state_parts(schedulers, scaler),
         *(LoaderPart(index, loader, process_index) for index, loader in enumerate(dataloaders)),
     ]
     generators = GeneratorsPart(process_index)

@@ -281,7 +281,7 @@ class EnginePart:
                     raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")
             options.confirm()
 
-        return Change(apply, f"DeepSpeed's engine ({tag})", stage=Stage.LAST)
+        return Change(apply, f"DeepSpeed's engine ({tag})", stage=Stage.COLLECTIVE)
 
     def _universal(self, folder: Path) -> str:
         """Return the tag of the universal checkpoint: beside DeepSpeed's own one, or in its place."""

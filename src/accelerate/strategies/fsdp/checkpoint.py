@@ -191,7 +191,7 @@ def load_fsdp_optimizer(
         return
     (whole,) = strategy.optimizer_owners([optimizer], gather=False)
     names = strategy.parameter_names(optimizer, [model])
-    part = checkpointing.StatePart(path.name, checkpointing.ByOrder(whole, lambda: names), is_optimizer=True)
+    part = checkpointing.OptimizerPart(path.name, whole, lambda: names)
     _apply(lambda: part.read(Load(path.parent)))
 
 

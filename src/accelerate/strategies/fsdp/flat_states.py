@@ -62,13 +62,17 @@ class WholeFlatOptimizer(GatheredOptimizer):
     offload: bool
     needs_all_ranks: ClassVar[bool] = True
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a whole state; called on all ranks."""
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Verifies the shapes of a whole state, because torch shards a tensor of any shape."""
         flat = [name for group in self.names for name in group]
-        shapes = whole_shapes(self.root)  # torch shards a tensor of any shape
+        shapes = whole_shapes(self.root)
         for index, values in state["state"].items():
             shape = tuple(shapes[flat[index]].shape)
             checkpointing.check_shapes(f"The state of {flat[index]}", values, shape)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads this rank's part of a whole state. Called on all ranks."""
+        flat = [name for group in self.names for name in group]
         named = {
             "state": {flat[index]: dict(values) for index, values in state["state"].items()},
             "param_groups": [
@@ -196,7 +200,9 @@ class FlatModuleShards(checkpointing.ModuleShards):
         return {(MODEL, name): value for name, value in state.items()}
 
     def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
-        return Change(partial(self._load, values), f"{MODEL} under FSDP 1", stage=checkpointing.Stage.LAST)
+        return Change(
+            partial(self._load, values), f"{MODEL} under FSDP 1", stage=checkpointing.Stage.COLLECTIVE
+        )
 
     @torch.no_grad()
     def _load(self, values: Mapping[KeyPath, Any]) -> None:

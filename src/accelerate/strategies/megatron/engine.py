@@ -296,7 +296,7 @@ class MegatronPart:
                 f"{options.folder} holds no {FOLDER}, in which Megatron-LM keeps model and optimizer. It was "
                 "saved by a run without Megatron-LM: choose another checkpoint."
             )
-        return Change(apply, f"Megatron-LM's engine ({FOLDER})", stage=Stage.LAST)
+        return Change(apply, f"Megatron-LM's engine ({FOLDER})", stage=Stage.COLLECTIVE)
 
 
 class MegatronLMDummyScheduler:
