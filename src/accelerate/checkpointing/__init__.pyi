@@ -36,12 +36,29 @@ from accelerate.checkpointing.folder import (
     remove as remove,
 )
 from accelerate.checkpointing.loading import (
-    Candidate as Candidate,
-    Progress as Progress,
+    CheckpointSource as CheckpointSource,
+    RunProgress as RunProgress,
     WorldSizePolicy as WorldSizePolicy,
     divide_files as divide_files,
     nothing_to_load as nothing_to_load,
     read_progress as read_progress,
+)
+from accelerate.checkpointing.local_shards import (
+    LocalShards as LocalShards,
+    PlainValue as PlainValue,
+    Shape as Shape,
+    Shard as Shard,
+    allocate_target as allocate_target,
+    boxes_of_range as boxes_of_range,
+    shards_of_range as shards_of_range,
+    single_shard as single_shard,
+    to_local_shards as to_local_shards,
+    to_tensor as to_tensor,
+)
+from accelerate.checkpointing.log_lines import (
+    LOADED as LOADED,
+    loaded_lines as loaded_lines,
+    saved_lines as saved_lines,
 )
 from accelerate.checkpointing.manifest import (
     LARGEST as LARGEST,
@@ -74,16 +91,10 @@ from accelerate.checkpointing.parts import (
 )
 from accelerate.checkpointing.retention import checkpoints_below as checkpoints_below
 from accelerate.checkpointing.saving import (
-    LOADED as LOADED,
-    Background as Background,
+    Checkpoints as Checkpoints,
     Request as Request,
-    Session as Session,
-    Site as Site,
-    StagingArea as StagingArea,
-    abandon as abandon,
-    loaded_lines as loaded_lines,
-    open_site as open_site,
-    saved_lines as saved_lines,
+    Saver as Saver,
+    Staging as Staging,
 )
 from accelerate.checkpointing.shard_index import (
     KeyPath as KeyPath,
@@ -93,30 +104,24 @@ from accelerate.checkpointing.shard_index import (
 from accelerate.checkpointing.sharded import (
     MODEL as MODEL,
     OPTIMIZER as OPTIMIZER,
-    EitherPart as EitherPart,
-    LocalShards as LocalShards,
     ModuleShards as ModuleShards,
     OptimizerShards as OptimizerShards,
-    Shape as Shape,
-    Shard as Shard,
-    ShardOwner as ShardOwner,
-    Value as Value,
-    boxes as boxes,
+    ShardedState as ShardedState,
+    ShardsOrFilePart as ShardsOrFilePart,
     by_name as by_name,
     folder_of as folder_of,
     group_paths as group_paths,
     loaded_groups as loaded_groups,
-    memory_for as memory_for,
     optimizer_change as optimizer_change,
     read_shards as read_shards,
     refuse_other_optimizer as refuse_other_optimizer,
     refuse_unnamed_state as refuse_unnamed_state,
-    rejoin as rejoin,
-    shards_of_range as shards_of_range,
-    spread as spread,
-    whole as whole,
 )
 from accelerate.checkpointing.shards import find_shards as find_shards, save_sharded as save_sharded
+from accelerate.checkpointing.staging import (
+    BackgroundSave as BackgroundSave,
+    StagingMemory as StagingMemory,
+)
 from accelerate.checkpointing.state import (
     load_accelerator_state as load_accelerator_state,
     load_custom_state as load_custom_state,
@@ -125,7 +130,7 @@ from accelerate.checkpointing.state import (
     save_custom_state as save_custom_state,
 )
 from accelerate.checkpointing.temporary import (
-    DOOMED as DOOMED,
+    DELETING as DELETING,
     OLD as OLD,
     SAVING as SAVING,
     claim as claim,

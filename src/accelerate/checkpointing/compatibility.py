@@ -1,4 +1,8 @@
-"""Whether a state that was read fits an object, which is asked before the object cannot be brought back."""
+"""Comparison of states that were read with the objects that will load them.
+
+Parts call these functions before any object is changed. They raise a `CheckpointError` for a state that does
+not fit.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,15 @@ Names = Sequence[Sequence[Sequence[str]]]
 def check_weights(
     own: Mapping[str, Any], state: Any, path: object, model: nn.Module, *, strict: bool
 ) -> None:
-    """Compare weights with what a model has by name: anything with `shape` and `dtype`, or extra state."""
+    """Compares names, shapes and dtypes of weights with those of a model.
+
+    Args:
+        own: Tensors of the model by name, or objects with their `shape` and `dtype`.
+        state: Weights that were read.
+        path: File, for messages.
+        model: Model, for messages.
+        strict: Whether all names must be the same.
+    """
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"{path} does not fit this {type(model).__name__}: it holds a {type(state).__name__} instead of "
@@ -35,12 +47,12 @@ def check_weights(
         missing = [name for name in missing_names(own, state) if not name.endswith("num_batches_tracked")]
         refuse_names(path, model, missing, [name for name in state if name not in own])
     common = [name for name in state if name in own]
-    _refuse(path, model, [_misfit(name, own[name], state[name]) for name in common])
+    _refuse(path, model, [_mismatch(name, own[name], state[name]) for name in common])
     check_dtypes(own, state, path, model)
 
 
 def check_dtypes(own: Mapping[str, Any], state: Mapping[str, Any], path: object, model: nn.Module) -> None:
-    """Refuse complex weights for a tensor that is not complex: torch would drop the imaginary part."""
+    """Raises for complex weights of a real tensor, whose imaginary part torch would drop."""
     losses = [
         f"{name} has the dtype {value.dtype} instead of {own[name].dtype}"
         for name, value in state.items()
@@ -60,25 +72,26 @@ def _refuse(path: object, model: nn.Module, reasons: Sequence[str]) -> None:
 
 
 def refuse_names(
-    path: object, model: nn.Module, missing: Sequence[object], strange: Sequence[object]
+    path: object, model: nn.Module, missing: Sequence[object], unexpected: Sequence[object]
 ) -> None:
-    if not missing and not strange:
+    """Raises if there are missing or unexpected names."""
+    if not missing and not unexpected:
         return
     lacks = f" It lacks {listed([str(name) for name in missing])}." if missing else ""
-    has = f" The model does not have {listed([str(name) for name in strange])}." if strange else ""
+    has = f" The model does not have {listed([str(name) for name in unexpected])}." if unexpected else ""
     raise CheckpointError(
         f"{path} does not fit this {type(model).__name__}.{lacks}{has} Prepare the models in the order in "
         "which they were saved; strict=False loads what fits."
     )
 
 
-def _misfit(name: str, own: Any, value: Any) -> str:
+def _mismatch(name: str, own: Any, value: Any) -> str:
     if is_extra(name) or is_lazy(own):
         return ""
     if not isinstance(value, Tensor):
         return f"{name} is a {type(value).__name__} instead of a tensor"
     shape, wanted = tuple(value.shape), tuple(own.shape)
-    if shape != wanted and not (wanted == () and shape == (1,)):  # as torch takes it
+    if shape != wanted and not (wanted == () and shape == (1,)):  # which torch accepts
         return f"{name} has the shape {shape} instead of {wanted}"
     return ""
 
@@ -163,6 +176,7 @@ def _check_like(name: str, live: Any, loaded: Any) -> None:
 
 
 def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -> None:
+    """Raises if a tensor of a state has another shape than its parameter, and is not a single number."""
     for key, value in state.items():
         if isinstance(value, Tensor) and value.numel() != 1 and tuple(value.shape) != wanted:
             raise CheckpointError(
@@ -171,7 +185,7 @@ def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -
 
 
 def check_form(state: Any) -> None:
-    """Refuse what does not have the form that `torch.optim.Optimizer.state_dict` gives."""
+    """Raises for a value that is not a state dict of an optimizer."""
     groups = state.get("param_groups") if isinstance(state, Mapping) else None
     has_groups = isinstance(groups, list) and all(
         isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups

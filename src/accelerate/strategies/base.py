@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
-from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, Payload, ShardOwner
+from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, Payload, ShardedState
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.logging import get_logger
 from accelerate.ops import is_dtensor
@@ -269,7 +269,7 @@ class Strategy:
         """Return what saves each optimizer as one process would, if gathered, and loads it; on all ranks."""
         return list(optimizers)
 
-    def model_shards(self, model: nn.Module) -> ShardOwner:
+    def model_shards(self, model: nn.Module) -> ShardedState:
         """Return what saves and loads this process's part of a model; no other process takes part."""
         return ModuleShards(self.unwrap(model, keep_compiled=False))
 
@@ -278,7 +278,7 @@ class Strategy:
         state: Mapping[str, Any] = self.unwrap(model, keep_compiled=False).state_dict(keep_vars=True)
         return state
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
+    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardedState:
         """Return what saves and loads this process's part of an optimizer's state."""
         return OptimizerShards(optimizer, self.parameter_names(optimizer, models))
 

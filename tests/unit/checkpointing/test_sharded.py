@@ -16,11 +16,11 @@ from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     MODEL,
     OPTIMIZER,
-    EitherPart,
     Load,
     ModuleShards,
     OptimizerShards,
-    ShardOwner,
+    ShardedState,
+    ShardsOrFilePart,
     by_name,
     folder_of,
     group_paths,
@@ -50,7 +50,7 @@ class Tied(nn.Module):
         self.note = state["note"]
 
 
-def save(folder: Path, owner: ShardOwner, index: int = 0) -> Load:
+def save(folder: Path, owner: ShardedState, index: int = 0) -> Load:
     name = folder_of(owner.root, index)
     payload = shard_files.payload(name, 0, owner.state())
     path = folder / payload.name
@@ -111,12 +111,12 @@ def test_unsharded_files_are_read_by_the_other_part(tmp_path: Path) -> None:
         def read(self, options: Load) -> Any:
             return no_change
 
-    def fail() -> ShardOwner:
+    def fail() -> ShardedState:
         raise AssertionError
 
-    part = EitherPart("pytorch_model_fsdp_0", fail, Whole())
+    part = ShardsOrFilePart("pytorch_model_fsdp_0", fail, Whole())
     assert part.read(Load(tmp_path)) is no_change
-    assert part.collect(leads=False) is Whole.collected
+    assert part.collect(writes_common=False) is Whole.collected
 
 
 def test_missing_and_unexpected_names_raise_an_error(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ class EnginePart:
         """The folder, which DeepSpeed calls a tag."""
         return number(MODEL_NAME, self.index, "")
 
-    def collect(self, leads: bool = True) -> list[Payload]:
+    def collect(self, writes_common: bool = True) -> list[Payload]:
         """Let DeepSpeed write its files, on all ranks together; return those that this rank seals."""
         assert self.folder is not None
         if self.engine.zero_nvme_offload_optimizer():

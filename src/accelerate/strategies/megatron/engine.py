@@ -276,7 +276,7 @@ class MegatronPart:
     topology: Topology
     folder: Path | None = None
 
-    def collect(self, leads: bool = True) -> list[Payload]:
+    def collect(self, writes_common: bool = True) -> list[Payload]:
         """Let Megatron-LM write its files, on all ranks together; return those that this rank seals."""
         assert self.folder is not None
         self.engine.save_checkpoint(self.folder / FOLDER)
