@@ -285,7 +285,7 @@ def save_and_be_killed(folder: str, blocking: bool) -> None:
     accelerator.save_state(f"{folder}/state")
     torch.save(facts(accelerator, model, optimizer), f"{folder}/facts_{accelerator.process_index}")
     step(accelerator, model, optimizer)
-    saving.SECONDS_TO_WRITE = 1.0
+    saving.WRITE_TIMEOUT = 1.0
     write = shard_files.torch.save
 
     def killed(*arguments: Any) -> None:

@@ -60,7 +60,7 @@ class Runtime:
         self.trackers: list[Any] = []
         self.senders = tracking.Senders()
         self.agreement = diagnostics.get_stop_requests(environ.current())
-        self.checkpoints = checkpointing.Session(
+        self.checkpoints = checkpointing.Checkpoints(
             diagnostics.watching.read_limits(environ.current()).timeout or SECONDS_WITHOUT_LIMIT
         )
         self.joins = False  # ranks may run out of batches at different times now

@@ -163,13 +163,15 @@ def _read_file(path: Path) -> Any:
     For the metadata file of shards, these are the values of all shards. A file with objects that could run
     code is an `OpaqueFile`, too.
     """
-    from accelerate.checkpointing import measure, memory_for, rejoin, shard_files, shard_index
+    from accelerate.checkpointing import allocate_target, measure, shard_files, shard_index, to_tensor
     from accelerate.weights import read_safetensors, read_torch, refused_globals
 
     if path.name == shard_index.NAME:
         index = shard_index.read(path.parent, "")
-        values = shard_files.read(index, {name: memory_for(index.stored(name)) for name in index.paths}, {})
-        return {key: rejoin(values[name]) for name, key in index.paths.items()}
+        values = shard_files.read(
+            index, {name: allocate_target(index.stored(name)) for name in index.paths}, {}
+        )
+        return {key: to_tensor(values[name]) for name, key in index.paths.items()}
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     if path.suffix in (".bin", ".pt", ".pkl"):
@@ -217,7 +219,7 @@ def summarize_checkpoints(folder: Path, *, deep: bool) -> list[CheckpointSummary
 
     rows = []
     for path in retention.checkpoints_below(Path(os.path.abspath(folder))):
-        manifest, fault = retention.look_at(path, deep=deep)
+        manifest, fault = retention.inspect(path, deep=deep)
         facts: dict[str, Any] = {}
         if manifest is not None:
             step = max(manifest.run.get("updates", []), default=0) or manifest.step

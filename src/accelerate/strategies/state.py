@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, ShardOwner
+from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, ShardedState
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
 from accelerate.strategies.fsdp import named_parameters, names_by_group
 from accelerate.strategies.request import Context
@@ -74,11 +74,11 @@ class StrategyState:
 
     # Shards
 
-    def model_shards(self, model: nn.Module) -> ShardOwner:
+    def model_shards(self, model: nn.Module) -> ShardedState:
         """Returns the object that saves and loads this rank's shards of a model, without other ranks."""
         return ModuleShards(self._inner(model))
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
+    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardedState:
         """Returns the object that saves and loads this rank's shards of an optimizer state."""
         return OptimizerShards(optimizer, self.parameter_names(optimizer, models))
 

@@ -33,13 +33,13 @@ from accelerate.torch_private.modules import (
     count_recompilations as count_recompilations,
     ddp_statistics as ddp_statistics,
     has_gradient_hooks as has_gradient_hooks,
+    has_load_hooks as has_load_hooks,
     is_compiled_in_place as is_compiled_in_place,
     is_optimized_module as is_optimized_module,
     non_persistent_buffers as non_persistent_buffers,
     recomputed_module as recomputed_module,
     state_dict_hooks as state_dict_hooks,
     uncompiled as uncompiled,
-    version as version,
 )
 from accelerate.torch_private.names import (
     NAMES as NAMES,

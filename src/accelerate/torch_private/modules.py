@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
@@ -58,9 +59,10 @@ def has_gradient_hooks(parameter: Tensor) -> bool:
     return any(getattr(parameter, name, None) for name in names)
 
 
-def version(tensor: Tensor) -> int:
-    """Returns the number of in-place changes of a tensor, or -1 for inference tensors."""
-    return -1 if tensor.is_inference() else tensor._version
+def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether an optimizer has hooks that change or follow `load_state_dict`."""
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return any(getattr(optimizer, name, None) for name in names)
 
 
 def count_recompilations() -> int:

@@ -260,7 +260,7 @@ class EnginePart:
         """The name of the folder, which is a tag of DeepSpeed."""
         return number(MODEL_NAME, self.index, "")
 
-    def collect(self, leads: bool = True) -> list[Payload]:
+    def collect(self, writes_common: bool = True) -> list[Payload]:
         """Writes the files of DeepSpeed on all ranks, and returns those that this rank checksums."""
         assert self.folder is not None
         if self.engine.zero_nvme_offload_optimizer():
@@ -294,7 +294,7 @@ class EnginePart:
                     raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")
             options.confirm()
 
-        return Change(apply, f"DeepSpeed's engine ({tag})", stage=Stage.LAST)
+        return Change(apply, f"DeepSpeed's engine ({tag})", stage=Stage.COLLECTIVE)
 
     def _find_universal(self, folder: Path) -> str:
         """Returns the tag of the universal checkpoint, beside the sharded one or instead of it."""

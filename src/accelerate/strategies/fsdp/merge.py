@@ -28,7 +28,7 @@ from accelerate.base import (
     replace_files,
     wrong_value,
 )
-from accelerate.checkpointing import MODEL, KeyPath, ShardIndex, shard_files, shard_index, whole
+from accelerate.checkpointing import MODEL, KeyPath, ShardIndex, shard_files, shard_index, single_shard
 from accelerate.weights import write_whole_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
@@ -133,5 +133,5 @@ def _name(key: KeyPath) -> str:
 
 def _load(index: ShardIndex, group: Tensors) -> dict[str, Tensor]:
     memory = {key: torch.empty_like(tensor, device="cpu") for key, tensor in group.items()}
-    shard_files.read(index, {key: whole(tensor) for key, tensor in memory.items()}, {})
+    shard_files.read(index, {key: single_shard(tensor) for key, tensor in memory.items()}, {})
     return {_name(key): tensor for key, tensor in memory.items()}

@@ -36,7 +36,7 @@ from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, StrategyState
 
 
-class ShardedState(StrategyState):
+class FsdpState(StrategyState):
     """State whose whole form is kept on the first rank of each node only."""
 
     @property
@@ -51,7 +51,7 @@ class ShardedState(StrategyState):
         return plugin is not None and saves_shards(plugin)
 
 
-class DistributedTensorState(ShardedState):
+class DistributedTensorState(FsdpState):
     """State of models and optimizers with DTensors."""
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
@@ -87,7 +87,7 @@ class Sharded(Strategy, ABC):
     """
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
-    state_class: ClassVar[type[StrategyState]] = ShardedState
+    state_class: ClassVar[type[StrategyState]] = FsdpState
     holds_whole_models = False
 
     def __init__(self, context: Context) -> None:

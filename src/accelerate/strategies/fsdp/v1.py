@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, listed
-from accelerate.checkpointing import ShardOwner
+from accelerate.checkpointing import ShardedState
 from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import refuse_sharded_model
@@ -38,14 +38,14 @@ from accelerate.strategies.fsdp.parameters import (
     send_from_main,
 )
 from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units, recompute
-from accelerate.strategies.fsdp.strategies import Sharded, ShardedState
+from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
 
 
-class FlatState(ShardedState):
+class FlatState(FsdpState):
     """State of models and optimizers with flat parameters."""
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
@@ -77,7 +77,7 @@ class FlatState(ShardedState):
     def _offloads(self) -> bool:
         return bool(not of_device(self.context.device).is_host)
 
-    def model_shards(self, model: nn.Module) -> ShardOwner:
+    def model_shards(self, model: nn.Module) -> ShardedState:
         root = root_of(model)
         return super().model_shards(model) if root is None else flat_states.FlatModuleShards(root)
 
@@ -85,7 +85,7 @@ class FlatState(ShardedState):
         root = root_of(model)
         return super().live_weights(model) if root is None else flat_states.whole_shapes(root)
 
-    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
+    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardedState:
         stepped = self._find_root(optimizer)
         if stepped is None:
             return super().optimizer_shards(optimizer, models)
@@ -103,7 +103,7 @@ class FlatState(ShardedState):
         if root is None:
             super().load_weights(model, state, fill)
             return
-        with flat_states.whole_states(root, self._offloads):
+        with flat_states.full_state_dicts(root, self._offloads):
             fill(root, state)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
@@ -112,7 +112,9 @@ class FlatState(ShardedState):
         if root is None:
             return super().state_dict(model, unwrap=unwrap)
         topology = self.context.topology
-        with flat_states.whole_states(root, self._offloads, first_only=topology.size == topology.local_size):
+        with flat_states.full_state_dicts(
+            root, self._offloads, first_only=topology.size == topology.local_size
+        ):
             state = root.state_dict()
             return state if self.keeps_whole_states else {}
 

@@ -290,7 +290,7 @@ class MegatronPart:
     topology: Topology
     folder: Path | None = None
 
-    def collect(self, leads: bool = True) -> list[Payload]:
+    def collect(self, writes_common: bool = True) -> list[Payload]:
         """Writes the files of Megatron-LM on all ranks, and returns those that this rank checksums."""
         assert self.folder is not None
         self.engine.save_checkpoint(self.folder / FOLDER)
@@ -310,7 +310,7 @@ class MegatronPart:
                 f"{options.folder} holds no {FOLDER}, in which Megatron-LM keeps model and optimizer. It was "
                 "saved by a run without Megatron-LM: choose another checkpoint."
             )
-        return Change(apply, f"Megatron-LM's engine ({FOLDER})", stage=Stage.LAST)
+        return Change(apply, f"Megatron-LM's engine ({FOLDER})", stage=Stage.COLLECTIVE)
 
 
 class MegatronLMDummyScheduler:
