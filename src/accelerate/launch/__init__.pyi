@@ -71,6 +71,7 @@ from accelerate.launch.plan import (
     record_failures as record_failures,
     torchrun_arguments as torchrun_arguments,
 )
+from accelerate.launch.printed_views import printed_views as printed_views
 from accelerate.launch.resolve import (
     as_json as as_json,
     as_text as as_text,
@@ -83,11 +84,4 @@ from accelerate.launch.script import (
     RENDEZVOUS_FILE as RENDEZVOUS_FILE,
     PrepareForLaunch as PrepareForLaunch,
     report as report,
-)
-from accelerate.launch.terminal import (
-    LineBuffer as LineBuffer,
-    Screen as Screen,
-    find_obstacle as find_obstacle,
-    live_view as live_view,
-    remove_cursor_moves as remove_cursor_moves,
 )

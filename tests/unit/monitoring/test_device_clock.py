@@ -12,7 +12,6 @@ from accelerate.monitoring import (
     COLLECTIVES,
     DATA,
     FORWARD,
-    OPTIMIZER,
     PHASES,
     SAVING,
     StepClock,
