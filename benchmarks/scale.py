@@ -34,9 +34,9 @@ from torch.distributed import TCPStore
 
 from accelerate import PartialState
 from accelerate.checkpointing import Request, saving
-from accelerate.diagnostics import Limits, RankExchange
-from accelerate.monitoring import PHASES, StepTimes
-from accelerate.state import StoreChannel, StoreConsensus
+from accelerate.diagnostics import Limits
+from accelerate.monitoring import PHASES, RankExchange, StepTimes
+from accelerate.state import StoreChannel, StoreConsensus, as_dataclass
 from constants import constants_table, measure_constants, projected_table
 from simulation import CountingStore, Driver, Host, SimulatedRank, call_together, simulate_processes
 
@@ -156,6 +156,7 @@ class Part:
         exchanges = [
             RankExchange(
                 StoreChannel(rank.store, "times", environ),  # type: ignore[arg-type]
+                as_dataclass,
                 rank.rank,
                 size,
                 rank.rank % LOCAL == 0,

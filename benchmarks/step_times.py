@@ -1,7 +1,7 @@
 """Cost of the step clock in the tiny step of `step.py`, and of all its calls in a step with a loader.
 
-Rounds with the clock alternate with rounds of the same step without a call of the clock. The seconds of the calls
-alone are compared with 1 % of a step of 0.4 ms.
+Rounds with the clock alternate with rounds of the same step without a call of the clock. The seconds of the
+calls alone are compared with 1 % of a step of 0.4 ms.
 """
 
 from __future__ import annotations

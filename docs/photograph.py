@@ -20,7 +20,7 @@ from pathlib import Path
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from accelerate.monitoring import STATUS_VARIABLE, RunView, read_statuses, render
+from accelerate.monitoring import RunReader, find_records, render
 
 DOCS = Path(__file__).parent
 SCREENS = DOCS / "screens"
@@ -54,23 +54,20 @@ def write_screen(
 
 
 def photograph_view() -> None:
-    """Draw the live view of a run with a slow rank, while it trains."""
+    """Draws the view of a run with a slow rank, while it trains."""
     with tempfile.TemporaryDirectory() as name:
-        statuses = Path(name, "statuses")
-        statuses.mkdir()
         script = EXAMPLES / "doctor" / "slow_rank.py"
-        began = time.time()
-        run = subprocess.Popen(
-            [*LAUNCH, str(script), "--project", name, "--steps", "400"],
-            env={**os.environ, STATUS_VARIABLE: str(statuses)},
+        reader = RunReader(
+            script.stem, lambda: [(found.rank, found.path) for found in find_records(Path(name))]
         )
+        run = subprocess.Popen([*LAUNCH, str(script), "--project", name, "--steps", "400"])
         while run.poll() is None:
             time.sleep(1)
-            view = RunView(script.name, read_statuses(statuses), 2, began, time.time())
-            states = {view.state(status) for status in view.statuses}
-            if states == {"running"} and any(status.conclusions for status in view.statuses):
+            view = reader.read()
+            states = {view.state(rank) for rank in view.ranks}
+            if states == {"running"} and any(rank.conclusions for rank in view.ranks):
                 text = "The time of a step by phase, two ranks with their memory, and that rank 1 is slow."
-                command = "accelerate launch --num_processes 2 --monitor slow_rank.py"
+                command = "accelerate monitor slow_rank"
                 write_screen(SCREENS / "view.svg", command, render(view), text)
         if run.returncode:
             raise subprocess.CalledProcessError(run.returncode, run.args)

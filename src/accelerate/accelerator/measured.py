@@ -30,9 +30,9 @@ def local_scalar(value: object) -> torch.Tensor | None:
 class MeasuredBackward:
     """Backward pass of a strategy, whose time is added to the step clock.
 
-    With several ranks it finds out when a pass begins to wait for the gradients of other ranks. Callbacks at the end
-    of a backward pass run in the order in which they are queued. One that is queued with the gradient of the loss
-    runs before the callbacks of the wrappers, which wait.
+    With several ranks it finds out when a pass begins to wait for the gradients of other ranks. Callbacks at
+    the end of a backward pass run in the order in which they are queued. One that is queued with the gradient
+    of the loss runs before the callbacks of the wrappers, which wait.
 
     Args:
         strategy: Strategy whose `backward` is called.

@@ -1,13 +1,20 @@
-"""What the records of a run say of its beginning, and what its monitor reads while it trains."""
+"""Start of the monitor of a run, with the values that it reads while the rank trains.
+
+`build_runtime` calls `start`. The monitor itself is `monitoring/run_monitor.py`.
+"""
 
 from __future__ import annotations
 
+import atexit
 import os
 import platform
 import socket
 import sys
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +23,15 @@ from weakref import ref
 import psutil
 import torch
 
-from accelerate import diagnostics, strategies
+from accelerate import diagnostics, strategies, torch_private
 from accelerate.accelerator.measured import local_scalar
-from accelerate.base import DistributedType
+from accelerate.base import DistributedType, environ as variables
 from accelerate.launch import count_of
 from accelerate.monitoring import (
-    STATUS_VARIABLE,
+    MonitorSources,
+    RankExchange,
+    RecordThread,
+    RunMonitor,
     Setting,
     Start,
     hide_secrets,
@@ -30,32 +40,73 @@ from accelerate.monitoring import (
 )
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
-from accelerate.state import AcceleratorState
+from accelerate.state import (
+    AcceleratorState,
+    StoreChannel,
+    as_dataclass,
+    process_group,
+    run_records,
+    services,
+    step_clock,
+)
 
 if TYPE_CHECKING:
     from accelerate.accelerator.runtime import Runtime
 
 
+STORE_TIMEOUT = timedelta(seconds=5)  # of one request
+
+
 def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
-    """Record a run, where something is to be recorded; nothing happens a second time."""
+    """Starts the monitor of this process, unless it has one."""
+    if services.find(RunMonitor) is not None:
+        return
     state = runtime.state
-    reader = _Reader(runtime, environ)
-    sources = diagnostics.MonitorSources(
-        reader.start, reader.memory, reader.learning_rate, reader.num_workers, reader.batches
+    reader = RunSources(runtime, environ)
+    chosen = decode(DiagnosticsSection, environ).run_records
+    folder = records_folder(chosen, runtime.request.project.project_dir)
+    if folder is None and variables.MONITOR_FOLDER in environ:  # `accelerate launch --monitor` reads them
+        folder = Path(environ[variables.MONITOR_FOLDER])
+    sources = MonitorSources(
+        start=reader.start,
+        memory=reader.memory,
+        learning_rate=reader.learning_rate,
+        num_workers=reader.num_workers,
+        batches=reader.batches,
+        recompilations=torch_private.count_recompilations,
+        connect=_connector(state) if state.num_processes > 1 else None,
     )
-    status = environ.get(STATUS_VARIABLE)
-    diagnostics.start_monitor(
-        state.process_index,
-        state.num_processes,
-        sources,
-        records_folder(decode(DiagnosticsSection, environ).run_records, runtime.request.project.project_dir),
-        Path(status) if status else None,
-        state.is_local_main_process,
-    )
+    monitor = RunMonitor(state.process_index, state.num_processes, sources, folder, step_clock, run_records)
+    services.put(RunMonitor, monitor, close=monitor.close, end=monitor.end)
+    services.put(RecordThread, monitor.records)
 
 
-class _Reader:
-    """Reads a run from the thread of its monitor."""
+def _connector(state: AcceleratorState) -> Callable[[], RankExchange | None]:
+    return partial(connect_exchange, state.process_index, state.num_processes, state.is_local_main_process)
+
+
+def connect_exchange(rank: int, size: int, is_first: bool) -> RankExchange | None:
+    """Returns an exchange over the store of the process group, or None if the group has no such store."""
+    channel: StoreChannel | None = process_group.connect_channel("times", STORE_TIMEOUT)
+    return None if channel is None else RankExchange(channel, as_dataclass, rank, size, is_first)
+
+
+def _finish_at_exit() -> None:
+    monitor = services.find(RunMonitor)
+    if monitor is None:
+        return
+    failed = process_group.failed()
+    error: Any = getattr(sys, "last_value", None)
+    trace = "".join(traceback.format_exception(type(error), error, sys.last_traceback)) if failed else ""
+    monitor.finish("failed" if failed else "finished", trace)
+
+
+# Registered after the exit handler of the process group, and so called before it.
+atexit.register(_finish_at_exit)
+
+
+class RunSources:
+    """Values of a run, which the thread of its monitor reads."""
 
     def __init__(self, runtime: Runtime, environ: Mapping[str, str]) -> None:
         self._state, self._request = runtime.state, runtime.request
@@ -91,7 +142,7 @@ class _Reader:
         return str(name())
 
     def memory(self) -> tuple[int, int]:
-        """Bytes that are allocated on the device, or of this process, now and at most."""
+        """Returns the current and peak bytes allocated on the device, or of this process."""
         if hasattr(self._module, "memory_allocated"):
             return int(self._module.memory_allocated()), self._meter.peak()
         return int(psutil.Process().memory_info().rss), self._meter.peak()
@@ -107,7 +158,7 @@ class _Reader:
         return local_scalar(rate) if isinstance(rate, torch.Tensor) else rate
 
     def batches(self) -> tuple[int, int]:
-        """Batches of this pass over the first loader, so far and in total; 0 where they are not known."""
+        """Returns the number of batches of this pass over the first loader so far and in total."""
         loader: Any = next(iter(self._prepared.loaders), None)
         position = getattr(loader, "position", None)
         if position is None:
@@ -125,7 +176,7 @@ class _Reader:
 def _settings(
     state: AcceleratorState, request: strategies.RunRequest, environ: Mapping[str, str]
 ) -> Iterator[Setting]:
-    """The values that a run has, and where they come from."""
+    """Yields the settings of a run with their sources."""
     from accelerate.settings import SECTIONS, Layer, merge_layers, read  # all sections: for records only
 
     asked = "Accelerator" if request.mixed_precision else "built-in"

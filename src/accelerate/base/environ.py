@@ -18,7 +18,7 @@ TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 FAILURE_FOLDER = "ACCELERATE_FAILURE_DIR"
 """Variable with the folder in which processes record the failures that the launcher reports."""
 MONITOR_FOLDER = "ACCELERATE_MONITOR_DIR"
-"""Variable with the folder in which ranks write their states. Without it they write none."""
+"""Variable with the folder in which ranks write records that have no other folder, for `launch --monitor`."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 _LAUNCH_VARIABLES = frozenset(
     [

@@ -28,6 +28,10 @@ COMMANDS = {
     ),
     "launch": ("launch:launch_command_parser", "Run a script on one or several processes."),
     "merge-weights": ("merge:merge_command_parser", "Merge a sharded checkpoint into whole weights."),
+    "monitor": (
+        "monitor:monitor_command_parser",
+        "Show a run in the terminal while it goes on, or after its end.",
+    ),
     "report": ("report:report_command_parser", "Write one page about a run, or about several side by side."),
     "test": ("test:test_command_parser", "Check that training works on this machine."),
     "to-fsdp2": ("to_fsdp2:to_fsdp2_command_parser", "Write a configuration file of FSDP 1 for FSDP 2."),

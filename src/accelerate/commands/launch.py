@@ -177,7 +177,7 @@ def launch_command(args: argparse.Namespace) -> None:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()
     is_shown = settings[DiagnosticsSection].monitor and plan.launcher in RECORDED
-    show = partial(_live_view, title=plan.target.name, is_quiet=bool(args.quiet)) if is_shown else _no_view
+    show = partial(_print_views, title=plan.target.name) if is_shown else _no_view
     if code := _run(launcher, plan, show):
         sys.exit(code)
 
@@ -199,12 +199,10 @@ def _no_view(plan: LaunchPlan, folder: Path) -> AbstractContextManager[LaunchPla
     return nullcontext(plan)
 
 
-def _live_view(
-    plan: LaunchPlan, folder: Path, title: str, is_quiet: bool
-) -> AbstractContextManager[LaunchPlan]:
-    from accelerate.launch import live_view  # imported only by runs with a live view
+def _print_views(plan: LaunchPlan, folder: Path, title: str) -> AbstractContextManager[LaunchPlan]:
+    from accelerate.launch import printed_views  # imported only by runs with a view
 
-    return live_view(plan, folder, title, is_quiet=is_quiet)
+    return printed_views(plan, folder, title)
 
 
 def _run(launcher: Launcher, plan: LaunchPlan, show: Show) -> int:

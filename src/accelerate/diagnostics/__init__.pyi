@@ -41,14 +41,6 @@ from accelerate.diagnostics.peers import (
     own_identity as own_identity,
 )
 from accelerate.diagnostics.processes import Siblings as Siblings
-from accelerate.diagnostics.rank_exchange import RankExchange as RankExchange
-from accelerate.diagnostics.run_monitor import (
-    MonitorSources as MonitorSources,
-    RunMonitor as RunMonitor,
-    find_monitor as find_monitor,
-    format_table as format_table,
-    start_monitor as start_monitor,
-)
 from accelerate.diagnostics.stopping import (
     ALLOCATION_ENDS as ALLOCATION_ENDS,
     PREEMPTION as PREEMPTION,

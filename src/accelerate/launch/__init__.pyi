@@ -43,6 +43,7 @@ from accelerate.launch.plan import (
     local_command as local_command,
     record_failures as record_failures,
 )
+from accelerate.launch.printed_views import printed_views as printed_views
 from accelerate.launch.resolve import (
     as_json as as_json,
     as_text as as_text,
@@ -51,10 +52,3 @@ from accelerate.launch.resolve import (
     resolve_plan as resolve_plan,
 )
 from accelerate.launch.script import RENDEZVOUS_FILE as RENDEZVOUS_FILE, PrepareForLaunch as PrepareForLaunch
-from accelerate.launch.terminal import (
-    LineBuffer as LineBuffer,
-    Screen as Screen,
-    find_obstacle as find_obstacle,
-    live_view as live_view,
-    remove_cursor_moves as remove_cursor_moves,
-)

@@ -164,12 +164,15 @@ def record_digest(folder: Path, digest: str) -> None:
 
 
 def _append_digest(folder: Path, digest: str) -> None:
-    from accelerate.monitoring import PATH_SUFFIX, End, RecordWriter  # a run that succeeds needs none of it
+    from accelerate.monitoring import (
+        End,
+        RecordWriter,
+        recorded_paths,
+    )  # a run that succeeds needs none of it
 
     first_ranks: dict[Path, int] = {}  # folder of records -> the first rank of this node
-    for path_file in sorted(folder.glob(f"rank-*{PATH_SUFFIX}")):
-        path = Path(path_file.read_text(encoding="utf-8"))
-        first_ranks.setdefault(path.parent, int(path.stem.removeprefix("rank-")))
+    for rank, path in recorded_paths(folder):
+        first_ranks.setdefault(path.parent, rank)
     for records, rank in first_ranks.items():
         writer = RecordWriter(records, rank)
         writer.write(End(time=time.time(), how="failed", digest=digest))

@@ -1,4 +1,4 @@
-"""How fast a run is and what happens in it: times of steps, records of each rank, and conclusions."""
+"""Times of steps, records of each rank, conclusions, and the view of a run."""
 
 from accelerate.base import attach
 

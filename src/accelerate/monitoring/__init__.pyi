@@ -7,14 +7,21 @@ from accelerate.monitoring.device_clock import (
     DeviceClock as DeviceClock,
     TimedEvents as TimedEvents,
 )
-from accelerate.monitoring.ranks import (
+from accelerate.monitoring.live_view import (
+    RankView as RankView,
+    RunReader as RunReader,
+    RunView as RunView,
+    render as render,
+)
+from accelerate.monitoring.rank_comparison import (
     Comparisons as Comparisons,
-    RankSummary as RankSummary,
+    ComputeSummary as ComputeSummary,
+    RankExchange as RankExchange,
     Straggler as Straggler,
     children_of as children_of,
+    compute_seconds as compute_seconds,
     join_summaries as join_summaries,
-    own_seconds as own_seconds,
-    summary_of as summary_of,
+    summarize_rank as summarize_rank,
 )
 from accelerate.monitoring.record_thread import (
     RecordThread as RecordThread,
@@ -22,7 +29,6 @@ from accelerate.monitoring.record_thread import (
 )
 from accelerate.monitoring.records import (
     FOLDER as FOLDER,
-    PATH_SUFFIX as PATH_SUFFIX,
     PHASES as PHASES,
     RECORDS_VARIABLE as RECORDS_VARIABLE,
     Checkpoint as Checkpoint,
@@ -41,17 +47,18 @@ from accelerate.monitoring.records import (
     decode as decode,
     encode as encode,
     find_records as find_records,
+    recorded_paths as recorded_paths,
     records_folder as records_folder,
+)
+from accelerate.monitoring.run_monitor import (
+    MonitorSources as MonitorSources,
+    RunMonitor as RunMonitor,
+    format_table as format_table,
 )
 from accelerate.monitoring.secrets import (
     hide_in_text as hide_in_text,
     hide_secrets as hide_secrets,
     hide_secrets_of_command as hide_secrets_of_command,
-)
-from accelerate.monitoring.status import (
-    STATUS_VARIABLE as STATUS_VARIABLE,
-    RankStatus as RankStatus,
-    read_statuses as read_statuses,
 )
 from accelerate.monitoring.step_clock import (
     BACKWARD as BACKWARD,
@@ -67,8 +74,4 @@ from accelerate.monitoring.step_clock import (
     RunTimes as RunTimes,
     StepClock as StepClock,
     StepTimes as StepTimes,
-)
-from accelerate.monitoring.view import (
-    RunView as RunView,
-    render as render,
 )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from accelerate.monitoring.ranks import Straggler
+from accelerate.monitoring.rank_comparison import Straggler
 from accelerate.monitoring.step_clock import StepTimes
 
 DATA_BOUND, EXPOSED, BLOCKING = 0.2, 0.25, 0.1

@@ -1,7 +1,7 @@
 """Seconds of each phase on a device that computes asynchronously, measured by events in its stream.
 
-`step_clock.py` records an event at each switch of the phase, and reads the events of finished work at each step.
-The host never waits for an event.
+`step_clock.py` records an event at each switch of the phase, and reads the events of finished work at each
+step. The host never waits for an event.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ BACKWARD = PHASES.index("backward")
 MAX_EVENTS = 512
 """Maximum number of events. A phase that finds all events in use is not measured."""
 SHORT_LAG, SMALL_PART = 200e-6, 0.05
-"""Seconds, or part of a backward pass, by which its times on host and device may differ if the host is slower."""
+"""Seconds, or part of a backward pass, by which its equal times on host and device may differ."""
 NUM_RECENT_STEPS = 200
 """Number of backward passes from which `idle` is computed."""
 
@@ -140,7 +140,7 @@ class DeviceClock:
         self.clear()
 
     def _look_at_backward(self) -> None:
-        """Finds out whether the device has finished the last backward pass before the host is two phases ahead."""
+        """Looks whether the device has finished the last backward pass, at the next two marks."""
         if self._watched is not None:
             self._watched.is_early = self._watched.event.query()
             self._num_looks += 1
@@ -150,8 +150,8 @@ class DeviceClock:
     def _compare_with_host(self, end: Mark, on_device: float, on_host: float) -> None:
         """Records whether the device waited for the host in a backward pass.
 
-        The host waits for nothing in a backward pass. So the device waits for kernels if it takes as long as the
-        host to launch them, and is not behind at the end.
+        The host waits for nothing in a backward pass. So the device waits for kernels if it takes as long as
+        the host to launch them, and is not behind at the end.
         """
         is_equal = abs(on_device - on_host) <= max(SHORT_LAG, SMALL_PART * on_host)
         self._is_host_bound.append(end.is_early and is_equal)

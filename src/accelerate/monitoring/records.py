@@ -1,8 +1,9 @@
-"""What each rank writes about its run: records of one line of JSON, in one file per rank, read for a report.
+"""Records of a run, which are lines of JSON in one file per rank.
 
-A file is appended to, also by later starts of the run in the same folder. A process that is killed leaves at
-most its last line incomplete; a reader counts lines that it cannot read, and goes on. Names of fields that a
-reader does not know are ignored, and so are kinds of records, so a newer version may add some.
+`record_thread.py` writes them, and `accelerate report` and `accelerate monitor` read them. Later starts of
+the run in the same folder append to the files. A process that is killed leaves at most its last line
+incomplete, and a reader skips lines that it cannot decode. Readers ignore unknown kinds and fields, so a
+newer version may add some.
 """
 
 from __future__ import annotations
@@ -23,23 +24,23 @@ from accelerate.base import environ, expanded
 from accelerate.monitoring.secrets import hide_secrets
 
 FOLDER = "run_records"
-"""Name of the folder of records in the folder of a project."""
+"""Name of the folder of records in the project folder."""
 
 RECORDS_VARIABLE = "ACCELERATE_RUN_RECORDS"
-"""Variable with the folder of records; "no" switches them off."""
+"""Variable with the folder of records, or "no" for none."""
 
 PATH_SUFFIX = ".path"
-"""Ending of the file with which a rank names its records to the launcher."""
+"""Suffix of the file in which a rank writes the path of its records for the launcher."""
 
 PHASES = ("data", "moving", "forward", "backward", "collectives", "optimizer", "saving", "rest")
-"""Parts of a step: waiting for data, moving batches to the device, ... Their seconds add up to the whole."""
+"""Names of the phases of a step, whose seconds add up to its wall time."""
 
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """What all records have in common."""
+    """Base class of all records."""
 
     kind: ClassVar[str]
     time: float  # seconds since the epoch
@@ -47,7 +48,7 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One value of the configuration of a run, and where it comes from."""
+    """Value of the configuration of a run with its source."""
 
     name: str
     value: str
@@ -56,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Record):
-    """A process has started, or started again."""
+    """Start or restart of a process."""
 
     kind: ClassVar[str] = "start"
     rank: int
@@ -82,7 +83,9 @@ class Window(Record):
     seconds_by: dict[str, float]  # by name of the phase
     memory: int = 0  # bytes allocated on the device, or resident in memory for the CPU
     peak_memory: int = 0  # bytes, since the process started
-    samples: int = 0  # that this rank has read; 0 where unknown
+    samples: int = 0  # number that this rank has read, or 0 if it is not known
+    batch: int = 0  # number of batches of this pass over the first prepared loader
+    num_batches: int = 0  # of the whole pass, or 0 if the loader has no length
     values: dict[str, float] = field(
         default_factory=dict
     )  # at the last step: loss, learning_rate, gradient_norm
@@ -90,7 +93,7 @@ class Window(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Values(Record):
-    """One call of `Accelerator.log`."""
+    """Values of one call of `Accelerator.log`."""
 
     kind: ClassVar[str] = "values"
     step: int | None
@@ -99,7 +102,7 @@ class Values(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint(Record):
-    """A checkpoint was committed, verified or loaded, or its save failed."""
+    """Checkpoint that was committed, verified or loaded, or whose save failed."""
 
     kind: ClassVar[str] = "checkpoint"
     event: str  # "committed", "failed", "verified" or "loaded"
@@ -113,7 +116,7 @@ class Checkpoint(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Event(Record):
-    """Something that happened once: "hang", "stop", "warning", "out_of_memory", "recompilation", "config"."""
+    """Single event, such as a hang, a stop, a warning, a recompilation or a config."""
 
     kind: ClassVar[str] = "event"
     name: str
@@ -123,7 +126,7 @@ class Event(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes(Record):
-    """The ranks of a run compared, over consecutive steps; written by rank 0."""
+    """Comparison of the ranks over consecutive steps, which rank 0 writes."""
 
     kind: ClassVar[str] = "ranks"
     first: int
@@ -137,7 +140,7 @@ class RankTimes(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class Conclusion(Record):
-    """A named finding about the speed of a run, with the figures that it rests on."""
+    """Conclusion about the speed of a run, with its figures."""
 
     kind: ClassVar[str] = "conclusion"
     name: str
@@ -147,7 +150,7 @@ class Conclusion(Record):
 
 @dataclass(frozen=True, kw_only=True)
 class End(Record):
-    """The process has ended by itself; one that was killed leaves none."""
+    """End of a process that was not killed."""
 
     kind: ClassVar[str] = "end"
     how: str  # "finished", "failed" or "stopped"
@@ -156,7 +159,7 @@ class End(Record):
 
 
 class RecordQueue(deque[Record]):
-    """Records of this process that are not written yet; the oldest are dropped where nothing writes them."""
+    """Records of this process that are not written yet, without the oldest ones if there are too many."""
 
     def __init__(self) -> None:
         super().__init__(maxlen=1000)
@@ -168,11 +171,11 @@ KINDS: dict[str, type[Record]] = {
 
 
 class RecordWriter:
-    """Appends the records of one rank to its file; each is in the file when `write` returns.
+    """Writer that appends the records of one rank to its file before `write` returns.
 
     Args:
-        folder: of the records; made where it is missing.
-        rank: of this process.
+        folder: Folder of the records, which is created if it does not exist.
+        rank: Rank of this process.
 
     Raises:
         OSError: The file cannot be opened.
@@ -197,7 +200,7 @@ class RecordWriter:
                 self._file.write(b"\n")
 
     def write(self, *records: Record) -> None:
-        """Append records.
+        """Appends records.
 
         Raises:
             OSError: The file has been removed or replaced, or the disk is full.
@@ -207,23 +210,29 @@ class RecordWriter:
         self._file.write(b"".join(encode(record) for record in records))
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         self._file.close()
 
 
 def _leave_path(path: Path) -> None:
-    """Leave the path of a file of records for the launcher, which appends how the run failed."""
+    """Writes the path of a file of records for the launcher."""
     if folder := environ.current().get(environ.FAILURE_FOLDER):
         with suppress(OSError):  # the launcher has ended, and its folder is gone
             Path(folder, path.stem + PATH_SUFFIX).write_text(str(path), encoding="utf-8")
 
 
+def recorded_paths(folder: Path) -> list[tuple[int, Path]]:
+    """Returns the rank and the file of records of each process of a launch, by its folder."""
+    paths = [Path(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"rank-*{PATH_SUFFIX}"))]
+    return [(int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path.name))]
+
+
 def records_folder(chosen: str | None, project: str | None) -> Path | None:
-    """Return where the records of a run are written; None where they are not.
+    """Returns the folder of the records of a run, or None if there are none.
 
     Args:
-        chosen: value of the variable; None where it is not set.
-        project: folder of the project; None where there is none.
+        chosen: Value of the variable, or None if it is not set.
+        project: Folder of the project, or None if there is none.
     """
     if chosen:
         return None if chosen.lower() in environ.FALSE_WORDS else expanded(chosen)
@@ -231,13 +240,13 @@ def records_folder(chosen: str | None, project: str | None) -> Path | None:
 
 
 def encode(record: Record) -> bytes:
-    """Return a record as one line, without secrets."""
+    """Returns a record as one line, without secrets."""
     values = hide_secrets({"kind": record.kind, **asdict(record)})
     return json.dumps(values, default=str).encode() + b"\n"
 
 
 def decode(line: bytes) -> Record | None:
-    """Return the record of a line; None for a kind that this version does not know.
+    """Returns the record of a line, or None for an unknown kind.
 
     Raises:
         ValueError: The line is damaged.
@@ -266,7 +275,7 @@ def decode(line: bytes) -> Record | None:
 
 @functools.cache
 def _fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
-    """Return the name of each field, the outer types of its values, and whether it has no default."""
+    """Returns the name of each field, the outer types of its values, and whether it has no default."""
     hints = get_type_hints(kind)
     return [
         (entry.name, _types(hints[entry.name]), entry.default is MISSING and entry.default_factory is MISSING)
@@ -275,7 +284,7 @@ def _fields(kind: Any) -> list[tuple[str, tuple[type, ...], bool]]:
 
 
 def _types(hint: Any) -> tuple[type, ...]:
-    """Return the outer types of a hint: whole numbers are valid where floats are."""
+    """Returns the outer types of a hint, which include integers for floats."""
     if hint is float:
         return (int, float)
     if hasattr(hint, "__origin__"):
@@ -285,7 +294,7 @@ def _types(hint: Any) -> tuple[type, ...]:
 
 @dataclass
 class RankRecords:
-    """The file of one rank: iterate over it to read its records, in the order in which they were written."""
+    """Iterable over the records in the file of one rank."""
 
     rank: int
     path: Path
@@ -305,7 +314,7 @@ class RankRecords:
 
 
 def find_records(folder: Path) -> list[RankRecords]:
-    """Return the files of records below a folder of a project, or in a folder of records, by rank."""
+    """Returns the files of records in a project folder or a folder of records, by rank."""
     places = [folder / FOLDER, folder]
     entries = [path for place in places if place.is_dir() for path in place.iterdir()]
     found = [(match, path) for path in entries if (match := _FILE.fullmatch(path.name)) and path.is_file()]

@@ -1,8 +1,9 @@
 """Timer of the phases of a training step, which runs in every step of every run.
 
-The hooks of loaders, `Accelerator.backward`, collectives, optimizers and saves call it where a phase begins. One
-phase is current at any time, so the phases add up to the wall time; a phase inside another one is not part of the
-outer one. `run_monitor.py` reads the closed windows, and `Accelerator.step_times` the times of the whole run.
+The hooks of loaders, `Accelerator.backward`, collectives, optimizers and saves call it where a phase begins.
+One phase is current at any time, so the phases add up to the wall time; a phase inside another one is not
+part of the outer one. `run_monitor.py` reads the closed windows, and `Accelerator.step_times` the times of
+the whole run.
 
 A call takes no lock and waits for nothing. Calls from threads other than the training thread have no effect.
 """
@@ -44,13 +45,13 @@ class StepTimes:
         steps: Number of optimizer steps. Accumulated micro-batches belong to one step, and so do the steps of
             several optimizers.
         seconds: Wall time.
-        seconds_by: Seconds of each phase, which add up to `seconds`: "data" (waiting for a batch), "moving" (of
-            batches to the device), "forward" (from the batch to the backward pass, including the loss),
+        seconds_by: Seconds of each phase, which add up to `seconds`: "data" (waiting for a batch), "moving"
+            (of batches to the device), "forward" (from the batch to the backward pass, including the loss),
             "backward", "collectives" (waiting for other ranks, also at the end of the backward pass),
             "optimizer", "saving" and "rest".
         samples: Number of samples of the batches of prepared loaders, or 0 if batches have no size.
-        waits: Seconds of "data" in which training waited. Passes without a step, such as an evaluation, and the
-            first batch of each pass, for which workers start, are left out.
+        waits: Seconds of "data" in which training waited. Passes without a step, such as an evaluation, and
+            the first batch of each pass, for which workers start, are left out.
         evaluation: Seconds of passes over prepared loaders without a step.
     """
 
@@ -100,8 +101,8 @@ class RunTimes(StepTimes):
     """Time of a run since its first step on this rank.
 
     Attributes:
-        window: Times of the last window of steps, which has a second or more. It has no steps before the first
-            window ends.
+        window: Times of the last window of steps, which has a second or more. It has no steps before the
+            first window ends.
     """
 
     window: StepTimes = field(default_factory=StepTimes)
@@ -156,7 +157,7 @@ class StepClock:
         self.restart_numbers()
 
     def restart_numbers(self) -> None:
-        """Continues with the number of the optimizer that steps next, for example after a checkpoint is loaded."""
+        """Continues with the number of the optimizer that steps next, as after a load."""
         self._leader = 0  # id of the optimizer whose updates are counted as steps
         self._followers: set[int] = set()  # ids of other optimizers that have stepped since the leader
 
@@ -290,8 +291,8 @@ class StepClock:
     def _count_steps(self, optimizer: int, number: int) -> int:
         """Returns the number of steps that an update completes.
 
-        An update by the leader is a step. Updates by other optimizers belong to the same step, until one of them
-        has two in a row without the leader: then it is the new leader, and both are steps.
+        An update by the leader is a step. Updates by other optimizers belong to the same step, until one of
+        them has two in a row without the leader: then it is the new leader, and both are steps.
         """
         if optimizer == self._leader:
             self._followers.clear()
@@ -372,7 +373,7 @@ class StepClock:
 
 
 def divide_as(host: list[float], device: list[float]) -> list[float]:
-    """Returns the time of the host divided into phases as on the device, where saves keep the time of the host."""
+    """Returns the time of the host divided into phases as on the device, except for saves."""
     on_device = [0.0 if phase == SAVING else device[phase] for phase in range(len(host))]
     if not (whole := sum(on_device)):
         return host

@@ -1,51 +1,36 @@
 """Monitor of one rank, whose thread writes windows of steps, events and conclusions while the rank trains.
 
-`accelerator/recording.py` starts it. The thread starts at the first step, and only with a folder of records
-or a launcher that shows the run. The thread and training never wait for each other. Only this
-thread and the one of `RecordThread` access the files, so a file system that does not respond delays the end
-of the process by a few seconds.
+`accelerator/recording.py` creates it. The thread starts at the first step of a run with a folder of records.
+The thread and training never wait for each other. Only this thread and the one of `RecordThread` access the
+files, so a file system that does not respond delays the end of the process by a few seconds.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate import torch_private
-from accelerate.base import environ
-from accelerate.diagnostics.rank_exchange import RankExchange
-from accelerate.launch import count_of
-from accelerate.monitoring import (
+from accelerate.monitoring.conclusions import Finding, RunFacts, conclude
+from accelerate.monitoring.rank_comparison import RankExchange, Straggler
+from accelerate.monitoring.record_thread import RecordThread, warn_no_response
+from accelerate.monitoring.records import (
     Checkpoint,
-    ClosedWindow,
     Conclusion,
     End,
     Event,
-    Finding,
-    RankStatus,
     Record,
-    RecordThread,
-    RunFacts,
+    RecordQueue,
     Start,
-    StepTimes,
-    Straggler,
     Window,
-    conclude,
-    warn_no_response,
 )
-from accelerate.state import StoreChannel, process_group, run_records, services, step_clock
+from accelerate.monitoring.step_clock import ClosedWindow, StepClock, StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -59,21 +44,29 @@ SECONDS_TO_DISCONNECT = 2.0
 """Timeout for a comparison to end before the process group is closed, in seconds."""
 MIN_SECONDS, MIN_STEPS = 3.0, 100
 """Minimum duration or number of steps of a run that logs a table at its end."""
-STORE_TIMEOUT = timedelta(seconds=5)  # of one request
 
 
 @dataclass(frozen=True)
 class MonitorSources:
-    """Functions that a monitor calls in its thread for the values of its records."""
+    """Functions that a monitor calls for the values of its records, mostly in its thread.
+
+    Attributes:
+        start: Returns the first record.
+        memory: Returns the current and peak bytes.
+        learning_rate: Returns a value that is recorded if it is a number or a tensor of one element.
+        num_workers: Returns the number of workers of the first loader, or None.
+        batches: Returns the number of batches of this epoch so far and in total, which are 0 if unknown.
+        recompilations: Returns how often functions were compiled again in this process.
+        connect: Opens a connection to the store for the comparison of ranks. None for one rank.
+    """
 
     start: Callable[[], Start]
-    memory: Callable[[], tuple[int, int]]  # current and peak bytes
-    learning_rate: Callable[[], object]  # recorded if it is a number or a tensor of one element
+    memory: Callable[[], tuple[int, int]]
+    learning_rate: Callable[[], object]
     num_workers: Callable[[], int | None]
-    batches: Callable[[], tuple[int, int]] = lambda: (
-        0,
-        0,
-    )  # batches of this epoch so far and in total; 0 if unknown
+    batches: Callable[[], tuple[int, int]]
+    recompilations: Callable[[], int]
+    connect: Callable[[], RankExchange | None] | None = None
 
 
 class RunMonitor:
@@ -83,10 +76,9 @@ class RunMonitor:
         rank: Rank of this process.
         size: World size.
         sources: Functions that return the values of the records.
-        records: Folder of the records, or None to write no records.
-        status: Folder of the status files of a launcher, or None to write no status.
-        connect: Function that opens a connection to the store for the comparison of ranks, or None for one
-            rank.
+        folder: Folder of the records, or None to write no records.
+        clock: Timer of the steps.
+        queue: Events and checkpoints of this process that are to be recorded.
     """
 
     def __init__(
@@ -94,44 +86,34 @@ class RunMonitor:
         rank: int,
         size: int,
         sources: MonitorSources,
-        records: Path | None,
-        status: Path | None,
-        connect: Callable[[], RankExchange | None] | None = None,
+        folder: Path | None,
+        clock: StepClock,
+        queue: RecordQueue,
     ) -> None:
-        self.rank, self.size, self._sources = rank, size, sources
-        self.records, self._status, self._connect = RecordThread(records, rank), status, connect
+        self.rank, self.size, self._sources, self._clock, self._queue = rank, size, sources, clock, queue
+        self.records, self._connect = RecordThread(folder, rank), sources.connect
         self._start_time = time.time()
         self._pid = os.getpid()
-        self._is_recorded, self._has_begun = records is not None, False
+        self._is_recorded, self._has_begun = folder is not None, False
         self._recent: deque[ClosedWindow] = deque(maxlen=NUM_RECENT_WINDOWS)
         self._num_windows = 0
         self._all = StepTimes()  # all windows
-        self._known: dict[str, str] = {}  # texts of conclusions by name
+        self._known: set[str] = set()  # names of the conclusions that hold
         self._saves = self._saves_in_background = 0
         self._has_stopped = self._is_finished = False
-        self._checkpoint = ("", 0.0)
         self._exchange: RankExchange | None = None
         self._compared_at = 0.0
-        self._compared: deque[ClosedWindow] = deque(
-            maxlen=NUM_RECENT_WINDOWS
-        )  # windows since the last comparison
-        self._slowest, self._slowest_by = -1, 0.0
-        self._attempt = count_of(environ.current(), "TORCHELASTIC_RESTART_COUNT", 0)
-        self._ended_as = ""
-        self._epoch = (0.0, 0, 0)  # a time in this epoch, the batches until then, and the batches until now
-        self._are_even = connect is None or (records is None and status is None)
+        self._compared: deque[ClosedWindow] = deque(maxlen=NUM_RECENT_WINDOWS)  # since the last comparison
+        self._are_even = self._connect is None or folder is None
         self._straggler: Straggler | None = None
-        self._values: dict[str, float] = {}  # of the last window
-        self._recompilations = torch_private.count_recompilations()
+        self._recompilations = sources.recompilations()
         self._end = ("finished", "")  # how the run ended, and its traceback
         self._ended = threading.Event()
         self._comparing = threading.Lock()  # held while the thread uses the store
         self._thread: threading.Thread | None = None
-        run_records.clear()
-        if records is not None or status is not None:
-            step_clock.on_first_step = self._start
-        if status is not None:
-            self._write_status(None)
+        queue.clear()
+        if folder is not None:
+            clock.on_first_step = self._start
 
     def _start(self) -> None:
         """Starts the thread."""
@@ -156,8 +138,8 @@ class RunMonitor:
                 logger.warning("Ranks are not compared: the store gives no connection (%s).", error)
 
     def flush(self) -> None:
-        """Writes the windows, events and conclusions since the last call, and the status."""
-        windows = _take(step_clock.windows)
+        """Writes the windows, events and conclusions since the last call."""
+        windows = _take(self._clock.windows)
         for window in windows:
             if self._num_windows == 1:
                 self._recent.clear()  # the first window has warm-up steps
@@ -167,16 +149,15 @@ class RunMonitor:
         self._compared.extend(windows)
         written = [self._window(window) for window in windows]
         self._record_recompilations()
-        events = _take(run_records)
+        events = _take(self._queue)
         for record in events:
             self._count(record)
         compared = self._compare()
         self._write([*written, *events, *compared, *self._conclude()])
-        if self._status is not None:
-            self._write_status(written[-1] if written else None)
 
     def _window(self, window: ClosedWindow) -> Window:
         memory, peak = self._sources.memory()
+        batch, num_batches = self._sources.batches()
         kept = {**window.values, "learning_rate": self._sources.learning_rate()}
         numbers = {name: read_number(value) for name, value in kept.items()}
         values = {name: number for name, number in numbers.items() if number is not None}
@@ -189,6 +170,8 @@ class RunMonitor:
             memory=memory,
             peak_memory=peak,
             samples=window.times.samples,
+            batch=batch,
+            num_batches=num_batches,
             values=values,
         )
 
@@ -196,16 +179,15 @@ class RunMonitor:
         if isinstance(record, Checkpoint) and record.event == "committed":
             self._saves += 1
             self._saves_in_background += record.blocked < record.seconds / 2
-            self._checkpoint = (record.path, record.time)
         if isinstance(record, Event) and record.name == "stop":
             self._has_stopped = True
 
     def _record_recompilations(self) -> None:
-        before, self._recompilations = self._recompilations, torch_private.count_recompilations()
+        before, self._recompilations = self._recompilations, self._sources.recompilations()
         if self._recompilations > before:
             text = f"torch.compile has compiled {self._recompilations - before} functions again"
-            step = step_clock.number
-            run_records.append(Event(time=time.time(), name="recompilation", step=step, text=text))
+            step = self._clock.number
+            self._queue.append(Event(time=time.time(), name="recompilation", step=step, text=text))
 
     def _compare(self) -> list[Record]:
         """Compares the ranks if the interval is over, and returns the record on rank 0."""
@@ -222,9 +204,7 @@ class RunMonitor:
         except RuntimeError:  # the process that hosts the store has ended, and the run ends
             self._exchange = None
             return []
-        self._straggler, result = exchange.straggler, exchange.result
-        self._slowest, self._slowest_by = result.slowest, result.slowest_by
-        self._are_even = result.are_even
+        self._straggler, self._are_even = exchange.straggler, exchange.result.are_even
         compared, exchange.times = exchange.times, None
         return [] if compared is None else [compared]
 
@@ -239,7 +219,7 @@ class RunMonitor:
             self._saves,
             self._saves_in_background,
             self._recompilations,
-            step_clock.idle,
+            self._clock.idle,
         )
 
     def _conclude(self) -> list[Record]:
@@ -248,7 +228,7 @@ class RunMonitor:
             return []
         findings = conclude(self._facts(_join(self._recent), self._all))
         new = [finding for finding in findings if finding.name not in self._known]
-        self._known = {finding.name: finding.text for finding in findings}
+        self._known = {finding.name for finding in findings}
         now, step = time.time(), self._recent[-1].last
         return [Conclusion(time=now, name=finding.name, step=step, text=finding.text) for finding in new]
 
@@ -260,50 +240,6 @@ class RunMonitor:
             self.records.put(replace(self._sources.start(), time=self._start_time))
             self._has_begun = True
         self.records.put(*records)
-
-    def _write_status(self, window: Window | None) -> None:
-        last = self._recent[-1].times if self._recent else StepTimes()
-        memory, peak = self._sources.memory()
-        self._values |= {} if window is None else window.values
-        batch, num_batches = self._sources.batches()
-        status = RankStatus(
-            rank=self.rank,
-            world_size=self.size,
-            time=time.time(),
-            pid=self._pid,
-            attempt=self._attempt,
-            ended=self._ended_as,
-            step=step_clock.number,
-            seconds=last.seconds,
-            seconds_by=last.seconds_by,
-            steps_per_second=last.steps_per_second,
-            samples_per_second=last.samples_per_second,
-            memory=memory,
-            peak_memory=peak,
-            values=self._values,
-            last_checkpoint=self._checkpoint[0],
-            last_checkpoint_time=self._checkpoint[1],
-            slowest=self._slowest,
-            slowest_by=self._slowest_by,
-            batch=batch,
-            num_batches=num_batches,
-            seconds_left=self._seconds_left(batch, num_batches),
-            conclusions=self._known,
-        )
-        try:
-            status.write(self._status)  # type: ignore[arg-type]
-        except OSError:  # the launcher has ended, and has deleted its folder
-            self._status = None
-
-    def _seconds_left(self, batch: int, num_batches: int) -> float:
-        """Returns the seconds until the end of the epoch, at the mean rate since its first recorded batch."""
-        now = time.monotonic()
-        start, first, last = self._epoch
-        if not first or batch < last:
-            start, first = now, batch
-        self._epoch = start, first, batch
-        rate = (batch - first) / (now - start) if now > start else 0.0
-        return max(num_batches - batch, 0) / rate if rate else 0.0
 
     def close(self) -> None:
         """Stops the comparison of ranks before the process group and its store are closed."""
@@ -322,12 +258,12 @@ class RunMonitor:
         if os.getpid() != self._pid or self._is_finished:
             return
         self._is_finished = self.records.is_run_ending = True
-        step_clock.on_first_step = None
+        self._clock.on_first_step = None
         self.close()
         self.log_table()
-        step_clock.end_run()
+        self._clock.end_run()
         deadline = time.monotonic() + RecordThread.SECONDS_TO_END
-        if self._thread is not None or error or step_clock.steps:
+        if self._thread is not None or (self._is_recorded and (error or self._clock.steps)):
             self._end = how, error
             self._ended.set()
             self._join()
@@ -345,16 +281,14 @@ class RunMonitor:
         assert thread is not None
         thread.join(RecordThread.SECONDS_TO_END)
         if thread.is_alive():
-            warn_no_response(self._status, RecordThread.SECONDS_TO_END)
+            warn_no_response(self.records.folder, RecordThread.SECONDS_TO_END)
 
     def _write_end(self) -> None:
         """Writes the remaining records, and how the run ended."""
         self.flush()
         how, error = self._end
-        self._ended_as = "stopped" if how == "finished" and self._has_stopped else how
-        if self._status is not None:
-            self._write_status(None)
-        self._write([End(time=time.time(), how=self._ended_as, error=error)])
+        how = "stopped" if how == "finished" and self._has_stopped else how
+        self._write([End(time=time.time(), how=how, error=error)])
         self._is_recorded = False
 
     def end(self) -> None:
@@ -365,7 +299,7 @@ class RunMonitor:
 
     def log_table(self) -> None:
         """Logs one table of the run at level INFO on rank 0."""
-        times = step_clock.times()
+        times = self._clock.times()
         is_long = times.seconds >= MIN_SECONDS or times.steps >= MIN_STEPS
         if self.rank == 0 and is_long and times.steps and logger.isEnabledFor(logging.INFO):
             logger.info(format_table(times, conclude(self._facts(times, times))))
@@ -380,29 +314,6 @@ def format_table(times: StepTimes, findings: Sequence[Finding]) -> str:
         if seconds:
             lines.append(f"  {name:11} {seconds:9.2f} s  {seconds / times.seconds:6.1%}")
     return "\n".join([*lines, *(f"  {finding.text}" for finding in findings)])
-
-
-def find_monitor() -> RunMonitor | None:
-    """Returns the monitor of this process, or None."""
-    return services.find(RunMonitor)
-
-
-def start_monitor(
-    rank: int, size: int, sources: MonitorSources, records: Path | None, status: Path | None, is_first: bool
-) -> None:
-    """Starts the monitor of this process, unless it has one."""
-    if services.find(RunMonitor) is not None:
-        return
-    connect = partial(connect_exchange, rank, size, is_first) if size > 1 else None
-    monitor = RunMonitor(rank, size, sources, records, status, connect)
-    services.put(RunMonitor, monitor, close=monitor.close, end=monitor.end)
-    services.put(RecordThread, monitor.records)
-
-
-def connect_exchange(rank: int, size: int, is_first: bool) -> RankExchange | None:
-    """Returns an exchange over the store of the process group, or None if the group has no such store."""
-    channel: StoreChannel | None = process_group.connect_channel("times", STORE_TIMEOUT)
-    return None if channel is None else RankExchange(channel, rank, size, is_first)
 
 
 def read_number(value: object) -> float | None:
@@ -421,17 +332,3 @@ def _take(queue: deque[Any]) -> list[Any]:
 def _join(windows: Sequence[ClosedWindow] | deque[ClosedWindow]) -> StepTimes:
     """Returns the sum of the times of several windows."""
     return sum((window.times for window in windows), StepTimes())
-
-
-def _finish_at_exit() -> None:
-    monitor = services.find(RunMonitor)
-    if monitor is None:
-        return
-    failed = process_group.failed()
-    error: Any = getattr(sys, "last_value", None)
-    trace = "".join(traceback.format_exception(type(error), error, sys.last_traceback)) if failed else ""
-    monitor.finish("failed" if failed else "finished", trace)
-
-
-# Registered after the exit handler of the process group, and so called before it.
-atexit.register(_finish_at_exit)

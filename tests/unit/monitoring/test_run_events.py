@@ -23,7 +23,7 @@ Kind = TypeVar("Kind", bound=Record)
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
-    monkeypatch.setattr("accelerate.diagnostics.run_monitor.INTERVAL", 0.02)
+    monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
 
 
 def train(accelerator: Accelerator, steps: int, widths: tuple[int, ...] = (2,), **compiled: Any) -> None:

@@ -10,13 +10,13 @@ import pytest
 from accelerate.monitoring import (
     PHASES,
     Comparisons,
-    RankSummary,
+    ComputeSummary,
     StepTimes,
     Straggler,
     children_of,
+    compute_seconds,
     join_summaries,
-    own_seconds,
-    summary_of,
+    summarize_rank,
 )
 
 
@@ -25,15 +25,15 @@ def times(seconds: float, waiting: float = 0.0) -> StepTimes:
     return StepTimes(10, sum(parts.values()), parts, 0)
 
 
-def summarize(seconds: list[float], rank: int = 0, step: int = 7) -> RankSummary:
+def summarize(seconds: list[float], rank: int = 0, step: int = 7) -> ComputeSummary:
     """The summary that reaches a rank, through all ranks below it."""
     below = [summarize(seconds, child, step) for child in children_of(rank, len(seconds))]
-    return join_summaries(summary_of(rank, 1, step, times(seconds[rank], waiting=1.0)), below)
+    return join_summaries(summarize_rank(rank, 1, step, times(seconds[rank], waiting=1.0)), below)
 
 
 def test_own_work_is_all_but_waiting_for_others() -> None:
-    assert own_seconds(times(0.5, waiting=3.0)) == pytest.approx(0.5)
-    assert own_seconds(StepTimes()) == 0.0
+    assert compute_seconds(times(0.5, waiting=3.0)) == pytest.approx(0.5)
+    assert compute_seconds(StepTimes()) == 0.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 17, 18, 300, 4096])

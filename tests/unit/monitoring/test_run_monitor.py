@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import subprocess
 import sys
@@ -16,19 +15,19 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.diagnostics import find_monitor
 from accelerate.monitoring import (
     FOLDER,
     Checkpoint,
     Conclusion,
     End,
     Event,
+    RunMonitor,
     Start,
     Window,
     find_records,
-    read_statuses,
+    recorded_paths,
 )
-from accelerate.state import AcceleratorState, record_event
+from accelerate.state import AcceleratorState, record_event, services
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -36,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("states")
 @pytest.fixture(autouse=True)
 def short_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
-    monkeypatch.setattr("accelerate.diagnostics.run_monitor.INTERVAL", 0.02)
+    monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
 
 
 def train(accelerator: Accelerator, steps: int, rest: float = 0.01) -> None:
@@ -76,7 +75,7 @@ def test_a_run_leaves_windows_with_values_checkpoints_and_its_end(tmp_path: Path
     assert rest[-1].how == "finished"
 
 
-def test_the_step_of_a_checkpoint_is_exact_where_not_all_steps_are_measured(tmp_path: Path) -> None:
+def test_the_step_of_a_checkpoint_is_exact_after_short_steps(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     train(accelerator, 777, rest=0.0)
     accelerator.save_state(tmp_path / "one")
@@ -151,42 +150,32 @@ def test_a_folder_that_cannot_be_written_gives_one_warning(
     ]
 
 
-def test_a_launcher_reads_the_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_MONITOR_DIR", str(tmp_path))
-    train(Accelerator(cpu=True), 30)
-    monitor = find_monitor()
-    assert monitor is not None
-    monitor.close()
-    monitor.flush()
-    (status,) = read_statuses(tmp_path)
-    assert status.step == 30
-    assert status.steps_per_second > 0
-    shutil.rmtree(tmp_path)
-    monitor.flush()  # the launcher has ended
-
-
-def test_the_status_has_the_process_the_position_in_the_epoch_and_the_end(
+def test_a_launch_with_a_view_gets_records_of_a_run_without_a_project(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_MONITOR_DIR", str(tmp_path))
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
-    accelerator = Accelerator(cpu=True)
-    (status,) = read_statuses(tmp_path)
-    assert (status.pid, status.attempt, status.step, status.num_batches) == (os.getpid(), 2, 0, 0)
-    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.ones(40, 4), batch_size=2))
-    monitor = find_monitor()
-    assert monitor is not None
-    seen = []
-    for _ in loader:
-        monitor.flush()
-        seen += read_statuses(tmp_path)
-        time.sleep(0.02)
-    assert [(status.batch, status.num_batches) for status in seen] == [(n, 20) for n in range(1, 21)]
-    assert seen[0].seconds_left == 0.0
-    assert seen[1].seconds_left > 18 * 0.02
-    train(accelerator, 3)
+    monkeypatch.setenv("ACCELERATE_MONITOR_DIR", str(tmp_path / "records"))
+    monkeypatch.setenv("ACCELERATE_FAILURE_DIR", str(tmp_path))
+    train(Accelerator(cpu=True), 30)
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert [status.ended for status in read_statuses(tmp_path)] == ["finished"]
+    ((rank, path),) = recorded_paths(tmp_path)
+    assert rank == 0
+    assert path.parent == tmp_path / "records"
+    assert windows_of(path.parent)[-1].last == 30
+
+
+def test_windows_have_the_position_in_the_epoch(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    model = torch.nn.Linear(4, 1)
+    loader = torch.utils.data.DataLoader(torch.ones(80, 4), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), loader)
+    for batch in loader:
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+        time.sleep(0.01)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    windows = windows_of(tmp_path)
+    assert {window.num_batches for window in windows} == {40}
+    assert 0 < windows[0].batch <= windows[1].batch <= 40
 
 
 def test_the_table_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
@@ -299,7 +288,7 @@ def test_a_folder_that_the_program_removes_at_its_end_gives_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train(Accelerator(cpu=True, project_dir=tmp_path / "project"), 30)
-    monitor = find_monitor()
+    monitor = services.find(RunMonitor)
     assert monitor is not None
     monkeypatch.setattr(monitor, "flush", lambda: None)
     shutil.rmtree(tmp_path / "project", ignore_errors=True)
@@ -312,8 +301,7 @@ BLOCKS = """
 import sys, time
 import torch
 from accelerate import Accelerator
-from accelerate.diagnostics import run_monitor
-from accelerate.monitoring import RecordThread, RecordWriter, records
+from accelerate.monitoring import RecordThread, RecordWriter, records, run_monitor
 
 def block(*args, **kwargs):
     time.sleep(1000)

@@ -1,0 +1,69 @@
+"""The command `accelerate monitor`, which shows a run in a terminal from its records.
+
+It works in any terminal that can read the folder, also for a run of another node on a shared disk, and for a
+run that has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from accelerate.base import require, wrong_value
+from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+
+DESCRIPTION = (
+    "Show a run from the records in its project folder: throughput, the time of steps by phase, memory, "
+    "the slowest rank and conclusions. The view is updated until the run has ended, and printed once where "
+    "there is no terminal."
+)
+INTERVAL = 1.0
+"""Seconds between two updates."""
+
+
+def monitor_command(args: argparse.Namespace) -> None:
+    """Shows a run until it has ended.
+
+    Args:
+        args: Arguments with ``folder``.
+
+    Raises:
+        ConfigurationError: There is no such folder, or it has no records and there is no terminal.
+        MissingPackageError: rich is not installed.
+    """
+    from accelerate.monitoring import RunReader, find_records, render
+
+    require("rich", "accelerate monitor")
+    from rich.console import Console
+    from rich.live import Live
+
+    folder: Path = args.folder
+    if not folder.is_dir():
+        raise wrong_value("DIR", str(folder), "there is no such folder", "name the project_dir of a run")
+    title = folder.absolute().name or str(folder)
+    reader = RunReader(title, lambda: [(records.rank, records.path) for records in find_records(folder)])
+    view = reader.read()
+    console = Console(markup=False, highlight=False)
+    if not sys.stdout.isatty():
+        if not view.ranks:
+            fix = "Pass project_dir to Accelerator, and name the same folder here"
+            raise wrong_value("DIR", str(folder), "no rank wrote records there", fix)
+        console.print(render(view))
+        return
+    with Live(render(view), console=console, auto_refresh=False) as live:
+        while not view.has_ended:
+            live.refresh()
+            time.sleep(INTERVAL)
+            view = reader.read()
+            live.update(render(view))
+        live.refresh()
+
+
+@parser_of("monitor", DESCRIPTION, monitor_command)
+def monitor_command_parser(parser: CustomArgumentParser) -> None:
+    parser.add_argument("folder", type=Path, metavar="DIR", help="The project_dir of a run.")
+
+
+main = entry_point(monitor_command_parser, __name__)
