@@ -289,7 +289,7 @@ def _state_of(owner: Any) -> tuple[Any, Apply]:
 
 
 def keep_loader(loader: Any) -> Apply:
-    owners = [loader, loader.base_dataloader, loader.position, loader.first_round]
+    owners = [loader, loader.base_dataloader, loader.position, loader.padding_source]
     owners += [loader.get_sampler(), loader._index_sampler, loader.dataset]
     attributes = _attributes_of(owner for owner in owners if hasattr(owner, "__dict__"))
     states = [(generator, generator.get_state()) for generator in resume.generators_of(loader)]
