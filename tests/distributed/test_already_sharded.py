@@ -129,7 +129,7 @@ def evaluate(kind: str, samples: int, size: int, **settings: Any) -> Any:
         words = accelerator.gather_for_metrics([str(index) for index in batch.tolist()])
         assert list(map(int, words)) == seen[len(seen) - len(words) :]
         ends.append(accelerator.gradient_state.end_of_dataloader)
-    return sorted(seen), ends, loader.plan.how
+    return sorted(seen), ends, loader.plan.mode
 
 
 def evaluate_all(sizes: list[tuple[int, int]]) -> list[Any]:
@@ -461,7 +461,7 @@ OTHERS = (Stream, NamesItsRank, OnRank0, ByWorker)
 def gather(dataset: Any, workers: int = 0, **config: Any) -> tuple[str, list[int]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
     loader = accelerator.prepare(DataLoader(dataset, 2, num_workers=workers))
-    return loader.plan.how, sorted(
+    return loader.plan.mode, sorted(
         x for batch in loader for x in accelerator.gather_for_metrics(batch).tolist()
     )
 
