@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -90,6 +90,22 @@ class DeepSpeedState(StrategyState):
         return full_state_dict(model)
 
 
+@dataclass
+class PrepareCall:
+    """Objects of the current `prepare` call, and the parts of the engine that is built from them."""
+
+    bundle: Bundle = field(default_factory=lambda: Bundle(()))
+    optimizer: Any = None  # an optimizer of torch, or a `DummyOptim`
+    scheduler: DummyScheduler | None = None
+    engine_optimizer: Any = None
+    engine_scheduler: Any = None
+    wrappers: list[DeepSpeedOptimizerWrapper] = field(default_factory=list)  # of `engine_optimizer`
+
+    def batch_sizes(self) -> list[int]:
+        """Returns the batch sizes of the loaders that are prepared already."""
+        return batch_sizes_of(loader for loader in self.bundle.of(Kind.LOADER) if is_prepared(loader))
+
+
 class DeepSpeed(Strategy):
     """Training with DeepSpeed engines, which are built with the selected plugin."""
 
@@ -103,16 +119,9 @@ class DeepSpeed(Strategy):
         super().__init__(context)
         self.engines: list[DeepSpeedEngineWrapper] = []
         self.replicas = context.topology.size // self.axes.sequence.size
-        self.known_sizes: list[int] = []
-        self._forget_call()
+        self.known_sizes: list[int] = []  # batch sizes of loaders in earlier calls
+        self.call = PrepareCall()
         building.begin(context)
-
-    def _forget_call(self) -> None:
-        # The inputs of the engine of a `prepare` call, its optimizer and scheduler, and their wrappers.
-        self.given = EngineInputs()
-        self.bundle = Bundle(())
-        self.built: tuple[Any, Any] = (None, None)
-        self.wrappers: list[DeepSpeedOptimizerWrapper] = []
 
     def choose_precision(self) -> Precision:
         """Returns a mixed precision without effect, because the engine casts, except for FP8 layers."""
@@ -157,17 +166,12 @@ class DeepSpeed(Strategy):
         if isinstance(optimizer, torch.optim.Optimizer):
             building.drop_empty_groups(optimizer, bundle.new(Kind.SCHEDULER))
         schedulers = (obj for obj in bundle.of(Kind.SCHEDULER) if isinstance(obj, DummyScheduler))
-        self.given = EngineInputs(None, optimizer, next(schedulers, None))
-        self.bundle = bundle
+        self.call = PrepareCall(bundle, optimizer, next(schedulers, None))
         try:
             yield
         finally:
-            self.known_sizes += self._batch_sizes()
-            self._forget_call()
-
-    def _batch_sizes(self) -> list[int]:
-        """Returns the batch sizes of the loaders that this call has prepared."""
-        return batch_sizes_of(loader for loader in self.bundle.of(Kind.LOADER) if is_prepared(loader))
+            self.known_sizes += self.call.batch_sizes()
+            self.call = PrepareCall()
 
     def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Returns an engine for a model with an optimizer or with ZeRO stage 3.
@@ -177,7 +181,7 @@ class DeepSpeed(Strategy):
         if evaluation:
             return super().wrap_model(model, to_device=to_device, evaluation=True)
         plugin = self.plugin
-        if self.given.optimizer is None and not plugin.hf_ds_config.is_zero3():
+        if self.call.optimizer is None and not plugin.hf_ds_config.is_zero3():
             device = self.context.device if to_device else None
             return self.compile(building.cast_without_engine(model, device, plugin.deepspeed_config))
         # The configuration may set the accumulation steps; clients may fill it in late.
@@ -189,20 +193,21 @@ class DeepSpeed(Strategy):
         by_process = (
             request.step_scheduler_with_optimizer is True and not request.dataloader_config.split_batches
         )
-        given = replace(
-            self.given,
-            model=model,
-            batch_sizes=self._batch_sizes(),
+        inputs = EngineInputs(
+            model,
+            self.call.optimizer,
+            self.call.scheduler,
+            self.call.batch_sizes(),
             known_sizes=self.known_sizes,
             smallest=plugin.is_train_batch_min,
             accumulation=gradients.num_steps,
             replicas=self.replicas,
             scheduler_steps=self.context.topology.size if by_process else 1,
         )
-        return self._build(model, building.complete(plugin, given))
+        return self._build(model, building.complete(plugin, inputs))
 
     def _build(self, model: nn.Module, config: dict[str, Any]) -> nn.Module:
-        optimizer = self.given.optimizer
+        call, optimizer = self.call, self.call.optimizer
         is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
         with self.session.following([optimizer] if is_of_torch else []):
             model = self.convert(model)
@@ -210,8 +215,8 @@ class DeepSpeed(Strategy):
         if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
         model = self.axes.sequence.transform_model(model, config.get(MICRO, 1))
-        engine, self.built = building.build_engine(
-            model, optimizer, self.given.scheduler, deepcopy(config), self.axes.sequence.groups
+        engine, (call.engine_optimizer, call.engine_scheduler) = building.build_engine(
+            model, optimizer, call.scheduler, deepcopy(config), self.axes.sequence.groups
         )
         building.compile_engine(engine, self.context.request.dynamo)
         if optimizer is not None:
@@ -222,14 +227,14 @@ class DeepSpeed(Strategy):
 
     def wrap_optimizer(self, optimizer: Any, *, to_device: bool) -> AcceleratedOptimizer:
         """Returns the wrapped optimizer of the engine that was built from `optimizer`."""
-        if self.built[0] is None:
+        if self.call.engine_optimizer is None:
             raise PreparationError(
                 f"{type(optimizer).__name__} was prepared without its model, and an engine is built from "
                 "both. Call prepare(model, optimizer, ...) with all of them."
             )
-        wrapper = DeepSpeedOptimizerWrapper(self.built[0])
+        wrapper = DeepSpeedOptimizerWrapper(self.call.engine_optimizer)
         wrapper.run_step = self.engines[-1].finish_step
-        self.wrappers = [wrapper]
+        self.call.wrappers = [wrapper]
         return wrapper
 
     def wrap_scheduler(
@@ -237,17 +242,16 @@ class DeepSpeed(Strategy):
     ) -> AcceleratedScheduler:
         """Returns the scheduler of the engine, or one that sets the learning rates of the engine."""
         if isinstance(scheduler, DummyScheduler):
-            return DeepSpeedSchedulerWrapper(self.built[1], self.wrappers)
-        inner = building.torch_optimizer_of(self.built[0])
-        if inner is not None and getattr(scheduler, "optimizer", None) is self.given.optimizer:
+            return DeepSpeedSchedulerWrapper(self.call.engine_scheduler, self.call.wrappers)
+        inner = building.torch_optimizer_of(self.call.engine_optimizer)
+        if inner is not None and getattr(scheduler, "optimizer", None) is self.call.optimizer:
             torch_private.set_scheduler_optimizer(scheduler, inner)
         return super().wrap_scheduler(scheduler, step_with_optimizer, split_batches)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Computes gradients of a loss, which is already divided by the accumulation steps."""
         engine = self.engines[0] if len(self.engines) == 1 else self._engine_of(loss)
-        synchronises = self.context.gradients.sync_gradients
-        engine.compute_gradients(loss, synchronises, scale_wrt_gas=False, **kwargs)
+        engine.compute_gradients(loss, self.context.gradients.sync_gradients, scale_wrt_gas=False, **kwargs)
 
     def _engine_of(self, loss: Tensor) -> DeepSpeedEngineWrapper:
         if not self.engines:
