@@ -111,9 +111,9 @@ def run_ddp_on_one_rank(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_fsdp2_on_one_rank(request: dict[str, Any]) -> dict[str, Any]:
-    from accelerate.strategies.fsdp import FullyShard
+    from accelerate.strategies.fsdp import Fsdp2
 
-    return run_one_rank(request, FullyShard, "FSDPModule", fsdp_plugin())
+    return run_one_rank(request, Fsdp2, "FSDPModule", fsdp_plugin())
 
 
 def open_group(state: Any) -> str:

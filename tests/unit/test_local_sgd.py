@@ -15,7 +15,7 @@ from accelerate.base import DistributedType
 from accelerate.local_sgd import LocalSGD
 from accelerate.strategies import DataParallel, Strategy, TensorParallel
 from accelerate.strategies.deepspeed import DeepSpeed
-from accelerate.strategies.fsdp import FullyShard, FullySharded
+from accelerate.strategies.fsdp import Fsdp1, Fsdp2
 from accelerate.strategies.megatron import MegatronLM
 
 
@@ -87,7 +87,7 @@ def test_a_failing_block_does_not_wait_for_other_ranks() -> None:
     assert accelerator.events == ["local", "synced"]
 
 
-@pytest.mark.parametrize("strategy", [FullyShard, FullySharded, TensorParallel, DeepSpeed, MegatronLM])
+@pytest.mark.parametrize("strategy", [Fsdp2, Fsdp1, TensorParallel, DeepSpeed, MegatronLM])
 def test_split_models_are_refused(strategy: type[Strategy]) -> None:
     accelerator: Any = FakeAccelerator(strategy)
     with pytest.raises(ValueError, match="LocalSGD averages whole models"):

@@ -19,7 +19,7 @@ from accelerate.strategies.ddp import (
     sync_in_backward as sync_in_backward,
 )
 from accelerate.strategies.fsdp import (
-    CopiedTensorParallel as CopiedTensorParallel,
+    ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,
     recompute as recompute,
 )

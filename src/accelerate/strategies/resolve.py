@@ -29,9 +29,9 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     if topology.size == 1:
         return Strategy
     if request.fsdp is not None:
-        return fsdp.FullySharded if request.fsdp.fsdp_version == 1 else fsdp.FullyShard
+        return fsdp.Fsdp1 if request.fsdp.fsdp_version == 1 else fsdp.Fsdp2
     if mesh is not None and mesh.tp_enabled:
-        return fsdp.CopiedTensorParallel if mesh.dp_cp_dim_names else fsdp.TensorParallel
+        return fsdp.ReplicatedTensorParallel if mesh.dp_cp_dim_names else fsdp.TensorParallel
     return DataParallel
 
 

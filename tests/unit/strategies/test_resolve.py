@@ -11,15 +11,15 @@ from accelerate.base import ConfigurationError
 from accelerate.plugins import MegatronLMPlugin
 from accelerate.state import Topology
 from accelerate.strategies import (
-    CopiedTensorParallel,
     DataParallel,
+    ReplicatedTensorParallel,
     RunRequest,
     Strategy,
     TensorParallel,
     resolve_strategy,
 )
 from accelerate.strategies.deepspeed import DeepSpeed
-from accelerate.strategies.fsdp import FullyShard, FullySharded
+from accelerate.strategies.fsdp import Fsdp1, Fsdp2
 from accelerate.strategies.xla import XlaFullyShard, XlaFullySharded, XlaReplicas
 
 
@@ -40,20 +40,20 @@ def request(version: int | None = None, mesh: dict[str, int] | None = None, **fi
         (request(), 1, Strategy),
         (request(), 2, DataParallel),
         (request(2), 1, Strategy),
-        (request(1), 2, FullySharded),
-        (request(2), 2, FullyShard),
-        (request(2, {"dp_shard_size": 2}), 2, FullyShard),
-        (request(2, {"dp_replicate_size": 2, "dp_shard_size": 2}), 4, FullyShard),
+        (request(1), 2, Fsdp1),
+        (request(2), 2, Fsdp2),
+        (request(2, {"dp_shard_size": 2}), 2, Fsdp2),
+        (request(2, {"dp_replicate_size": 2, "dp_shard_size": 2}), 4, Fsdp2),
         (
             request(1, {"dp_replicate_size": 2, "dp_shard_size": 2}, sharding_strategy="HYBRID_SHARD"),
             4,
-            FullySharded,
+            Fsdp1,
         ),
         (request(None, {"dp_replicate_size": 2}), 2, DataParallel),
         (request(None, {"tp_size": 2}), 2, TensorParallel),
-        (request(None, {"tp_size": 2, "dp_replicate_size": 2}), 4, CopiedTensorParallel),
-        (request(None, {"tp_size": 2, "cp_size": 2}), 4, CopiedTensorParallel),
-        (request(2, {"tp_size": 2, "dp_shard_size": 2}), 4, FullyShard),
+        (request(None, {"tp_size": 2, "dp_replicate_size": 2}), 4, ReplicatedTensorParallel),
+        (request(None, {"tp_size": 2, "cp_size": 2}), 4, ReplicatedTensorParallel),
+        (request(2, {"tp_size": 2, "dp_shard_size": 2}), 4, Fsdp2),
         (with_engine(), 1, DeepSpeed),
         (with_engine(), 2, DeepSpeed),
         (with_engine(mesh={"sp_size": 2, "dp_replicate_size": 2}), 4, DeepSpeed),

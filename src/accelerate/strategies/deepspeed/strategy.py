@@ -1,11 +1,15 @@
-"""DeepSpeed: an engine holds model and optimizer; it averages gradients, clips and steps."""
+"""Strategy for training with DeepSpeed engines.
+
+An engine holds a model and its optimizer, averages and clips gradients, and steps. `prepare` builds one
+engine for each model that is trained; `building` completes the configuration and calls DeepSpeed.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -45,20 +49,20 @@ from accelerate.strategies.state import Fill, StrategyState
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
-    """Iterate over the leaves of a loss's graph, those near the loss first; mostly the first one will do."""
+    """Yields the leaves of the autograd graph of a loss, beginning near the loss."""
     if loss.grad_fn is None:
         yield loss
         return
-    waiting: list[Any] = [loss.grad_fn]
-    seen: set[Any] = set()
-    while waiting:
-        node = waiting.pop()
-        if node in seen:
+    pending: list[Any] = [loss.grad_fn]
+    visited: set[Any] = set()
+    while pending:
+        node = pending.pop()
+        if node in visited:
             continue
-        seen.add(node)
+        visited.add(node)
         if hasattr(node, "variable"):
             yield node.variable
-        waiting += [following for following, _ in node.next_functions if following is not None]
+        pending += [following for following, _ in node.next_functions if following is not None]
 
 
 class DeepSpeedState(StrategyState):
@@ -79,39 +83,48 @@ class DeepSpeedState(StrategyState):
         )
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state on the CPU; shards are gathered on the main process only."""
+        """Returns the full state dict on the CPU, with shards gathered on rank 0 only."""
         inner = self._inner(model)
         if inner is model:
             return super().state_dict(model, unwrap=unwrap)
         return full_state_dict(model)
 
 
+@dataclass
+class PrepareCall:
+    """Objects of the current `prepare` call, and the parts of the engine that is built from them."""
+
+    bundle: Bundle = field(default_factory=lambda: Bundle(()))
+    optimizer: Any = None  # an optimizer of torch, or a `DummyOptim`
+    scheduler: DummyScheduler | None = None
+    engine_optimizer: Any = None
+    engine_scheduler: Any = None
+    wrappers: list[DeepSpeedOptimizerWrapper] = field(default_factory=list)  # of `engine_optimizer`
+
+    def batch_sizes(self) -> list[int]:
+        """Returns the batch sizes of the loaders that are prepared already."""
+        return batch_sizes_of(loader for loader in self.bundle.of(Kind.LOADER) if is_prepared(loader))
+
+
 class DeepSpeed(Strategy):
-    """Training by engines: one for each model that is trained, built from the plugin that is selected."""
+    """Training with DeepSpeed engines, which are built with the selected plugin."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
     state_class: ClassVar[type[StrategyState]] = DeepSpeedState
     holds_gradients = False
     holds_whole_models = False
-    loader_mesh: Any = None  # DeepSpeed's adapter divides samples between processes that share sequences
+    loader_mesh: Any = None  # DeepSpeed's adapter shards the samples of ranks with the same sequences
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines: list[DeepSpeedEngineWrapper] = []
         self.replicas = context.topology.size // self.axes.sequence.size
-        self.known_sizes: list[int] = []
-        self._forget_call()
+        self.known_sizes: list[int] = []  # batch sizes of loaders in earlier calls
+        self.call = PrepareCall()
         building.begin(context)
 
-    def _forget_call(self) -> None:
-        # What the engine of a `prepare` call is built from, its optimizer and scheduler, and their wrappers.
-        self.given = EngineInputs()
-        self.bundle = Bundle(())
-        self.built: tuple[Any, Any] = (None, None)
-        self.wrappers: list[DeepSpeedOptimizerWrapper] = []
-
     def choose_precision(self) -> Precision:
-        """Return the null format, since the engine casts; with FP8 the one that converts layers."""
+        """Returns a mixed precision without effect, because the engine casts, except for FP8 layers."""
         by_engine = uses_msamp(self.plugin.deepspeed_config)
         if self.context.request.mixed_precision != PrecisionType.FP8 or by_engine:
             return Precision(self.context.mixed_precision)
@@ -119,12 +132,12 @@ class DeepSpeed(Strategy):
 
     @property
     def plugin(self) -> Any:
-        """The plugin that is selected now: a live object."""
+        """The plugin that is currently selected."""
         return AcceleratorState().deepspeed_plugin
 
     @property
     def engine_wrapped(self) -> DeepSpeedEngineWrapper | None:
-        """The engine that was built last; None before."""
+        """The engine that was built last, or None if none was built."""
         return self.engines[-1] if self.engines else None
 
     def memory_layout(self) -> Layout:
@@ -134,47 +147,44 @@ class DeepSpeed(Strategy):
         return Layout(ZERO_STAGES[plugin.zero_stage], self.replicas, offload=next(iter(kinds), "none"))
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what one engine cannot train, with all reasons at once."""
+        """Raises one error with all reasons why no engine can be built."""
         models, optimizers, schedulers = map(bundle.new, (Kind.MODEL, Kind.OPTIMIZER, Kind.SCHEDULER))
         problems = problems_of(models, optimizers, schedulers, self.plugin.deepspeed_config)
         if problems:
             lines = "".join(f"\n- {line}" for line in problems)
-            raise PreparationError(f"DeepSpeed cannot train what was given to `prepare`:{lines}")
+            raise PreparationError(f"DeepSpeed cannot train the objects passed to `prepare`:{lines}")
         for model in models:
             self.check_model(model)
 
     def check_model(self, model: nn.Module) -> None:
-        refuse_split_model(model, "and an engine takes a model that is whole or not placed yet")
+        refuse_split_model(model, "and an engine needs a model on one device")
 
     @contextmanager
     def preparing(self, bundle: Bundle) -> Iterator[None]:
-        """Context manager in which the engine is built from model, optimizer and scheduler together."""
+        """Returns a context in which the engine is built from model, optimizer and scheduler."""
         optimizer = next(iter(bundle.new(Kind.OPTIMIZER)), None)
         if isinstance(optimizer, torch.optim.Optimizer):
             building.drop_empty_groups(optimizer, bundle.new(Kind.SCHEDULER))
         schedulers = (obj for obj in bundle.of(Kind.SCHEDULER) if isinstance(obj, DummyScheduler))
-        self.given = EngineInputs(None, optimizer, next(schedulers, None))
-        self.bundle = bundle
+        self.call = PrepareCall(bundle, optimizer, next(schedulers, None))
         try:
             yield
         finally:
-            self.known_sizes += self._batch_sizes()
-            self._forget_call()
-
-    def _batch_sizes(self) -> list[int]:
-        """Returns the batch sizes of the loaders that this call has prepared."""
-        return batch_sizes_of(loader for loader in self.bundle.of(Kind.LOADER) if is_prepared(loader))
+            self.known_sizes += self.call.batch_sizes()
+            self.call = PrepareCall()
 
     def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
-        """Return an engine for a model that comes with its optimizer, or whose weights are shared; another is
-        placed and cast as an engine would, and not trained."""
+        """Returns an engine for a model with an optimizer or with ZeRO stage 3.
+
+        Other models are not trained: they are only moved and cast as an engine would do.
+        """
         if evaluation:
             return super().wrap_model(model, to_device=to_device, evaluation=True)
         plugin = self.plugin
-        if self.given.optimizer is None and not plugin.hf_ds_config.is_zero3():
+        if self.call.optimizer is None and not plugin.hf_ds_config.is_zero3():
             device = self.context.device if to_device else None
             return self.compile(building.cast_without_engine(model, device, plugin.deepspeed_config))
-        # Accumulate as the configuration says where the user does not: a client may fill it in late.
+        # The configuration may set the accumulation steps; clients may fill it in late.
         restore_auto(plugin.deepspeed_config, plugin.filled)
         steps, gradients = str(plugin.get_value(STEPS)), self.context.gradients
         if gradients.num_steps == 1 and steps.isdecimal():
@@ -183,20 +193,21 @@ class DeepSpeed(Strategy):
         by_process = (
             request.step_scheduler_with_optimizer is True and not request.dataloader_config.split_batches
         )
-        given = replace(
-            self.given,
-            model=model,
-            batch_sizes=self._batch_sizes(),
+        inputs = EngineInputs(
+            model,
+            self.call.optimizer,
+            self.call.scheduler,
+            self.call.batch_sizes(),
             known_sizes=self.known_sizes,
             smallest=plugin.is_train_batch_min,
             accumulation=gradients.num_steps,
             replicas=self.replicas,
             scheduler_steps=self.context.topology.size if by_process else 1,
         )
-        return self._build(model, building.complete(plugin, given))
+        return self._build(model, building.complete(plugin, inputs))
 
     def _build(self, model: nn.Module, config: dict[str, Any]) -> nn.Module:
-        optimizer = self.given.optimizer
+        call, optimizer = self.call, self.call.optimizer
         is_of_torch = isinstance(optimizer, torch.optim.Optimizer)
         with self.session.following([optimizer] if is_of_torch else []):
             model = self.convert(model)
@@ -204,8 +215,8 @@ class DeepSpeed(Strategy):
         if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
         model = self.axes.sequence.transform_model(model, config.get(MICRO, 1))
-        engine, self.built = building.build_engine(
-            model, optimizer, self.given.scheduler, deepcopy(config), self.axes.sequence.groups
+        engine, (call.engine_optimizer, call.engine_scheduler) = building.build_engine(
+            model, optimizer, call.scheduler, deepcopy(config), self.axes.sequence.groups
         )
         building.compile_engine(engine, self.context.request.dynamo)
         if optimizer is not None:
@@ -215,15 +226,15 @@ class DeepSpeed(Strategy):
         return engine  # type: ignore[no-any-return]
 
     def wrap_optimizer(self, optimizer: Any, *, to_device: bool) -> AcceleratedOptimizer:
-        """Return the optimizer of the engine that was just built from `optimizer`."""
-        if self.built[0] is None:
+        """Returns the wrapped optimizer of the engine that was built from `optimizer`."""
+        if self.call.engine_optimizer is None:
             raise PreparationError(
                 f"{type(optimizer).__name__} was prepared without its model, and an engine is built from "
                 "both. Call prepare(model, optimizer, ...) with all of them."
             )
-        wrapper = DeepSpeedOptimizerWrapper(self.built[0])
+        wrapper = DeepSpeedOptimizerWrapper(self.call.engine_optimizer)
         wrapper.run_step = self.engines[-1].finish_step
-        self.wrappers = [wrapper]
+        self.call.wrappers = [wrapper]
         return wrapper
 
     def wrap_scheduler(
@@ -231,17 +242,16 @@ class DeepSpeed(Strategy):
     ) -> AcceleratedScheduler:
         """Returns the scheduler of the engine, or one that sets the learning rates of the engine."""
         if isinstance(scheduler, DummyScheduler):
-            return DeepSpeedSchedulerWrapper(self.built[1], self.wrappers)
-        inner = building.torch_optimizer_of(self.built[0])
-        if inner is not None and getattr(scheduler, "optimizer", None) is self.given.optimizer:
+            return DeepSpeedSchedulerWrapper(self.call.engine_scheduler, self.call.wrappers)
+        inner = building.torch_optimizer_of(self.call.engine_optimizer)
+        if inner is not None and getattr(scheduler, "optimizer", None) is self.call.optimizer:
             torch_private.set_scheduler_optimizer(scheduler, inner)
         return super().wrap_scheduler(scheduler, step_with_optimizer, split_batches)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Compute gradients by the engine whose model gave the loss; the accelerator has divided it."""
+        """Computes gradients of a loss, which is already divided by the accumulation steps."""
         engine = self.engines[0] if len(self.engines) == 1 else self._engine_of(loss)
-        synchronises = self.context.gradients.sync_gradients
-        engine.compute_gradients(loss, synchronises, scale_wrt_gas=False, **kwargs)
+        engine.compute_gradients(loss, self.context.gradients.sync_gradients, scale_wrt_gas=False, **kwargs)
 
     def _engine_of(self, loss: Tensor) -> DeepSpeedEngineWrapper:
         if not self.engines:
@@ -250,13 +260,13 @@ class DeepSpeed(Strategy):
         engine = next((owners[id(leaf)] for leaf in leaves_of(loss) if id(leaf) in owners), None)
         if engine is None:
             raise StateError(
-                "The loss depends on no parameter of a prepared model. Compute it by the models that "
+                "The loss depends on no parameter of a prepared model. Compute it with the models that "
                 "`prepare` returned."
             )
         return engine
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Take the step with clipped gradients, and return the norm they had; see `clip` of the engine."""
+        """Runs the pending step with clipped gradients, and returns their norm before clipping."""
         if len(self.engines) == 1:
             return self.engines[0].clip(max_norm, norm_type)
         clipped = set(map(id, as_list(parameters)))
@@ -273,13 +283,13 @@ class DeepSpeed(Strategy):
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         raise ConfigurationError(
-            "join_uneven_inputs does not work with DeepSpeed: its engine steps on all processes together. "
+            "join_uneven_inputs does not work with DeepSpeed: its engine steps on all ranks together. "
             "Leave even_batches on, or use windows()."
         )
 
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Gather all parameters; forwards fetch and free nothing inside."""
+        """Gathers all parameters inside the block."""
         with ExitStack() as stack:
             for model in models:
                 stack.enter_context(gathered_parameters(model))

@@ -45,11 +45,11 @@ from accelerate.strategies.fsdp.sharding import (
     split_by_dtype as split_by_dtype,
 )
 from accelerate.strategies.fsdp.strategies import (
-    CopiedTensorParallel as CopiedTensorParallel,
     DistributedTensors as DistributedTensors,
-    FullyShard as FullyShard,
+    Fsdp2 as Fsdp2,
+    ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,
     WholeOptimizer as WholeOptimizer,
     gather_state as gather_state,
 )
-from accelerate.strategies.fsdp.v1 import FullySharded as FullySharded
+from accelerate.strategies.fsdp.v1 import Fsdp1 as Fsdp1

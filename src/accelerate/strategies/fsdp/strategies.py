@@ -1,4 +1,6 @@
-"""Strategies that shard parameters: what they have in common, FSDP 2, and tensor parallelism.
+"""Strategies that shard parameters with FSDP 2 or tensor parallelism.
+
+`Sharded` is also the base class of FSDP 1 (`v1.py`). `strategies/resolve.py` chooses one of the classes.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
@@ -37,16 +39,16 @@ from accelerate.strategies.state import Fill, StrategyState
 
 
 class FsdpState(StrategyState):
-    """State whose whole form is kept on the first rank of each node only."""
+    """State whose full form is kept on the first rank of each node only."""
 
     @property
     def keeps_whole_states(self) -> bool:
-        """Whether this process keeps gathered states: the first one of each machine, which writes them."""
+        """True on the first rank of each node, which keeps gathered states and writes them."""
         return self.context.topology.local_rank == 0
 
     @property
-    def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin is a live object
-        """Whether states are saved in shards, as the plugin says."""
+    def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin may change
+        """True if the plugin selects sharded state dicts."""
         plugin = self.strategy.plugin
         return plugin is not None and saves_shards(plugin)
 
@@ -67,10 +69,10 @@ class DistributedTensorState(FsdpState):
 
     @torch.no_grad()
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state, gathered tensor by tensor, on the CPU of each machine's first process."""
+        """Returns the full state dict on the CPU of the first rank of each node."""
         source = self._inner(model) if unwrap else model
         state: dict[str, Any] = {}
-        gathered: dict[int, Tensor] = {}  # tied tensors stay one
+        gathered: dict[int, Tensor] = {}  # tied tensors stay tied
         for name, value in source.state_dict(keep_vars=True).items():
             if id(value) not in gathered:
                 whole = to_full_tensor(value) if isinstance(value, DTensor) else value
@@ -80,10 +82,9 @@ class DistributedTensorState(FsdpState):
 
 
 class Sharded(Strategy, ABC):
-    """Each process keeps a part of every parameter, of its gradient and of the optimizer's state.
+    """Base class of strategies that shard parameters, gradients and optimizer states over ranks.
 
-    Optimizers follow their parameters: those of the same `prepare` call, and those that come later although
-    they were built on the parameters that the model had before.
+    Optimizers are changed to step the sharded parameters, also those that are prepared later than the model.
     """
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
@@ -93,58 +94,58 @@ class Sharded(Strategy, ABC):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.names: WeakKeyDictionary[Any, list[list[str]]] = WeakKeyDictionary()
-        """Optimizer -> for each of its groups the names that its parameters had before."""
+        """Optimizer -> the names of the original parameters of each group."""
         self.replicas = context.topology.size
         if self.plugin is not None and context.mixed_precision in ("fp16", "bf16"):
             self.plugin.set_mixed_precision(context.mixed_precision)
 
     @property
     def plugin(self) -> Any:
-        """The user's plugin: a live object, read when a model is prepared; None without FSDP."""
+        """The plugin of the user, which is read when a model is prepared, or None without FSDP."""
         return getattr(AcceleratorState(), "fsdp_plugin", None)
 
     @property
     def frees_after_forward(self) -> bool:
-        """Whether units are freed between forward and backward."""
+        """True if units are freed between forward and backward."""
         return bool(self.plugin.reshard_after_forward)
 
     def memory_layout(self) -> Layout:
         mesh, plugin = self.context.request.parallelism, self.plugin
         layers = mesh.tp_size or 1 if mesh is not None else 1
-        copies = mesh.dp_replicate_size or 1 if mesh is not None else 1
+        replicas = mesh.dp_replicate_size or 1 if mesh is not None else 1
         shards = self.context.topology.size // layers
         if plugin is None:
             return Layout(shards=shards, tensor_parallel=layers)
         return Layout(
             "full_shard" if self.frees_after_forward else "shard_grad_op",
-            shards // copies,
+            shards // replicas,
             layers,
             "all" if offloads(plugin.cpu_offload) else "none",
             bool(plugin.activation_checkpointing),
         )
 
     def check_model(self, model: nn.Module) -> None:
-        refuse_split_model(model, "and only whole models are shared between processes")
+        refuse_split_model(model, "and only a model on one device can be sharded")
 
     def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
-        """Return `model` sharded, or whole for evaluation; units come to the device by themselves."""
+        """Returns the sharded model, or the whole model for evaluation."""
         if evaluation:
             return super().wrap_model(model, to_device=to_device, evaluation=True)
         return self.parallelize(self.convert(model))
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Return the sharded model; repeated blocks are compiled before, a whole model afterwards."""
+        """Returns the sharded model, compiled before sharding by block and after it as a whole."""
         host, here = torch.empty(0, device="cpu"), torch.empty(0, device=self.context.device)
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         if not on_meta and not torch_private.may_exchange_data(host, here):
-            self.place(model)  # torch would move each unit by exchanging the data of its parameters
+            self.place(model)  # otherwise torch moves each unit by replacing the data of its parameters
         if self.context.request.dynamo.use_regional_compilation:
             return self.split(self.compile(model))
         return self.compile(self.split(model))
 
     @abstractmethod
     def split(self, model: nn.Module) -> nn.Module:
-        """Return `model` with each rank keeping its part of all parameters."""
+        """Returns the model with sharded parameters."""
 
     def follow(
         self,
@@ -152,7 +153,13 @@ class Sharded(Strategy, ABC):
         shard: Callable[[], nn.Module],
         list_parameters: Callable[[nn.Module], Mapping[str, Any]],
     ) -> nn.Module:
-        """Return a sharded model whose optimizers step its new parameters, listed by their old names."""
+        """Returns a sharded model whose optimizers step the new parameters.
+
+        Args:
+            model: The model before sharding.
+            shard: Shards the model and returns it.
+            list_parameters: Returns the parameters of the sharded model by their names before sharding.
+        """
         remapper = ParameterRemapper(model, self.session.waiting)
         sharded = shard()
         parameters = list_parameters(sharded)
@@ -163,20 +170,19 @@ class Sharded(Strategy, ABC):
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         raise ConfigurationError(
-            "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank that has run "
-            "out of batches would keep its part of the parameters from the others. Leave even_batches on, or "
-            "use windows()."
+            "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank without batches does "
+            "not take part in the all-gathers of the others. Leave even_batches on, or use windows()."
         )
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients by their norm over all ranks; return it as a plain tensor."""
+        """Clips gradients by their global norm, and returns the norm as a plain tensor."""
         parameters = as_list(parameters)
         norm = gradient_norm(parameters, norm_type, self.context.device, self.groups_of)
         scale_down(parameters, norm, max_norm)
         return norm
 
     def groups_of(self, parameter: Tensor) -> Groups:
-        """Return the groups of ranks over which a parameter and its gradient are sharded."""
+        """Returns the process groups over which a parameter and its gradient are sharded."""
         return groups_of(parameter)
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
@@ -184,32 +190,32 @@ class Sharded(Strategy, ABC):
 
 
 class DistributedTensors(Sharded):
-    """What does not depend on the dimensions of the mesh over which tensors are distributed."""
+    """Base class of strategies whose parameters are DTensors."""
 
     state_class = DistributedTensorState
 
 
-class FullyShard(DistributedTensors):
-    """Sharding by FSDP 2."""
+class Fsdp2(DistributedTensors):
+    """Sharding with FSDP 2."""
 
     gathers_shards = True
 
     def split(self, model: nn.Module) -> nn.Module:
-        """Return the very model, with distributed tensors as parameters."""
+        """Returns the same model, with DTensors as parameters."""
         self._check_unsharded(model)
         context = self.context
         shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
         return self.follow(model, shard, named_parameters)
 
     def _check_unsharded(self, model: nn.Module) -> None:
-        """Refuse a model that is sharded, unless by FSDP 2 or over the axis "tp" of this run."""
+        """Raises an error for a model that is sharded, except by FSDP 2 or over the "tp" dimension."""
         mesh = self.context.mesh
         has_axis = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
         units: list[Any] = list(units_of(model))
         in_units = {id(parameter) for unit in units for parameter in unit.parameters()}
         wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
         others = [p for p in model.parameters() if isinstance(p, DTensor) and id(p) not in in_units]
-        # torch shards a module once
+        # torch raises an error for a module that is sharded twice
         again = not isinstance(model, FSDPModule) and set(units) & set(
             choose_units(self.plugin, model) if units else []
         )
@@ -220,14 +226,14 @@ class FullyShard(DistributedTensors):
             )
 
     def check(self, bundle: Bundle) -> None:
-        """Let optimizers that were built on gathered parameters step the shards; then check as all do."""
+        """Checks the objects, after optimizers of gathered parameters are changed to step shards."""
         if bundle.new(Kind.OPTIMIZER):
             for model in self.session.prepared.models:
                 self._free(model)
         super().check(bundle)
 
     def _free(self, model: nn.Module) -> None:
-        """Free units that a forward has left gathered, and note which parameters stood for which."""
+        """Frees units that a forward has left gathered, and records the shards of their parameters."""
         gathered = named_parameters(model)
         for unit in units_of(model):
             unit.reshard()
@@ -235,7 +241,7 @@ class FullyShard(DistributedTensors):
 
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Gather all units and keep them; afterwards they are freed and gathered as before."""
+        """Gathers all units and keeps them gathered inside the block."""
         frees = self.plugin.reshard_after_forward
         # The outermost unit, which comes first, is never freed after forward.
         units = [(unit, frees and inside) for model in models for inside, unit in enumerate(units_of(model))]
@@ -254,9 +260,9 @@ class FullyShard(DistributedTensors):
 
 
 class TensorParallel(DistributedTensors):
-    """Tensor parallelism without FSDP: all processes share each layer, and each batch."""
+    """Tensor parallelism without data parallelism, in which all ranks shard each layer."""
 
-    distributed_type = None  # the label is that of the hardware
+    distributed_type = None  # that of the hardware
 
     def split(self, model: nn.Module) -> nn.Module:
         self.place(model)
@@ -266,42 +272,42 @@ class TensorParallel(DistributedTensors):
         return self.axes.tensor.transform_model(model)
 
 
-class CopiedTensorParallel(TensorParallel):
-    """Groups of processes share each layer; the backward pass averages gradients over the groups."""
+class ReplicatedTensorParallel(TensorParallel):
+    """Tensor parallelism with data parallelism, in which FSDP 2 averages gradients over the replicas."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return gradient_sync(model, enabled=False)
 
     def _shard_layers(self, model: nn.Module) -> nn.Module:
-        """Let FSDP 2 average: to shard over one process is to hold a copy."""
+        """Shards layers, and makes FSDP 2 average gradients, with shards over one rank as replicas."""
         mesh, size = self.context.mesh, self.axes.tensor.size
         shape = (mesh.size() // size, 1, size)
-        mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", "tp"))
+        mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard", "tp"))
         units = split_by_dtype(model, [], set())
         model = TensorAxis(mesh).transform_model(model)
         for unit in (*units, model):
-            fully_shard(unit, mesh=mesh["copies", "one"], reshard_after_forward=False)
+            fully_shard(unit, mesh=mesh["replicate", "shard"], reshard_after_forward=False)
         return model
 
 
 @dataclass(eq=False)
 class GatheredOptimizer:
-    """Saves and loads an optimizer as one process would: with whole tensors, by the order of parameters."""
+    """Optimizer in a checkpoint, with full tensors in the format of a single process."""
 
     optimizer: Any
-    state: Mapping[str, Any] | None  # gathered; None where nothing is saved
+    state: Mapping[str, Any] | None  # gathered, or None if nothing is saved
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Return the state that was gathered."""
+        """Returns the gathered state."""
         assert self.state is not None
         return self.state
 
 
 class WholeOptimizer(GatheredOptimizer):
-    """Saves and loads an optimizer that steps distributed tensors."""
+    """Optimizer of DTensors in a checkpoint, with full tensors in the format of a single process."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's shards of a whole state; needs no other rank."""
+        """Loads the shards of this rank from a full state, without communication."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         shards = {
             index: {name: distribute_like(value, parameters[index]) for name, value in values.items()}
@@ -312,7 +318,10 @@ class WholeOptimizer(GatheredOptimizer):
 
 @torch.no_grad()
 def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
-    """Return the whole state of an optimizer on the CPU, empty unless kept; called on all ranks."""
+    """Returns the full state dict of an optimizer on the CPU, without states if `keep` is False.
+
+    Called on all ranks.
+    """
     state: dict[str, Any] = optimizer.state_dict()
     refuse_unnamed_state(optimizer, state)
 
@@ -330,15 +339,15 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
 
 
 def units_of(model: nn.Module) -> list[FSDPModule]:
-    """Return all units of a sharded model, also under torch.compile's wrapper."""
+    """Returns all units of a sharded model, which may be compiled."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def offloads(policy: Any) -> bool:
-    """Whether a policy of FSDP 1 or 2 keeps parameters on the CPU."""
+    """Returns whether a policy of FSDP 1 or 2 offloads parameters to the CPU."""
     return isinstance(policy, CPUOffloadPolicy) or bool(getattr(policy, "offload_params", False))
 
 
 def saves_shards(plugin: Any) -> bool:
-    """Whether states are saved in shards, as a plugin says."""
+    """Returns whether a plugin selects sharded state dicts."""
     return plugin.state_dict_type.name in ("SHARDED_STATE_DICT", "LOCAL_STATE_DICT")

@@ -1,4 +1,4 @@
-"""FSDP 1: units are wrappers with one flat parameter each.
+"""Strategy for FSDP 1, whose units are wrappers with one flat parameter each.
 
 Source: https://docs.pytorch.org/docs/stable/fsdp.html
 """
@@ -60,7 +60,7 @@ class FlatState(FsdpState):
         return flat_states.WholeFlatOptimizer(optimizer, state, *of)
 
     def _find_root(self, optimizer: Any) -> tuple[FSDP, flat_states.Names] | None:
-        """Return the model that an optimizer steps, with the names of the parameters; None without units."""
+        """Returns the model of an optimizer and the names of its parameters, or None without units."""
         stepped = parameter_ids([optimizer])
         roots = [root for root in self.strategy.roots if any(id(p) in stepped for p in root.parameters())]
         if not roots:
@@ -92,7 +92,7 @@ class FlatState(FsdpState):
         return flat_states.FlatOptimizerShards(optimizer, *stepped)
 
     def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
-        """Return the names that the parameters had before they were joined, in the order they had."""
+        """Returns the names of the parameters before they were flattened, in their order."""
         stepped = self._find_root(optimizer)
         if stepped is None:
             return super().parameter_names(optimizer, models)
@@ -107,7 +107,7 @@ class FlatState(FsdpState):
             fill(root, state)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state on the CPU of each machine's first process; names are without wrappers."""
+        """Returns the full state dict on the CPU of the first rank of each node, without wrapper prefixes."""
         root = root_of(model)
         if root is None:
             return super().state_dict(model, unwrap=unwrap)
@@ -119,8 +119,8 @@ class FlatState(FsdpState):
             return state if self.keeps_whole_states else {}
 
 
-class FullySharded(Sharded):
-    """Sharding by FSDP 1."""
+class Fsdp1(Sharded):
+    """Sharding with FSDP 1."""
 
     state_class = FlatState
 
@@ -134,18 +134,18 @@ class FullySharded(Sharded):
         return self.plugin.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD")
 
     def make_scaler(self, **arguments: Any) -> ShardedGradScaler:
-        """Return a gradient scaler that tells all ranks when one has gradients that are not finite."""
+        """Returns a gradient scaler that skips a step on all ranks if any rank has non-finite gradients."""
         return ShardedGradScaler(device=self.context.device.type, **arguments)
 
     def split(self, model: nn.Module) -> nn.Module:
-        """Return the model in torch's wrapper, its units in wrappers of their own."""
+        """Returns the wrapped model, in which each unit has its own wrapper."""
         refuse_sharded_model(model, "Pass it before it is sharded; fsdp_plugin says how this run shards it.")
         plugin = self.plugin
         ignored, chosen, exact = plan_units(
             plugin, model, self.context.mixed_precision, None, self.context.request.scaler
         )
         for module in exact:
-            module.register_forward_hook(partial(_in_dtype, plugin.mixed_precision_policy.param_dtype))
+            module.register_forward_hook(partial(_cast_output, plugin.mixed_precision_policy.param_dtype))
         units = [*exact, *chosen]
         for held in parameters_by_unit(model, units, ignored):
             self._check_unit(model, held)
@@ -160,26 +160,26 @@ class FullySharded(Sharded):
         return sharded
 
     def _check_unit(self, model: nn.Module, held: list[UnitParameter]) -> None:
-        """Refuse what torch cannot join into one parameter."""
+        """Raises an error for parameters that torch cannot flatten into one parameter."""
         dtypes = {str(h.parameter.dtype).removeprefix("torch.") for h in held}
         if len(dtypes) > 1:
             raise PreparationError(
                 f"{type(model).__name__} has parameters of several dtypes ({', '.join(sorted(dtypes))}) in "
-                f"one unit, which FSDP 1 joins into one: {listed([h.name for h in held])}. Set "
+                f"one unit, which FSDP 1 flattens into one: {listed([h.name for h in held])}. Set "
                 "fsdp_version=2, or cast the model to one dtype."
             )
         frozen = [h.name for h in held if not h.parameter.requires_grad]
         if frozen and len(frozen) < len(held) and not self.plugin.use_orig_params:
             raise PreparationError(
-                f"{type(model).__name__} has frozen and trainable parameters in one unit, which FSDP 1 joins "
-                f"into one: {listed(frozen)} are frozen. Set use_orig_params=True, or fsdp_version=2."
+                f"{type(model).__name__} has frozen and trainable parameters in one unit, which FSDP 1 "
+                f"flattens: {listed(frozen)} are frozen. Set use_orig_params=True, or fsdp_version=2."
             )
 
     def _shard(self, model: nn.Module, units: list[nn.Module], exact: list[nn.Module]) -> nn.Module:
         plugin, device = self.plugin, self.context.device
         on_host = of_device(device).is_host
         chosen: dict[int, Any] = dict.fromkeys(map(id, units), True)
-        for module in exact:  # among units that compute by another policy
+        for module in exact:  # their inputs come from units with another dtype
             in_float32 = {
                 "param_dtype": torch.float32,
                 "buffer_dtype": torch.float32,
@@ -189,7 +189,7 @@ class FullySharded(Sharded):
             chosen[id(module)] = {"mixed_precision": policy}
         initialize, sends = plugin.param_init_fn, plugin.sync_module_states
         if on_host and sends:
-            send_from_main(model, device)  # torch itself sends between accelerators only
+            send_from_main(model, device)  # torch broadcasts on accelerators only
         elif sends and any(p.is_meta for p in model.parameters()):
             initialize = initialize or (lambda m: m.to_empty(device=device, recurse=False))
             initialize = ensure_weights_retied(initialize, model, device)
@@ -212,7 +212,7 @@ class FullySharded(Sharded):
         )
 
     def _mesh(self, strategy: ShardingStrategy) -> DeviceMesh | None:
-        """Return which ranks share a copy of the model, for strategies with several copies: one a machine."""
+        """Returns the mesh of hybrid strategies, with one replica per node by default."""
         if strategy not in HYBRID:
             return None
         if self.context.mesh is not None:
@@ -223,7 +223,7 @@ class FullySharded(Sharded):
 
     @contextmanager
     def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
-        """Gather all units and call the modules inside them, not the wrappers, which would gather again."""
+        """Gathers all units inside the block, where their wrappers are skipped."""
         roots = [root for model in models if (root := root_of(model)) is not None]
         units = [unit for root in roots for unit in FSDP.fsdp_modules(root)]
         with ExitStack() as stack:
@@ -242,15 +242,15 @@ class FullySharded(Sharded):
 
 
 def root_of(model: nn.Module) -> FSDP | None:
-    """Return the outermost unit of a model, also under torch.compile's wrapper; None without units."""
+    """Returns the outermost unit of a model, which may be compiled, or None without units."""
     inner = torch_private.uncompiled(model)
     return inner if isinstance(inner, FSDP) else None
 
 
 def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
-    """Return the parameters of a sharded model under the clean names they had before.
+    """Returns the parameters of a sharded model by their names before sharding.
 
-    Without `use_orig_params` several names stand for the one flat parameter that holds them.
+    Without `use_orig_params`, the names of a unit have the flat parameter as their value.
     """
     parameters = {
         name: p
@@ -264,13 +264,13 @@ def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
 
 
 def _names_of(optimizer: Any, root: FSDP) -> flat_states.Names:
-    """Return the names of the parameters that an optimizer was built on after they were sharded."""
-    # A tied parameter counts once, and a flat parameter once for each parameter in it.
+    """Returns the names of the parameters of an optimizer that was built after sharding."""
+    # A tied parameter has one name, and a flat parameter one for each parameter in it.
     count = 1 if torch_private.uses_original_parameters(root) else None
     groups = names_by_group(optimizer, [joined_parameters(root)])
     return [[name for names in group for name in names[:count]] for group in groups]
 
 
-def _in_dtype(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Give what computed in float32 back in the number format of what follows."""
+def _cast_output(dtype: torch.dtype, module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Casts the output of a float32 module to the dtype of the next module."""
     return recursively_apply(lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, output)

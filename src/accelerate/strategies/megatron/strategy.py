@@ -1,4 +1,8 @@
-"""Training by Megatron-LM: what a run must have before anything starts, and the strategy."""
+"""Strategy for training with Megatron-LM.
+
+`plan_run` writes the sizes of the prepared objects to the plugin and returns all problems. The strategy then
+initializes Megatron-LM, which builds its own model, optimizer and scheduler.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +55,7 @@ logger = get_logger(__name__)
 def plan_run(
     plugin: MegatronLMPlugin, bundle: Bundle, processes: int, mixed_precision: str, steps: int
 ) -> list[str]:
-    """Write what the objects of a run say to the plugin, and return what is wrong with it, one line each."""
+    """Writes the arguments of the prepared objects to the plugin, and returns one line for each problem."""
     problems = [
         *library.find_missing(plugin),
         *find_wrong_values(plugin),
@@ -81,12 +85,12 @@ def _plan_data(plugin: MegatronLMPlugin, bundle: Bundle, processes: int) -> list
     if size is None and sizes:
         size = (min if plugin.is_train_batch_min else max)(sizes)
     if size is not None:
-        copy = (plugin.tp_degree or 1) * (plugin.pp_degree or 1) * (plugin.context_parallel_size or 1)
-        plugin.set_training_args(int(size), max(1, processes // copy))
+        replica_size = (plugin.tp_degree or 1) * (plugin.pp_degree or 1) * (plugin.context_parallel_size or 1)
+        plugin.set_training_args(int(size), max(1, processes // replica_size))
     elif not problems:
         problems.append(
-            "micro_batch_size: nothing says how many samples a micro-batch has. Prepare the loaders together "
-            "with the model, or pass micro_batch_size to MegatronLMDummyDataLoader"
+            "micro_batch_size: the number of samples of a micro-batch is not given. Prepare the loaders "
+            "together with the model, or pass micro_batch_size to MegatronLMDummyDataLoader"
         )
     return problems
 
@@ -99,7 +103,7 @@ def _plan_model(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
         ]
     model = bundle.models[0]
     needs_batch = not (plugin.seq_length or plugin.encoder_seq_length or plugin.decoder_seq_length)
-    batch = _sample(bundle.of(Kind.LOADER)) if needs_batch else None
+    batch = _sample_batch(bundle.of(Kind.LOADER)) if needs_batch else None
     problems = _message_of(plugin.set_network_size_args, model, batch)
     if problems:
         return problems
@@ -115,7 +119,7 @@ def _plan_model(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
 def _plan_optimizer(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
     if len(bundle.optimizers) != 1:
         return [
-            f"{len(bundle.optimizers)} optimizers: Megatron-LM builds one, like the one that is given. Pass "
+            f"{len(bundle.optimizers)} optimizers: Megatron-LM builds one of the same kind. Pass "
             "one to `prepare`, together with the model"
         ]
     problems = _message_of(plugin.set_optimizer_type, bundle.optimizers[0])
@@ -130,7 +134,7 @@ def _plan_schedule(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
     schedulers = bundle.of(Kind.SCHEDULER)
     placeholders = [scheduler for scheduler in schedulers if isinstance(scheduler, MegatronLMDummyScheduler)]
     problems = [
-        f"{type(scheduler).__name__}: Megatron-LM steps schedulers of its own only. Pass "
+        f"{type(scheduler).__name__}: Megatron-LM steps only its own schedulers. Pass "
         "MegatronLMDummyScheduler(optimizer, total_num_steps=..., warmup_num_steps=...), and lr_decay_style "
         "to MegatronLMPlugin"
         for scheduler in schedulers
@@ -143,14 +147,14 @@ def _plan_schedule(plugin: MegatronLMPlugin, bundle: Bundle) -> list[str]:
         plugin.set_schedule_args()
     if not problems and not plugin.train_iters and not plugin.train_samples:
         problems.append(
-            "train_iters: nothing says how long training is. Prepare MegatronLMDummyScheduler(optimizer, "
-            "total_num_steps=...), or set train_iters or train_samples of MegatronLMPlugin"
+            "train_iters: the length of the training is not given. Prepare MegatronLMDummyScheduler("
+            "optimizer, total_num_steps=...), or set train_iters or train_samples of MegatronLMPlugin"
         )
     return problems
 
 
 def _message_of(check: Callable[..., None], *arguments: Any) -> list[str]:
-    """Return what an error says, instead of raising it."""
+    """Returns the message of the error that a check raises, in a list."""
     try:
         check(*arguments)
     except ConfigurationError as error:
@@ -158,8 +162,8 @@ def _message_of(check: Callable[..., None], *arguments: Any) -> list[str]:
     return []
 
 
-def _sample(loaders: Sequence[Any]) -> Any:
-    """Return the first samples of the first dataset with an index as a batch, without a random draw."""
+def _sample_batch(loaders: Sequence[Any]) -> Any:
+    """Returns a batch of the first samples of the first map-style dataset, without random numbers."""
     for loader in loaders:
         if isinstance(loader.dataset, IterableDataset) or loader.collate_fn is None or not loader.batch_size:
             continue
@@ -175,21 +179,20 @@ class MegatronState(StrategyState):
         return MegatronPart(self.strategy.require_engine(), self.context.topology, folder)
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        raise _in_parts("load_state_dict", "load_checkpoint of the prepared model")
+        raise _unsupported("load_state_dict", "load_checkpoint of the prepared model")
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        raise _in_parts("A whole state", "save_checkpoint of the prepared model, or save_state")
+        raise _unsupported("A full state dict", "save_checkpoint of the prepared model, or save_state")
 
 
 class MegatronLM(Strategy):
-    """Megatron-LM builds a model like the user's, with an optimizer like the user's, and trains it."""
+    """Training with Megatron-LM, which builds its model and optimizer like those of the user."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
     state_class: ClassVar[type[StrategyState]] = MegatronState
     holds_whole_models = False
 
-    loader_mesh: Any = None
-    """Which ranks share a batch, as Megatron-LM has grouped them."""
+    loader_mesh: Any = None  # the groups of Megatron-LM, after it is initialized
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -200,15 +203,15 @@ class MegatronLM(Strategy):
 
     @property
     def plugin(self) -> Any:
-        """The user's plugin: a live object, read when a run is prepared."""
+        """The plugin of the user, which is read when objects are prepared."""
         return AcceleratorState().megatron_lm_plugin
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what Megatron-LM cannot train, with all problems in one message."""
+        """Raises one error with all reasons why Megatron-LM cannot train the objects."""
         if self.engine is not None:
             if bundle.models or bundle.optimizers:
                 raise PreparationError(
-                    "Megatron-LM trains one model with one optimizer in a process, and has them already. "
+                    "Megatron-LM trains one model with one optimizer per process, and has them already. "
                     "Prepare everything in one call."
                 )
             return
@@ -221,14 +224,14 @@ class MegatronLM(Strategy):
 
     @contextmanager
     def preparing(self, bundle: Bundle) -> Iterator[None]:
-        """Context manager that starts Megatron-LM, which builds model, optimizer and scheduler."""
+        """Returns a context that initializes Megatron-LM, which builds model, optimizer and scheduler."""
         accelerator = self.context.accelerator
         if self.engine is None:
             library.initialize(accelerator)
             self.loader_mesh = RankGrid()
             self.engine = MegatronEngine(accelerator, *library.prepare_model_optimizer_scheduler(accelerator))
         numbers = [i for i, obj in enumerate(bundle.objects) if isinstance(obj, MegatronLMDummyDataLoader)]
-        if numbers:  # Megatron-LM's loaders are in the order training, validation, test
+        if numbers:  # the loaders are in the order training, validation, test
             loaders = prepare_data_loader(accelerator, bundle.objects[numbers[0]])
             for number, loader in zip(numbers, loaders, strict=False):
                 bundle.objects[number] = mark_prepared(loader)
@@ -244,7 +247,7 @@ class MegatronLM(Strategy):
         return self.engine
 
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader whose batches have all micro-batches of a step."""
+        """Returns a loader whose batches have all micro-batches of a step."""
         self.require_engine()
         return with_batch_size(loader, self.plugin.micro_batch_size * self.plugin.num_micro_batches)
 
@@ -252,10 +255,11 @@ class MegatronLM(Strategy):
         self.require_engine()
 
     def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
-        """Return the engine, which has a model like the user's, with weights of its own."""
+        """Returns the engine, whose model has the configuration of the user's model and new weights."""
         logger.warning_once(
-            "Megatron-LM builds a model like the one that was passed, and its weights are new: to start from "
-            "other weights, convert them to a checkpoint of Megatron-LM and call `load_checkpoint`."
+            "Megatron-LM builds a model with the configuration of the one that was passed, and initializes "
+            "its weights. To start from other weights, convert them to a checkpoint of Megatron-LM and call "
+            "`load_checkpoint`."
         )
         return self.require_engine()
 
@@ -268,20 +272,20 @@ class MegatronLM(Strategy):
         return MegatronLMSchedulerWrapper(self.require_engine().scheduler, self.session.prepared.optimizers)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Does nothing, because the forward of the model was a whole step."""
+        """Does nothing, because the call of the engine has run the whole step."""
 
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:
-        """Return the engine itself: there is no module of the user's in it."""
+        """Returns the engine itself, which has no module of the user."""
         return model
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         raise ConfigurationError(
-            "join_uneven_inputs does not work with Megatron-LM: all processes take part in each step. Leave "
+            "join_uneven_inputs does not work with Megatron-LM: all ranks take part in each step. Leave "
             "even_batches on."
         )
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of the last step, clipped as the plugin says; NaN before the first one."""
+        """Returns the gradient norm of the last step before clipping, or NaN before the first step."""
         limit = self.plugin.gradient_clipping
         if max_norm != limit:
             logger.warning_once(
@@ -296,11 +300,11 @@ class MegatronLM(Strategy):
         raise wrong_value("clip_value", clip_value, reason, "Set gradient_clipping of MegatronLMPlugin")
 
     def release(self) -> None:
-        """Release the engine; Megatron-LM's groups stay open, as they belong to the process."""
+        """Releases the engine, but not the process groups of Megatron-LM."""
         self.engine = None
 
 
-def _in_parts(what: str, instead: str) -> ConfigurationError:
+def _unsupported(what: str, instead: str) -> ConfigurationError:
     return ConfigurationError(
         f"{what} is not available under Megatron-LM, whose models are sharded over all processes. Use "
         f"{instead}; Megatron-LM's own tools convert its checkpoints."

@@ -100,7 +100,7 @@ def test_the_length_of_training_is_that_of_the_plugin(fake: Fake) -> None:
     bundle = Bundle([model, torch.optim.SGD(model.parameters(), lr=0.1), loader(2)])
     assert plan_run(MegatronLMPlugin(train_samples=100), bundle, 1, "no", 1) == []
     (problem,) = plan_run(MegatronLMPlugin(), bundle, 1, "no", 1)
-    assert problem.startswith("train_iters: nothing says how long")
+    assert problem.startswith("train_iters: the length of the training")
 
 
 def test_rates_that_fall_upwards(fake: Fake) -> None:
