@@ -347,7 +347,7 @@ def _add_torch_settings(cls: type) -> None:
 _add_torch_settings(DataLoaderAdapter)
 
 
-class LoaderPass:
+class PassContext:
     """Context of a pass over a loader, which sets its epoch, makes it the active loader and counts the epoch.
 
     It is a class because on Python 3.10 `contextmanager` keeps the frames of a pass that is left early, and

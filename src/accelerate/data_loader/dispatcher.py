@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import default_collate
 
 from accelerate.data_loader.background import RandomDrawDetector, ReadAhead
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, LoaderPass
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, PassContext
 from accelerate.data_loader.dispatch_transport import (
     BatchChannel,
     BatchSender,
@@ -113,7 +113,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _read_alone(self) -> Iterator[Any]:
         """Makes one pass that no other process reads."""
-        with LoaderPass(self):
+        with PassContext(self):
             skipped = self.skip_batches + self.start.skip_source
             batches, mark, padding_record = open_pass(self, skipped)
             number = first_number(self._index_sampler) + skipped
@@ -122,7 +122,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
 
     def _own_parts(self, transport: Transport) -> Iterator[Any]:
         """Yields the part of this process of each global batch, on its device."""
-        with LoaderPass(self), closing(self._receive_own(transport)) as received:
+        with PassContext(self), closing(self._receive_own(transport)) as received:
             if transport.rank:  # no order is drawn here
                 order_is_drawn = self.position.begin(self, self.start.offset)
                 self._draw_base_seed()

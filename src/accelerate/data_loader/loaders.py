@@ -11,7 +11,7 @@ from itertools import islice
 from typing import Any
 
 from accelerate.base import RNGType
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, LoaderPass
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, PassContext
 from accelerate.data_loader.iterable_shard import IterableDatasetShard
 from accelerate.data_loader.joining import DatasetJoin
 from accelerate.data_loader.last_batch import PaddingRecord
@@ -86,7 +86,7 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
             yield from late.read_through(wrap)
             return
         self._synchronize_generators()
-        with LoaderPass(self):
+        with PassContext(self):
             skipped = self.skip_batches + self.start.skip_source
             number = first_number(self._index_sampler) + skipped
             if self.plan.mode == "dataset_shards":

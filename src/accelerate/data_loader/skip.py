@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import torch_private
 from accelerate.base import wrong_value
-from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, LoaderPass, kept_settings
+from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, PassContext, kept_settings
 from accelerate.data_loader.late_start import reorder, skip_prepared
 from accelerate.data_loader.position import is_tracked
 from accelerate.data_loader.reading import open_pass, read_past, yield_batches
@@ -82,7 +82,7 @@ class SkipDataLoader(DataLoaderAdapter, DataLoaderStateMixin):
 
     @closed_at_exit
     def __iter__(self) -> Generator[Any, None, None]:  # type: ignore[override]
-        with LoaderPass(self):
+        with PassContext(self):
             batches, mark, padding_record = open_pass(self, 0)
             restored = torch_private.count_yielded(self.base_dataloader) if self.torchdata_resumes else 0
             rest = read_past(batches, max(self.skip_batches - restored, 0))

@@ -217,7 +217,7 @@ _ANY_CONNECTION = re.compile(
 _DISTRIBUTED = re.compile(r'File "[^"]*torch[/\\]distributed[/\\]')
 _OF_OTHERS = re.compile(r"did not arrive within|did not end their attempt|on another process|does not answer")
 _READ_BY_ANOTHER = re.compile(
-    r"^RuntimeError: the loader failed on process \d+, which reads for all:$", re.MULTILINE
+    r"^RuntimeError: the loader failed on rank \d+, which reads for all ranks:$", re.MULTILINE
 )
 """Traceback of ranks that raise the error of the rank that reads for them."""
 

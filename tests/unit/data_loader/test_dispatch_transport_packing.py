@@ -69,7 +69,7 @@ def test_a_received_failure_is_raised_with_its_traceback() -> None:
         failure = ReaderFailure.of(error)
     with pytest.raises(KeyError, match="gone") as caught:
         failure.raise_here()
-    assert "process 0" in str(caught.value.__cause__)
+    assert "rank 0" in str(caught.value.__cause__)
     assert "raise KeyError" in str(caught.value.__cause__)
     assert "KeyError: 'gone'" in str(caught.value.__cause__)
 
@@ -84,5 +84,5 @@ class Unpicklable(Exception):
 def test_a_failure_that_cannot_be_pickled_is_raised_as_text() -> None:
     failure = ReaderFailure.of(Unpicklable("dataset", 3))
     assert failure.error is None
-    with pytest.raises(RuntimeError, match=r"process 0(.|\n)*Unpicklable: dataset has no 3"):
+    with pytest.raises(RuntimeError, match=r"rank 0(.|\n)*Unpicklable: dataset has no 3"):
         failure.raise_here()
