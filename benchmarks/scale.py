@@ -34,7 +34,7 @@ from torch.distributed import TCPStore
 
 from accelerate import PartialState
 from accelerate.checkpointing import Request, saving
-from accelerate.diagnostics import Limits
+from accelerate.diagnostics.hang_report import Limits
 from accelerate.monitoring import PHASES, RankExchange, StepTimes
 from accelerate.state import StoreChannel, StoreConsensus, as_dataclass
 from constants import constants_table, measure_constants, projected_table

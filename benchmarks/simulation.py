@@ -9,7 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from accelerate.diagnostics import Activity, Identity, Limits, Peers, RankState, Report, Watchdog, processes
+from accelerate.diagnostics import processes
+from accelerate.diagnostics.hang_report import Activity, Limits, RankState, Report
+from accelerate.diagnostics.peers import Identity, Peers
+from accelerate.diagnostics.watching import Watchdog
 from accelerate.state import StoreChannel
 
 _METHODS = "set get add check wait append compare_set delete_key multi_get multi_set"

@@ -17,7 +17,9 @@ import pytest
 from torch.distributed import HashStore
 
 from accelerate.checkpointing import Request, Saver
-from accelerate.diagnostics import ArrivalWatch, Limits, arrivals, memory
+from accelerate.diagnostics import arrivals, memory
+from accelerate.diagnostics.arrivals import ArrivalWatch
+from accelerate.diagnostics.hang_report import Limits
 from accelerate.state import PartialState, StoreChannel, StoreConsensus, Topology, process_group
 
 MODULE = "simulation"

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accelerate.ops import NeuronTransport, TorchTransport, Transport, XlaTransport
+from accelerate.ops import Transport
+from accelerate.ops.transport import NeuronTransport, TorchTransport, XlaTransport
 from accelerate.state import process_group
 
 DTYPES = [

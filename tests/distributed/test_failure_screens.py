@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from accelerate.commands.launch import main
-from accelerate.diagnostics import MAX_LINES
+from accelerate.diagnostics.digest import MAX_LINES
 from accelerate.report import read_run
 
 LOST = "raise RuntimeError('[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:1')"

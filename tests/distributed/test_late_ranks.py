@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from accelerate import Accelerator
-from accelerate.diagnostics import format_screen
+from accelerate.diagnostics.digest import format_screen
 from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect
 from accelerate.state import PartialState
 from accelerate.utils import gather, patch_environment

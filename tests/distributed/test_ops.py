@@ -24,12 +24,12 @@ from accelerate.ops import (
     gather,
     gather_object,
     gather_tensor_shape,
-    gather_uneven,
     gather_valid,
     gather_valid_objects,
     pad_across_processes,
     reduce,
 )
+from accelerate.ops.collectives import gather_uneven
 from accelerate.state import PartialState
 
 Run = Callable[..., list[Any]]

@@ -14,7 +14,7 @@ import pytest
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator
-from accelerate.diagnostics import format_screen
+from accelerate.diagnostics.digest import format_screen
 from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect
 from accelerate.state import PartialState
 from accelerate.utils import patch_environment

@@ -22,7 +22,8 @@ from accelerate.accelerator import Arguments, build_request
 from accelerate.base import LONGEST, AccelerateError, environ
 from accelerate.commands.kubernetes import as_manifest
 from accelerate.commands.launch import launch_command_parser, read_settings
-from accelerate.diagnostics import find_sources, read_limits
+from accelerate.diagnostics.stopping import find_sources
+from accelerate.diagnostics.watching import read_limits
 from accelerate.launch import Machine, Target, as_json, as_text, resolve_plan
 from accelerate.settings import (
     SECTIONS,

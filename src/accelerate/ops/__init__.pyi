@@ -1,12 +1,4 @@
-from accelerate.ops.base import (
-    Header as Header,
-    Transport as Transport,
-    as_supported as as_supported,
-    check_scatter_parts as check_scatter_parts,
-    finish_reduction as finish_reduction,
-    header_width as header_width,
-    reducible_dtype as reducible_dtype,
-)
+from accelerate.ops.base import Transport as Transport
 from accelerate.ops.casting import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
     convert_outputs_to_fp32 as convert_outputs_to_fp32,
@@ -18,60 +10,34 @@ from accelerate.ops.collectives import (
     broadcast as broadcast,
     broadcast_object_list as broadcast_object_list,
     copy_tensor_to_devices as copy_tensor_to_devices,
-    first_rows as first_rows,
     gather as gather,
     gather_object as gather_object,
-    gather_rows as gather_rows,
     gather_tensor_shape as gather_tensor_shape,
-    gather_uneven as gather_uneven,
     gather_valid as gather_valid,
     gather_valid_objects as gather_valid_objects,
     pad_across_processes as pad_across_processes,
     pad_input_tensors as pad_input_tensors,
     reduce as reduce,
-    row_shape_and_dtype as row_shape_and_dtype,
     wait_for_everyone as wait_for_everyone,
 )
 from accelerate.ops.flight_record import (
-    MAX_ENTRIES as MAX_ENTRIES,
     FlightRecorder as FlightRecorder,
-    RecordedOperation as RecordedOperation,
     calling_frame as calling_frame,
     flight_recorder as flight_recorder,
-    line_of as line_of,
-    recorded as recorded,
 )
 from accelerate.ops.packed import (
-    broadcast_object as broadcast_object,
-    broadcast_packed as broadcast_packed,
-    gather_integers as gather_integers,
-    gather_objects as gather_objects,
-    gather_packed as gather_packed,
     is_dtensor as is_dtensor,
     local_tensor as local_tensor,
-    reduce_packed as reduce_packed,
     to_full_tensor as to_full_tensor,
     to_full_tensors as to_full_tensors,
 )
 from accelerate.ops.packing import (
     ALIGNMENT as ALIGNMENT,
-    SEPARATE_BYTES as SEPARATE_BYTES,
-    TransferPlan as TransferPlan,
     cached_layout as cached_layout,
-    fingerprint_of as fingerprint_of,
-    flatten_structure as flatten_structure,
-    joined_shape as joined_shape,
-    plan_transfer as plan_transfer,
-    unflatten_structure as unflatten_structure,
     views_of as views_of,
 )
 from accelerate.ops.transport import (
-    AsyncGroup as AsyncGroup,
     AsyncReduction as AsyncReduction,
-    CollectiveConsensus as CollectiveConsensus,
-    NeuronTransport as NeuronTransport,
-    TorchTransport as TorchTransport,
-    XlaTransport as XlaTransport,
     current_transport as current_transport,
     open_consensus as open_consensus,
     reduce_async as reduce_async,
@@ -79,16 +45,7 @@ from accelerate.ops.transport import (
     run_on_rank_0 as run_on_rank_0,
 )
 from accelerate.ops.verify import (
-    Call as Call,
-    CallSummary as CallSummary,
     DistributedOperationException as DistributedOperationException,
     chained_operation as chained_operation,
-    checking_header as checking_header,
-    map_leaves as map_leaves,
-    mismatch_error as mismatch_error,
-    must_verify as must_verify,
-    operation as operation,
-    summarize as summarize,
     verify_operation as verify_operation,
-    verify_shapes as verify_shapes,
 )

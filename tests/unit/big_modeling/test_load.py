@@ -19,7 +19,8 @@ from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.big_modeling import LoadOptions, check_options, local_part
 from accelerate.checkpointing import save_sharded
 from accelerate.devices import CPU
-from accelerate.diagnostics import CLEAR_REFS, MIB, MemoryMeter
+from accelerate.diagnostics import MemoryMeter
+from accelerate.diagnostics.memory import CLEAR_REFS, MIB
 from accelerate.weights import OffloadedWeightsLoader, model_has_dtensor, write_safetensors
 
 

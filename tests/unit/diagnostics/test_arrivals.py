@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import ArrivalWatch, Limits, Message, Report, Siblings, WaitingRank, arrivals
+from accelerate.diagnostics import arrivals
+from accelerate.diagnostics.arrivals import ArrivalWatch, Message, WaitingRank
+from accelerate.diagnostics.hang_report import Limits, Report
+from accelerate.diagnostics.processes import Siblings
 from accelerate.launch import KEY_VARIABLE
 from accelerate.state import StoreChannel, Topology
 

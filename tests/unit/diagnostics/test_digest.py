@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.diagnostics import CAUSES, MAX_LINES, find_cause, format_screen, is_informative, write_report
+from accelerate.diagnostics.digest import (
+    CAUSES,
+    MAX_LINES,
+    find_cause,
+    format_screen,
+    is_informative,
+    write_report,
+)
 from accelerate.launch import Failure, Outcome
 from accelerate.launch.failures import Exits
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.diagnostics import (
+from accelerate.diagnostics.hang_report import (
     DEVICE,
     Activity,
     RankState,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from accelerate.diagnostics import HangReporter, Report
+from accelerate.diagnostics.hang_report import HangReporter, Report
 from accelerate.launch import FOLDER_VARIABLE, HANG_KIND, collect
 
 REPORT = Report("accelerate: hang: rank 0 waits.\nstack", 0, True, 1, [], 5.0)

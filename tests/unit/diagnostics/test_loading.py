@@ -20,7 +20,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelerate.base import stack_dumps
 from accelerate.data_loader import ReadAhead
-from accelerate.diagnostics import Activity, ThreadObserver, observation, processes
+from accelerate.diagnostics import observation, processes
+from accelerate.diagnostics.hang_report import Activity
+from accelerate.diagnostics.observation import ThreadObserver
 from accelerate.ops import FlightRecorder
 
 SOURCE = Path(__file__).read_text().splitlines()

@@ -6,7 +6,9 @@ import time
 
 import pytest
 
-from accelerate.diagnostics import DEVICE, Activity, ThreadObserver, processes
+from accelerate.diagnostics import processes
+from accelerate.diagnostics.hang_report import DEVICE, Activity
+from accelerate.diagnostics.observation import ThreadObserver
 from accelerate.ops import FlightRecorder
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from accelerate.diagnostics import Limits, LoaderWatch, Report
+from accelerate.diagnostics.hang_report import Limits, Report
+from accelerate.diagnostics.observation import LoaderWatch
 
 NAME = "accelerate-loader"
 

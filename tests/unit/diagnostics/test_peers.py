@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import Activity, Peers, own_identity
+from accelerate.diagnostics.hang_report import Activity
+from accelerate.diagnostics.peers import Peers, own_identity
 from accelerate.state import StoreChannel
 
 

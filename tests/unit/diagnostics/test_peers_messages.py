@@ -9,7 +9,9 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import Activity, EventCounts, Identity, Peers, RankState, Report, peers
+from accelerate.diagnostics import peers
+from accelerate.diagnostics.hang_report import Activity, RankState, Report
+from accelerate.diagnostics.peers import EventCounts, Identity, Peers
 from accelerate.state import StoreChannel
 
 WHO = Identity("a", "b", 7, 1.0)

@@ -11,7 +11,7 @@ from types import FrameType
 
 import pytest
 
-from accelerate.diagnostics import REPEAT_SECONDS, SIGNALS, SignalRecorder
+from accelerate.diagnostics.stopping import REPEAT_SECONDS, SIGNALS, SignalRecorder
 
 NUMBERS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 SIGTERM, SIGUSR1, SIGUSR2 = SIGNALS

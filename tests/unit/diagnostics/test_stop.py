@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.diagnostics import (
+from accelerate.diagnostics.stopping import (
     ALLOCATION_ENDS,
     PREEMPTION,
     REQUEST_TYPES,

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from accelerate.diagnostics import (
+from accelerate.diagnostics import get_stop_requests
+from accelerate.diagnostics.stopping import (
     REQUEST_TYPES,
     SAVE_FILE,
     STOP_FILE,
     RequestType,
     SignalRecorder,
     StopRequests,
-    get_stop_requests,
 )
 from accelerate.ops import AsyncReduction
 from accelerate.state import PartialState

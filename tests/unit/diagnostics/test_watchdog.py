@@ -9,7 +9,9 @@ from dataclasses import asdict
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.diagnostics import Activity, Limits, Peers, RankState, Report, Watchdog, own_identity
+from accelerate.diagnostics.hang_report import Activity, Limits, RankState, Report
+from accelerate.diagnostics.peers import Peers, own_identity
+from accelerate.diagnostics.watching import Watchdog
 from accelerate.launch import KEY_VARIABLE
 from accelerate.state import StoreChannel
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from accelerate.diagnostics import SignalRecorder
+from accelerate.diagnostics.stopping import SignalRecorder
 from accelerate.launch import run_child
 from accelerate.launch.children import REQUESTS, ChildExit, ChildTerminator, RequestRecorder, blocked
 from accelerate.launch.failures import ENTRY

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import saving
-from accelerate.diagnostics import HangReporter, Report
+from accelerate.diagnostics.hang_report import HangReporter, Report
 from accelerate.monitoring import Checkpoint, Conclusion, End, Event, Record, find_records
 from accelerate.state import AcceleratorState
 

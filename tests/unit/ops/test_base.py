@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops import Transport, check_scatter_parts
+from accelerate.ops import Transport
+from accelerate.ops.base import check_scatter_parts
 
 
 def test_one_process_scatters_to_itself() -> None:

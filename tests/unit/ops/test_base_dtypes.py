@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from accelerate.ops import as_supported, finish_reduction, reducible_dtype
+from accelerate.ops.base import as_supported, finish_reduction, reducible_dtype
 
 
 @pytest.mark.parametrize(

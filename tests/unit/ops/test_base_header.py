@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from accelerate.ops import Header, header_width
+from accelerate.ops.base import Header, header_width
 
 
 def echo(change: Callable[[torch.Tensor], None] = lambda rows: None) -> Callable[..., None]:

@@ -14,11 +14,11 @@ from accelerate.ops import (
     gather,
     gather_object,
     gather_tensor_shape,
-    gather_uneven,
     gather_valid,
     gather_valid_objects,
     reduce,
 )
+from accelerate.ops.collectives import gather_uneven
 
 pytestmark = pytest.mark.usefixtures("states")
 

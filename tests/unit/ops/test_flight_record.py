@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from accelerate.ops import MAX_ENTRIES, FlightRecorder, TorchTransport, Transport, flight_recorder, line_of
+from accelerate.ops import FlightRecorder, Transport, flight_recorder
+from accelerate.ops.flight_record import MAX_ENTRIES, line_of
+from accelerate.ops.transport import TorchTransport
 
 HERE = str(Path(__file__))
 

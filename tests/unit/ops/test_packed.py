@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops import Call, Header, Transport, broadcast_packed, gather_packed, reduce_packed
+from accelerate.ops import Transport
+from accelerate.ops.base import Header
+from accelerate.ops.packed import broadcast_packed, gather_packed, reduce_packed
+from accelerate.ops.verify import Call
 
 CALL = Call("op")
 

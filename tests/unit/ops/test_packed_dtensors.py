@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from accelerate.ops import Call, Transport, gather_packed, is_dtensor, reduce_packed, to_full_tensors
+from accelerate.ops import Transport, is_dtensor, to_full_tensors
+from accelerate.ops.packed import gather_packed, reduce_packed
+from accelerate.ops.verify import Call
 
 
 class Mesh:

@@ -7,15 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops import (
-    Call,
-    DistributedOperationException,
-    Header,
-    Transport,
-    broadcast_object,
-    gather_integers,
-    gather_objects,
-)
+from accelerate.ops import DistributedOperationException, Transport
+from accelerate.ops.base import Header
+from accelerate.ops.packed import broadcast_object, gather_integers, gather_objects
+from accelerate.ops.verify import Call
 from accelerate.state import PartialState
 
 CALL = Call("accelerate.utils.operations.gather_object")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from accelerate.ops import (
+from accelerate.ops import packing
+from accelerate.ops.base import Header
+from accelerate.ops.packing import (
     SEPARATE_BYTES,
-    Header,
     TransferPlan,
     fingerprint_of,
     flatten_structure,
-    packing,
     plan_transfer,
     unflatten_structure,
 )

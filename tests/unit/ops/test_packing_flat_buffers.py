@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from accelerate.ops import flatten_structure, joined_shape, plan_transfer
+from accelerate.ops.packing import flatten_structure, joined_shape, plan_transfer
 
 
 def segment_of(data: Any) -> Any:

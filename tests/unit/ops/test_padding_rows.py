@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.ops import Call, Transport, first_rows, gather_rows, row_shape_and_dtype
+from accelerate.ops import Transport
+from accelerate.ops.collectives import first_rows, gather_rows, row_shape_and_dtype
+from accelerate.ops.verify import Call
 
 
 class Two(Transport):

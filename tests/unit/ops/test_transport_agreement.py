@@ -16,13 +16,8 @@ import torch.distributed as dist
 
 from accelerate.base import CheckpointError, ConfigurationError, StateError
 from accelerate.launch import KEY_VARIABLE
-from accelerate.ops import (
-    CollectiveConsensus,
-    Transport,
-    open_consensus,
-    run_on_all_ranks,
-    run_on_rank_0,
-)
+from accelerate.ops import Transport, open_consensus, run_on_all_ranks, run_on_rank_0
+from accelerate.ops.transport import CollectiveConsensus
 from accelerate.state import Consensus, StoreChannel, StoreConsensus, agreement, services
 
 

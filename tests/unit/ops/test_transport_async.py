@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from accelerate.ops import AsyncGroup, reduce_async
+from accelerate.ops import reduce_async
+from accelerate.ops.transport import AsyncGroup
 from accelerate.state import PartialState, services
 
 pytestmark = pytest.mark.usefixtures("states")

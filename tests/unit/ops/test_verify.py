@@ -8,20 +8,22 @@ import pytest
 import torch
 
 from accelerate.ops import (
-    Call,
-    CallSummary,
     DistributedOperationException,
-    Header,
     Transport,
     chained_operation,
-    checking_header,
     flight_recorder,
+    verify_operation,
+)
+from accelerate.ops.base import Header
+from accelerate.ops.verify import (
+    Call,
+    CallSummary,
+    checking_header,
     map_leaves,
     mismatch_error,
     must_verify,
     operation,
     summarize,
-    verify_operation,
     verify_shapes,
 )
 
