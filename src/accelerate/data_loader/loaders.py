@@ -203,7 +203,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if self.plan.how == "leave":
             yield from _read_alone(self, choose_move(self.device, self._non_blocking))
             return
-        begin = step_clock.begin_pass()
+        begin = step_clock.begin_pass(self.num_workers)
         try:
             for batch in self._parts(current_transport()):
                 step_clock.begin_forward(ignorant_find_batch_size(batch) or 0)

@@ -66,7 +66,7 @@ def yield_batches(
     reads_all = loader.plan.how == "leave" and loader.plan != BY_HAND
     full: int | None = None
     is_first = True
-    begin = step_clock.begin_pass()
+    begin = step_clock.begin_pass(loader.num_workers)
     try:
         for current, is_last in batches:
             rows = ignorant_find_batch_size(current)

@@ -203,7 +203,7 @@ class RunView:
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a time as 12 s or 1:02:03."""
+    """Formats a time as seconds, or as hours, minutes and seconds."""
     return f"{seconds:.0f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
