@@ -175,12 +175,12 @@ def test_a_slow_first_batch_is_no_conclusion(
     monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     model = torch.nn.Linear(4, 1)
-    loader = DataLoader(SlowStart(0.0), batch_size=1, num_workers=num_workers)
+    loader = DataLoader(SlowStart(0.0), batch_size=4, num_workers=num_workers)
     model, optimizer, batches = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), loader
     )
     for batch in batches:
-        time.sleep(0.05)
+        time.sleep(0.2)
         accelerator.backward(model(batch).sum())
         optimizer.step()
     assert accelerator.step_times().shares["data"] > 0.2
