@@ -156,7 +156,7 @@ def conclusions_of(folder: Path) -> list[str]:
 
 
 class SlowStart(SlowData):
-    """Samples of which the first one of each process takes long."""
+    """Samples of which the first one takes long."""
 
     is_started = False
 
@@ -167,15 +167,12 @@ class SlowStart(SlowData):
         return torch.ones(4)
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_slow_first_batch_is_no_conclusion(
-    num_workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_first_batch_is_no_conclusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
     monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     model = torch.nn.Linear(4, 1)
-    loader = DataLoader(SlowStart(0.0), batch_size=4, num_workers=num_workers)
+    loader = DataLoader(SlowStart(0.0), batch_size=4)
     model, optimizer, batches = accelerator.prepare(
         model, torch.optim.SGD(model.parameters(), lr=0.1), loader
     )
