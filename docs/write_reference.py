@@ -14,18 +14,9 @@ from typing import Any
 
 from accelerate.base import SageMakerDistributedType
 from accelerate.commands.accelerate_cli import make_cli_parser
-from accelerate.settings import (
-    RETIRED,
-    SCHEMA_FILE,
-    SECTIONS,
-    TOP_LEVEL_DYNAMO,
-    WANTED,
-    OneSpellingFormatter,
-    Option,
-    Section,
-    env,
-    subcommands,
-)
+from accelerate.settings import SCHEMA_FILE, SECTIONS, OneSpellingFormatter, Option, Section, env, subcommands
+from accelerate.settings.migrations import RETIRED, TOP_LEVEL_DYNAMO
+from accelerate.settings.option import WANTED
 from accelerate.settings.sections import PARADIGM_OF_TYPE
 
 FOLDER = Path(__file__).parent / "reference"

@@ -18,6 +18,8 @@ from accelerate.base import as_builtin, wrong_value
 
 T = TypeVar("T")
 
+_PLAIN = (list, tuple, dict)
+
 # Codes of dtypes that are sent to other ranks. The numbers are public.
 _FLOATS = (torch.float, torch.double, torch.half, torch.bfloat16)
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool)
@@ -216,6 +218,11 @@ def find_batch_size(data: Any) -> int:
 
 def ignorant_find_batch_size(data: Any) -> int | None:
     """Returns the batch size of a structure, or None when it has none."""
+    first = data  # the usual structures are searched without a generator: this is called for each batch
+    while type(first) in _PLAIN and first:
+        first = next(iter(first.values())) if type(first) is dict else first[0]
+    if type(first) is torch.Tensor and (shape := first.shape):
+        return int(shape[0])
     return next((int(tensor.size(0)) for tensor in iterate_tensors(data) if tensor.ndim), None)
 
 

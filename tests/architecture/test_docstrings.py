@@ -25,7 +25,7 @@ PACKAGES += (
 )
 PACKAGES += ("state", "test_utils", "tracking", "utils")
 MODULES = ("nested.py", "rng.py", "inference.py", "local_sgd.py", "wrappers.py", "logging.py", "display.py")
-MODULES += ("memory_utils.py", "optimizer.py", "parallelism_config.py", "scheduler.py", "torch_private.py")
+MODULES += ("memory_utils.py", "optimizer.py", "parallelism_config.py", "scheduler.py", "torch_private")
 """Parts of the package that follow the rules, to be extended to all of it."""
 QUESTION = re.compile("what|how|which|who|whose|whether|where|when|why|whatever")
 IMPERATIVE = re.compile(

@@ -1,4 +1,4 @@
-"""Private names of torch are used in `torch_private.py` alone, and nothing else assigns to torch."""
+"""Private names of torch are used in `torch_private` alone, and nothing else assigns to torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from typing import Any
 
-HOME = "torch_private.py"
+HOME = "torch_private"
 
 PUBLIC_IN_EFFECT = {
     "_parameters": "the dictionaries of nn.Module, which have not changed and which subclasses share",
@@ -64,10 +64,15 @@ OF_OTHERS = {
 """Private names of other packages and of the interface, and whose they are."""
 
 
+def outside(sources: list[Any]) -> list[Any]:
+    """All files but those of the package for private names."""
+    return [source for source in sources if source.parts[1] != HOME]
+
+
 def own_names(sources: list[Any]) -> set[str]:
     """The names that the package itself defines: functions, classes, variables and attributes."""
     names: set[str] = set()
-    for source in (source for source in sources if str(source) != HOME):
+    for source in outside(sources):
         for node in ast.walk(source.tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 names.add(node.name)
@@ -94,8 +99,7 @@ def attributes(tree: ast.AST) -> Iterator[tuple[str, int]]:
 def test_no_other_file_imports_private_names_of_torch(sources: list[Any]) -> None:
     wrong = [
         f"{source}:{imported.line} imports {imported.target}"
-        for source in sources
-        if str(source) != HOME
+        for source in outside(sources)
         for imported in source.imports
         if imported.target.split(".")[0] == "torch" and any(map(is_private, imported.target.split(".")))
     ]
@@ -106,8 +110,7 @@ def test_no_other_file_uses_private_attributes_of_torch(sources: list[Any]) -> N
     known = own_names(sources) | set(PUBLIC_IN_EFFECT) | set(OF_OTHERS)
     wrong = [
         f"{source}:{line} uses {name}"
-        for source in sources
-        if str(source) != HOME
+        for source in outside(sources)
         for name, line in attributes(source.tree)
         if is_private(name) and name not in known
     ]
@@ -147,8 +150,7 @@ SETTINGS = ("torch.backends.",)
 def test_no_other_file_assigns_to_torch(sources: list[Any]) -> None:
     wrong = [
         f"{source}:{line} sets {target}"
-        for source in sources
-        if str(source) != HOME
+        for source in outside(sources)
         for target, line in assigned(source.tree)
         if target.split(".")[0] in torch_names(source) and not target.startswith(SETTINGS)
     ]

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from accelerate.launch import LaunchPlan, Machine, Target, as_json, as_text, resolve_plan
-from accelerate.launch.backends import LAUNCHERS, launcher_for
+from accelerate.launch.backends import launcher_for
+from accelerate.launch.backends.base import LAUNCHERS
 from accelerate.settings import FLAG, Layer, Settings, merge_layers
 
 TARGET = Target("script", "train.py", ("--lr", "0.25"))

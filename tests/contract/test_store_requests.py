@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from accelerate.checkpointing import Request, saving
+from accelerate.checkpointing import Request, Saver
 from accelerate.diagnostics import ArrivalWatch, Limits, arrivals, memory
 from accelerate.state import PartialState, StoreChannel, StoreConsensus, Topology, process_group
 
@@ -24,8 +24,8 @@ MODULE = "simulation"
 PATH = Path(__file__).parents[2] / "benchmarks" / f"{MODULE}.py"
 LIMITS = Limits(1.0, False)
 LOCAL = 8
-IDLE, WAITING, INQUIRY, AGREEMENT = 0.25, 1.0, 10, 6
-"""Requests that a rank may make: for each look while idle and while waiting, for an inquiry, for a save."""
+IDLE, WAITING, INQUIRY, AGREEMENT, SAVE = 0.25, 1.0, 10, 6, 12
+"""Requests that a rank may make while it is idle, while it waits, for an inquiry, a decision, and a save."""
 
 
 @pytest.fixture(scope="module")
@@ -185,11 +185,14 @@ def test_agreement_on_a_checkpoint(simulation: Any, size: int, numbered: bool, t
     request = Request(tmp_path / "checkpoint_0", 60.0, iteration=0 if numbered else None)
 
     def save(consensus: StoreConsensus) -> None:
-        saving.write(saving.open_site(request, consensus), [], threads=1)
+        saver = Saver(consensus)
+        saver.begin(request)
+        saver.write([], threads=1)
+        saver.commit()
 
     for _ in range(3):
         made = made_by(stores, lambda: simulation.call_together(partial(save, rank) for rank in ranks))
-        assert max(made) <= AGREEMENT
+        assert max(made) <= SAVE
     assert (tmp_path / "checkpoint_2").is_dir() == numbered
 
 

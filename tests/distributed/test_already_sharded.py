@@ -129,7 +129,7 @@ def evaluate(kind: str, samples: int, size: int, **settings: Any) -> Any:
         words = accelerator.gather_for_metrics([str(index) for index in batch.tolist()])
         assert list(map(int, words)) == seen[len(seen) - len(words) :]
         ends.append(accelerator.gradient_state.end_of_dataloader)
-    return sorted(seen), ends, loader.plan.how
+    return sorted(seen), ends, loader.plan.mode
 
 
 def evaluate_all(sizes: list[tuple[int, int]]) -> list[Any]:
@@ -202,6 +202,26 @@ def test_settings_of_already_sharded_loaders(run: Run) -> None:
         assert split == (mine, 5, 2, 10, 2)  # batches of one sample on each rank
 
 
+class SamplerByRank(Sampler[int]):
+    """Reads the rank in its code only."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(dist.get_rank(), 10, dist.get_world_size()))
+
+    def __len__(self) -> int:
+        return 5
+
+
+class NamesRankSampler(Sampler[int]):
+    """Names the rank, and yields one order on all ranks."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(10).tolist() if dist.get_rank() >= 0 else [])
+
+    def __len__(self) -> int:
+        return 10
+
+
 def message_of(error: type[Exception], loader: DataLoader[Any], **config: Any) -> str:
     with pytest.raises(error) as caught:
         read(loader, **config)
@@ -220,6 +240,9 @@ def prepare_loaders_that_do_not_fit() -> list[str]:
         message_of(ConfigurationError, with_ranks(2, 0)),
         message_of(ConfigurationError, torch_loader(), dispatch_batches=True),
         message_of(ConfigurationError, DataLoader(data(8), batch_sampler=growing), split_batches=True),  # type: ignore[arg-type]
+        message_of(
+            ConfigurationError, DataLoader(data(10), 2, sampler=SamplerByRank()), dispatch_batches=True
+        ),
     ]
 
 
@@ -231,6 +254,16 @@ def test_ranks_that_do_not_fit_and_contradicting_settings_raise_one_error(run: R
     assert first[1] == second[1]  # of the rank that does not fit, on all ranks
     assert "dispatch_batches=True" in first[2]
     assert "split_batches=True" in first[3]
+    assert "SamplerByRank, which reads its rank" in first[4]
+
+
+def dispatch_a_sampler_that_names_the_rank() -> list[int]:
+    return read(DataLoader(data(10), 2, sampler=NamesRankSampler()), dispatch_batches=True)[0]
+
+
+def test_a_sampler_that_names_the_rank_and_yields_one_order_is_dispatched(run: Run) -> None:
+    first, second = run(dispatch_a_sampler_that_names_the_rank)
+    assert sorted({*first, *second}) == list(range(10))
 
 
 def decide_explicitly() -> list[Any]:
@@ -428,7 +461,7 @@ OTHERS = (Stream, NamesItsRank, OnRank0, ByWorker)
 def gather(dataset: Any, workers: int = 0, **config: Any) -> tuple[str, list[int]]:
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**config))
     loader = accelerator.prepare(DataLoader(dataset, 2, num_workers=workers))
-    return loader.plan.how, sorted(
+    return loader.plan.mode, sorted(
         x for batch in loader for x in accelerator.gather_for_metrics(batch).tolist()
     )
 

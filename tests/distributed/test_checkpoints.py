@@ -75,7 +75,7 @@ def test_all_ranks_restore_their_state(run: Run, blocking: bool) -> None:
 
 def save_on_one_rank() -> str:
     accelerator, _, _ = prepared()
-    accelerator._runtime.checkpoints.patience = 0.5
+    accelerator._runtime.checkpoints.timeout = 0.5
     if accelerator.is_main_process:
         with pytest.raises(StateError) as error:
             accelerator.save_state()
@@ -91,7 +91,7 @@ def test_a_save_on_one_rank_names_the_others(run: Run) -> None:
 
 def save_on_the_other_rank() -> str:
     accelerator, _, _ = prepared()
-    accelerator._runtime.checkpoints.patience = 0.1
+    accelerator._runtime.checkpoints.timeout = 0.1
     message = ""
     if not accelerator.is_main_process:
         from accelerate.state import agreement

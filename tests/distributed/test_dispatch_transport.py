@@ -47,7 +47,7 @@ def read_large(shares: bool) -> list[tuple[bool, list[Any], bool]]:
     kept = [*cut_off, *prepared]
     seen = [(len(batch["x"]), batch["x"].sum().item(), batch["y"].tolist()) for batch in kept]
     whole = all(torch.equal(batch["x"], torch.arange(len(batch["x"])) * batch["x"][1]) for batch in kept)
-    return [whole, seen, prepared._route._memory is not None]  # type: ignore[return-value]
+    return [whole, seen, prepared._channel._memory is not None]  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("processes", [2, 3])
@@ -65,7 +65,7 @@ def keep_stacked(split: bool) -> list[Any]:
     samples = [{"x": torch.full((70_000,), float(number)), "y": number} for number in range(22)]
     prepared = dispatch(DataLoader(Stream(samples), batch_size=2), split_batches=split)
     kept = [batch for _ in range(3) for batch in prepared]
-    memory = prepared._route._memory
+    memory = prepared._channel._memory
     assert memory._starts or PartialState().process_index
     assert all(memory.find(batch["x"]) is None for batch in kept)
     assert all((batch["x"] == batch["y"].unsqueeze(1)).all() for batch in kept)
@@ -91,7 +91,7 @@ def read_behind(mark: Path) -> tuple[list[bool], int]:
         while rank == 1 and place == 5 and not mark.exists():
             time.sleep(0.01)
         seen.append(bool((batch == 2 * place + rank).all()))
-    return seen, len(prepared._route._sent)
+    return seen, len(prepared._channel._sent)
 
 
 def test_rank_0_sends_ahead_of_a_slow_rank_without_overwriting(run: Run, tmp_path: Path) -> None:

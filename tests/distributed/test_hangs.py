@@ -24,7 +24,8 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.base import is_torch_version
 from accelerate.diagnostics import format_screen
-from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect, report
+from accelerate.launch import FOLDER_VARIABLE, KEY_VARIABLE, collect
+from accelerate.launch.script import report
 from accelerate.state import AcceleratorState, GradientState, PartialState, process_group
 from accelerate.utils import gather, gather_object, patch_environment, reduce
 

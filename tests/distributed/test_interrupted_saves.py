@@ -16,7 +16,7 @@ from torch import nn
 
 from accelerate import Accelerator
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import Background, parts, retention
+from accelerate.checkpointing import BackgroundSave, parts, retention
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import ProjectConfiguration
 
@@ -40,12 +40,12 @@ def leave(how: str, folder: str) -> None:
         time.sleep(0.5)
         write(*args)
 
-    def run_late(self: Background, job: Callable[[], Any]) -> None:
+    def run_late(self: BackgroundSave, job: Callable[[], Any]) -> None:
         time.sleep(0.5)  # the script has ended by then
         run(self, job)
 
     parts.write_whole_tensors = slowly
-    run, Background._run = Background._run, run_late  # type: ignore[method-assign]
+    run, BackgroundSave._run = BackgroundSave._run, run_late  # type: ignore[method-assign]
     accelerator.save_state(blocking=False)
     if how == "error":
         raise KeyError("mine")
@@ -69,7 +69,7 @@ def test_the_end_of_the_script_waits_for_the_commit(
 ) -> None:
     end(leave, how, str(tmp_path), processes=processes)
     (checkpoint,) = retention.survey(tmp_path / "project" / "checkpoints")
-    assert retention.look_at(checkpoint.path, deep=True)[1] == ""
+    assert retention.inspect(checkpoint.path, deep=True)[1] == ""
 
 
 def save_with_two() -> Any:
@@ -107,7 +107,7 @@ def compete(jobs: int) -> list[int]:
     left = os.listdir("project/checkpoints")
     assert not [name for name in left if name.startswith(".")], left
     for checkpoint in retention.survey(Path("project/checkpoints")):
-        read, fault = retention.look_at(checkpoint.path, deep=True)
+        read, fault = retention.inspect(checkpoint.path, deep=True)
         assert fault == ""
         assert read is not None
         assert read.iteration == checkpoint.number

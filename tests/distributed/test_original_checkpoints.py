@@ -195,7 +195,7 @@ def load_shards(kind: str, version: int | None, copy: str) -> Any:
     optimizer.step()
     form = FullyShardedDataParallelPlugin(fsdp_version=2)
     found = []
-    strategy = accelerator._runtime.strategy
+    strategy = accelerator._runtime.strategy.state
     for run in (False, True):
         if run:
             optimizer.step()

@@ -77,7 +77,7 @@ def read(sizes: list[int], batch_size: int | None, workers: int = 0, **config: A
         steps += 1
         gathered += accelerator.gather_for_metrics(batch).reshape(-1).tolist()
         ends.append(accelerator.gradient_state.end_of_dataloader)
-    return sorted(gathered), steps, ends, loader.plan.how, dataset.reads
+    return sorted(gathered), steps, ends, loader.plan.mode, dataset.reads
 
 
 def read_all(processes: int) -> list[Any]:
@@ -127,7 +127,7 @@ def prepare(dataset: Any, **settings: Any) -> tuple[str, list[int]]:
     drop_last, batch = settings.pop("drop_last", False), settings.pop("batch_size", 2)
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**settings))
     loader = accelerator.prepare(DataLoader(dataset, batch, drop_last=drop_last))
-    return loader.plan.how, [sample for batch in loader for sample in batch.reshape(-1).tolist()]
+    return loader.plan.mode, [sample for batch in loader for sample in batch.reshape(-1).tolist()]
 
 
 def prepare_kinds() -> list[Any]:
@@ -188,7 +188,7 @@ def resume_run(
         config = DataLoaderConfiguration(use_stateful_dataloader=stateful, dispatch_batches=dispatch)
         accelerator = Accelerator(dataloader_config=config)
         loader = accelerator.prepare(DataLoader(dataset(cut(sizes)), batch_size=2))
-        assert loader.plan.how == "dataset_shards"
+        assert loader.plan.mode == "dataset_shards"
         return accelerator, loader
 
     def epochs(loader: Any, count: int) -> list[Any]:
@@ -277,7 +277,7 @@ def read_streams_of_datasets(shards: int, dispatch: bool | None) -> Any:
     for name, dataset in kinds.items():
         loader = accelerator.prepare(DataLoader(dataset.with_format("torch"), batch_size=4))
         seen = [x for batch in loader for x in accelerator.gather_for_metrics(batch["x"]).tolist()]
-        found[name] = (loader.plan.how, sorted(seen))
+        found[name] = (loader.plan.mode, sorted(seen))
     return found
 
 

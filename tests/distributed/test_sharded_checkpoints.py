@@ -65,7 +65,7 @@ def step(accelerator: Any, model: Any, optimizer: Any) -> None:
 
 def facts(accelerator: Any, model: Any, optimizer: Any) -> dict[str, Any]:
     """Whole weights and states, as the first process gets them."""
-    strategy = accelerator._runtime.strategy
+    strategy = accelerator._runtime.strategy.state
     (owner,) = strategy.optimizer_owners([optimizer], gather=True)
     weights = strategy.state_dict(model, unwrap=True)
     states = {
@@ -123,7 +123,7 @@ def test_all_ranks_restore_sharded_checkpoints(run: Run, way: str) -> None:
 def count_collectives() -> Any:
     """How many collectives it takes to write the shards of a model and an optimizer, by us and by torch."""
     accelerator, model, optimizer = prepared("fsdp1")
-    strategy = accelerator._runtime.strategy
+    strategy = accelerator._runtime.strategy.state
     with CommDebugMode() as ours:
         for owner in (strategy.model_shards(model), strategy.optimizer_shards(optimizer, [model])):
             payload = shard_files.payload(owner.root, accelerator.process_index, owner.state())
@@ -285,7 +285,7 @@ def save_and_be_killed(folder: str, blocking: bool) -> None:
     accelerator.save_state(f"{folder}/state")
     torch.save(facts(accelerator, model, optimizer), f"{folder}/facts_{accelerator.process_index}")
     step(accelerator, model, optimizer)
-    saving.SECONDS_TO_WRITE = 1.0
+    saving.WRITE_TIMEOUT = 1.0
     write = shard_files.torch.save
 
     def killed(*arguments: Any) -> None:

@@ -29,12 +29,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from accelerate.base import AccelerateError, CheckpointError
 from accelerate.checkpointing import (
-    ByOrder,
     Load,
     ModelPart,
-    StatePart,
+    OptimizerPart,
     apply_all,
-    check_optimizer,
     shard_index,
 )
 from accelerate.weights import (
@@ -252,19 +250,21 @@ def same(first: Any, second: Any) -> bool:
 @pytest.mark.filterwarnings("ignore:Casting complex values")
 def test_states_of_optimizers(content: bytes) -> None:
     optimizer = stepped()
-    owner = ByOrder(optimizer, lambda: [[["weight"], ["bias"]]])
     before = copy.deepcopy(optimizer.state_dict())
     with file_of(content, "optimizer.bin") as path:
         try:
-            apply_all(
-                [StatePart("optimizer.bin", owner, is_optimizer=True).read(Load(path.parent))], raise_failure
-            )
+            part = OptimizerPart("optimizer.bin", optimizer, lambda: [[["weight"], ["bias"]]])
+            change = part.read(Load(path.parent))
         except AccelerateError:
             assert same(before, optimizer.state_dict())
         else:
-            check_optimizer(optimizer)
+            change.apply()
             stepped_ones = [(each, entry) for each, entry in optimizer.state.items() if entry]
-            assert all(entry["exp_avg"].shape == each.shape for each, entry in stepped_ones)
+            assert all(
+                entry["exp_avg"].shape == each.shape
+                for each, entry in stepped_ones
+                if isinstance(entry.get("exp_avg"), torch.Tensor)
+            )
 
 
 @patiently

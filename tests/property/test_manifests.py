@@ -41,7 +41,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 @st.composite
 def mutated(draw: Any) -> Any:
     """A valid manifest in which some values were replaced, removed, renamed or added."""
-    content = json.loads(VALID.spell())
+    content = json.loads(VALID.encode())
     for _ in range(draw(st.integers(1, 3))):
         place = draw(st.sampled_from(places(content)))
         if not place:

@@ -35,8 +35,8 @@ from accelerate.settings import (
     fsdp2_notes,
     load_config_from_file,
     merge_layers,
-    migrate,
 )
+from accelerate.settings.migrations import migrate
 from accelerate.settings.sections import StoppingSection
 from accelerate.state import environments
 

@@ -1,8 +1,5 @@
 from accelerate.accelerator import checkpoint_items as checkpoint_items
-from accelerate.accelerator.arguments import (
-    Arguments as Arguments,
-    build_request as build_request,
-)
+from accelerate.accelerator.arguments import build_request as build_request
 from accelerate.accelerator.core import Accelerator as Accelerator
 from accelerate.accelerator.windows import (
     CountedWeights as CountedWeights,

@@ -1,20 +1,20 @@
-"""Constructor arguments of `Accelerator` and the environment, checked and laid over each other."""
+"""Request of a run, built from the arguments of `Accelerator` and the environment.
+
+`Accelerator.__init__` calls `build_request`.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 from accelerate import plugins, settings, strategies
 from accelerate.base import (
     ConfigurationError,
-    DynamoBackend,
-    DynamoName,
     PrecisionName,
     PrecisionType,
-    RNGName,
     RNGType,
     plain_value,
     read_flag,
@@ -27,7 +27,7 @@ from accelerate.settings import sections
 from accelerate.state import is_initialized
 
 _UNSET: Any = object()
-"""Default of arguments for which `False` is a choice."""
+"""Default of arguments that may be False."""
 
 _PRECISION_VARIABLES = ("ACCELERATE_MIXED_PRECISION", "MIXED_PRECISION")
 _ACCUMULATION_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -39,7 +39,7 @@ _EXCLUSIVE = (
     ("dynamo_backend", "dynamo_plugin", "name the compiler"),
     ("deepspeed_plugins", "deepspeed_plugin", "say how DeepSpeed trains"),
 )
-"""Pairs of arguments of which one may be passed, and what both do."""
+"""Pairs of arguments of which at most one may be passed, and their common purpose."""
 
 _PLUGINS: dict[str, tuple[str, Callable[[], type], str, type[Exception]]] = {
     "fsdp": ("fsdp_plugin", lambda: plugins.FullyShardedDataParallelPlugin, "ACCELERATE_USE_FSDP", TypeError),
@@ -51,7 +51,7 @@ _PLUGINS: dict[str, tuple[str, Callable[[], type], str, type[Exception]]] = {
     ),
     "parallelism": ("parallelism_config", lambda: ParallelismConfig, _MESH_VARIABLE, AttributeError),
 }
-"""Field -> argument and class (loaded on use), variable that enables it, error for other classes."""
+"""Field -> argument, class (imported on use), variable that enables it, and error for other classes."""
 
 _HANDLERS: dict[str, type[plugins.KwargsHandler]] = {
     "ddp": plugins.DistributedDataParallelKwargs,
@@ -60,79 +60,63 @@ _HANDLERS: dict[str, type[plugins.KwargsHandler]] = {
     "process_group": plugins.InitProcessGroupKwargs,
     "profile": plugins.ProfileKwargs,
 }
-"""Field of the request -> the handler in `kwargs_handlers` that it holds."""
+"""Field -> class of its handler in `kwargs_handlers`."""
 
 DeepSpeedPlugins: TypeAlias = "plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None"
 
 Value = TypeVar("Value")
 
-
-class Arguments(NamedTuple):
-    """The constructor arguments of `Accelerator`, as the user passed them."""
-
-    device_placement: bool
-    split_batches: bool
-    mixed_precision: PrecisionType | PrecisionName | None
-    gradient_accumulation_steps: int
-    cpu: bool
-    dataloader_config: plugins.DataLoaderConfiguration | None
-    deepspeed_plugin: DeepSpeedPlugins
-    fsdp_plugin: plugins.FullyShardedDataParallelPlugin | None
-    torch_tp_plugin: Any
-    megatron_lm_plugin: plugins.MegatronLMPlugin | None
-    rng_types: Sequence[RNGName | RNGType] | None
-    log_with: Any
-    project_dir: str | os.PathLike[str] | None
-    project_config: plugins.ProjectConfiguration | None
-    gradient_accumulation_plugin: plugins.GradientAccumulationPlugin | None
-    step_scheduler_with_optimizer: StepPolicy
-    kwargs_handlers: list[Any] | None
-    dynamo_backend: DynamoBackend | DynamoName | None
-    dynamo_plugin: plugins.TorchDynamoPlugin | None
-    deepspeed_plugins: DeepSpeedPlugins
-    parallelism_config: ParallelismConfig | None
+_Arguments: TypeAlias = Mapping[str, Any]
+"""Arguments of `Accelerator` by name."""
 
 
-def build_request(arguments: Arguments, environ: Mapping[str, str]) -> strategies.RunRequest:
-    """Return the checked request for a run.
+def build_request(environ: Mapping[str, str], **arguments: Any) -> strategies.RunRequest:
+    """Returns the request of a run from the arguments of `Accelerator` and the environment.
 
-    Arguments win over the environment; where both are set and differ, one line of the log names both.
+    An argument overrides the environment. If they differ, the request has a note that names both.
+
+    Args:
+        environ: The environment.
+        **arguments: All arguments of `Accelerator`. `log_with` is not a part of the request.
+
+    Raises:
+        ConfigurationError: A value is wrong, or two arguments exclude each other.
     """
-    arguments = Arguments(*map(plain_value, arguments))
+    arguments = {name: plain_value(value) for name, value in arguments.items()}
     _refuse_older_plugin(arguments, environ)
     for name, alternative, effect in _EXCLUSIVE:
-        value = getattr(arguments, name)
-        if value not in (None, 1) and getattr(arguments, alternative) is not None:
+        value = arguments[name]
+        if value not in (None, 1) and arguments[alternative] is not None:
             reason = f"{alternative} was passed too, and both {effect}"
             raise wrong_value(name, value, reason, "Pass one of them")
     notes = settings.retired_variables(environ)
-    rng_types = arguments.rng_types
+    rng_types = arguments["rng_types"]
     return strategies.RunRequest(
         mixed_precision=_mixed_precision(arguments, environ, notes),
-        cpu=arguments.cpu or read_flag(environ, "ACCELERATE_USE_CPU"),
-        device_placement=arguments.device_placement,
+        cpu=arguments["cpu"] or read_flag(environ, "ACCELERATE_USE_CPU"),
+        device_placement=arguments["device_placement"],
         step_scheduler_with_optimizer=_step_policy(arguments),
         rng_types=rng_types and [RNGType(_member("rng_types", kind, RNGType.list())) for kind in rng_types],
         dataloader_config=_dataloader_config(arguments),
         accumulation=_accumulation(arguments, environ, notes),
         project=_project(arguments),
-        dynamo=arguments.dynamo_plugin or plugins.TorchDynamoPlugin(backend=arguments.dynamo_backend),
+        dynamo=arguments["dynamo_plugin"] or plugins.TorchDynamoPlugin(backend=arguments["dynamo_backend"]),
         deepspeed=_deepspeed(arguments, environ),
         fp8_library=settings.decode(sections.Fp8Section, environ).fp8_backend,
-        handlers=tuple(arguments.kwargs_handlers or ()),
+        handlers=tuple(arguments["kwargs_handlers"] or ()),
         notes=tuple(notes),
         **{field: _plugin(arguments, environ, *row) for field, row in _PLUGINS.items()},
         **_handlers(arguments),
     )
 
 
-def _refuse_older_plugin(arguments: Arguments, environ: Mapping[str, str]) -> None:
-    asked = read_flag(environ, _TENSOR_PARALLEL_VARIABLE) and _TENSOR_PARALLEL_VARIABLE
-    if arguments.torch_tp_plugin is not None:
-        asked = "torch_tp_plugin"
-    if asked:
+def _refuse_older_plugin(arguments: _Arguments, environ: Mapping[str, str]) -> None:
+    source = read_flag(environ, _TENSOR_PARALLEL_VARIABLE) and _TENSOR_PARALLEL_VARIABLE
+    if arguments["torch_tp_plugin"] is not None:
+        source = "torch_tp_plugin"
+    if source:
         raise ConfigurationError(
-            f"{asked} asks for tensor parallelism by its older plugin, which this version cannot train with. "
+            f"{source} asks for tensor parallelism by its older plugin, which this version does not support. "
             "Pass parallelism_config=ParallelismConfig(tp_size=...) instead."
         )
 
@@ -140,7 +124,7 @@ def _refuse_older_plugin(arguments: Arguments, environ: Mapping[str, str]) -> No
 def _prefer_argument(
     name: str, argument: Value | None, variable: str, set_value: Value | None, notes: list[str]
 ) -> Value | None:
-    """Return the argument, or without one the value of the variable; note where they differ."""
+    """Returns the argument, or the value of the variable if the argument is None. Notes a difference."""
     if argument is None:
         return set_value
     if set_value not in (None, "no", argument):  # a launcher says "no" where nothing was requested
@@ -159,24 +143,24 @@ def _member(name: str, value: Any, known: Sequence[str]) -> str:
 
 
 def _mixed_precision(
-    arguments: Arguments, environ: Mapping[str, str], notes: list[str]
+    arguments: _Arguments, environ: Mapping[str, str], notes: list[str]
 ) -> PrecisionName | None:
     known = PrecisionType.list()
     variable = next((name for name in _PRECISION_VARIABLES if environ.get(name)), _PRECISION_VARIABLES[0])
     set_value = _member(variable, environ[variable], known) if environ.get(variable) else None
-    argument = arguments.mixed_precision
+    argument = arguments["mixed_precision"]
     if argument is None and is_initialized():
-        return None  # this run has begun, with a number format that may differ from the launcher's
+        return None  # the state exists, and may have another mixed precision than the launcher sets
     chosen = None if argument is None else _member("mixed_precision", argument, known)
     preferred = _prefer_argument("mixed_precision", chosen, variable, set_value, notes)
     return cast("PrecisionName | None", preferred)
 
 
 def _accumulation(
-    arguments: Arguments, environ: Mapping[str, str], notes: list[str]
+    arguments: _Arguments, environ: Mapping[str, str], notes: list[str]
 ) -> plugins.GradientAccumulationPlugin:
-    plugin = arguments.gradient_accumulation_plugin
-    argument: int | None = arguments.gradient_accumulation_steps
+    plugin: plugins.GradientAccumulationPlugin | None = arguments["gradient_accumulation_plugin"]
+    argument: int | None = arguments["gradient_accumulation_steps"]
     if plugin is not None and plugin.num_steps is not None:
         argument = plugin.num_steps
     elif argument == 1:
@@ -206,8 +190,8 @@ def _steps_in_environment(environ: Mapping[str, str]) -> int | None:
     return steps
 
 
-def _step_policy(arguments: Arguments) -> StepPolicy:
-    policy = arguments.step_scheduler_with_optimizer
+def _step_policy(arguments: _Arguments) -> StepPolicy:
+    policy: StepPolicy = arguments["step_scheduler_with_optimizer"]
     if policy not in (True, False, "per_update"):
         reason = (
             "it is none of True (once per process and update), 'per_update' (once per update) "
@@ -217,8 +201,9 @@ def _step_policy(arguments: Arguments) -> StepPolicy:
     return policy
 
 
-def _dataloader_config(arguments: Arguments) -> plugins.DataLoaderConfiguration:
-    config, split_batches = arguments.dataloader_config, arguments.split_batches
+def _dataloader_config(arguments: _Arguments) -> plugins.DataLoaderConfiguration:
+    config: plugins.DataLoaderConfiguration | None = arguments["dataloader_config"]
+    split_batches = arguments["split_batches"]
     if split_batches is _UNSET:
         return config if config is not None else plugins.DataLoaderConfiguration()
     if config is None:
@@ -229,11 +214,11 @@ def _dataloader_config(arguments: Arguments) -> plugins.DataLoaderConfiguration:
     return config
 
 
-def _project(arguments: Arguments) -> plugins.ProjectConfiguration:
-    project = arguments.project_config or plugins.ProjectConfiguration()
-    if arguments.project_dir is None:
+def _project(arguments: _Arguments) -> plugins.ProjectConfiguration:
+    project: plugins.ProjectConfiguration = arguments["project_config"] or plugins.ProjectConfiguration()
+    if arguments["project_dir"] is None:
         return project
-    folder = os.fspath(arguments.project_dir)
+    folder = os.fspath(arguments["project_dir"])
     if project.project_dir is not None and os.fspath(project.project_dir) != folder:
         reason = f"project_config.project_dir is {project.project_dir!r}"
         raise wrong_value("project_dir", folder, reason, "Set it in one place")
@@ -242,15 +227,15 @@ def _project(arguments: Arguments) -> plugins.ProjectConfiguration:
 
 
 def _plugin(
-    arguments: Arguments,
+    arguments: _Arguments,
     environ: Mapping[str, str],
     name: str,
     find_kind: Callable[[], type],
     variable: str,
     error: Any,
 ) -> Any:
-    """Return the plugin that was passed; without one, that of the environment if the launcher enables it."""
-    plugin = getattr(arguments, name)
+    """Returns the plugin that was passed, or the one of the environment if a variable enables it."""
+    plugin = arguments[name]
     if plugin is None and not read_flag(environ, variable):
         return None
     kind = find_kind()
@@ -262,24 +247,26 @@ def _plugin(
     return plugin
 
 
-def _deepspeed(arguments: Arguments, environ: Mapping[str, str]) -> DeepSpeedPlugins:
-    given = arguments.deepspeed_plugin if arguments.deepspeed_plugins is None else arguments.deepspeed_plugins
-    if given is None:
+def _deepspeed(arguments: _Arguments, environ: Mapping[str, str]) -> DeepSpeedPlugins:
+    passed: DeepSpeedPlugins = arguments["deepspeed_plugins"]
+    if passed is None:
+        passed = arguments["deepspeed_plugin"]
+    if passed is None:
         return plugins.DeepSpeedPlugin() if read_flag(environ, "ACCELERATE_USE_DEEPSPEED") else None
-    several = list(given.values()) if isinstance(given, dict) else [given]
+    several = list(passed.values()) if isinstance(passed, dict) else [passed]
     if not several or not all(isinstance(plugin, plugins.DeepSpeedPlugin) for plugin in several):
         raise wrong_value(
             "deepspeed_plugin",
             ", ".join(type(plugin).__name__ for plugin in several) or "{}",
             "it is neither a DeepSpeedPlugin nor a dictionary of them",
-            "Pass DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}; what DeepSpeed itself is "
-            "configured by is DeepSpeedPlugin(hf_ds_config=...)",
+            "Pass DeepSpeedPlugin(...), or {'name': DeepSpeedPlugin(...), ...}; pass the "
+            "configuration of DeepSpeed itself as DeepSpeedPlugin(hf_ds_config=...)",
         )
-    return given
+    return passed
 
 
-def _handlers(arguments: Arguments) -> dict[str, Any]:
-    handlers = list(arguments.kwargs_handlers or ())
+def _handlers(arguments: _Arguments) -> dict[str, Any]:
+    handlers = list(arguments["kwargs_handlers"] or ())
     kinds = [type(handler) for handler in handlers]
     for handler, kind in zip(handlers, kinds, strict=True):
         if not isinstance(handler, plugins.KwargsHandler):

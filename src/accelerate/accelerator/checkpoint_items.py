@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,35 +13,35 @@ from torch import nn
 from accelerate import checkpointing, rng
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import Candidate, Change, Load, Part, Payload, Site
+from accelerate.checkpointing import Change, CheckpointSource, Load, Part, Payload, Staging
 from accelerate.ops import current_transport
 
 
-def collect(runtime: Runtime, site: Site, step: int, safe: bool) -> list[Payload]:
+def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[Payload]:
     """Return the content of the files of this rank, after the user's hooks; `safe` writes safetensors."""
-    in_shards = runtime.strategy.saves_shards
-    if in_shards and not all(current_transport().gather_object(site.is_common)):
+    in_shards = runtime.strategy.state.saves_shards
+    if in_shards and not all(current_transport().gather_object(staging.is_common)):
         raise CheckpointError(
-            f"{site.request.target} is another folder on each machine, and states in shards need one that "
+            f"{staging.request.target} is another folder on each machine, and states in shards need one that "
             "all processes see. Choose a folder on a common disk, or FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
         )
-    shards = _take_shards(runtime, site) if in_shards else []
-    whole = [] if in_shards else _take_whole(runtime, site, safe)
+    shards = _take_shards(runtime, staging) if in_shards else []
+    whole = [] if in_shards else _take_whole(runtime, staging, safe)
     parts = [*whole, *_others(runtime), checkpointing.GeneratorsPart(runtime.state.process_index, step)]
-    return [*shards, *(payload for part in parts for payload in part.collect(site.commits))]
+    return [*shards, *(payload for part in parts for payload in part.collect(staging.is_owner))]
 
 
-def read(runtime: Runtime, source: Candidate, options: Load, policy: str) -> list[Change]:
+def read(runtime: Runtime, source: CheckpointSource, options: Load, policy: str) -> list[Change]:
     """Read all files of a checkpoint, and return what changes each object."""
     models = list(runtime.prepared.models)
     for hook in runtime.checkpoints.load_hooks.values():
         hook(models, str(source.folder))
     plain, engines = _divide(runtime, models)
     parts: list[Part] = [
+        *_others(runtime, resized=source.resized),  # objects of the user may refuse their states
         *engines,
-        *(_model_part(runtime, index, model) for index, model in enumerate(plain)),
         *_optimizer_parts(runtime),
-        *_others(runtime, resized=source.resized),
+        *(_model_part(runtime, index, model) for index, model in enumerate(plain)),
     ]
     changes = [part.read(options) for part in parts]
     if not runtime.checkpoints.load_hooks:  # a hook may have taken whatever is left
@@ -55,7 +56,7 @@ def _divide(
     plain: list[nn.Module] = []
     engines: list[Part] = []
     for model in models:
-        part = runtime.strategy.engine_part(len(engines), model, folder)
+        part = runtime.strategy.state.engine_part(len(engines), model, folder)
         if part is None:
             plain.append(model)
         else:
@@ -68,26 +69,26 @@ def _own(objects: Sequence[Any]) -> list[Any]:
     return [obj for obj in objects if not getattr(obj, "belongs_to_engine", False)]
 
 
-def _take_whole(runtime: Runtime, site: Site, safe: bool) -> list[Part]:
-    strategy, prepared = runtime.strategy, runtime.prepared
-    plain, engines = _divide(runtime, prepared.models, site.folder)
+def _take_whole(runtime: Runtime, staging: Staging, safe: bool) -> list[Part]:
+    strategy, prepared = runtime.strategy.state, runtime.prepared
+    plain, engines = _divide(runtime, prepared.models, staging.folder)
     weights = [strategy.state_dict(model, unwrap=True) for model in plain]
-    _call_hooks(runtime, weights, site)
+    _call_hooks(runtime, weights, staging)
     optimizers = strategy.optimizer_owners(_own(prepared.optimizers), gather=True)
     return [
         *engines,
         *(checkpointing.ModelPart(index, state, safe=safe) for index, state in enumerate(weights)),
-        *checkpointing.state_parts(optimizers, [], None),
+        *checkpointing.optimizer_parts(optimizers),
     ]
 
 
-def _take_shards(runtime: Runtime, site: Site) -> list[Payload]:
+def _take_shards(runtime: Runtime, staging: Staging) -> list[Payload]:
     from accelerate.checkpointing import shard_files  # and with it DCP, which takes long to import
 
-    strategy, prepared, rank = runtime.strategy, runtime.prepared, runtime.state.process_index
+    strategy, prepared, rank = runtime.strategy.state, runtime.prepared, runtime.state.process_index
     owners = [strategy.model_shards(model) for model in prepared.models]
     weights = [{key[1]: value for key, value in owner.state().items()} for owner in owners]
-    _call_hooks(runtime, weights, site)
+    _call_hooks(runtime, weights, staging)
     models = [{(checkpointing.MODEL, name): value for name, value in state.items()} for state in weights]
     optimizers = [
         strategy.optimizer_shards(optimizer, prepared.models).state() for optimizer in prepared.optimizers
@@ -99,31 +100,34 @@ def _take_shards(runtime: Runtime, site: Site) -> list[Payload]:
     ]
 
 
-def _call_hooks(runtime: Runtime, weights: list[dict[str, Any]], site: Site) -> None:
+def _call_hooks(runtime: Runtime, weights: list[dict[str, Any]], staging: Staging) -> None:
     models = list(runtime.prepared.models)
     for hook in runtime.checkpoints.save_hooks.values():
-        hook(models, weights, str(site.folder))
+        hook(models, weights, str(staging.folder))
 
 
 def _model_part(runtime: Runtime, index: int, model: nn.Module) -> Part:
-    strategy = runtime.strategy
+    strategy = runtime.strategy.state
     live = partial(strategy.live_weights, model)
     whole = checkpointing.ModelPart(index, model=model, load=strategy.load_weights, live=live)
     folder = checkpointing.folder_of(checkpointing.MODEL, index)
-    return checkpointing.EitherPart(folder, partial(strategy.model_shards, model), whole)
+    return checkpointing.ShardsOrFilePart(folder, partial(strategy.model_shards, model), whole)
 
 
 def _optimizer_parts(runtime: Runtime) -> list[Part]:
-    strategy, prepared = runtime.strategy, runtime.prepared
+    strategy, prepared = runtime.strategy.state, runtime.prepared
     optimizers = _own(prepared.optimizers)
-    names = [partial(strategy.parameter_names, optimizer, prepared.models) for optimizer in optimizers]
-    wholes = map(checkpointing.ByOrder, strategy.optimizer_owners(optimizers, gather=False), names)
-    whole = checkpointing.state_parts(list(wholes), [], None)
-    owners = [partial(strategy.optimizer_shards, optimizer, prepared.models) for optimizer in optimizers]
-    return [
-        checkpointing.EitherPart(checkpointing.folder_of(checkpointing.OPTIMIZER, index), owner, part)
-        for index, (owner, part) in enumerate(zip(owners, whole, strict=True))
-    ]
+    parts: list[Part] = []
+    for whole, optimizer in zip(
+        checkpointing.optimizer_parts(strategy.optimizer_owners(optimizers, gather=False)),
+        optimizers,
+        strict=True,
+    ):
+        names = partial(strategy.parameter_names, optimizer, prepared.models)
+        shards = partial(strategy.optimizer_shards, optimizer, prepared.models)
+        folder = checkpointing.folder_of(checkpointing.OPTIMIZER, len(parts))
+        parts.append(checkpointing.ShardsOrFilePart(folder, shards, replace(whole, names=names)))
+    return parts
 
 
 def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
@@ -131,16 +135,16 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     prepared, rank, scaler = runtime.prepared, runtime.state.process_index, runtime.strategy.precision.scaler
     loaders = enumerate(prepared.loaders)
     return [
-        *checkpointing.state_parts([], _own(prepared.schedulers), scaler, prepared.custom),
+        *checkpointing.state_parts(_own(prepared.schedulers), scaler, prepared.custom),
         *(checkpointing.LoaderPart(index, loader, rank, resized) for index, loader in loaders),
     ]
 
 
-def _read_generators(runtime: Runtime, source: Candidate, options: Load, policy: str) -> Change:
+def _read_generators(runtime: Runtime, source: CheckpointSource, options: Load, policy: str) -> Change:
     part = checkpointing.GeneratorsPart(runtime.state.process_index)
     if not source.resized or policy == "strict":
         return part.read(options)
     if policy == "reseed":
         seed = checkpointing.seed_of(options.read(checkpointing.GeneratorsPart(0).name), part.rank)
         return part.change(partial(rng.set_seed, seed))
-    return part.read(options) if options.has(part.name) else checkpointing.nothing
+    return part.read(options) if options.has(part.name) else checkpointing.no_change

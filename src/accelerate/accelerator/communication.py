@@ -189,11 +189,11 @@ def _counts_of(loader: Any) -> _Counts | None:
     Of ranks that share a batch, the first one's count.
     """
     counts: _Counts | None = loader.valid_counts
-    if counts is not None and len(counts) == 1 and not loader.shares_batches:
+    if counts is not None and len(counts) == 1 and not loader.replicates_batches:
         counts = None  # each rank reads all samples
     if counts is not None:
         _refuse_absent_ranks(loader, counts)
-    if not (loader.deals_ready_batches or loader.shares_batches):
+    if not (loader.shards_whole_batches or loader.replicates_batches):
         return counts
     rows = loader.batch_rows if counts is None else counts[loader.plan.group]
     found = ops.gather_object([(rows, loader.full_rows)])

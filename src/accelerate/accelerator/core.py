@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import data_loader as loaders, devices, plugins, strategies, tracking
-from accelerate.accelerator.arguments import _UNSET, Arguments, build_request
+from accelerate.accelerator.arguments import _UNSET, build_request
 from accelerate.accelerator.communication import Communication
 from accelerate.accelerator.contexts import Contexts
 from accelerate.accelerator.gradients import Gradients
@@ -28,6 +29,7 @@ from accelerate.base import (
     PrecisionType,
     RNGName,
     RNGType,
+    StateError,
     check_os_kernel,
     environ,
     wrong_value,
@@ -135,12 +137,15 @@ class Accelerator(
     ) -> None:
         arguments = dict(locals())
         del arguments["self"]
-        request = build_request(Arguments(**arguments), environ.current())
-        self._runtime = build_runtime(request, strategies.PrepareSession(self, _replaceable_functions))
+        request = build_request(environ.current(), **arguments)
+        self._runtime = build_runtime(request, self, _replaceable_functions)
         self.state = self._runtime.state
         self.gradient_state = self._runtime.gradient_state
         self.step = 0
-        self._cp_context = self._runtime.strategy.sequences.batch
+        axis = self._runtime.strategy.axes.sequence
+        self._cp_context: Callable[..., AbstractContextManager[Any]] = axis.split_batch
+        if axis.splits_buffers:
+            self._cp_context = _refuse_to_split
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -227,16 +232,27 @@ class Accelerator(
             reason = f"it has {len(device_placement)} entries for {len(args)} objects"
             fix = "Give one entry for each object, or leave it out"
             raise wrong_value("device_placement", device_placement, reason, fix)
-        bundle = strategies.Bundle(args, device_placement)
-        self._runtime.strategy.check(bundle)
-        if self._runtime.strategy.sequences.splits_buffers:
+        strategy, bundle = self._runtime.strategy, strategies.Bundle(args, device_placement)
+        axis, kind = strategy.axes.sequence, strategies.Kind
+        strategy.check(bundle)
+        if axis.splits_buffers:
             self._prepare_cp(*bundle.objects)
-        return self._runtime.strategy.prepare(bundle).result()
+        with strategy.preparing(bundle):
+            bundle.replace(kind.LOADER, self.prepare_data_loader)
+            bundle.replace(kind.MODEL, self.prepare_model)
+            bundle.replace(kind.OPTIMIZER, self.prepare_optimizer)
+            bundle.replace(kind.SCHEDULER, lambda scheduler, _: self.prepare_scheduler(scheduler))
+        if bundle.models:
+            bundle.replace(kind.LOADER, lambda loader, _: axis.transform_loader(loader, bundle.models[0]))
+        return bundle.result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
-        """Let models share sequences; clients replace this method, and set `_cp_context` themselves."""
-        models = [obj for obj in args if isinstance(obj, nn.Module) and not strategies.is_prepared(obj)]
-        self._runtime.strategy.sequences.transform(models)
+        """Prepares models for sharded sequences, in a method that clients replace to set `_cp_context`."""
+        axis = self._runtime.strategy.axes.sequence
+        for obj in args:
+            if isinstance(obj, nn.Module) and not strategies.is_prepared(obj):
+                axis.transform_model(obj)
+        self._cp_context = axis.split_batch
         return args
 
     def prepare_model(
@@ -256,7 +272,7 @@ class Accelerator(
         moves = self.device_placement if device_placement is None else device_placement
         moves = moves and not getattr(model, "hf_device_map", None)
         prepared = strategies.mark_prepared(
-            self._runtime.strategy.prepare_model(model, to_device=moves, evaluation=evaluation_mode)
+            self._runtime.strategy.wrap_model(model, to_device=moves, evaluation=evaluation_mode)
         )
         self._models.append(prepared)
         return prepared  # type: ignore[return-value]
@@ -316,7 +332,7 @@ class Accelerator(
             self._remember(self._optimizers, optimizer)
             return optimizer
         moves = self.device_placement if device_placement is None else device_placement
-        prepared = self._runtime.strategy.prepare_optimizer(optimizer, to_device=moves)
+        prepared = self._runtime.strategy.wrap_optimizer(optimizer, to_device=moves)
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.set_optimizers(self._optimizers)
         return prepared  # type: ignore[return-value]  # it passes on what `optimizer` has
@@ -330,13 +346,8 @@ class Accelerator(
         if isinstance(scheduler, AcceleratedScheduler):
             self._remember(self._schedulers, scheduler)
             return scheduler
-        inner = getattr(scheduler, "optimizer", None)
-        owners = [optimizer for optimizer in self._optimizers if _is_or_holds(optimizer, inner)]
-        prepared = AcceleratedScheduler(
-            scheduler,
-            owners or list(self._optimizers),
-            step_with_optimizer=self.step_scheduler_with_optimizer,
-            split_batches=self.split_batches,
+        prepared = self._runtime.strategy.wrap_scheduler(
+            scheduler, self.step_scheduler_with_optimizer, self.split_batches
         )
         self._schedulers.append(prepared)
         return prepared  # type: ignore[return-value]  # it passes on what `scheduler` has
@@ -371,7 +382,7 @@ class Accelerator(
             dl: a prepared loader of dictionaries with input_ids, position_ids and labels.
             model: the prepared model.
         """
-        return self._runtime.strategy.sequences.transform_loader(dl, model)  # type: ignore[no-any-return]
+        return self._runtime.strategy.axes.sequence.transform_loader(dl, model)  # type: ignore[no-any-return]
 
     def skip_first_batches(self, dataloader: Loader, num_batches: int = 0) -> Loader:
         """Return a loader like `dataloader` that begins after `num_batches` batches, without reading them.
@@ -408,11 +419,9 @@ class Accelerator(
         return self
 
 
-def _is_or_holds(optimizer: Any, inner: Any) -> bool:
-    """Whether an optimizer is another one, or wraps it, in however many wrappers."""
-    while optimizer is not None and optimizer is not inner:
-        optimizer = getattr(optimizer, "optimizer", None)
-    return optimizer is not None
+def _refuse_to_split(**kwargs: Any) -> NoReturn:
+    """Raises an error in place of the context of context parallelism, until objects are prepared."""
+    raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
 
 
 def _replaceable_functions() -> Any:

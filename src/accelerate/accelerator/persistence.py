@@ -79,27 +79,26 @@ class Persistence:
 
     def _save_state(self, output_dir: Folder | None, safe_serialization: bool, blocking: bool | None) -> Path:
         runtime, project = self._runtime, self._runtime.request.project
-        session = runtime.checkpoints
-        session.background.wait()
-        site = checkpointing.saving.open_site(self._request(output_dir), session.consensus)
-        request = site.request
+        checkpoints = runtime.checkpoints
+        checkpoints.background.wait()
+        saver = checkpoints.begin(self._request(output_dir))
+        staging, request = saver.staging, saver.staging.request
         logger.info(f"Saving current state to {request.target}")
         if request.iteration is not None:
             project.iteration = request.iteration + 1
         try:
-            write = session.prepare_write(
-                site,
-                accelerator.checkpoint_items.collect(runtime, site, self.step, safe_serialization),
-                blocking=not project.async_save if blocking is None else blocking,
-            )
+            payloads = accelerator.checkpoint_items.collect(runtime, staging, self.step, safe_serialization)
         except Exception as error:
-            checkpointing.saving.abandon(site, error)
+            saver.abort(error)
             raise
         except BaseException:  # an interrupt: no rank may wait for this save
-            checkpointing.saving.discard(site)
+            saver.discard()
             raise
-        with progress_bar(f"Saving {request.target.name}", written=lambda: size_of(site.folder.rglob("*"))):
-            write()
+        with progress_bar(
+            f"Saving {request.target.name}", written=lambda: size_of(staging.folder.rglob("*"))
+        ):
+            is_blocking = not project.async_save if blocking is None else blocking
+            checkpoints.write(saver, payloads, blocking=is_blocking)
         return request.target
 
     def wait_for_checkpoint(self) -> None:
@@ -123,7 +122,7 @@ class Persistence:
         """Bring everything that is prepared and registered to the state of a checkpoint; called on all ranks.
 
         All files are compared with their checksums, and with the objects that they are for, before anything
-        is changed. If an object still refuses its state, the objects before it get theirs back.
+        is changed. If an object still refuses its state, the error names the objects that were changed.
 
         Args:
             input_dir: the checkpoint; None takes the newest complete one of the project, and says which ones
@@ -227,7 +226,7 @@ class Persistence:
             model: a prepared module.
             unwrap: names without the prefixes of wrappers.
         """
-        return self._runtime.strategy.state_dict(model, unwrap=unwrap)
+        return self._runtime.strategy.state.state_dict(model, unwrap=unwrap)
 
     def save_model(
         self,
@@ -256,7 +255,7 @@ class Persistence:
                 "saved: load its weights first."
             )
         with step_clock.phase(SAVING):
-            state = self._runtime.strategy.state_dict(model, unwrap=True)
+            state = self._runtime.strategy.state.state_dict(model, unwrap=True)
             if self._runtime.state.is_main_process:
                 checkpointing.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
 
@@ -294,7 +293,7 @@ class Persistence:
             )
         return checkpointing.Request(
             target,
-            session.patience,
+            session.timeout,
             step=self.step,
             epoch=int(getattr(loaders[0], "iteration", 0)) if loaders else 0,
             iteration=iteration,
@@ -305,15 +304,15 @@ class Persistence:
                 "num_steps": gradients.num_steps,
                 "updates": [optimizer.num_updates for optimizer in runtime.prepared.optimizers],
                 "gradient_order": [
-                    runtime.strategy.gradient_order(model) for model in runtime.prepared.models
+                    runtime.strategy.state.gradient_order(model) for model in runtime.prepared.models
                 ],
             },
         )
 
-    def _candidates(self, input_dir: Folder | None) -> Iterator[checkpointing.Candidate]:
+    def _candidates(self, input_dir: Folder | None) -> Iterator[checkpointing.CheckpointSource]:
         runtime, project = self._runtime, self._runtime.request.project
         session = runtime.checkpoints
-        run = session.consensus, runtime.state.topology, session.patience
+        run = session.consensus, runtime.state.topology, session.timeout
         if input_dir is not None:
             return checkpointing.loading.open_checkpoint(Path(input_dir).expanduser(), *run)
         if not project.automatic_checkpoint_naming:
@@ -321,8 +320,8 @@ class Persistence:
         return checkpointing.loading.open_newest(_numbered_folder(project), *run)
 
     def _read(
-        self, source: checkpointing.Candidate, options: checkpointing.Load, policy: str
-    ) -> tuple[list[checkpointing.Change], checkpointing.Progress]:
+        self, source: checkpointing.CheckpointSource, options: checkpointing.Load, policy: str
+    ) -> tuple[list[checkpointing.Change], checkpointing.RunProgress]:
         """Read all files of a checkpoint; nothing is changed before all ranks have read theirs."""
         if self._runtime.checkpoints.load_hooks:
             source.agree()
@@ -337,7 +336,9 @@ class Persistence:
         source.agree()
         return changes, progress
 
-    def _go_on_after(self, source: checkpointing.Candidate, progress: checkpointing.Progress) -> None:
+    def _go_on_after(
+        self, source: checkpointing.CheckpointSource, progress: checkpointing.RunProgress
+    ) -> None:
         """Take over what is counted."""
         runtime, project = self._runtime, self._runtime.request.project
         if progress.step is not None:
@@ -353,7 +354,7 @@ class Persistence:
         run_records.append(Checkpoint(time=time.time(), event="loaded", path=folder, step=step))
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
-                runtime.strategy.adopt_gradient_order(model, order)
+                runtime.strategy.state.adopt_gradient_order(model, order)
         number = checkpointing.retention.number_of(source.folder.name)
         if number is not None and project.automatic_checkpoint_naming:
             project.iteration = number + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,7 @@ from accelerate import checkpointing, diagnostics, ops, plugins, strategies, tra
 from accelerate.accelerator import recording
 from accelerate.accelerator.measured import MeasuredBackward
 from accelerate.accelerator.windows import CountedWeights, Window
-from accelerate.base import ConfigurationError, environ, wrong_value
-from accelerate.devices import hardware_table, xla
+from accelerate.base import environ, wrong_value
 from accelerate.logging import get_logger
 from accelerate.state import (
     ONE_STATE,
@@ -31,9 +31,14 @@ class Runtime:
     """The parts of one run; the facets of `Accelerator` call them and hold nothing of their own."""
 
     def __init__(
-        self, request: strategies.RunRequest, state: AcceleratorState, session: strategies.PrepareSession
+        self,
+        request: strategies.RunRequest,
+        state: AcceleratorState,
+        accelerator: Any,
+        functions: Callable[[], Any],
     ) -> None:
-        self.request, self.state, self.session = request, state, session
+        self.request, self.state = request, state
+        self.session = session = strategies.PrepareSession()
         self.gradient_state = GradientState(gradient_accumulation_plugin=request.accumulation)
         backend = state.device_backend
         context = strategies.Context(
@@ -45,6 +50,8 @@ class Runtime:
             mixed_precision=state.mixed_precision,
             gradients=self.gradient_state,
             session=session,
+            accelerator=accelerator,
+            functions=functions,
             mesh=state.device_mesh,
         )
         self.strategy = strategies.resolve_strategy(request, state.topology, backend.name)(context)
@@ -53,7 +60,7 @@ class Runtime:
         self.trackers: list[Any] = []
         self.senders = tracking.Senders()
         self.agreement = diagnostics.get_stop_requests(environ.current())
-        self.checkpoints = checkpointing.Session(
+        self.checkpoints = checkpointing.Checkpoints(
             diagnostics.watching.read_limits(environ.current()).timeout or SECONDS_WITHOUT_LIMIT
         )
         self.joins = False  # ranks may run out of batches at different times now
@@ -62,7 +69,7 @@ class Runtime:
         self.weights: CountedWeights | Window | None = None
 
 
-def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSession) -> Runtime:
+def build_runtime(request: strategies.RunRequest, accelerator: Any, functions: Callable[[], Any]) -> Runtime:
     """Find out who this process is, open its process group and choose the strategy.
 
     No choice is made after this call.
@@ -71,7 +78,7 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
     fresh = not is_initialized()
     if fresh:
         step_clock.reset()
-    _announce_shards(request)
+    strategies.prepare_devices(request)
     alone = False
     if fresh:  # FSDP is a kind of run between processes; XLA devices have their own, also in one process
         partial_state = PartialState(request.cpu, **group_arguments)
@@ -88,7 +95,7 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
         **group_arguments,
     )
     try:
-        runtime = Runtime(_merge_with_state(request, state), state, session)
+        runtime = Runtime(_merge_with_state(request, state), state, accelerator, functions)
         if fresh:
             step_clock.follow_device(state.device_backend.timed_events(state.device))
         diagnostics.watching.start(PartialState(), environ.current())
@@ -98,19 +105,6 @@ def build_runtime(request: strategies.RunRequest, session: strategies.PrepareSes
         if fresh:  # a refused run must not decide for the next one
             AcceleratorState._reset_state()
         raise
-
-
-def _announce_shards(request: strategies.RunRequest) -> None:
-    """Set that this process drives all XLA devices of its machine, before it opens one."""
-    wanted = request.fsdp is not None and plugins.version_of(request.fsdp).is_spmd_on_xla and not request.cpu
-    if not wanted or not hardware_table.detect().own_runtime or xla.is_shared():
-        return
-    if PartialState._shared_state:
-        raise ConfigurationError(
-            "fsdp_plugin with fsdp_version=2 lets one process drive all XLA devices, and this process has "
-            "opened one of them alone. Make the Accelerator before anything else that uses the device."
-        )
-    xla.use_mesh()
 
 
 def _merge_with_state(request: strategies.RunRequest, state: AcceleratorState) -> strategies.RunRequest:

@@ -1,8 +1,9 @@
-"""Python stacks of other processes on this machine, which the processes write on a signal.
+"""Python stacks of other processes on this node, which the processes write on a signal.
 
-A process that offers its stack registers `faulthandler` to write it into a file in memory. That works while
-the process is blocked in C code, or while another thread holds the interpreter lock. Forked processes inherit
-the registration. Processes offer their stack on Linux only.
+Ranks and loader workers call `offer`, and hang reports call `ask`. A process that offers its stack registers
+`faulthandler` to write it into a file in memory. That works while the process is blocked in C code, or while
+another thread holds the interpreter lock. Forked processes inherit the registration. Processes offer their
+stack on Linux only.
 """
 
 from __future__ import annotations
@@ -66,40 +67,40 @@ def offers(pid: int) -> bool:
     return _find_file(pid) is not None
 
 
-def ask(pid: int, patience: float = TIMEOUT) -> list[Frame]:
+def ask(pid: int, timeout: float = TIMEOUT) -> list[Frame]:
     """Returns the frames of the main thread of a process, the innermost last.
 
     The list is empty if the process offers no stack, has ended, or does not answer within the timeout.
     """
-    return next(iter(_request(pid, 0, patience)), [])
+    return next(iter(_request(pid, 0, timeout)), [])
 
 
-def ask_all(pid: int, patience: float = TIMEOUT) -> list[list[Frame]]:
+def ask_all(pid: int, timeout: float = TIMEOUT) -> list[list[Frame]]:
     """Returns the frames of all threads of a process.
 
     The frames of threads that run may change while they are written.
     """
-    return _request(pid, 1, patience)
+    return _request(pid, 1, timeout)
 
 
-def _request(pid: int, which: int, patience: float) -> list[list[Frame]]:
+def _request(pid: int, signal_index: int, timeout: float) -> list[list[Frame]]:
     file = _find_file(pid)
     if file is None:
         return []
     try:
         before = os.stat(file).st_size
-        os.kill(pid, signal_numbers()[which])
-        _wait_for_more(file, before, patience)
+        os.kill(pid, signal_numbers()[signal_index])
+        _wait_for_more(file, before, timeout)
         text = Path(file).read_bytes()[before:].decode(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):  # it has ended
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return []
     threads = [_FRAME.findall(part) for part in _THREAD.split(text)[1:]]
     return [[(path, int(line), name) for path, line, name in reversed(frames)] for frames in threads]
 
 
-def _wait_for_more(file: str, before: int, patience: float) -> None:
+def _wait_for_more(file: str, before: int, timeout: float) -> None:
     """Waits until the file has grown and its size no longer changes."""
-    deadline, last = time.monotonic() + patience, before
+    deadline, last = time.monotonic() + timeout, before
     while time.monotonic() < deadline:
         time.sleep(_POLL)
         size = os.stat(file).st_size
@@ -119,7 +120,7 @@ def _find_file(pid: int) -> str | None:
             return None
         links = {f"{folder}/{name}": _link(f"{folder}/{name}") for name in os.listdir(folder)}
     except (FileNotFoundError, PermissionError, ProcessLookupError):
-        # it has ended, or belongs to another user
+        # the process has ended, or belongs to another user
         return None
     return next((path for path, link in links.items() if link.startswith(f"/memfd:{_NAME} ")), None)
 
@@ -132,7 +133,7 @@ def _link(path: str) -> str:
 
 
 def _mask(pid: int, name: str) -> int:
-    """Returns a signal mask of a process from /proc, or 0 where it is not listed."""
+    """Returns a signal mask of a process from /proc, or 0 if it is not listed."""
     text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     match = re.search(rf"^{name}:\s*([0-9a-f]+)$", text, re.MULTILINE)
     return 0 if match is None else int(match[1], 16)

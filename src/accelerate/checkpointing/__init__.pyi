@@ -12,7 +12,6 @@ from accelerate.base import (
     is_torch_version as is_torch_version,
 )
 from accelerate.checkpointing import (
-    changes as changes,
     loading as loading,
     retention as retention,
     saving as saving,
@@ -21,13 +20,15 @@ from accelerate.checkpointing.changes import (
     Change as Change,
     Stage as Stage,
     apply_all as apply_all,
-    inner_optimizers as inner_optimizers,
-    keep_object as keep_object,
-    keep_optimizer as keep_optimizer,
-    keep_weights as keep_weights,
-    nothing as nothing,
+    no_change as no_change,
 )
-from accelerate.checkpointing.fit import check_optimizer as check_optimizer, check_shapes as check_shapes
+from accelerate.checkpointing.compatibility import (
+    GROUPS as GROUPS,
+    STATE as STATE,
+    check_optimizer as check_optimizer,
+    check_shapes as check_shapes,
+    in_order as in_order,
+)
 from accelerate.checkpointing.folder import (
     StagingFolder as StagingFolder,
     plan_staging_folder as plan_staging_folder,
@@ -35,12 +36,29 @@ from accelerate.checkpointing.folder import (
     remove as remove,
 )
 from accelerate.checkpointing.loading import (
-    Candidate as Candidate,
-    Progress as Progress,
+    CheckpointSource as CheckpointSource,
+    RunProgress as RunProgress,
     WorldSizePolicy as WorldSizePolicy,
     divide_files as divide_files,
     nothing_to_load as nothing_to_load,
     read_progress as read_progress,
+)
+from accelerate.checkpointing.local_shards import (
+    LocalShards as LocalShards,
+    PlainValue as PlainValue,
+    Shape as Shape,
+    Shard as Shard,
+    allocate_target as allocate_target,
+    boxes_of_range as boxes_of_range,
+    shards_of_range as shards_of_range,
+    single_shard as single_shard,
+    to_local_shards as to_local_shards,
+    to_tensor as to_tensor,
+)
+from accelerate.checkpointing.log_lines import (
+    LOADED as LOADED,
+    loaded_lines as loaded_lines,
+    saved_lines as saved_lines,
 )
 from accelerate.checkpointing.manifest import (
     LARGEST as LARGEST,
@@ -57,6 +75,7 @@ from accelerate.checkpointing.parts import (
     Load as Load,
     LoaderPart as LoaderPart,
     ModelPart as ModelPart,
+    OptimizerPart as OptimizerPart,
     Part as Part,
     Payload as Payload,
     StatePart as StatePart,
@@ -65,22 +84,17 @@ from accelerate.checkpointing.parts import (
     custom_part as custom_part,
     fill as fill,
     number as number,
+    optimizer_parts as optimizer_parts,
     seed_of as seed_of,
     state_parts as state_parts,
     weights_change as weights_change,
 )
 from accelerate.checkpointing.retention import checkpoints_below as checkpoints_below
 from accelerate.checkpointing.saving import (
-    LOADED as LOADED,
-    Background as Background,
+    Checkpoints as Checkpoints,
     Request as Request,
-    Session as Session,
-    Site as Site,
-    StagingArea as StagingArea,
-    abandon as abandon,
-    loaded_lines as loaded_lines,
-    open_site as open_site,
-    saved_lines as saved_lines,
+    Saver as Saver,
+    Staging as Staging,
 )
 from accelerate.checkpointing.shard_index import (
     KeyPath as KeyPath,
@@ -88,35 +102,26 @@ from accelerate.checkpointing.shard_index import (
     read_metadata as read_metadata,
 )
 from accelerate.checkpointing.sharded import (
-    GROUPS as GROUPS,
     MODEL as MODEL,
     OPTIMIZER as OPTIMIZER,
-    STATE as STATE,
-    ByOrder as ByOrder,
-    EitherPart as EitherPart,
-    LocalShards as LocalShards,
     ModuleShards as ModuleShards,
     OptimizerShards as OptimizerShards,
-    Shape as Shape,
-    Shard as Shard,
-    ShardOwner as ShardOwner,
-    Value as Value,
-    boxes as boxes,
+    ShardedState as ShardedState,
+    ShardsOrFilePart as ShardsOrFilePart,
     by_name as by_name,
     folder_of as folder_of,
     group_paths as group_paths,
     loaded_groups as loaded_groups,
-    memory_for as memory_for,
     optimizer_change as optimizer_change,
     read_shards as read_shards,
     refuse_other_optimizer as refuse_other_optimizer,
     refuse_unnamed_state as refuse_unnamed_state,
-    rejoin as rejoin,
-    shards_of_range as shards_of_range,
-    spread as spread,
-    whole as whole,
 )
 from accelerate.checkpointing.shards import find_shards as find_shards, save_sharded as save_sharded
+from accelerate.checkpointing.staging import (
+    BackgroundSave as BackgroundSave,
+    StagingMemory as StagingMemory,
+)
 from accelerate.checkpointing.state import (
     load_accelerator_state as load_accelerator_state,
     load_custom_state as load_custom_state,
@@ -125,7 +130,7 @@ from accelerate.checkpointing.state import (
     save_custom_state as save_custom_state,
 )
 from accelerate.checkpointing.temporary import (
-    DOOMED as DOOMED,
+    DELETING as DELETING,
     OLD as OLD,
     SAVING as SAVING,
     claim as claim,

@@ -1,9 +1,11 @@
-"""A folder that appears when it is whole: written under a hidden name beside the target, then renamed.
+"""Folder of a checkpoint, which is written under a hidden name beside the target and then renamed.
 
-The hidden name shows other processes that the checkpoint is being written. A folder that replaces an older
-one swaps names with it. Where the file system cannot swap, the older one is moved aside first; a crash after
-that leaves it under its hidden name, and `recover` renames it back. Where the folder itself must stay, or
-cannot be renamed, the same is done with the files in it.
+`Saver` creates a `StagingFolder` and publishes it. Loading and retention call `recover`.
+
+The hidden name tells other processes that the checkpoint is being written. A folder that replaces an older
+one swaps names with it. If the file system cannot swap, the older one is moved aside first. A crash after
+that leaves it under its hidden name, and `recover` renames it back. If the target must stay or cannot be
+renamed, the same is done with the files in it.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ from accelerate.checkpointing.temporary import HiddenFolder
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
-SECONDS_OF_A_REPLACEMENT = 1.0  # far more than two renames take
-POLL = 0.01
-NOT_RENAMED = (errno.EXDEV, errno.EACCES) if sys.platform == "win32" else (errno.EXDEV,)
-"""What renaming a folder answers where its files can be moved: on Windows, if any file in it is open."""
-ATTEMPTS = 20  # to be the only process that writes a checkpoint
+REPLACEMENT_TIMEOUT = 1.0  # seconds, far more than two renames take
+POLL_INTERVAL = 0.01  # seconds
+CANNOT_RENAME = (errno.EXDEV, errno.EACCES) if sys.platform == "win32" else (errno.EXDEV,)
+"""Errors of a rename of a folder whose files can be moved. On Windows a file in it may be open."""
+ATTEMPTS = 20  # to become the only process that writes a checkpoint
 
-# What the files of a checkpoint are called, for folders that have no manifest.
+# Names of the files of a checkpoint without a manifest.
 _OWN_PATTERNS = (
     "model*.safetensors*",
     "pytorch_model*.bin*",
@@ -57,17 +59,18 @@ _OWN_PATTERNS = (
 
 @dataclass(frozen=True)
 class StagingFolder:
-    """Where a checkpoint is written until it is whole.
+    """Folder in which a checkpoint is written until it is complete.
 
-    Where the target cannot be renamed (a mount, one that holds a mount, or the folder that the process works
-    in), the folder is `inside` of it.
+    It is inside the target if the target cannot be renamed because it is a mount point, has one, or is the
+    working directory of this process.
     """
 
-    target: Path  # the folder that it becomes
-    folder: Path  # the folder it is written in
+    target: Path  # the checkpoint folder
+    folder: Path  # the hidden folder
     inside: bool = False
 
     def open(self) -> None:
+        """Creates the folder, and removes what interrupted saves have left."""
         try:
             if self.target.exists() and not self.target.is_dir():
                 raise NotADirectoryError(20, "it is a file", str(self.target))
@@ -75,7 +78,7 @@ class StagingFolder:
             recover(self.target)
             temporary.sweep(self.target.parent)
             temporary.sweep(self.target)
-            self._make_alone()
+            self._make_exclusively()
         except (CheckpointError, OSError) as error:
             temporary.release(self.folder)
             if isinstance(error, CheckpointError):
@@ -85,11 +88,11 @@ class StagingFolder:
                 "on a disk with space left."
             ) from error
 
-    def _make_alone(self) -> None:
-        """Make the folder where no other process writes the same checkpoint.
+    def _make_exclusively(self) -> None:
+        """Creates the folder unless another process writes the same checkpoint.
 
-        Each looks for others before and after: of two that begin at the same moment at least one sees the
-        other, and where both do, both try again after pauses of different length.
+        Each process looks for others before and after. If two begin at the same moment, at least one sees the
+        other. If both do, both try again after random pauses.
         """
         for _ in range(ATTEMPTS):
             _refuse_writers(self.target)
@@ -97,28 +100,28 @@ class StagingFolder:
             if not _writers(self.target):
                 return
             self.folder.rmdir()
-            time.sleep(POLL * (1 + random.random()))
+            time.sleep(POLL_INTERVAL * (1 + random.random()))
         _refuse_writers(self.target)
         raise CheckpointError(f"{self.target}: other processes begin to write it again and again. Try later.")
 
     def publish(self) -> None:
-        """Rename the folder, complete with its manifest, to the target; on failure what was there stays."""
+        """Renames the complete folder to the target, or leaves the target unchanged after an error."""
         sync_folder(self.folder)
-        if self.inside or not self._takes_the_name():
+        if self.inside or not self._replaces_target():
             aside = temporary.claim(self.target.name, self.target, temporary.OLD)
             try:
                 exchange_files(self.folder, self.target, aside)
             finally:
                 temporary.release(aside)
 
-    def _takes_the_name(self) -> bool:
-        """Rename the folder; False where the old one cannot be, as in a lower layer of overlayfs."""
+    def _replaces_target(self) -> bool:
+        """Renames the folder, or returns False if the target cannot be renamed, as on overlayfs."""
         aside = temporary.claim(self.target.name, self.target.parent, temporary.OLD)
         try:
             exchange_folders(self.folder, self.target, aside)
             clear_aside(aside, self.target)
         except OSError as error:
-            if error.errno not in NOT_RENAMED:
+            if error.errno not in CANNOT_RENAME:
                 raise
             return False
         finally:
@@ -126,70 +129,70 @@ class StagingFolder:
         return True
 
     def discard(self) -> None:
-        """Remove what was written so far, if it has not become the checkpoint."""
+        """Removes the folder unless it was published."""
         shutil.rmtree(self.folder, ignore_errors=True)
         temporary.release(self.folder)
 
 
 def absolute_path(target: Path) -> Path:
-    """Return the absolute path of a checkpoint, resolved where it is a link."""
+    """Returns the absolute path of a checkpoint, with a link resolved."""
     path = Path(os.path.abspath(target))
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def plan_staging_folder(target: Path) -> StagingFolder:
-    """Choose where a checkpoint is written; nothing is made yet."""
+    """Returns the staging folder for a target, which is not created yet."""
     target = absolute_path(target)
     inside = target.is_dir() and (
-        _holds_mount(target) or _works_in(target) or not os.access(target.parent, os.W_OK)
+        _has_mount_point(target) or _is_working_directory(target) or not os.access(target.parent, os.W_OK)
     )
     parent = target if inside else target.parent
     return StagingFolder(target, temporary.claim(target.name, parent, temporary.SAVING), inside)
 
 
 def remove(folder: Path) -> None:
-    """Remove a checkpoint: it loses its name first, then its files are deleted."""
+    """Removes a checkpoint, which is renamed before its files are deleted."""
     try:
         temporary.dispose(folder, folder.name)
     except OSError as error:
-        if error.errno not in NOT_RENAMED:  # it cannot be renamed, as in a lower layer of overlayfs
+        if error.errno not in CANNOT_RENAME:  # it cannot be renamed, as in a lower layer of overlayfs
             raise
         (folder / manifest.NAME).unlink(missing_ok=True)  # from here on it is not complete
         shutil.rmtree(folder)
 
 
 def recover(target: Path) -> None:
-    """Restore what an interrupted save had moved aside, if there is anything."""
+    """Restores the checkpoint that an interrupted save has moved aside, if there is one."""
     for aside in temporary.find(target, temporary.OLD):
         if aside.is_in_use:
-            _await(aside.path, there=False)
+            _wait_for(aside.path, exists=False)
         else:
             undo_exchange_of_files(aside.path, target)
     for aside in temporary.find(target.parent, temporary.OLD):
         if not aside.belongs_to(target.name):
             continue
         if aside.is_needed:
-            _await(target, there=True)
+            _wait_for(target, exists=True)
         if not target.exists():
-            _bring_back(aside.path, target)
+            _restore(aside.path, target)
         elif not aside.is_needed:
             clear_aside(aside.path, target)
 
 
 def recover_all(parent: Path) -> None:
-    """Restore the folders in a folder; what belongs to the folder itself is restored when it is loaded."""
+    """Restores the checkpoints in a folder, each of which may have been moved aside."""
     for aside in temporary.find(parent, temporary.OLD):
         if aside.has_whole_name and not aside.belongs_to(parent.name):
             recover(parent / aside.name)
 
 
 def is_changing(target: Path) -> bool:
-    """Whether the files of a folder that must stay are being exchanged for others."""
+    """Returns whether the files of a folder that must stay are being replaced."""
     return any(aside.is_in_use for aside in temporary.find(target, temporary.OLD))
 
 
 def _writers(target: Path) -> list[HiddenFolder]:
-    """Return the hidden folders of other processes that are writing this checkpoint."""
+    """Returns the hidden folders of other processes that are writing this checkpoint."""
     hidden = [
         *temporary.find(target.parent, temporary.SAVING),
         *temporary.find(target, temporary.SAVING, temporary.OLD),
@@ -208,51 +211,53 @@ def _refuse_writers(target: Path) -> None:
             f"{target} is being written by another process: process {writer.pid} on {writer.host}"
             f"{since and f', since {since}'}. Runs that save to one folder replace each other's checkpoints: "
             "give each run a folder of its own, or end one of them. A process that was killed does not "
-            "count; one on another machine counts until it has written nothing for "
+            "count; one on another node counts until it has written nothing for "
             f"{temporary.SECONDS_OF_A_RUNNING_SAVE:.0f} s."
         )
 
 
-def _holds_mount(folder: Path) -> bool:
+def _has_mount_point(folder: Path) -> bool:
     return os.path.ismount(folder) or any(os.path.ismount(folder / name) for name in os.listdir(folder))
 
 
-def _works_in(folder: Path) -> bool:
+def _is_working_directory(folder: Path) -> bool:
     try:
         return Path.cwd().is_relative_to(folder)
-    except FileNotFoundError:  # it was deleted
+    except FileNotFoundError:  # the working directory was deleted
         return False
 
 
 def _make_parents(folder: Path) -> None:
-    """Make a folder and those above it, and bring their names to the disk."""
+    """Creates a folder and its parents, and flushes their names to disk."""
     new = [parent for parent in (folder, *folder.parents) if not parent.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for parent in new:
         sync_folder(parent.parent)
 
 
-def _await(folder: Path, *, there: bool) -> None:
-    """Wait for another process that is replacing a folder."""
-    end = time.monotonic() + SECONDS_OF_A_REPLACEMENT
-    while folder.exists() != there and time.monotonic() < end:
-        time.sleep(POLL)
+def _wait_for(folder: Path, *, exists: bool) -> None:
+    """Waits for another process that is replacing a folder."""
+    end = time.monotonic() + REPLACEMENT_TIMEOUT
+    while folder.exists() != exists and time.monotonic() < end:
+        time.sleep(POLL_INTERVAL)
 
 
-def _bring_back(aside: Path, target: Path) -> None:
+def _restore(aside: Path, target: Path) -> None:
     try:
         manifest.renew(aside)
         os.rename(aside, target)
     except OSError as error:
-        if not target.exists():  # otherwise another process was faster
+        if not target.exists():  # another process has not restored it
             logger.warning(f"{target} is at {aside}, since a save was interrupted, and stays there: {error}.")
         return
     logger.warning(f"{target} was being replaced when a save was interrupted: the older one is back.")
 
 
 def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
-    """Rename a folder to the target, and the present target to `aside`; where that fails, all is as before.
-    Where the file system can swap names, the target exists without interruption."""
+    """Renames a folder to the target, and the previous target to `aside`, or undoes both after an error.
+
+    The target exists at every moment if the file system can swap names.
+    """
     undo: list[Callable[[], None]] = []
 
     def rename(old: Path, new: Path) -> None:
@@ -262,7 +267,7 @@ def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
     try:
         if not target.exists():
             rename(folder, target)
-        elif _swaps(folder, target, aside):
+        elif _swap_with_target(folder, target, aside):
             undo += [partial(os.rename, aside, folder), partial(swap, aside, target)]
         else:
             rename(target, aside)
@@ -276,20 +281,22 @@ def exchange_folders(folder: Path, target: Path, aside: Path) -> None:
         raise
 
 
-def _swaps(folder: Path, target: Path, aside: Path) -> bool:
-    """Swap the names of the new folder and the old one, where the system can. The new one is renamed to
-    `aside` first: after a crash, that is not needed as long as the target exists."""
+def _swap_with_target(folder: Path, target: Path, aside: Path) -> bool:
+    """Swaps the names of the new folder and the target, and returns whether the system can.
+
+    The new folder is renamed to `aside` first, which is not needed after a crash while the target exists.
+    """
     os.rename(folder, aside)
     try:
         swap(aside, target)
-    except OSError:  # not every system, nor every file system, can
+    except OSError:  # this system or file system cannot swap
         os.rename(aside, folder)
         return False
     return True
 
 
 def _renew(folder: Path) -> None:
-    """Change the stamp of a folder: a process that reads it notices that another one had its name."""
+    """Changes the stamp of a folder, so that a process that reads it notices the replacement."""
     try:
         manifest.renew(folder)
     except OSError as error:
@@ -297,23 +304,23 @@ def _renew(folder: Path) -> None:
 
 
 def clear_aside(aside: Path, target: Path) -> None:
-    """Move the user's own files from a replaced checkpoint to the new one, and remove the rest."""
+    """Moves the user's own files from a replaced checkpoint to the new one, and removes the rest."""
     if not aside.exists():
         return
     try:
-        _move_others(aside, target, _own_files(aside))
+        _move_user_files(aside, target, _checkpoint_files(aside))
         temporary.dispose(aside, target.name)
     except OSError as error:
         logger.warning(f"{target} is saved, and what it replaces could not be removed from {aside}: {error}.")
 
 
-def _move_others(source: Path, target: Path, ours: set[str], prefix: str = "") -> None:
-    """Move everything that is not part of a checkpoint and whose name the target does not have."""
+def _move_user_files(source: Path, target: Path, ours: set[str], prefix: str = "") -> None:
+    """Moves all files that are not part of a checkpoint and whose names the target does not have."""
     for entry in sorted(source.iterdir()):
         name, moved = prefix + entry.name, target / entry.name
-        holds_ours = any(file.startswith(f"{name}/") for file in ours)
-        if _is_folder(entry) and (_is_folder(moved) or holds_ours):
-            _move_others(entry, moved, ours, f"{name}/")
+        has_ours = any(file.startswith(f"{name}/") for file in ours)
+        if _is_folder(entry) and (_is_folder(moved) or has_ours):
+            _move_user_files(entry, moved, ours, f"{name}/")
         elif name not in ours and not os.path.lexists(moved):
             moved.parent.mkdir(parents=True, exist_ok=True)
             os.rename(entry, moved)
@@ -323,8 +330,8 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _own_files(folder: Path) -> set[str]:
-    """Return the names of the files of a checkpoint, without those that a link leads out of its folder."""
+def _checkpoint_files(folder: Path) -> set[str]:
+    """Returns the names of the files of a checkpoint, except those in linked folders outside of it."""
     try:
         names = {*manifest.read(folder).files}
     except CheckpointError:
@@ -336,18 +343,20 @@ def _own_files(folder: Path) -> set[str]:
 
 
 def _leads_out(folder: Path, inner: str) -> bool:
-    """Whether the path of a folder in another one leaves that, by its name or by a link."""
+    """Returns whether the path of a folder leaves the folder above it, by its name or by a link."""
     root = os.path.realpath(folder)
     return os.path.commonpath((root, os.path.realpath(folder / inner))) != root
 
 
 def exchange_files(folder: Path, target: Path, aside: Path) -> None:
-    """Replace the files of the target by those of a folder; when `aside` is gone, the exchange is done.
-    Where it fails, all is as before."""
+    """Replaces the files of the target by those of a folder, or undoes it after an error.
+
+    The exchange is complete when `aside` is gone.
+    """
     aside.mkdir()
     try:
-        _shift(target, aside, _own_files(target))
-        _shift(folder, target, files_under(folder))
+        _move_files(target, aside, _checkpoint_files(target))
+        _move_files(folder, target, files_under(folder))
         temporary.dispose(aside, target.name)
     except (OSError, CheckpointError):
         undo_exchange_of_files(aside, target)
@@ -355,13 +364,14 @@ def exchange_files(folder: Path, target: Path, aside: Path) -> None:
 
 
 def undo_exchange_of_files(aside: Path, target: Path) -> None:
+    """Moves the replaced files back to the target."""
     _renew(aside)
-    _shift(aside, target, files_under(aside))
+    _move_files(aside, target, files_under(aside))
     temporary.dispose(aside, target.name)
 
 
-def _shift(source: Path, target: Path, names: Iterable[str]) -> None:
-    """Move files to another folder and bring their names to the disk, that of the manifest last."""
+def _move_files(source: Path, target: Path, names: Iterable[str]) -> None:
+    """Moves files to another folder and flushes their names to disk, the manifest last."""
     files = [name for name in names if name != manifest.NAME and (source / name).is_file()]
     for parent in sorted({os.path.dirname(name) for name in files}):
         for folder in (source, target):
@@ -381,7 +391,7 @@ def _shift(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def swap(first: Path, second: Path) -> None:
-    """Swap the names of two folders or files in one step; an OSError where the system cannot."""
+    """Swaps the names of two folders or files atomically, or raises an OSError if the system cannot."""
     if _renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(first))
     at_cwd, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
@@ -391,7 +401,7 @@ def swap(first: Path, second: Path) -> None:
 
 
 def _find_renameat2() -> Callable[..., int] | None:
-    """Return Linux's call of that name; None on other systems, and where the C library is too old."""
+    """Returns the system call of Linux, or None on other systems and with an old C library."""
     call: Any = None
     if sys.platform == "linux":
         call = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)

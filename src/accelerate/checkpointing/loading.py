@@ -1,4 +1,9 @@
-"""Load a list of parts: choose a complete checkpoint, verify it, read it and how far its run was."""
+"""Choice and verification of the checkpoint that a run loads.
+
+`open_checkpoint` and `open_newest` yield `CheckpointSource` objects, on all ranks alike.
+`Accelerator.load_state` reads the parts of a source while threads verify its checksums, and calls `agree`,
+which raises on all ranks if any rank has an error. Then it applies the changes (`changes.py`).
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,7 @@ from accelerate.base import (
     RNG_STATE_NAME,
     CheckpointError,
     as_builtin,
+    describe,
     expect,
     for_threads,
     listed,
@@ -29,10 +35,10 @@ from accelerate.state import Consensus, Topology
 logger = get_logger(__name__)
 
 CALL = "accelerator.load_state"
-SECONDS_TO_VERIFY = 24 * 3600.0
+VERIFY_TIMEOUT = 24 * 3600.0  # seconds
 
 THREADS = 4
-OF_OBJECTS = re.compile(
+OBJECT_FILES = re.compile(
     r"(?:model|pytorch_model|optimizer|scheduler|sampler|scaler|custom_checkpoint)(?:_\d+)?\.\w+"
     r"|(?:pytorch_model_fsdp|optimizer)_\d+/\.metadata"
 )
@@ -48,14 +54,14 @@ WORLD_SIZE_POLICIES = {
     "reseed": "each process derives new states for its random generators",
     "ignore": "processes that find a state for their random generators take it, the others keep theirs",
 }
-"""Policy for a checkpoint that another number of processes saved -> what is logged of random states."""
+"""Part of the warning about random states, by the policy for checkpoints of another world size."""
 
 
-class Candidate:
-    """A checkpoint that is about to be read; its files are compared with their checksums meanwhile.
+class CheckpointSource:
+    """Checkpoint that is about to be read, whose checksums are verified in threads.
 
-    Another run may save under the same name while it is read. Then files of two checkpoints may have been
-    read, which `agree` notices on all ranks.
+    If another run replaces it while it is read, the files may be those of two checkpoints. `agree` detects
+    this on all ranks.
     """
 
     def __init__(
@@ -63,14 +69,14 @@ class Candidate:
         folder: Path,
         consensus: Consensus,
         topology: Topology,
-        fault: str = "",  # what is known to be wrong with it; nothing is compared then
+        fault: str = "",  # known reason why it cannot be loaded
         *,
-        was_complete: bool = False,  # it was seen as complete just before
-        is_last: bool = True,  # it is not read again when it was replaced
+        was_complete: bool = False,  # whether it was complete just before
+        is_last: bool = True,  # whether it is not read again if it was replaced
     ) -> None:
         self.folder = folder
-        self.manifest: Manifest | None = None  # stays None for one of other software, or a damaged one
-        self.was_replaced = False  # to be read again, as all ranks have agreed
+        self.manifest: Manifest | None = None  # None for other software, or if it is damaged
+        self.was_replaced = False  # whether all ranks read it again
         self._consensus = consensus
         self._fault = fault
         self._is_last = is_last
@@ -87,7 +93,7 @@ class Candidate:
 
     @property
     def world_size(self) -> int | None:
-        """Number of processes that saved it: without a manifest, of those whose random states are there."""
+        """World size of the run that saved it, from the manifest or the number of random states."""
         if self.manifest is not None:
             return self.manifest.world_size
         return len(list(self.folder.glob(f"{RNG_STATE_NAME}_*.pkl"))) or None
@@ -101,24 +107,29 @@ class Candidate:
         return not self._fault
 
     def confirm(self) -> None:
-        """Make sure that the checkpoint is still the one that was opened."""
+        """Raises if another save has replaced the checkpoint since it was opened."""
         if self._is_other():
             raise CheckpointError(REPLACED)
 
     def agree(self, failure: str = "", *, was_read: bool = True) -> None:
-        """Wait until all ranks have compared, or read, their files; called on all ranks. Raises where
-        something went wrong on any rank, without the folder's name; `was_read`: files were read since
-        the last call."""
+        """Waits until all ranks have verified and read their files, and raises if any rank has an error.
+
+        Called on all ranks. The message does not contain the name of the folder.
+
+        Args:
+            failure: Error of this rank, or an empty string.
+            was_read: Whether files were read since the last call.
+        """
         faults = [self._fault, *(line for future in self._faults for line in future.result()), failure]
         save = self.manifest.run.get(manifest.SAVE) if self.manifest else None
         own = {
             "problems": [line for line in faults if line],
             "replaced": was_read and (self._is_gone or self._is_other()),
-            # The same save on all ranks with the same path, which is empty where the save has a name.
+            # Ranks with the same path must see the same save. The path is empty if the save has a name.
             "path": "" if save else f"{socket.gethostname()}:{self.folder}",
             "save": save or self._stamp,
         }
-        problems, again = self._consensus.decide(CALL, own, _judge, SECONDS_TO_VERIFY)
+        problems, again = self._consensus.decide(CALL, own, _reduce_answers, VERIFY_TIMEOUT)
         self.was_replaced = again and not self._is_last
         if problems:
             raise CheckpointError(problems)
@@ -148,8 +159,8 @@ class Candidate:
         pool.shutdown(wait=False)
 
 
-def _judge(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
-    """Return what is wrong with a checkpoint, and whether it may be right when it is read again."""
+def _reduce_answers(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
+    """Returns the errors of all ranks, and whether the checkpoint is worth another attempt."""
     if any(answer["replaced"] for answer in answers):
         return f"{REPLACED}: load it when no other run saves to this name", True
     if problems := "; ".join(dict.fromkeys(line for answer in answers for line in answer["problems"])):
@@ -160,31 +171,45 @@ def _judge(answers: Sequence[Mapping[str, Any]]) -> tuple[str, bool]:
         if save != answer["save"]:
             return (
                 f"process {rank} finds another save under this name than process {earlier}: let all of them "
-                "see the same folder, or copy one checkpoint to all machines",
+                "see the same folder, or copy one checkpoint to all nodes",
                 True,
             )
     return "", False
 
 
 def open_checkpoint(
-    path: Path, consensus: Consensus, topology: Topology, patience: float
-) -> Iterator[Candidate]:
-    """Yield a checkpoint that the user named, again when it was replaced; called on all ranks."""
+    path: Path, consensus: Consensus, topology: Topology, timeout: float
+) -> Iterator[CheckpointSource]:
+    """Yields the checkpoint at a path, on all ranks, and again if it was replaced."""
     for left in reversed(range(ATTEMPTS)):
-        consensus.decide(CALL, None, lambda _: folder.recover(folder.absolute_path(path)), patience)
-        source = Candidate(path, consensus, topology, is_last=not left)
+        _recover(path, consensus, timeout)
+        source = CheckpointSource(path, consensus, topology, is_last=not left)
         yield source
         if not source.was_replaced:
             return
 
 
+def _recover(path: Path, consensus: Consensus, timeout: float) -> None:
+    """Restores on rank 0 what an interrupted save has moved aside, for which all ranks wait."""
+    failure = ""
+    if consensus.rank == 0:
+        try:
+            folder.recover(folder.absolute_path(path))
+        except Exception as error:  # raised again, on all ranks
+            failure = f"Rank 0 failed for all ranks: {describe(error)}."
+    if failure := consensus.decide(CALL, failure, lambda failures: failures[0], timeout):
+        raise CheckpointError(failure)
+
+
 def open_newest(
-    parent: Path, consensus: Consensus, topology: Topology, patience: float
-) -> Iterator[Candidate]:
-    """Yield numbered checkpoints that are on all machines and look complete, the newest first, and begin
-    again when one was replaced, or deleted, meanwhile."""
+    parent: Path, consensus: Consensus, topology: Topology, timeout: float
+) -> Iterator[CheckpointSource]:
+    """Yields the numbered checkpoints of a folder, the newest first.
+
+    Called on all ranks. It begins again if a checkpoint was replaced or deleted meanwhile.
+    """
     for left in reversed(range(ATTEMPTS)):
-        for source in _open_numbered(parent, consensus, topology, patience, is_last=not left):
+        for source in _open_numbered(parent, consensus, topology, timeout, is_last=not left):
             yield source
             if source.was_replaced:
                 break
@@ -193,28 +218,29 @@ def open_newest(
 
 
 def _open_numbered(
-    parent: Path, consensus: Consensus, topology: Topology, patience: float, is_last: bool
-) -> Iterator[Candidate]:
+    parent: Path, consensus: Consensus, topology: Topology, timeout: float, is_last: bool
+) -> Iterator[CheckpointSource]:
     try:
         checkpoints = {checkpoint.number: checkpoint for checkpoint in retention.survey(parent)}
-    except OSError as error:  # this rank has none, so that the others need not wait for it
+    except OSError as error:  # this rank reports no checkpoints, so that the others do not wait for it
         logger.warning(f"Checkpoints in {parent} cannot be looked for: {error}.", main_process_only=False)
         checkpoints = {}
-    numbers = consensus.decide(CALL, sorted(checkpoints), lambda lists: sorted({*chain(*lists)}), patience)
+    numbers = consensus.decide(CALL, sorted(checkpoints), lambda lists: sorted({*chain(*lists)}), timeout)
     for number in reversed(numbers):
         path = parent / retention.name_of(number)
-        fault = checkpoints[number].fault if number in checkpoints else "it is not on all machines"
-        yield Candidate(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)
+        fault = checkpoints[number].fault if number in checkpoints else "it is not on all nodes"
+        yield CheckpointSource(path, consensus, topology, fault, was_complete=not fault, is_last=is_last)
 
 
 def check_policy(policy: str) -> None:
+    """Raises for an unknown `world_size_policy`."""
     if policy not in WORLD_SIZE_POLICIES:
         fix = f"choose one of {', '.join(WORLD_SIZE_POLICIES)}"
         raise wrong_value("world_size_policy", policy, "there is no such policy", fix)
 
 
-def announce(source: Candidate, size: int, policy: str) -> None:
-    """Warn of a checkpoint without manifest, or of another number of processes; "strict" refuses that."""
+def announce(source: CheckpointSource, size: int, policy: str) -> None:
+    """Warns of a checkpoint without manifest or of another world size, which "strict" refuses."""
     if not source.is_readable:
         return
     if source.manifest is None:
@@ -237,9 +263,9 @@ def announce(source: Candidate, size: int, policy: str) -> None:
 
 
 def announce_surplus(load: Load) -> None:
-    """Say which objects of a checkpoint this run does not have."""
+    """Warns of objects in a checkpoint that this run does not have."""
     surplus = sorted(
-        name for name in load.names or () if OF_OBJECTS.fullmatch(name) and name not in load.wanted
+        name for name in load.names or () if OBJECT_FILES.fullmatch(name) and name not in load.wanted
     )
     if surplus:
         logger.warning(
@@ -249,18 +275,23 @@ def announce_surplus(load: Load) -> None:
 
 
 def divide_files(read: Manifest, processes: int) -> list[list[str]]:
-    """Divide the files of a checkpoint so that each process gets about the same number of bytes."""
-    shares: list[list[str]] = [[] for _ in range(processes)]
+    """Divides the files of a checkpoint among processes, with about as many bytes for each."""
+    names: list[list[str]] = [[] for _ in range(processes)]
     sizes = [0] * processes
     for record in sorted(read.files.values(), key=lambda record: -record.size):
         least = sizes.index(min(sizes))
-        shares[least].append(record.name)
+        names[least].append(record.name)
         sizes[least] += record.size
-    return shares
+    return names
 
 
 def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
-    """Return the error for a run that finds no checkpoint in a folder that the user named, or None."""
+    """Returns the error for a run that finds no checkpoint.
+
+    Args:
+        folder: Folder that the user named, or None.
+        faults: Reasons why checkpoints were skipped.
+    """
     reasons = "; ".join(faults)
     if folder is not None and reasons.endswith(NO_FOLDER):
         return wrong_value("input_dir", str(folder), NO_FOLDER, "pass a folder that was saved to")
@@ -278,8 +309,8 @@ def nothing_to_load(folder: object, faults: Sequence[str]) -> Exception:
 
 
 @dataclass(frozen=True)
-class Progress:
-    """What a run takes over that goes on from a checkpoint; None for what is not stored."""
+class RunProgress:
+    """Counters of the run that saved a checkpoint, with None for those that are not stored."""
 
     step: int | None = None  # `Accelerator.step`
     sync_gradients: bool | None = None  # whether the last step updated the parameters
@@ -287,15 +318,15 @@ class Progress:
     gradient_order: list[list[int]] = field(default_factory=list)  # of each model, from its strategy
 
 
-def read_progress(source: Candidate, options: Load) -> Progress:
-    """Read how far a run was; nothing is changed."""
+def read_progress(source: CheckpointSource, options: Load) -> RunProgress:
+    """Reads the counters of the run that saved a checkpoint."""
     if source.manifest is not None:
         run = source.manifest.run
         sync_gradients = run.get("sync_gradients", True)
-        return Progress(
+        return RunProgress(
             source.manifest.step, sync_gradients, run.get("updates", []), run.get("gradient_order", [])
         )
     name = GeneratorsPart(0).name
     states = options.read(name) if options.has(name) else {}
     step = states.get("step") if isinstance(states, Mapping) else None
-    return Progress(step if type(step) is int else None)
+    return RunProgress(step if type(step) is int else None)

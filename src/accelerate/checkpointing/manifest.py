@@ -1,4 +1,8 @@
-"""The manifest of a checkpoint: its files, sizes and checksums; written last, read first, and checked."""
+"""Manifest of a checkpoint, which lists the sizes and checksums of its files.
+
+`Saver.commit` writes it as the last file. Loading, retention and `accelerate checkpoint` read it first.
+Reading verifies its own checksum and the types of all fields.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +22,20 @@ from accelerate.base import CheckpointError, advance, refuse_outside, replace_fi
 NAME = "manifest.json"
 FORMAT = 1
 ALGORITHM = "xxh3_64"
-SAVE = "save"  # the fact of a run by which all manifests of one save are known, on whatever machine
-FOLDERS_OF_SAVE = "folders"  # the fact of a run whose ranks wrote several folders: the files of each
+SAVE = "save"  # key in `run` of the name of the save, equal on all nodes
+FOLDERS_OF_SAVE = "folders"  # key in `run` of the files of each folder, if the ranks wrote several
 _SEAL = "seal"
-NANOSECONDS_OF_A_TICK = 2 * 10**9  # the coarsest clock that file systems have
+CLOCK_TICK_NS = 2 * 10**9  # the coarsest clock of a file system
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """Facts about a checkpoint and its files."""
+
     files: Mapping[str, FileRecord]  # all files but this one, by path
     world_size: int
     step: int = 0
-    epoch: int = 0  # that the first loader was in
+    epoch: int = 0  # of the first loader
     iteration: int | None = None  # number under automatic naming; None for a folder that the user named
     created: str = ""  # ISO 8601 in UTC
     software: str = ""
@@ -43,19 +49,19 @@ class Manifest:
         return sum(record.size for record in self.files.values())
 
     def write(self, folder: Path) -> None:
-        """Write this into a folder whose files are all on the disk."""
+        """Writes the manifest to a folder whose files are on disk."""
         with replace_files([folder / NAME]) as (temporary,):
-            temporary.write_text(self.spell(), encoding="utf-8")
+            temporary.write_text(self.encode(), encoding="utf-8")
 
-    def spell(self) -> str:
-        """Return this as JSON, with a checksum of itself."""
-        content = {**vars(self), "files": spell_records(self.files)}
+    def encode(self) -> str:
+        """Returns the manifest as JSON with its own checksum."""
+        content = {**vars(self), "files": encode_records(self.files)}
         check_fields(json.loads(json.dumps(content)))
         return json.dumps({**content, _SEAL: _seal_of(content)}, indent=1)
 
 
 def read(folder: Path) -> Manifest:
-    """Read the manifest of a folder; an error says what is wrong without the folder's name."""
+    """Reads the manifest of a folder, whose name is not in the messages of errors."""
     path = folder / NAME
     if not path.is_file():
         raise CheckpointError(f"there is no {NAME}: the save did not end, or other software wrote it")
@@ -81,40 +87,50 @@ def read(folder: Path) -> Manifest:
 
 
 def _files_held(folder: Path, files: dict[str, Any], folders: list[dict[str, Any]]) -> dict[str, FileRecord]:
-    """Return the files that a folder must have: of several folders of a save, those of the copied ones."""
+    """Returns the files that a folder must have.
+
+    If the ranks wrote several folders, these are the files of those folders that were copied here.
+    """
     held = [records for records in folders if all((folder / name).is_file() for name in records)]
     names = dict.fromkeys(chain(*held)) if held else files
-    copies = {name: [FileRecord(name, **each[name]) for each in folders if name in each] for name in names}
+    versions = {name: [FileRecord(name, **each[name]) for each in folders if name in each] for name in names}
     return {
         name: replace(records[0], others=tuple(records[1:])) if records else FileRecord(name, **files[name])
-        for name, records in copies.items()
+        for name, records in versions.items()
     }
 
 
 def stamp(folder: Path) -> str:
-    """Return what differs for each checkpoint of a name, and after `renew`; empty without a manifest."""
+    """Returns a text that differs between the checkpoints of one name, or "" without a manifest."""
     path = folder / NAME
     try:
         if not path.is_file():
             return ""
         with path.open("rb") as file:
             return f"{os.fstat(file.fileno()).st_mtime_ns}-{checksum_of(file.read())}"
-    except OSError:  # it was just removed, or cannot be read: `read` says why
+    except OSError:  # it was just removed, or cannot be read, for which `read` raises an error
         return ""
 
 
 def renew(folder: Path) -> None:
-    """Give a checkpoint another stamp: another one had its name for a moment, and may have been read."""
+    """Changes the stamp of a checkpoint, because another one had its name for a moment."""
     path = folder / NAME
     if path.is_file():
         facts = path.stat()
-        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns + NANOSECONDS_OF_A_TICK))
+        os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns + CLOCK_TICK_NS))
 
 
 def problems(
     folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *, deep: bool
 ) -> list[str]:
-    """Say what is wrong with files, one line each; `deep` compares checksums, and not only sizes."""
+    """Returns one line for each file that is missing or differs from its record.
+
+    Args:
+        folder: Folder of the checkpoint.
+        manifest: Its manifest.
+        names: Files to verify. None for all.
+        deep: Whether checksums are compared, and not only sizes.
+    """
     lines = (
         _problem(folder, manifest.files[name], deep) for name in (manifest.files if names is None else names)
     )
@@ -122,7 +138,7 @@ def problems(
 
 
 def _problem(folder: Path, record: FileRecord, deep: bool) -> str:
-    """Say what is wrong with a file that may be as one folder of the save had it, or as another one."""
+    """Compares a file with its records in all folders of the save, one of which it must equal."""
     problem = _mismatch(folder, record, deep)
     return problem if all(_mismatch(folder, each, deep) for each in record.others) else ""
 
@@ -150,7 +166,9 @@ LARGEST = 2**63 - 1
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 
 
-class Rule(NamedTuple):  # of one field
+class FieldRule(NamedTuple):
+    """Expected value of a field of a manifest."""
+
     expected: str
     fits: Callable[[Any], bool]
     required: bool = False
@@ -168,27 +186,31 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value.isprintable()
 
 
-_COUNT = Rule("a whole number of 0 or more", _is_count)
-_TEXT = Rule("printable text", _is_text)
+_COUNT = FieldRule("a whole number of 0 or more", _is_count)
+_TEXT = FieldRule("printable text", _is_text)
 
 _FIELDS = {
-    "format": Rule(f"the number {FORMAT}", lambda value: type(value) is int and value == FORMAT),
-    "algorithm": Rule(f"{ALGORITHM!r}, the only kind of checksum", lambda value: value == ALGORITHM),
-    "files": Rule("a JSON object of file names and records", lambda value: isinstance(value, dict), True),
-    "world_size": Rule("a whole number of 1 or more", lambda value: _is_count(value) and value > 0, True),
+    "format": FieldRule(f"the number {FORMAT}", lambda value: type(value) is int and value == FORMAT),
+    "algorithm": FieldRule(f"{ALGORITHM!r}, the only kind of checksum", lambda value: value == ALGORITHM),
+    "files": FieldRule(
+        "a JSON object of file names and records", lambda value: isinstance(value, dict), True
+    ),
+    "world_size": FieldRule(
+        "a whole number of 1 or more", lambda value: _is_count(value) and value > 0, True
+    ),
     "step": _COUNT,
     "epoch": _COUNT,
-    "iteration": Rule(
+    "iteration": FieldRule(
         "a whole number of 0 or more, or null", lambda value: value is None or _is_count(value)
     ),
     "created": _TEXT,
     "software": _TEXT,
     "torch": _TEXT,
-    "run": Rule("a JSON object", lambda value: isinstance(value, dict)),
+    "run": FieldRule("a JSON object", lambda value: isinstance(value, dict)),
 }
 _RECORD = {
     "size": _COUNT._replace(required=True),
-    "checksum": Rule(
+    "checksum": FieldRule(
         "16 hexadecimal digits",
         lambda value: _is_text(value) and bool(_CHECKSUM.fullmatch(value)),
         True,
@@ -196,15 +218,15 @@ _RECORD = {
     "rank": _COUNT,
 }
 _RUN = {
-    "sync_gradients": Rule("true or false", lambda value: isinstance(value, bool)),
+    "sync_gradients": FieldRule("true or false", lambda value: isinstance(value, bool)),
     "num_steps": _COUNT,
-    "updates": Rule("a list of whole numbers of 0 or more", _are_counts),
-    "gradient_order": Rule(
+    "updates": FieldRule("a list of whole numbers of 0 or more", _are_counts),
+    "gradient_order": FieldRule(
         "a list of lists of whole numbers of 0 or more",
         lambda value: isinstance(value, list) and all(map(_are_counts, value)),
     ),
     SAVE: _TEXT,
-    FOLDERS_OF_SAVE: Rule(
+    FOLDERS_OF_SAVE: FieldRule(
         "a list of JSON objects of file names and records",
         lambda value: isinstance(value, list) and all(isinstance(each, dict) for each in value),
     ),
@@ -212,7 +234,7 @@ _RUN = {
 
 
 def check_fields(content: Mapping[str, Any]) -> None:
-    """Refuse a manifest, without its seal, that lacks a field, or has an unknown or wrong field or name."""
+    """Raises for a manifest, without its checksum, with a missing, unknown or wrong field or file name."""
     _check(content, _FIELDS, "")
     _check_records(content["files"], "files")
     known = {name: value for name, value in content.get("run", {}).items() if name in _RUN}
@@ -232,7 +254,7 @@ def _check_records(records: Mapping[str, Any], where: str) -> None:
 
 
 def refuse_name(name: object) -> str | None:
-    """Say why a name cannot be that of a file of a checkpoint; None where it can."""
+    """Returns why a name cannot be the name of a file of a checkpoint, or None if it can."""
     if reason := refuse_outside(name):
         return reason
     assert isinstance(name, str)
@@ -246,6 +268,7 @@ def refuse_name(name: object) -> str | None:
 
 
 def shorten(value: object) -> str:
+    """Formats a value of a file for an error message."""
     return _REPR.repr(value)
 
 
@@ -254,7 +277,7 @@ _REPR.maxlevel = 2
 _REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
 
 
-def _check(content: Mapping[str, Any], rules: Mapping[str, Rule], prefix: str) -> None:
+def _check(content: Mapping[str, Any], rules: Mapping[str, FieldRule], prefix: str) -> None:
     for name, rule in rules.items():
         if name not in content:
             if rule.required:
@@ -272,31 +295,34 @@ def _wrong(field: str, value: object, expected: str) -> CheckpointError:
     return CheckpointError(f"{NAME} has {field}={shorten(value)}, and {expected} is expected")
 
 
-_STRIDE = 1 << 22  # bytes hashed at a time, without holding the interpreter
+_STRIDE = 1 << 22  # bytes that are hashed at a time, while other threads run
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    name: str  # path inside the folder, with `/`
+    """Size and checksum of a file."""
+
+    name: str  # path in the folder, with `/`
     size: int  # in bytes
     checksum: str  # xxh3 of the content, 64 bits, in hexadecimal
     rank: int = 0
-    others: tuple[FileRecord, ...] = ()  # what the file is in the other folders of the save; not stored here
+    others: tuple[FileRecord, ...] = ()  # records of the file in the other folders of the save
 
 
-def spell_records(records: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
-    """Return records by name, as the manifest stores them."""
+def encode_records(records: Mapping[str, FileRecord]) -> dict[str, dict[str, Any]]:
+    """Returns records by name, for JSON."""
     return {name: {"size": r.size, "checksum": r.checksum, "rank": r.rank} for name, r in records.items()}
 
 
 def seal(folder: Path, name: str, rank: int = 0) -> FileRecord:
-    """Bring a written file to the disk and describe it."""
+    """Flushes a written file to disk and returns its record."""
     sync_file(folder / name)
     size, checksum = measure(folder / name)
     return FileRecord(name, size, checksum, rank)
 
 
 def measure(path: Path) -> tuple[int, str]:
+    """Returns the size and the checksum of a file."""
     import xxhash
 
     digest = xxhash.xxh3_64()
@@ -321,7 +347,7 @@ def checksum_of(data: bytes) -> str:
 
 
 def files_under(folder: Path) -> Iterator[str]:
-    """Yield the paths of all files in a folder and the folders in it, sorted, relative and with `/`."""
+    """Iterates over the paths of all files below a folder, sorted, relative and with `/`."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             yield path.relative_to(folder).as_posix()

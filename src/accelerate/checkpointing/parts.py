@@ -1,8 +1,12 @@
-"""Parts: each saves and loads one kind of object of a run: models, states, random generators, loaders."""
+"""Parts of a checkpoint, each of which saves and loads one object of a run.
+
+`collect` returns the files of this rank, which `Saver.write` writes. `read` reads and verifies files, and
+returns the change of the object, which `apply_all` applies when all ranks have read. There are parts for
+models, optimizers, other objects with a state dict, random generators and loaders.
+"""
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,8 +35,8 @@ from accelerate.base import (
     describe,
     like,
 )
-from accelerate.checkpointing import changes, fit
-from accelerate.checkpointing.changes import Change, Stage, inner_optimizers, nothing
+from accelerate.checkpointing import compatibility
+from accelerate.checkpointing.changes import Change, Stage, no_change
 from accelerate.checkpointing.manifest import checksum_of
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
@@ -48,33 +52,30 @@ from accelerate.weights import (
 
 logger = get_logger(__name__)
 
-LOADER_NAME = "dl_state_dict"  # where other software keeps the position of a loader
+LOADER_NAME = "dl_state_dict"  # file of other software with the position of a loader
 
 Fill = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
 class Load:
-    """How a checkpoint is read.
-
-    `confirm` raises a CheckpointError when a save has replaced the folder; for what reads it only while
-    objects are changed.
-    """
+    """Folder and options with which the parts of a checkpoint are read."""
 
     folder: Path
-    device: str | torch.device = "cpu"  # where weights and states of optimizers are read to
+    device: str | torch.device = "cpu"  # of weights and states of optimizers
     reading: Mapping[str, Any] = field(default_factory=dict)  # arguments of `torch.load`
     model: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load_state_dict` of models
     names: Collection[str] | None = None  # files of its manifest; None for a checkpoint without one
-    wanted: set[str] = field(default_factory=set)  # names that were asked for
-    confirm: Callable[[], None] = lambda: None
+    wanted: set[str] = field(default_factory=set)  # names that parts have looked for
+    confirm: Callable[[], None] = lambda: None  # raises if another save has replaced the folder
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the checkpoint has no manifest: other software wrote it."""
+        """True if other software wrote the checkpoint, which has no manifest then."""
         return self.names is None
 
     def has(self, name: str) -> bool:
+        """Returns whether the checkpoint has a file."""
         self.wanted.add(name)
         return (self.names is None or name in self.names) and (self.folder / name).is_file()
 
@@ -82,6 +83,7 @@ class Load:
         return read_torch(self.existing(name), device, **self.reading)
 
     def existing(self, name: str) -> Path:
+        """Returns the path of a file, and raises if the checkpoint does not have it."""
         if not self.has(name):
             error = CheckpointError(
                 f"{self.folder} holds no {name}. It was saved by a run that had prepared other objects: "
@@ -92,11 +94,13 @@ class Load:
 
     @contextmanager
     def fitting(self, name: str, kind: str) -> Iterator[None]:
-        """Raise errors with the name of the file and the kind of object that it does not fit; those that
-        name the file themselves, and those of a wrong configuration, stay."""
+        """Adds the names of a file and of the class that it does not fit to errors.
+
+        Errors of a wrong configuration, and those with the name of the file, are unchanged.
+        """
         try:
             yield
-        except Exception as error:  # an object of the user's own may raise anything
+        except Exception as error:  # an object of the user may raise any exception
             is_own = isinstance(error, AccelerateError)
             if is_own and (not isinstance(error, CheckpointError) or name in str(error)):
                 raise
@@ -107,10 +111,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Payload:
-    """The content of one file, taken from a live object.
+    """Content of one file, with references to live tensors.
 
-    Where several processes write to one folder, `finish` takes that folder and what `write` has returned on
-    each process, when all files are written, and adds what they have in common.
+    If several ranks write to one folder, `finish` is called with the folder and the results of `write` on all
+    ranks, and writes the files that they have in common.
     """
 
     name: str
@@ -120,54 +124,91 @@ class Payload:
 
 
 class Part(Protocol):
-    """One thing that is saved and loaded."""
+    """Object of a run that is saved and loaded."""
 
-    def collect(self, leads: bool = True) -> list[Payload]:
-        """Take the content of the files of this process, uncopied; `leads`: also what all have in common."""
+    def collect(self, writes_common: bool = True) -> list[Payload]:
+        """Returns the files of this rank.
+
+        Args:
+            writes_common: Whether this rank also writes the files that all ranks have in common.
+        """
 
     def read(self, options: Load) -> Change:
-        """Read its files; what is returned brings the object to that state."""
+        """Reads and verifies its files, and returns the change of the object."""
 
 
 @dataclass(frozen=True)
 class StatePart:
-    """An object with `state_dict` and `load_state_dict`: optimizer, scheduler, scaler, or the user's own."""
+    """State of a scheduler, a gradient scaler or an object of the user."""
 
     name: str
-    owner: Any
-    is_optimizer: bool = False  # its state is read to the device of the run
+    owner: Any  # has `state_dict` and `load_state_dict`
     write: Callable[[Any, Path], None] = write_torch
-    may_lack: bool = False  # a checkpoint of other software may be without it: the object stays as it is
+    may_lack: bool = False  # whether a checkpoint of other software may be without it
 
-    def collect(self, leads: bool = True) -> list[Payload]:
-        return [Payload(self.name, self.owner.state_dict(), self.write)] if leads else []
+    def collect(self, writes_common: bool = True) -> list[Payload]:
+        return [Payload(self.name, self.owner.state_dict(), self.write)] if writes_common else []
 
     def read(self, options: Load) -> Change:
+        kind = type(self.owner).__name__
         if self.may_lack and options.is_foreign and not options.has(self.name):
-            logger.warning(
-                f"{options.folder} holds no {self.name}: this {type(self.owner).__name__} starts anew."
-            )
-            return nothing
-        state = options.read(self.name, options.device if self.is_optimizer else "cpu")
-        if isinstance(self.owner, nn.Module) and not fit.loads_its_own_way(self.owner):
-            own = self.owner.state_dict(keep_vars=True)
-            fit.check_weights(own, state, options.folder / self.name, self.owner, strict=True)
-        kind = str(getattr(self.owner, "kind", type(self.owner).__name__))
+            logger.warning(f"{options.folder} holds no {self.name}: this {kind} starts anew.")
+            return no_change
+        state = options.read(self.name)
+        with options.fitting(self.name, kind):
+            self._verify(state, options)
 
         def apply() -> None:
             with options.fitting(self.name, kind):
                 self.owner.load_state_dict(state)
-                for optimizer in inner_optimizers(self.owner) if self.is_optimizer else ():
-                    fit.check_optimizer(optimizer)
 
-        is_known = self.is_optimizer and inner_optimizers(self.owner)
-        keep = changes.keep_optimizer if is_known else changes.keep_object
-        stage = Stage.TOGETHER if getattr(self.owner, "needs_all_ranks", False) else Stage.ALONE
-        return Change(apply, f"{kind} ({self.name})", partial(keep, self.owner), stage)
+        return Change(apply, f"{kind} ({self.name})")
+
+    def _verify(self, state: Any, options: Load) -> None:
+        """Verifies the state of objects of torch, while others verify it when they load it."""
+        owner = getattr(self.owner, "scheduler", self.owner)
+        if isinstance(owner, nn.Module) and not compatibility.loads_its_own_way(owner):
+            own = owner.state_dict(keep_vars=True)
+            compatibility.check_weights(own, state, options.folder / self.name, owner, strict=True)
+        elif isinstance(owner, torch.amp.GradScaler):
+            compatibility.check_keys(state, owner.state_dict().keys())
+        elif isinstance(owner, torch.optim.lr_scheduler.LRScheduler):
+            compatibility.check_keys(state, ())
+
+
+@dataclass(frozen=True)
+class OptimizerPart:
+    """State of an optimizer, with whole tensors.
+
+    `names` returns the names of the parameters, for states that have these as keys.
+    """
+
+    name: str
+    owner: Any
+    names: Callable[[], compatibility.Names] | None = None
+
+    def collect(self, writes_common: bool = True) -> list[Payload]:
+        return [Payload(self.name, self.owner.state_dict())] if writes_common else []
+
+    def read(self, options: Load) -> Change:
+        kind = type(getattr(self.owner, "optimizer", self.owner)).__name__
+        state = options.read(self.name, options.device)
+        with options.fitting(self.name, kind):
+            compatibility.check_form(state)
+            state = compatibility.in_order(state, self.names)
+            getattr(self.owner, "check_state", partial(compatibility.check_optimizer, self.owner))(state)
+
+        def apply() -> None:
+            with options.fitting(self.name, kind):
+                self.owner.load_state_dict(state)
+
+        needs_all_ranks = getattr(self.owner, "needs_all_ranks", False)
+        stage = Stage.COLLECTIVE if needs_all_ranks else Stage.LOCAL
+        return Change(apply, f"{kind} ({self.name})", stage)
 
 
 def _write_custom(content: Any, path: Path) -> None:
-    """Write the state of an object of the user's own, and say so if `load_state` would refuse to read it."""
+    """Writes the state of an object of the user, and warns if `load_state` refuses to read it."""
     write_torch(content, path)
     if strange := refused_globals(path):
         logger.warning_once(
@@ -179,21 +220,21 @@ def _write_custom(content: Any, path: Path) -> None:
 
 @dataclass(frozen=True)
 class ModelPart:
-    """The weights of one model.
+    """Weights of one model.
 
-    `load` brings weights into a prepared model, with what fills a module, and `live` returns what the
-    prepared model has by name; None: the model itself does.
+    `load` loads weights into a prepared model with a function for its module. `live` returns the tensors of
+    the prepared model by name. If they are None, the model is plain.
     """
 
     index: int
-    state: Mapping[str, Tensor] | None = None  # its weights by name; None where only loading is meant
-    model: nn.Module | None = None  # the module that is filled; None where only saving is meant
-    safe: bool = True
+    state: Mapping[str, Tensor] | None = None  # weights by name, or None to load only
+    model: nn.Module | None = None  # None to save only
+    safe: bool = True  # whether the file is one of safetensors
     load: Callable[[nn.Module, Mapping[str, Tensor], Fill], None] | None = None
     live: Callable[[], Mapping[str, Any]] | None = None
 
-    def collect(self, leads: bool = True) -> list[Payload]:
-        if self.state is None or not leads:
+    def collect(self, writes_common: bool = True) -> list[Payload]:
+        if self.state is None or not writes_common:
             return []
         if not self.safe:
             return [Payload(number(MODEL_NAME, self.index, ".bin"), dict(self.state))]
@@ -203,14 +244,14 @@ class ModelPart:
 
     def read(self, options: Load) -> Change:
         if self.model is None:
-            return nothing
+            return no_change
         safe = number(SAFE_MODEL_NAME, self.index, ".safetensors")
         pickled = [number(stem, self.index, ".bin") for stem in (MODEL_NAME, FSDP_MODEL_NAME)]
         name = next((name for name in (safe, *pickled) if options.has(name)), safe)
         path = options.existing(name)
         if name == safe:
             state = read_safetensors(path, options.device)
-        else:  # the second is of other software, as is the first mostly
+        else:  # mostly of other software
             state = read_torch(path, options.device, **options.reading)
         own = self.model.state_dict(keep_vars=True) if self.live is None else self.live()
         model = self.model
@@ -236,58 +277,27 @@ def weights_change(
     path: Path,
     options: Load,
 ) -> Change:
-    """Compare weights with a model, and return what fills it."""
-    keep = None
+    """Verifies that weights fit a model, and returns the change of the model."""
     try:
-        fit.check_weights(own, state, path, model, strict=options.model.get("strict", True))
+        compatibility.check_weights(own, state, path, model, strict=options.model.get("strict", True))
     except CheckpointError:
-        if not isinstance(state, Mapping) or not fit.loads_its_own_way(model):
+        if not isinstance(state, Mapping) or not compatibility.loads_its_own_way(model):
             raise
-        fit.check_dtypes(own, state, path, model)  # torch only warns of it, and once in a process
-        keep = partial(changes.keep_weights, model)  # its own code may know the names, or fail
-    name = f"{type(model).__name__} ({path.name})"
-    return Change(apply, name, keep, Stage.LAST, first=extra_changes(model, state, options, name))
-
-
-def extra_changes(model: nn.Module, state: Mapping[str, Any], options: Load, name: str) -> tuple[Change, ...]:
-    """Return the change of the extra state of modules, which comes before that of tensors."""
-    takers = {
-        f"{path}._extra_state".removeprefix("."): module
-        for path, module in model.named_modules()
-        if type(module).set_extra_state is not nn.Module.set_extra_state
-    }
-    pairs = [(takers[key], value) for key, value in state.items() if key in takers]
-    if not pairs:
-        return ()
-
-    def apply() -> None:
-        for module, value in pairs:
-            with options.fitting(name, type(module).__name__):
-                module.set_extra_state(value)
-
-    def keep() -> Callable[[], None]:
-        states = [(module, copy.deepcopy(module.get_extra_state())) for module, _ in pairs]
-
-        def restore() -> None:
-            for module, state in states:
-                module.set_extra_state(state)
-
-        return restore
-
-    return (Change(apply, name, keep),)
+        compatibility.check_dtypes(own, state, path, model)  # of which torch only warns, once in a process
+    return Change(apply, f"{type(model).__name__} ({path.name})", Stage.COLLECTIVE)
 
 
 def fill(model: nn.Module, state: Mapping[str, Tensor], path: Path, options: Mapping[str, Any]) -> None:
-    """Load weights into a module, shared tensors under any name; strict unless `options` say not."""
+    """Loads weights into a module, strictly by default, with shared tensors under any of their names."""
     outcome = model.load_state_dict(state, **{**options, "strict": False})
     if options.get("strict", True):
         missing = missing_names(model.state_dict(), state) if getattr(outcome, "missing_keys", []) else []
-        fit.refuse_names(path, model, missing, list(getattr(outcome, "unexpected_keys", [])))
+        compatibility.refuse_names(path, model, missing, list(getattr(outcome, "unexpected_keys", [])))
 
 
 @dataclass(frozen=True)
 class GeneratorsPart:
-    """The random generators of one process, and `Accelerator.step`, which is in the same file."""
+    """Random number generators of one rank, with `Accelerator.step`, which is in the same file."""
 
     rank: int
     step: int = 0
@@ -296,7 +306,7 @@ class GeneratorsPart:
     def name(self) -> str:
         return f"{RNG_STATE_NAME}_{self.rank}.pkl"
 
-    def collect(self, leads: bool = True) -> list[Payload]:
+    def collect(self, writes_common: bool = True) -> list[Payload]:
         return [Payload(self.name, {"step": self.step, **capture_generators()})]
 
     def read(self, options: Load) -> Change:
@@ -306,22 +316,24 @@ class GeneratorsPart:
         return self.change(partial(rng.restore, own))
 
     def change(self, apply: Callable[[], None]) -> Change:
-        """Return a change of the generators, which comes last: others may draw from them."""
-        name = f"random generators ({self.name})"
-        return Change(apply, name, lambda: partial(rng.restore, rng.capture()), Stage.LAST)
+        """Returns a change of the generators, which is applied last."""
+        return Change(apply, f"random generators ({self.name})", Stage.GENERATORS)
 
 
 _FILE_NAMES = {"python": "random_state", "numpy": "numpy_random_seed", "torch": "torch_manual_seed"}
 
 
 def capture_generators() -> dict[str, Any]:
-    """Return the states of all generators of this process, under the names they have in the file."""
+    """Returns the states of all generators of this process by their names in the file."""
     return {_name_in_file(name): state for name, state in rng.capture().items()}
 
 
 def check_generators(states: Any) -> dict[str, Any]:
-    """Return the states that the generators of this process take, tried on others of their kind; of a list
-    with one state for each device, that of this process."""
+    """Returns the states for the generators of this process, after setting other generators to them.
+
+    Raises:
+        CheckpointError: A state is missing, or does not fit its generator.
+    """
     if not isinstance(states, Mapping):
         raise CheckpointError(f"The file of the random generators holds a {type(states).__name__} instead.")
     current = rng.capture()
@@ -339,7 +351,7 @@ def check_generators(states: Any) -> dict[str, Any]:
 
 
 def try_on_cpu(states: Mapping[str, Any]) -> None:
-    """Set unused generators to states, by the names of `rng.capture_on_cpu`; raise where one fails."""
+    """Sets new generators to states, by the names of `rng.capture_on_cpu`, and raises if one fails."""
     random.Random().setstate(states["python"])
     np.random.RandomState(0).set_state(states["numpy"])
     torch.Generator().set_state(states["torch"])
@@ -354,7 +366,7 @@ def _check_device(name: str, current: Any, state: Any) -> None:
 
 
 def seed_of(states: Any, rank: int) -> int:
-    """Return the seed of a process that follows from the states that rank 0 has saved."""
+    """Returns a seed for a rank, derived from the states that rank 0 has saved."""
     state = states.get(_FILE_NAMES["torch"]) if isinstance(states, Mapping) else None
     origin = state.numpy().tobytes() if isinstance(state, Tensor) else repr(state).encode()
     return int(checksum_of(origin + rank.to_bytes(8, "little")), 16) % rng.SEEDS
@@ -374,12 +386,12 @@ def _of_this_device(state: Any) -> Any:
 
 @dataclass(frozen=True)
 class LoaderPart:
-    """The order and position of one prepared loader, and the state of an iterable dataset on each process."""
+    """Order and position of one prepared loader, and the state of an iterable dataset on each rank."""
 
     index: int
     loader: Any
     rank: int = 0
-    resized: bool = False  # another number of processes saved it
+    resized: bool = False  # whether the checkpoint has another world size
 
     @property
     def name(self) -> str:
@@ -388,17 +400,17 @@ class LoaderPart:
     def _stream_file(self, rank: int) -> str:
         return f"stream_{self.index}_{rank}.bin"
 
-    def collect(self, leads: bool = True) -> list[Payload]:
-        state = resume.capture(self.loader) if leads else None
+    def collect(self, writes_common: bool = True) -> list[Payload]:
+        state = resume.capture(self.loader) if writes_common else None
         stream = resume.capture_stream(self.loader)
         files = [(self.name, state), (self._stream_file(self.rank), stream or None)]
         return [Payload(name, content) for name, content in files if content is not None]
 
     def read(self, options: Load) -> Change:
         if not resume.is_tracked(self.loader):
-            return nothing
+            return no_change
         if not (self._is_known(options) if options.is_foreign else options.has(self.name)):
-            return nothing
+            return no_change
         streams = map(self._stream_file, [0] if self.resized else [self.rank, 0])
         stream: Any = next((options.read(file) for file in streams if options.has(file)), {})
         state, kind = options.read(self.name), type(self.loader).__name__
@@ -409,10 +421,10 @@ class LoaderPart:
             with options.fitting(self.name, kind):
                 resume.restore(self.loader, {**state, **stream.get("order", {})}, stream)
 
-        return Change(apply, f"{kind} ({self.name})", partial(changes.keep_loader, self.loader))
+        return Change(apply, f"{kind} ({self.name})")
 
     def _is_known(self, options: Load) -> bool:
-        """Whether what other software says of order and position can be taken over; a line says if not."""
+        """Returns whether a position that other software has saved can be loaded, and warns if not."""
         names = [self.name, number(LOADER_NAME, self.index, ".bin")]
         name = next((name for name in names if options.has(name)), None)
         if name is None:
@@ -430,9 +442,13 @@ class LoaderPart:
 
 
 def _check_position(state: Any, stream: Any) -> None:
-    """Refuse what a loader would notice when its next pass begins."""
+    """Raises for a position that would fail when the next epoch begins."""
     if not resume.is_state(state) or not isinstance(stream, Mapping):
         raise CheckpointError("this is no position of a loader")
+    if state["version"] != resume.VERSION:
+        raise CheckpointError(
+            f"the position has version {state['version']}, and this one reads {resume.VERSION}"
+        )
     start = state.get("start")
     if start is not None:
         try_on_cpu(start["global"])
@@ -444,25 +460,30 @@ def _check_position(state: Any, stream: Any) -> None:
 
 
 def number(stem: str, index: int, suffix: str) -> str:
-    """Return the file name of the object at a place: the first one has no number."""
+    """Returns the file name of an object by its index, which is left out if it is 0."""
     return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
 
 
-def state_parts(
-    optimizers: Sequence[Any], schedulers: Sequence[Any], scaler: Any, custom: Sequence[Any] = ()
-) -> list[StatePart]:
-    """Return the parts of everything that has a `state_dict`, models and loaders left out."""
+def state_parts(schedulers: Sequence[Any], scaler: Any, custom: Sequence[Any] = ()) -> list[StatePart]:
+    """Returns the parts of schedulers, scaler and objects of the user.
+
+    The objects of the user come first, because their `load_state_dict` may refuse a state.
+    """
     return [
-        *(
-            StatePart(number(OPTIMIZER_NAME, index, ".bin"), optimizer, is_optimizer=True)
-            for index, optimizer in enumerate(optimizers)
-        ),
+        *(custom_part(index, owner) for index, owner in enumerate(custom)),
         *(StatePart(number(SCHEDULER_NAME, index, ".bin"), owner) for index, owner in enumerate(schedulers)),
         *([] if scaler is None else [StatePart(SCALER_NAME, scaler, may_lack=True)]),
-        *(custom_part(index, owner) for index, owner in enumerate(custom)),
+    ]
+
+
+def optimizer_parts(optimizers: Sequence[Any]) -> list[OptimizerPart]:
+    """Returns the parts of optimizers with whole states."""
+    return [
+        OptimizerPart(number(OPTIMIZER_NAME, index, ".bin"), optimizer)
+        for index, optimizer in enumerate(optimizers)
     ]
 
 
 def custom_part(index: int, owner: Any) -> StatePart:
-    """Return the part of an object of the user's own, by its place among such objects."""
+    """Returns the part of an object of the user, by its index."""
     return StatePart(f"custom_checkpoint_{index}.pkl", owner, write=_write_custom)

@@ -1,4 +1,8 @@
-"""Find checkpoints: the numbered ones of a folder, of which old ones are deleted, and all below a folder."""
+"""Search for checkpoints in a folder, and deletion of old numbered ones.
+
+`Saver.commit` prunes, `load_state` searches for the newest complete checkpoint, and `accelerate checkpoint`
+lists all.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +18,17 @@ from accelerate.checkpointing import folder, manifest, temporary
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
-ATTEMPTS = 5  # to look at a checkpoint that saves replace at the same time
-LINKED = "checkpoints"  # a folder of this name is also searched where it is a link, as to another disk
+ATTEMPTS = 5  # to inspect a checkpoint that saves replace at the same time
+LINKED_NAME = "checkpoints"  # a link of this name, for example to another disk, is searched
 _PATTERN = re.compile(r"checkpoint_(\d+)")
-# The first bytes of a manifest; other software has files of the same name. One that is empty is damaged.
+# First bytes of a manifest. Other software has files of the same name. An empty file is damaged.
 _START = re.compile(rb'\s*(\{\s*("files"|$)|$)')
 _BYTES_OF_A_START = 64
 
 
 @dataclass(frozen=True)
 class NumberedCheckpoint:
-    """One numbered folder; `fault` says why it is not complete, and is empty when it is."""
+    """Numbered folder, with the reason in `fault` if it is not a complete checkpoint."""
 
     number: int
     path: Path
@@ -32,32 +36,37 @@ class NumberedCheckpoint:
 
 
 def name_of(number: int) -> str:
+    """Returns the name of the folder of a numbered checkpoint."""
     return f"checkpoint_{number}"
 
 
 def number_of(name: str) -> int | None:
-    """Return the number of a checkpoint; None where it has another name."""
+    """Returns the number of a checkpoint, or None if it has another name."""
     match = _PATTERN.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def survey(parent: Path) -> list[NumberedCheckpoint]:
-    """Describe the numbered checkpoints of a folder, which need not exist, the newest first."""
+    """Returns the numbered checkpoints of a folder, which need not exist, the newest first."""
     if not parent.is_dir():
         return []
     folder.recover_all(parent)
     numbered = [(number_of(path.name), path) for path in parent.iterdir() if path.is_dir()]
     checkpoints = [
-        NumberedCheckpoint(number, path, look_at(path, deep=False)[1])
+        NumberedCheckpoint(number, path, inspect(path, deep=False)[1])
         for number, path in numbered
         if number is not None
     ]
     return sorted(checkpoints, key=lambda checkpoint: checkpoint.number, reverse=True)
 
 
-def look_at(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
-    """Return a checkpoint's manifest, None where it has no usable one, and what is wrong, empty where it
-    is complete; `deep` compares checksums, and not only sizes."""
+def inspect(path: Path, *, deep: bool) -> tuple[manifest.Manifest | None, str]:
+    """Returns the manifest of a checkpoint, or None, and the reason why it is not complete, or "".
+
+    Args:
+        path: Folder of the checkpoint.
+        deep: Whether checksums are compared, and not only sizes.
+    """
     for _ in range(ATTEMPTS):
         stamp = manifest.stamp(path)
         read, fault = _read_and_compare(path, deep)
@@ -76,7 +85,7 @@ def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None,
 
 
 def taken_numbers(parent: Path) -> set[int]:
-    """Return the numbers of the checkpoints that are in a folder, or that other processes write to it."""
+    """Returns the numbers of the checkpoints in a folder, and of those that other processes write there."""
     writers = temporary.find(parent, temporary.SAVING)
     written = [number_of(writer.name) for writer in writers if writer.is_in_use and not writer.is_own]
     saved = [checkpoint.number for checkpoint in survey(parent)]
@@ -84,7 +93,7 @@ def taken_numbers(parent: Path) -> set[int]:
 
 
 def prune(parent: Path, keep: int) -> list[Path]:
-    """Delete the oldest numbered checkpoints but the newest complete one; return them, the oldest first."""
+    """Deletes the oldest numbered checkpoints, except the newest complete one, and returns their paths."""
     checkpoints = survey(parent)
     newest = next((checkpoint for checkpoint in checkpoints if not checkpoint.fault), None)
     surplus = [checkpoint.path for checkpoint in checkpoints[keep:] if checkpoint is not newest][::-1]
@@ -94,12 +103,12 @@ def prune(parent: Path, keep: int) -> list[Path]:
 
 
 def checkpoints_below(top: Path) -> list[Path]:
-    """Return all folders with a manifest, and numbered checkpoints without one.
+    """Returns all folders with a manifest, and numbered checkpoints without one.
 
-    They are sorted by folder; in each folder the numbered ones come first, the newest before the others,
-    then the rest by name. The folders in a checkpoint are not searched, nor are links, except numbered
-    checkpoints and folders of checkpoints. Of the files only the first bytes of manifests are read. What
-    interrupted saves had moved aside is brought back.
+    They are sorted by folder, with the numbered ones first, the newest before the others. Folders in a
+    checkpoint are not searched. Links are followed only to numbered checkpoints and folders called
+    `checkpoints`. Only the first bytes of manifests are read. Checkpoints that interrupted saves have moved
+    aside are restored.
     """
 
     def order(path: Path) -> tuple[Path, bool, int, str]:
@@ -130,7 +139,7 @@ def _search(top: Path) -> Iterator[Path]:
 
 
 def _content(parent: Path) -> tuple[set[str], list[str]]:
-    """Return the names of the files, and of the folders to search."""
+    """Returns the names of the files, and of the folders to search."""
     entries = list(os.scandir(parent))
     if any(temporary.is_hidden(entry.name) for entry in entries):
         folder.recover_all(parent)
@@ -139,13 +148,13 @@ def _content(parent: Path) -> tuple[set[str], list[str]]:
         entry.name
         for entry in entries
         if not temporary.is_hidden(entry.name)
-        if entry.is_dir(follow_symlinks=entry.name == LINKED or number_of(entry.name) is not None)
+        if entry.is_dir(follow_symlinks=entry.name == LINKED_NAME or number_of(entry.name) is not None)
     ]
     return {entry.name for entry in entries}.difference(folders), folders
 
 
 def _is_manifest(path: Path) -> bool:
-    """Whether a file was written as a manifest, even where it is damaged or of a numbered checkpoint."""
+    """Returns whether a file was written as a manifest, even if it is damaged."""
     if number_of(path.parent.name) is not None:
         return True
     with path.open("rb") as file:

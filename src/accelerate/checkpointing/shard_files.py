@@ -1,8 +1,8 @@
-"""Files of shards: planned, written and read by the planners of torch.distributed.checkpoint (DCP).
+"""Files of shards, written and read with the planners of torch.distributed.checkpoint (DCP).
 
-Each rank plans, writes and reads by itself, and rank 0 writes the metadata from what all ranks report over
-the store: `dcp.save` and `dcp.load` exchange their plans over the process group, which a background save must
-not use.
+`payload` plans the file of one rank, `write` writes it, and `finish` writes the metadata from the reports of
+all ranks. `Saver` calls them. `dcp.save` and `dcp.load` are not used, because they exchange their plans with
+collectives, which a background save must not use. `read` reads the shards that one rank needs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import pickle
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -32,33 +32,41 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from accelerate import torch_private
 from accelerate.base import AccelerateError, CheckpointError, describe, listed
+from accelerate.checkpointing.local_shards import LocalShards, PlainValue, to_local_shards, write_item
 from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.shard_index import NAME, KeyPath, ShardIndex
-from accelerate.checkpointing.sharded import LocalShards, Value, spread, write_item
 from accelerate.weights import memory_of, read_torch
 
-State = Mapping[KeyPath, Any]  # tensors, local shards of tensors, and other values, by their paths
+State = Mapping[KeyPath, Any]
+"""Tensors, local shards of tensors, and other values by their paths."""
 
 Report = list[list[Any]]
-"""For each item that a rank has written: its path, the box of a tensor or None, and its bytes; as JSON."""
+"""Path, box or None, and position in its file of each item that a rank has written, for JSON."""
 
-UNREADABLE = (OSError, RuntimeError, EOFError, KeyError, ValueError, AssertionError, pickle.PickleError)
-"""What DCP's reader raises for a file that is cut off or damaged."""
+READ_ERRORS = (OSError, RuntimeError, EOFError, KeyError, ValueError, AssertionError, pickle.PickleError)
+"""Errors of DCP's reader for a damaged file."""
 
 
 def payload(folder: str, rank: int, state: State) -> Payload:
-    """Return the file of one process; its state, of live objects, has the same order on all processes."""
+    """Returns the file of one rank.
+
+    Args:
+        folder: Folder of the shards, relative to the staging folder, or "" for the staging folder itself.
+        rank: This rank.
+        state: Values of live objects, in the same order on all ranks.
+    """
     owned: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
-    for turn, (path, value) in enumerate(state.items()):
-        own = spread(value, turn, rank)
-        if own.owned:
+    for position, (path, value) in enumerate(state.items()):
+        local = to_local_shards(value, position, rank)
+        if local.owned:
             key = _key(path)
             paths[key] = path
-            owned[key] = own.content if isinstance(own, Value) else own
+            owned[key] = local.content if isinstance(local, PlainValue) else local
     plan = replace(create_default_local_save_plan(owned, is_coordinator=True), planner_data=paths)
     content = [_look_up(owned, item.index) for item in plan.items]
-    return Payload(f"{folder}/__{rank}_0.distcp", content, partial(write, plan, rank), finish)
+    name = (PurePosixPath(folder) / f"__{rank}_0.distcp").as_posix()
+    return Payload(name, content, partial(write, plan, rank), finish)
 
 
 def _key(path: Iterable[Any]) -> str:
@@ -70,8 +78,8 @@ def _look_up(state: Mapping[str, Any], index: MetadataIndex) -> Any:
     return value.__get_tensor_shard__(index) if isinstance(value, LocalShards) else value
 
 
-class _Content(DefaultSavePlanner):
-    """Gives the content of items, which are live objects or staged copies of them."""
+class _ContentPlanner(DefaultSavePlanner):
+    """Planner that takes the content of items from live objects or copies of them."""
 
     def __init__(self, content: Mapping[MetadataIndex, Any]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -82,10 +90,11 @@ class _Content(DefaultSavePlanner):
 
 
 class _Writer(FileSystemWriter):
-    """Writes in a thread, to a hidden folder that is renamed afterwards.
+    """DCP's writer for a thread, and for a folder that is renamed later.
 
-    `seal` syncs the files. Tensors are copied to the CPU one by one, because DCP awaits its copies ahead on
-    the current device, which is another one in a new thread. The metadata does not name the folder.
+    `seal` flushes the files to disk. Tensors are copied to the CPU one by one, because DCP waits for copies
+    in advance on the current device, which is another device in a new thread. The metadata does not name the
+    folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -96,16 +105,16 @@ class _Writer(FileSystemWriter):
 
 
 def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
-    """Write the file of one process, shared memory once; return what the metadata needs."""
+    """Writes the file of one rank, with shared memory once, and returns the report for the metadata."""
     by_index = {item.index: value for item, value in zip(plan.items, content, strict=True)}
     first: dict[Any, MetadataIndex] = {}
     stored_as = {index: first.setdefault(memory_of(value), index) for index, value in by_index.items()}
     items = [item for item in plan.items if stored_as[item.index] == item.index]
     writer = _Writer(path.parent)
     plans = [SavePlan([])] * rank + [SavePlan(items)]  # the number of a plan names its file
-    own = writer.prepare_global_plan(plans)[rank]
+    plan_of_rank = writer.prepare_global_plan(plans)[rank]
     try:
-        results = writer.write_data(own, _Content(by_index)).wait()
+        results = writer.write_data(plan_of_rank, _ContentPlanner(by_index)).wait()
     except RuntimeError as error:  # torch raises it where the disk is full
         raise OSError(f"{path} could not be written: {error}") from error
     infos = {result.index: result.storage_data for result in results}
@@ -121,7 +130,7 @@ def _report(paths: Mapping[str, KeyPath], item: WriteItem, info: Any) -> list[An
 
 
 def finish(folder: Path, reports: Iterable[Report]) -> None:
-    """Write the metadata of a folder with all files, from what `write` returned on each process."""
+    """Writes the metadata of a folder from the reports of all ranks."""
     plans: list[SavePlan] = []
     results: list[WriteResult] = []
     paths: dict[str, KeyPath] = {}
@@ -138,13 +147,13 @@ def finish(folder: Path, reports: Iterable[Report]) -> None:
             results.append(WriteResult(items[-1].index, info[2], torch_private.StorageInfo(*info)))
         plans.append(SavePlan(items))
     _, metadata = create_default_global_save_plan(plans)
-    _check_whole(metadata)
+    _check_complete(metadata)
     metadata.planner_data = paths
     _Writer(folder).finish(metadata, [results])
 
 
-def _check_whole(metadata: Metadata) -> None:
-    """Refuse tensors with missing or repeated boxes; DCP accepts both where one rank saves."""
+def _check_complete(metadata: Metadata) -> None:
+    """Raises for tensors with missing or repeated boxes, both of which DCP accepts from a single rank."""
     wrong = [
         key
         for key, entry in metadata.state_dict_metadata.items()
@@ -158,9 +167,11 @@ def _check_whole(metadata: Metadata) -> None:
         )
 
 
-class _Targets(DefaultLoadPlanner):
-    """Says where the content of items goes; other values than tensors are read with the arguments of
-    `torch.load`, because DCP's planner would run whatever code they hold."""
+class _TargetPlanner(DefaultLoadPlanner):
+    """Planner that reads tensors into allocated memory, and other values with the arguments of `torch.load`.
+
+    DCP's own planner would run any code in the other values.
+    """
 
     def __init__(self, targets: Mapping[str, LocalShards | None], reading: Mapping[str, Any]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -180,11 +191,18 @@ class _Targets(DefaultLoadPlanner):
 def read(
     index: ShardIndex, targets: Mapping[KeyPath, LocalShards | None], reading: Mapping[str, Any]
 ) -> dict[KeyPath, Any]:
-    """Read what this process needs into boxes of memory, and other values, for which the target is None.
-    One file is read at a time: DCP's reader does not say in which file it failed."""
+    """Reads shards into the memory of targets, and other values, whose target is None.
+
+    One file is read at a time, because DCP's reader does not report the file of an error.
+
+    Args:
+        index: Metadata of the folder.
+        targets: Memory for each tensor that this rank needs, and None for each other value, by their paths.
+        reading: Arguments of `torch.load`.
+    """
     keys = {index.paths[path]: path for path in targets}
     index.check_files(keys)
-    planner = _Targets({key: targets[path] for key, path in keys.items()}, reading)
+    planner = _TargetPlanner({key: targets[path] for key, path in keys.items()}, reading)
     by_file: dict[str, list[ReadItem]] = {}
     for item in create_default_local_load_plan(planner.state_dict, index.metadata).items:
         info = index.metadata.storage_data.get(item.storage_index)
@@ -199,7 +217,7 @@ def read(
             reader.read_data(LoadPlan(items), planner).wait()
         except AccelerateError:
             raise
-        except UNREADABLE as error:
+        except READ_ERRORS as error:
             raise CheckpointError(
                 f"{index.folder.name}/{file} cannot be read: it is damaged, or another file "
                 f"({describe(error)})"

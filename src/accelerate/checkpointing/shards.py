@@ -1,4 +1,7 @@
-"""A model's weights in files of limited size, with an index where there are several."""
+"""Weights of a model in files of limited size, with an index if there are several.
+
+`Accelerator.save_model` writes them, and `load_checkpoint_in_model` searches for them.
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,18 @@ from accelerate.base import (
 )
 from accelerate.weights import drop_shared, read_weight_map, write_torch, write_whole_tensors
 
-# What is looked for in a folder, in this order.
-_FILES_OF_A_FOLDER = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+# Names of weights in a folder, in the order of the search.
+_NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
 def save_sharded(
     state: Mapping[str, Any], folder: Path, max_shard_size: int | str = "10GB", safe: bool = True
 ) -> list[Path]:
-    """Write weights to a folder, and remove weights that an earlier call has left there.
+    """Writes weights to a folder, and removes weights of an earlier call.
 
-    New files appear when they are whole; the index comes last. In safetensors a tensor with several names is
-    stored once, and the metadata of its file has the other names. Files of torch take other objects than
-    tensors, too, the first file all of them. A tensor larger than `max_shard_size` is a file of its own.
+    New files appear when they are complete, the index last. In safetensors a shared tensor is stored once,
+    and the metadata of its file has the other names. Files of torch also contain objects other than tensors,
+    all in the first file. A tensor larger than `max_shard_size` has a file of its own.
     """
     from huggingface_hub import split_torch_state_dict_into_shards
 
@@ -58,7 +61,7 @@ def save_sharded(
     files = split.filename_to_tensors or {pattern.format(suffix=""): []}
     nbytes = sum(tensor.nbytes for tensor in weights.values())
     present, paths = size_of(folder.iterdir()), [folder / name for name in files]
-    # safetensors writes to a file with a name of its own in this folder, and renames that
+    # safetensors writes to a temporary file in this folder and renames it
     progress = progress_bar("Saving a model", nbytes, lambda: size_of(folder.iterdir()) - present)
     with replace_files(paths) as temporary, progress:
         for path, tensors in zip(temporary, files.values(), strict=True):
@@ -82,7 +85,7 @@ def save_sharded(
 
 
 def _bytes_of(max_shard_size: int | str) -> int:
-    """Return a size as a number, which every version of huggingface_hub takes; `b` means bytes here, too."""
+    """Returns a size in bytes, for which huggingface_hub has other units."""
     if not isinstance(max_shard_size, str):
         return max_shard_size
     try:
@@ -94,35 +97,40 @@ def _bytes_of(max_shard_size: int | str) -> int:
 
 
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Of a state dict, what counts for the size of a file; modules may keep other objects in theirs.
+    """Returns the tensors of a state dict, whose other values do not count for the size of a file.
 
-    torch writes the whole storage of a tensor: a tensor that shares it with nothing else here is copied.
+    torch writes the whole storage of a tensor. Therefore a view is copied unless its storage has other
+    tensors here.
     """
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     dense = {name for name, tensor in tensors.items() if tensor.layout == torch.strided}
     uses = Counter(tensors[name].untyped_storage().data_ptr() for name in dense)
 
-    def is_small_part(name: str) -> bool:
+    def is_small_view(name: str) -> bool:
         storage = tensors[name].untyped_storage()
         return uses[storage.data_ptr()] == 1 and storage.nbytes() > tensors[name].nbytes
 
     return {
-        name: tensor.clone() if name in dense and is_small_part(name) else tensor
+        name: tensor.clone() if name in dense and is_small_view(name) else tensor
         for name, tensor in tensors.items()
     }
 
 
 def find_shards(checkpoint: Path) -> list[Path]:
-    """Return the files that hold the weights of one model, from a file, an index of files, or a folder with
-    either: under the names that `save_sharded` gives them, or with one index of any name."""
+    """Returns the files with the weights of one model.
+
+    Args:
+        checkpoint: File, index of files, or folder with either, under the names of `save_sharded`, or with
+            one index of any name.
+    """
     if checkpoint.is_file():
         return _read_index(checkpoint) if checkpoint.name.endswith(".index.json") else [checkpoint]
     if not checkpoint.is_dir():
         raise wrong_value("checkpoint", str(checkpoint), "there is no such file or folder", "pass one")
-    paths = [checkpoint / name for name in _FILES_OF_A_FOLDER if (checkpoint / name).is_file()]
+    paths = [checkpoint / name for name in _NAMES if (checkpoint / name).is_file()]
     paths = paths or sorted(checkpoint.glob("*.index.json"))
-    if not paths or (len(paths) > 1 and paths[0].name not in _FILES_OF_A_FOLDER):
-        reason = f"the folder holds none of {', '.join(_FILES_OF_A_FOLDER)}, nor one other *.index.json"
+    if not paths or (len(paths) > 1 and paths[0].name not in _NAMES):
+        reason = f"the folder holds none of {', '.join(_NAMES)}, nor one other *.index.json"
         fix = "pass the file with the weights, or their index"
         raise wrong_value("checkpoint", str(checkpoint), reason, fix)
     return find_shards(paths[0])

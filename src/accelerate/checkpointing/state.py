@@ -1,4 +1,7 @@
-"""The states of objects as files of a checkpoint, without a run around them; each replaced as a whole."""
+"""Functions that save and load the states of objects without an Accelerator.
+
+Each file is replaced when it is complete. `Accelerator.save_state` also commits all files together.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from accelerate.checkpointing.parts import (
     ModelPart,
     Part,
     custom_part,
+    optimizer_parts,
     state_parts,
 )
 from accelerate.state import PartialState
@@ -38,26 +42,29 @@ def save_accelerator_state(
     save_on_each_node: bool = False,
     safe_serialization: bool = True,
 ) -> Path:
-    """Write the states of objects to a folder; called on all ranks. `Accelerator.save_state` also commits it.
+    """Writes the states of objects to a folder.
+
+    Called on all ranks. `Accelerator.save_state` also commits the folder.
 
     Args:
-        output_dir: the folder; it exists.
-        model_states: weights by name, for each model.
-        optimizers: in their order, as are the others.
-        schedulers: learning-rate schedulers.
-        dataloaders: prepared loaders: their order and position are saved.
-        process_index: rank of this process.
+        output_dir: Existing folder.
+        model_states: Weights by name, for each model.
+        optimizers: Prepared or plain optimizers.
+        schedulers: Learning rate schedulers.
+        dataloaders: Prepared loaders, whose order and position are saved.
+        process_index: Rank of this process.
         step: `Accelerator.step`.
-        scaler: the gradient scaler; None without one.
-        save_on_each_node: whether the first process of each machine writes what all have in common.
-        safe_serialization: whether models are written as safetensors.
+        scaler: Gradient scaler, or None.
+        save_on_each_node: Whether local rank 0 of each node writes the files that all ranks have in common.
+        safe_serialization: Whether models are written as safetensors.
 
     Returns:
         The folder.
     """
     parts: list[Part] = [
         *(ModelPart(index, state, safe=safe_serialization) for index, state in enumerate(model_states)),
-        *state_parts(optimizers, schedulers, scaler),
+        *optimizer_parts(optimizers),
+        *state_parts(schedulers, scaler),
         *(LoaderPart(index, loader, process_index) for index, loader in enumerate(dataloaders)),
         GeneratorsPart(process_index, step),
     ]
@@ -77,32 +84,35 @@ def load_accelerator_state(
     load_kwargs: Mapping[str, Any] | None = None,
     **load_model_func_kwargs: Any,
 ) -> dict[str, Any]:
-    """Bring objects to the states in a folder; called on all ranks. All files are read before one is changed.
+    """Loads the states of objects from a folder.
+
+    Called on all ranks. All files are read and verified before an object is changed.
 
     Args:
-        input_dir: the folder.
-        models: in the order in which they were saved, as are the others.
-        optimizers: prepared or plain ones.
-        schedulers: learning-rate schedulers.
-        dataloaders: prepared loaders.
-        process_index: rank of this process.
-        scaler: the gradient scaler; None without one.
-        map_location: where weights are read to; "on_device" is the device of this process, None is the CPU.
-        load_kwargs: arguments of `torch.load`.
-        **load_model_func_kwargs: arguments of `load_state_dict` of the models, such as `strict`.
+        input_dir: Folder.
+        models: In the order in which they were saved, as are the others.
+        optimizers: Prepared or plain optimizers.
+        schedulers: Learning rate schedulers.
+        dataloaders: Prepared loaders.
+        process_index: Rank of this process.
+        scaler: Gradient scaler, or None.
+        map_location: Device of the weights. "on_device" is the device of this process, and None the CPU.
+        load_kwargs: Arguments of `torch.load`.
+        **load_model_func_kwargs: Arguments of `load_state_dict` of the models, such as `strict`.
 
     Returns:
-        What else is known of the run: `step`.
+        Dictionary with the `step` of the run.
 
     Raises:
-        CheckpointError: a file is missing, broken, or fits another object.
+        CheckpointError: A file is missing, damaged, or does not fit its object.
     """
     options = Load(
         Path(input_dir), read_device(map_location), dict(load_kwargs or {}), load_model_func_kwargs
     )
     parts: list[Part] = [
         *(ModelPart(index, model=model) for index, model in enumerate(models)),
-        *state_parts(optimizers, schedulers, scaler),
+        *optimizer_parts(optimizers),
+        *state_parts(schedulers, scaler),
         *(LoaderPart(index, loader, process_index) for index, loader in enumerate(dataloaders)),
     ]
     generators = GeneratorsPart(process_index)
@@ -112,33 +122,35 @@ def load_accelerator_state(
 
 
 def save_custom_state(obj: Any, path: Folder, index: int = 0, save_on_each_node: bool = False) -> None:
-    """Write the state of an object of the user's own to its file; called on all ranks.
+    """Writes the state of an object of the user to its file.
+
+    Called on all ranks.
 
     Args:
-        obj: has `state_dict` and `load_state_dict`.
-        path: the folder.
-        index: its place among such objects.
-        save_on_each_node: whether the first process of each machine writes it.
+        obj: Object with `state_dict` and `load_state_dict`.
+        path: Folder.
+        index: Its position among such objects.
+        save_on_each_node: Whether local rank 0 of each node writes it.
     """
     _save([custom_part(index, obj)], Path(path), save_on_each_node)
 
 
 def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
-    """Bring an object of the user's own to the state in its file.
+    """Loads the state of an object of the user from its file.
 
     Args:
-        obj: has `state_dict` and `load_state_dict`.
-        path: the folder.
-        index: its place among such objects.
+        obj: Object with `state_dict` and `load_state_dict`.
+        path: Folder.
+        index: Its position among such objects.
 
     Raises:
-        CheckpointError: the file is missing, broken, or holds objects that can run code.
+        CheckpointError: The file is missing, damaged, or contains objects that can run code.
     """
     apply_all([custom_part(index, obj).read(Load(Path(path)))], _raise)
 
 
 def read_device(map_location: Any) -> Any:
-    """Return the device that weights are read to: for "on_device" that of this process, for None the CPU."""
+    """Returns the device of `map_location`, which may be "on_device" or None."""
     if map_location == "on_device":
         return PartialState().device
     if map_location is None:
@@ -152,15 +164,15 @@ def read_device(map_location: Any) -> Any:
 
 
 def _raise(failure: str) -> None:
-    """Agree alone: what went wrong here is wrong."""
+    """Raises an error of this process, which does not consult other ranks."""
     if failure:
         raise CheckpointError(failure)
 
 
 def _save(parts: Iterable[Part], folder: Path, save_on_each_node: bool) -> None:
     state = PartialState()
-    leads = state.is_local_main_process if save_on_each_node else state.is_main_process
+    writes_common = state.is_local_main_process if save_on_each_node else state.is_main_process
     for part in parts:
-        for payload in part.collect(leads):
+        for payload in part.collect(writes_common):
             with replace_files([folder / payload.name]) as (temporary,):
                 payload.write(payload.content, temporary)

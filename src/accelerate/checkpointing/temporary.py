@@ -1,7 +1,7 @@
-"""Hidden folders beside a checkpoint: what is being written, was moved aside, or is being deleted.
+"""Hidden folders beside a checkpoint, which is being written, was moved aside, or is being deleted.
 
-Their names tell which process made them, so that what a dead process left is distinct from what a running one
-needs.
+Their names contain the host, pid and start time of the process that created them. So a save can remove the
+folders of an ended process and keep those of a running one. `folder.py` creates, renames and recovers them.
 """
 
 from __future__ import annotations
@@ -22,52 +22,54 @@ from accelerate.state import services
 
 logger = logging.getLogger(__name__)  # also used where no run is set up
 
-SAVING, OLD, DOOMED = "saving", "old", "deleting"
-SECONDS_TO_KEEP_FROM_OTHER_MACHINES = 3600.0  # after its last change
-SECONDS_OF_A_RUNNING_SAVE = 60.0  # after the last change of another machine: its save counts as running
-LONGEST_NAME = 96  # bytes of a name that is used whole: file systems take 255, and the rest needs its part
-BYTES_OF_A_LONG_NAME = 60
+SAVING, OLD, DELETING = "saving", "old", "deleting"
+SECONDS_TO_KEEP_OF_OTHER_NODES = 3600.0  # after the last change
+SECONDS_OF_A_RUNNING_SAVE = 60.0  # after the last change by another node, for which its save is running
+MAX_NAME_BYTES = 96  # longer names are shortened, since file systems allow 255 bytes for all parts
+SHORTENED_NAME_BYTES = 60
 _SHORTENED = re.compile(r".+~[0-9a-f]{16}", re.DOTALL)
-_PATTERN = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{DOOMED})-(.+)-([0-9]{{1,9}})-(\w+)", re.DOTALL)
+_PATTERN = re.compile(rf"\.(.+)\.({SAVING}|{OLD}|{DELETING})-(.+)-([0-9]{{1,9}})-(\w+)", re.DOTALL)
 
 
-class _Needed(set[str]):
-    """Names of the hidden folders that this process needs."""
+class _FoldersInUse(set[str]):
+    """Names of the hidden folders that this process uses."""
 
 
 @dataclass(frozen=True)
 class HiddenFolder:
+    """Facts in the name of a hidden folder."""
+
     path: Path
-    name: str  # of the folder that it shall be, or was, as `spell` gives it
+    name: str  # of the checkpoint folder, encoded by `encode_name`
     kind: str
     host: str
     pid: int
-    birth: str  # when that process began; another process of the same number has another one
-    since: int  # when it was made, in seconds since 1970; 0 where the name does not contain it
+    start_time: str  # of the process, which differs from that of another process with the same pid
+    since: int  # time of creation in seconds since 1970, or 0 if the name does not contain it
 
     @property
     def has_whole_name(self) -> bool:
-        """Whether `name` is that of the folder, and not the beginning of a long one."""
+        """True if `name` is the full name of the checkpoint folder, and not shortened."""
         return not _SHORTENED.fullmatch(self.name)
 
     def belongs_to(self, name: str) -> bool:
-        """Whether it shall be, or was, the folder of a name."""
-        return self.name in (name, spell(name))
+        """Returns whether it belongs to the checkpoint folder of a name."""
+        return self.name in (name, encode_name(name))
 
     @property
     def is_needed(self) -> bool:
-        """Whether the process that made it may still need it."""
+        """True if the process that created it may still use it."""
         if self.host != socket.gethostname():
-            return _seconds_unchanged(self.path) < SECONDS_TO_KEEP_FROM_OTHER_MACHINES
+            return _seconds_unchanged(self.path) < SECONDS_TO_KEEP_OF_OTHER_NODES
         if self.pid == os.getpid():
-            return self.path.name in services.of_process(_Needed)
-        # A process whose exit code the parent has not read yet has ended.
+            return self.path.name in services.of_process(_FoldersInUse)
+        # A zombie has ended.
         runs = psutil.pid_exists(self.pid) and _facts_of(self.pid)[:1] not in (["Z"], ["X"])
-        return runs and birth_of(self.pid) in (self.birth, "")
+        return runs and start_time_of(self.pid) in (self.start_time, "")
 
     @property
     def is_in_use(self) -> bool:
-        """Whether the process that made it is at work with it, as far as can be seen."""
+        """True if the process that created it is working in it, as far as this node can see."""
         if self.host != socket.gethostname():
             return _seconds_unchanged(self.path) < SECONDS_OF_A_RUNNING_SAVE
         return self.is_needed
@@ -78,39 +80,39 @@ class HiddenFolder:
 
 
 def claim(name: str, parent: Path, kind: str) -> Path:
-    """Choose a path that no other folder has, and need it until `release`; nothing is made."""
-    mark = f"{birth_of(os.getpid())}x{services.next_number('hidden folders')}x{int(time.time())}"
-    path = parent / f".{spell(name)}.{kind}-{socket.gethostname()}-{os.getpid()}-{mark}"
-    services.of_process(_Needed).add(path.name)
+    """Returns the path of a new folder, which is not created and counts as used until `release`."""
+    mark = f"{start_time_of(os.getpid())}x{services.next_number('hidden folders')}x{int(time.time())}"
+    path = parent / f".{encode_name(name)}.{kind}-{socket.gethostname()}-{os.getpid()}-{mark}"
+    services.of_process(_FoldersInUse).add(path.name)
     return path
 
 
-def spell(name: str) -> str:
-    """Return a name as it is written in hidden names.
+def encode_name(name: str) -> str:
+    """Encodes the name of a checkpoint folder for the name of a hidden folder.
 
-    Of one that is long or not printable: its beginning with other characters replaced, and a checksum.
+    A long name is shortened, characters that are not printable are replaced, and a checksum is added then.
     """
     whole = os.fsencode(name)
-    if len(whole) <= LONGEST_NAME and name.isprintable():
+    if len(whole) <= MAX_NAME_BYTES and name.isprintable():
         return name
-    start = "".join(letter if letter.isprintable() else "_" for letter in name[:BYTES_OF_A_LONG_NAME])
-    while len(os.fsencode(start)) > BYTES_OF_A_LONG_NAME:
+    start = "".join(letter if letter.isprintable() else "_" for letter in name[:SHORTENED_NAME_BYTES])
+    while len(os.fsencode(start)) > SHORTENED_NAME_BYTES:
         start = start[:-1]
     return f"{start}~{checksum_of(whole)}"
 
 
 def release(path: Path) -> None:
-    """Need a folder no longer: what is left of it is anybody's to remove."""
-    services.of_process(_Needed).discard(path.name)
+    """Ends the use of a path, so that any process may remove the folder."""
+    services.of_process(_FoldersInUse).discard(path.name)
 
 
 def is_hidden(name: str) -> bool:
-    """Return whether a folder of this name is one that a save has made for itself."""
+    """Returns whether a name is that of a hidden folder of a save."""
     return bool(_PATTERN.fullmatch(name))
 
 
 def find(parent: Path, *kinds: str) -> list[HiddenFolder]:
-    """Return the hidden folders of some kinds, sorted by name; a parent that cannot be read has none."""
+    """Returns the hidden folders of some kinds in a folder, sorted by name."""
     try:
         names = sorted(os.listdir(parent))
     except OSError:
@@ -124,34 +126,34 @@ def find(parent: Path, *kinds: str) -> list[HiddenFolder]:
 
 
 def _read_name(path: Path, match: re.Match[str]) -> HiddenFolder:
-    birth, _, rest = match[5].partition("x")
+    start_time, _, rest = match[5].partition("x")
     since = rest.rpartition("x")[2] if "x" in rest else ""
     seconds = int(since) if since.isascii() and since.isdigit() and len(since) < 12 else 0
-    return HiddenFolder(path, match[1], match[2], match[3], int(match[4]), birth, seconds)
+    return HiddenFolder(path, match[1], match[2], match[3], int(match[4]), start_time, seconds)
 
 
 def sweep(parent: Path) -> None:
-    """Remove what interrupted saves have left in a folder."""
-    for left in find(parent, SAVING, DOOMED):
+    """Removes the folders that interrupted saves have left."""
+    for left in find(parent, SAVING, DELETING):
         if not left.is_needed:
             shutil.rmtree(left.path, ignore_errors=True)
 
 
 def dispose(folder: Path, name: str) -> None:
-    """Remove a folder, or the link alone; the next save deletes what cannot be deleted now."""
+    """Removes a folder, or a link without its target, or leaves the rest to the next save."""
     if folder.is_symlink():
         folder.unlink()
         return
-    doomed = claim(name, folder.parent, DOOMED)
+    trash = claim(name, folder.parent, DELETING)
     try:
-        os.rename(folder, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(folder, trash)
+        shutil.rmtree(trash, ignore_errors=True)
     finally:
-        release(doomed)
+        release(trash)
 
 
-def birth_of(pid: int) -> str:
-    """Return when a process began: in ticks since the system did; without /proc, in ms since 1970."""
+def start_time_of(pid: int) -> str:
+    """Returns the start time of a process in ticks since boot, or without /proc in ms since 1970."""
     facts = _facts_of(pid)
     if len(facts) > 19:
         return facts[19]
@@ -162,7 +164,7 @@ def birth_of(pid: int) -> str:
 
 
 def _facts_of(pid: int) -> list[str]:
-    """Return what Linux tells of a process behind its name: first its state."""
+    """Returns the fields of /proc/PID/stat after the name, of which the first is the state."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
@@ -172,5 +174,5 @@ def _facts_of(pid: int) -> list[str]:
 def _seconds_unchanged(folder: Path) -> float:
     try:
         return time.time() - max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-    except OSError:  # something was just removed, or is not ours to look at
+    except OSError:  # a file was just removed, or is not readable
         return 0.0

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from zipfile import is_zipfile
 
 from accelerate.base import CheckpointError, convert_bytes, progress_bar, wrong_value
-from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,7 @@ def verify_command(args: argparse.Namespace) -> None:
     rows = _find_checkpoints(args.folder, deep=True)
     _print_table(rows, args.json)
     if broken := [row.name for row in rows if not row.complete]:
-        raise CheckpointError(f"Not complete and undamaged: {', '.join(broken)}.")
+        raise CheckpointError(f"Not complete and undamaged: {', '.join(map(printable, broken))}.")
     if not args.json:
         print(f"{len(rows)} of {len(rows)} are complete and undamaged.")
 
@@ -163,13 +163,15 @@ def _read_file(path: Path) -> Any:
     For the metadata file of shards, these are the values of all shards. A file with objects that could run
     code is an `OpaqueFile`, too.
     """
-    from accelerate.checkpointing import measure, memory_for, rejoin, shard_files, shard_index
+    from accelerate.checkpointing import allocate_target, measure, shard_files, shard_index, to_tensor
     from accelerate.weights import read_safetensors, read_torch, refused_globals
 
     if path.name == shard_index.NAME:
         index = shard_index.read(path.parent, "")
-        values = shard_files.read(index, {name: memory_for(index.stored(name)) for name in index.paths}, {})
-        return {key: rejoin(values[name]) for name, key in index.paths.items()}
+        values = shard_files.read(
+            index, {name: allocate_target(index.stored(name)) for name in index.paths}, {}
+        )
+        return {key: to_tensor(values[name]) for name, key in index.paths.items()}
     if path.suffix == ".safetensors":
         return read_safetensors(path)
     if path.suffix in (".bin", ".pt", ".pkl"):
@@ -217,7 +219,7 @@ def summarize_checkpoints(folder: Path, *, deep: bool) -> list[CheckpointSummary
 
     rows = []
     for path in retention.checkpoints_below(Path(os.path.abspath(folder))):
-        manifest, fault = retention.look_at(path, deep=deep)
+        manifest, fault = retention.inspect(path, deep=deep)
         facts: dict[str, Any] = {}
         if manifest is not None:
             step = max(manifest.run.get("updates", []), default=0) or manifest.step
@@ -255,7 +257,7 @@ def _group_rows(
     Rows with short paths are in one table. The others have one table for each folder.
     """
     top = os.path.commonpath([os.path.dirname(row.path) for row in rows])
-    names = [os.path.relpath(row.path, top) for row in rows]
+    names = [printable(os.path.relpath(row.path, top)) for row in rows]
     unlimited = console.options.update(max_width=sys.maxsize)
     widest = max(map(len, [COLUMNS[0], *names]))
     max_width = console.width - console.measure(_build_table(rows, top), options=unlimited).maximum + widest
@@ -283,7 +285,8 @@ def _build_table(rows: list[CheckpointSummary], folder: str) -> Table:
         values = (row.step, row.epoch, format_time(row.created), size, row.processes)
         cells = [Text("" if value is None else str(value)) for value in values]
         state = Text("yes") if row.complete else Text("no", "red")
-        table.add_row(Text(os.path.relpath(row.path, folder), overflow="fold"), *cells, state)
+        name = printable(os.path.relpath(row.path, folder))
+        table.add_row(Text(name, overflow="fold"), *cells, state)
     return table
 
 
@@ -296,13 +299,19 @@ def format_time(created: str) -> str:
 
 
 def _relative(path: str) -> str:
-    """Returns a path relative to the working directory if it is below it, and otherwise unchanged."""
+    """Returns a printable path, relative to the working directory if it is below it."""
     relative = os.path.relpath(path)
-    return path if relative.startswith(os.pardir) else relative
+    return printable(path if relative.startswith(os.pardir) else relative)
 
 
-@parser_of("checkpoint", description)
-def checkpoint_command_parser(parser: CustomArgumentParser) -> None:
+def printable(name: str) -> str:
+    """Returns a name as it is, or as a quoted Python string if it has characters such as newlines."""
+    return name if name.isprintable() else repr(name)
+
+
+def checkpoint_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate checkpoint``, added to `subparsers` if given."""
+    parser = make_parser("checkpoint", description, None, subparsers)
     actions = parser.add_subparsers(title="actions", metavar="<action>", required=True, dest="action")
 
     def add(action: str, summary: str, run: Callable[[argparse.Namespace], None], **paths: str) -> Any:
@@ -324,6 +333,7 @@ def checkpoint_command_parser(parser: CustomArgumentParser) -> None:
     prune.add_argument("--keep", type=int, required=True, help="Number of checkpoints to keep.")
     for child in actions.choices.values():
         child.add_argument("--json", action="store_true", help="Print JSON.")
+    return parser
 
 
 main = entry_point(checkpoint_command_parser, __name__)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from textwrap import fill
+from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import SpecifierSet
@@ -23,7 +24,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from accelerate.base import ConfigurationError, replace_files
-from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 
 DESCRIPTION = (
     "List the installed libraries that use `accelerate`, whether they accept this package, and where results "
@@ -186,14 +187,16 @@ def _rewrite(package: metadata.Distribution, text: str) -> None:
         ) from None
 
 
-@parser_of("clients", DESCRIPTION, clients_command)
-def clients_command_parser(parser: CustomArgumentParser) -> None:
+def clients_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate clients``, added to `subparsers` if given."""
+    parser = make_parser("clients", DESCRIPTION, clients_command, subparsers)
     parser.add_argument(
         "--allow",
         choices=HEADER_LIBRARIES,
         help="Explain the header that this library requires, and write it.",
     )
     parser.add_argument("--undo", action="store_true", help="Remove that header again.")
+    return parser
 
 
 main = entry_point(clients_command_parser, __name__)

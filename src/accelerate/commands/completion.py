@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 from accelerate.base import require
-from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 from accelerate.settings import subcommands
 
 SHELLS = {
@@ -58,9 +59,11 @@ def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
         yield from _actions(child)
 
 
-@parser_of("completion", DESCRIPTION, completion_command)
-def completion_command_parser(parser: CustomArgumentParser) -> None:
+def completion_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate completion``, added to `subparsers` if given."""
+    parser = make_parser("completion", DESCRIPTION, completion_command, subparsers)
     parser.add_argument("shell", choices=tuple(SHELLS), help="Your shell.")
+    return parser
 
 
 main = entry_point(completion_command_parser, __name__)

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from accelerate.base import attach, environ, installed_version
-from accelerate.commands.utils import DEVICE_PROBES, CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import DEVICE_PROBES, CustomArgumentParser, entry_point, make_parser
 from accelerate.settings import (
     default_config_file as default_config_file,
     find_config_file,
@@ -99,10 +99,12 @@ def _format(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-@parser_of("env", DESCRIPTION, env_command)
-def env_command_parser(parser: CustomArgumentParser) -> None:
+def env_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate env``, added to `subparsers` if given."""
+    parser = make_parser("env", DESCRIPTION, env_command, subparsers)
     parser.add_argument("--config_file", help="The configuration file to show.")
     parser.add_argument("--json", action="store_true", help="Print JSON.")
+    return parser
 
 
 main = entry_point(env_command_parser, __name__)

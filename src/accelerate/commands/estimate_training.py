@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate.base import ConfigurationError, convert_bytes, expanded, shortened, wrong_value
+from accelerate.commands.estimate_sizes import OPTIMIZERS
 from accelerate.commands.model_tensors import CONFIG_NAME, create_empty_model, verify_on_hub
 
 if TYPE_CHECKING:
@@ -163,7 +164,6 @@ def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
     import torch
 
     from accelerate import planning, strategies
-    from accelerate.commands.estimate import OPTIMIZERS
     from accelerate.commands.model_tensors import Weight
     from accelerate.precision import MixedPrecision, Precision
 

@@ -19,14 +19,14 @@ from accelerate.launch import (
     KEY_VARIABLE,
     Machine,
     Target,
-    choose_starter,
+    choose_launcher,
     device_ids,
     grace,
     resolve_plan,
     wrong_option,
 )
 from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Settings, flags
-from accelerate.settings.sections import SlurmSection
+from accelerate.settings.sections import DeepSpeedSection, LaunchSection, RendezvousSection, SlurmSection
 
 REPLACED_OPTIONS = (
     *("num_machines", "num_processes", "processes_per_machine", "machine_rank", "main_process_ip"),
@@ -166,8 +166,8 @@ def as_manifest(
     job = describe_job(image, settings, target, present)
 
     files = [target.name] if target.kind == "script" else []
-    config_file = settings.values["deepspeed_config_file"] if settings.values["use_deepspeed"] else None
-    files += [config_file] if config_file else []
+    config_file = settings[DeepSpeedSection].deepspeed_config_file
+    files += [config_file] if config_file and settings[LaunchSection].use_deepspeed else []
     notes = [*(f"{note}." for note in job.notes), f"The image needs {', '.join(['accelerate', *files])}."]
     if image is None:
         notes.append(f"Replace {IMAGE_PLACEHOLDER} with the name of the image, or pass --image.")
@@ -185,26 +185,26 @@ def describe_job(image: str | None, settings: Settings, target: Target, present:
 
     All values are passed as flags or variables, so that the pods need no configuration file.
     """
-    values = settings.values
-    if starter := choose_starter(settings, Machine(environ={})):
+    launch, rendezvous = settings[LaunchSection], settings[RendezvousSection]
+    if launcher := choose_launcher(settings, Machine(environ={})):
         raise ConfigurationError(
-            f"--manifest: pods cannot use the {starter} launcher. Leave out what selects it."
+            f"--manifest: pods cannot use the {launcher} launcher. Leave out what selects it."
         )
-    pods, total = values["num_machines"], values["num_processes"]
-    if values["processes_per_machine"]:
+    pods, total = launch.num_machines, launch.num_processes
+    if launch.processes_per_machine:
         reason = "all pods run the same number of processes"
         raise wrong_option(settings, "processes_per_machine", reason, "Use --num_processes")
-    if total in (None, -1):
-        if not values["cpu"]:
+    if total is None or total == -1:
+        if not launch.cpu:
             fix = "Pass the total over all pods, or --cpu"
             raise wrong_value("--num_processes", total, "each pod requests one GPU per process", fix)
         settings = settings.replaced("manifest", num_processes=(total := pods))
-    if device_ids(values["gpu_ids"]):
+    if device_ids(launch.gpu_ids):
         fix = "Leave it out: each pod gets the GPUs that it requests"
         raise wrong_option(settings, "gpu_ids", "these are devices of this machine", fix)
     name = _job_name(target)
     in_pod = settings.replaced("manifest", machine_rank=0, main_process_ip=name)
-    hardware = CPU if values["cpu"] else CUDA
+    hardware = CPU if launch.cpu else CUDA
     pod = Machine(hardware, max(1, total // max(1, pods)), port_in_use=lambda port: False, environ={})
     plan, _ = resolve_plan(in_pod, pod, target)
     words, variables = _format_settings(settings, present)
@@ -215,9 +215,9 @@ def describe_job(image: str | None, settings: Settings, target: Target, present:
         variables=variables,
         pods=plan.machines,
         processes=plan.local_processes,
-        gpus=0 if values["cpu"] else plan.local_processes,
-        port=values["main_process_port"] or DEFAULT_PORT,
-        max_restarts=values["max_restarts"],
+        gpus=0 if launch.cpu else plan.local_processes,
+        port=rendezvous.main_process_port or DEFAULT_PORT,
+        max_restarts=rendezvous.max_restarts,
         notes=plan.notes,
     )
 

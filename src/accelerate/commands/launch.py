@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeAlias
 
 from accelerate.base import ConfigurationError, attach, environ, shown
 from accelerate.commands.kubernetes import MANIFESTS, as_manifest
-from accelerate.commands.utils import DEVICE_PROBES, entry_point, parser_of
+from accelerate.commands.utils import DEVICE_PROBES, entry_point, make_parser
 from accelerate.launch import (
     CONSOLE_EVENTS,
     RECORDED,
@@ -49,6 +49,7 @@ from accelerate.settings import (
     options_to_group as options_to_group,
     read_layer,
 )
+from accelerate.settings.sections import DiagnosticsSection, LaunchSection
 
 # Names that can be imported from here, too, and are loaded on first use. A launch needs none of them.
 __getattr__, __dir__, _RE_EXPORTS = attach(
@@ -75,7 +76,7 @@ __getattr__, __dir__, _RE_EXPORTS = attach(
             "is_torch_xla_available",
         ),
         "accelerate.launch": ("PrepareForLaunch",),
-        "accelerate.launch.namespace": (
+        "accelerate.commands.namespace": (
             "deepspeed_launcher",
             "multi_gpu_launcher",
             "prepare_deepspeed_cmd_env",
@@ -148,7 +149,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
 def make_plan(args: argparse.Namespace) -> tuple[LaunchPlan, Settings]:
     """Returns the plan of a launch and its settings, without starting processes."""
     settings = choose_cpu_or_devices(read_settings(args))
-    this_machine = machine.look(environ.current(), cpu=settings.values["cpu"])
+    this_machine = machine.look(environ.current(), cpu=settings[LaunchSection].cpu)
     return resolve_plan(settings, this_machine, Target.of(args))
 
 
@@ -175,7 +176,7 @@ def launch_command(args: argparse.Namespace) -> None:
     if plan.notes and not args.quiet:
         print(f"accelerate launch: {'; '.join(plan.notes)}.", file=sys.stderr)
     sys.stderr.flush()
-    is_shown = settings.values["monitor"] and plan.launcher in RECORDED
+    is_shown = settings[DiagnosticsSection].monitor and plan.launcher in RECORDED
     show = partial(_print_views, title=plan.target.name) if is_shown else _no_view
     if code := _run(launcher, plan, show):
         sys.exit(code)
@@ -257,15 +258,17 @@ def _validate_launch_command(args: argparse.Namespace) -> tuple[argparse.Namespa
     return args, loaded, path is not None and settings.source("mixed_precision").endswith(str(path))
 
 
-@parser_of(
-    "launch",
-    DESCRIPTION,
-    launch_command,
-    parser_class=LaunchParser,
-    allow_abbrev=False,
-    formatter_class=CustomHelpFormatter,
-)
-def launch_command_parser(parser: CustomArgumentParser) -> None:
+def launch_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate launch``, added to `subparsers` if given."""
+    parser = make_parser(
+        "launch",
+        DESCRIPTION,
+        launch_command,
+        subparsers,
+        parser_class=LaunchParser,
+        allow_abbrev=False,
+        formatter_class=CustomHelpFormatter,
+    )
     add = parser.add_argument
     add("--config_file", help="Configuration file, instead of the default one.")
     add("--quiet", "-q", action="store_true", default=None, help="Do not print assumptions.")
@@ -288,6 +291,7 @@ def launch_command_parser(parser: CustomArgumentParser) -> None:
     flags.add_sections(parser)
     add("training_script", help="What to run; its own arguments follow it.")
     add("training_script_args", nargs=argparse.REMAINDER, help="Arguments of the script.")
+    return parser
 
 
 main = entry_point(launch_command_parser, __name__)

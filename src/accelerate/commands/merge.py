@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from accelerate.base import attach
-from accelerate.commands.utils import entry_point, parser_of
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.settings import CustomArgumentParser as CustomArgumentParser
 
 __getattr__, __dir__, _ = attach(__name__, {"accelerate.strategies.fsdp": ("merge_fsdp_weights",)})
@@ -33,13 +34,15 @@ def merge_command(args: argparse.Namespace) -> None:
     print(f"The weights were written to {args.output_path}.")
 
 
-@parser_of("merge-weights", description, merge_command)
-def merge_command_parser(parser: CustomArgumentParser) -> None:
+def merge_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate merge-weights``, added to `subparsers` if given."""
+    parser = make_parser("merge-weights", description, merge_command, subparsers)
     add = parser.add_argument
     add("checkpoint_directory", help="Folder with the model's shards.")
     add("output_path", help="Folder for the whole weights; it is created.")
     add("--unsafe_serialization", action="store_true", help="Write with torch.save, not as safetensors.")
     add("--remove_checkpoint_dir", action="store_true", help="Remove the folder with the shards afterwards.")
+    return parser
 
 
 main = entry_point(merge_command_parser, __name__)

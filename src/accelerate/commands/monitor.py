@@ -10,9 +10,10 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from accelerate.base import require, wrong_value
-from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 
 DESCRIPTION = (
     "Show a run from the records in its project folder: throughput, the time of steps by phase, memory, "
@@ -61,9 +62,11 @@ def monitor_command(args: argparse.Namespace) -> None:
         live.refresh()
 
 
-@parser_of("monitor", DESCRIPTION, monitor_command)
-def monitor_command_parser(parser: CustomArgumentParser) -> None:
+def monitor_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate monitor``, added to `subparsers` if given."""
+    parser = make_parser("monitor", DESCRIPTION, monitor_command, subparsers)
     parser.add_argument("folder", type=Path, metavar="DIR", help="The project_dir of a run.")
+    return parser
 
 
 main = entry_point(monitor_command_parser, __name__)

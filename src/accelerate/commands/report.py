@@ -6,11 +6,11 @@ import argparse
 import json
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accelerate.base import ConfigurationError, convert_bytes, replace_files, wrong_value
 from accelerate.commands.checkpoint import format_time, summarize_checkpoints
-from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 
 if TYPE_CHECKING:
     from accelerate.report import Run
@@ -84,8 +84,9 @@ def _checkpoint_rows(run: Run) -> list[tuple[str, ...]]:
     ]
 
 
-@parser_of("report", DESCRIPTION, report_command)
-def report_command_parser(parser: CustomArgumentParser) -> None:
+def report_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate report``, added to `subparsers` if given."""
+    parser = make_parser("report", DESCRIPTION, report_command, subparsers)
     parser.add_argument(
         "folders", nargs="+", type=Path, metavar="DIR", help="The project_dir of a run; several are compared."
     )
@@ -96,6 +97,7 @@ def report_command_parser(parser: CustomArgumentParser) -> None:
         help="Where to write the page; by default report.html in DIR, with several runs in this folder.",
     )
     parser.add_argument("--json", action="store_true", help="Print a summary as JSON, and write no page.")
+    return parser
 
 
 main = entry_point(report_command_parser, __name__)

@@ -20,7 +20,7 @@ from accelerate.commands.running import (
     execute_subprocess_async as execute_subprocess_async,
     path_in_accelerate_package as path_in_accelerate_package,
 )
-from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 from accelerate.launch import AGENT, run_child
 
 DESCRIPTION = "Check that state, random numbers, data loading, training and gathering work on this machine."
@@ -152,14 +152,16 @@ def _print_table(record: Record, results: list[ResumeResult]) -> None:
     Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
-@parser_of("test", DESCRIPTION, test_command)
-def test_command_parser(parser: CustomArgumentParser) -> None:
+def test_command_parser(subparsers: Any = None) -> CustomArgumentParser:  # noqa: PT028
+    """Returns the parser of ``accelerate test``, added to `subparsers` if given."""
+    parser = make_parser("test", DESCRIPTION, test_command, subparsers)
     parser.add_argument("--config_file", help="Configuration file to launch with.")
     parser.add_argument(
         "--resume",
         action="store_true",
         help="Check instead that an interrupted and resumed run is the same run: samples and weights.",
     )
+    return parser
 
 
 main = entry_point(test_command_parser, __name__)

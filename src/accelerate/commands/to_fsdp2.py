@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from accelerate.base import ConfigurationError, expanded, wrong_value
-from accelerate.commands.utils import entry_point, parser_of
+from accelerate.commands.utils import entry_point, make_parser
 from accelerate.settings import (
     ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING,
@@ -61,12 +61,14 @@ def to_fsdp2_command(args: argparse.Namespace) -> None:
     print(f"The configuration for FSDP 2 was written to {target}.")
 
 
-@parser_of("to-fsdp2", DESCRIPTION, to_fsdp2_command)
-def to_fsdp2_command_parser(parser: CustomArgumentParser) -> None:
+def to_fsdp2_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate to-fsdp2``, added to `subparsers` if given."""
+    parser = make_parser("to-fsdp2", DESCRIPTION, to_fsdp2_command, subparsers)
     add = parser.add_argument
     add("--config_file", required=True, help="The file for FSDP 1.")
     add("--overwrite", action="store_true", help="Replace the output file, or the file itself without one.")
     add("--output_file", help="Path of the new file.")
+    return parser
 
 
 main = entry_point(to_fsdp2_command_parser, __name__)

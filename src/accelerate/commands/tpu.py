@@ -7,9 +7,10 @@ import shlex
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 from accelerate.base import ConfigurationError, LaunchError
-from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 from accelerate.launch import read_file
 from accelerate.settings import (
     ClusterConfig,
@@ -81,8 +82,9 @@ def _commands(args: argparse.Namespace, config: ClusterConfig | None) -> list[st
     return commands
 
 
-@parser_of("tpu-config", DESCRIPTION, tpu_command_launcher)
-def tpu_command_parser(parser: CustomArgumentParser) -> None:
+def tpu_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate tpu-config``, added to `subparsers` if given."""
+    parser = make_parser("tpu-config", DESCRIPTION, tpu_command_launcher, subparsers)
     config = parser.add_argument_group("Config Arguments", "Values that a configuration file can hold too.")
     config.add_argument("--config_file", help="Configuration file.")
     config.add_argument("--tpu_name", help="Name of the TPU.")
@@ -98,6 +100,7 @@ def tpu_command_parser(parser: CustomArgumentParser) -> None:
         "--accelerate_version", default=LATEST, help="Which version is installed: latest, or a number."
     )
     pod.add_argument("--debug", action="store_true", help="Print the command and run nothing.")
+    return parser
 
 
 main = entry_point(tpu_command_parser, __name__)

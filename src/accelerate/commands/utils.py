@@ -20,54 +20,42 @@ _DEVICES = ("hpu", "mlu", "mps", "musa", "neuron", "npu", "sdaa", "xpu")
 DEVICE_PROBES = tuple(f"is_{device}_available" for device in _DEVICES)
 """Names of `accelerate.devices` that can be imported from several commands, too."""
 
-PARSER_DOCSTRING = """Returns the parser of ``accelerate {}``.
 
-Args:
-    subparsers: Subparsers of `accelerate`. ``None`` builds a separate parser.
-
-Returns:
-    The parser, whose default ``func`` runs the command.
-"""
-
-
-def parser_of(
+def make_parser(
     name: str,
     description: str,
-    command: Callable[[argparse.Namespace], object] | None = None,
+    command: Callable[[argparse.Namespace], object] | None,
+    subparsers: Any = None,
     parser_class: type[CustomArgumentParser] = CustomArgumentParser,
     **kwargs: Any,
-) -> Callable[[Callable[[CustomArgumentParser], None]], Callable[..., CustomArgumentParser]]:
-    """Returns a decorator that converts a function which adds options to one which builds the parser.
+) -> CustomArgumentParser:
+    """Returns the parser of a command, without its options.
 
     Args:
         name: Name of the command.
         description: Description in the help.
         command: Function that is called with the parsed arguments. ``None`` if a subcommand is called.
+        subparsers: Subparsers of `accelerate`, to which the parser is added. ``None`` for a separate parser.
         parser_class: Class of the parser.
         **kwargs: Further arguments of the class.
     """
-    kwargs = {"formatter_class": OneSpellingFormatter, "description": description, **kwargs}
-
-    def decorate(add_options: Callable[[CustomArgumentParser], None]) -> Callable[..., CustomArgumentParser]:
-        def make(subparsers: Any = None) -> CustomArgumentParser:
-            if subparsers is None:
-                parser = parser_class(prog=f"accelerate {name}", **kwargs)
-            else:  # add_parser uses the class of the subparsers object
-                previous, subparsers._parser_class = subparsers._parser_class, parser_class
-                try:
-                    parser = subparsers.add_parser(name, prog=f"accelerate {name}", **kwargs)
-                finally:
-                    subparsers._parser_class = previous
-            if command is not None:
-                parser.set_defaults(func=command)
-            add_options(parser)
-            return parser
-
-        make.__module__, make.__name__ = add_options.__module__, add_options.__name__
-        make.__qualname__, make.__doc__ = add_options.__qualname__, PARSER_DOCSTRING.format(name)
-        return make
-
-    return decorate
+    kwargs = {
+        "prog": f"accelerate {name}",
+        "description": description,
+        "formatter_class": OneSpellingFormatter,
+        **kwargs,
+    }
+    if subparsers is None:
+        parser = parser_class(**kwargs)
+    else:  # add_parser uses the class of the subparsers object
+        previous, subparsers._parser_class = subparsers._parser_class, parser_class
+        try:
+            parser = subparsers.add_parser(name, **kwargs)
+        finally:
+            subparsers._parser_class = previous
+    if command is not None:
+        parser.set_defaults(func=command)
+    return parser
 
 
 def entry_point(make: Callable[[], argparse.ArgumentParser], module: str) -> Callable[[], NoReturn]:

@@ -1,4 +1,4 @@
-"""Data loaders sharded between processes: who reads which batch."""
+"""Data loaders that shard the batches of a dataset over the processes of a run."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from accelerate.base import (
 )
 from accelerate.data_loader.background import (
     MESSAGE_BYTES as MESSAGE_BYTES,
-    Draws as Draws,
+    RandomDrawDetector as RandomDrawDetector,
     ReadAhead as ReadAhead,
 )
 from accelerate.data_loader.base import (
@@ -22,62 +22,64 @@ from accelerate.data_loader.base import (
     set_batch_metadata as set_batch_metadata,
 )
 from accelerate.data_loader.dispatch_transport import (
-    Arrival as Arrival,
-    Failure as Failure,
+    BatchChannel as BatchChannel,
+    BatchSender as BatchSender,
+    MemoryPool as MemoryPool,
     PackedPart as PackedPart,
-    Round as Round,
-    Route as Route,
-    Sender as Sender,
-    SharedMemory as SharedMemory,
-    Slots as Slots,
-    StackInMemory as StackInMemory,
+    ReaderFailure as ReaderFailure,
+    ReceivedBatch as ReceivedBatch,
+    SharedMemoryCollate as SharedMemoryCollate,
+    SharedMemoryPool as SharedMemoryPool,
     pack as pack,
-    receive as receive,
+    receive_batches as receive_batches,
     share_memory as share_memory,
     unpack as unpack,
 )
-from accelerate.data_loader.joining import Join as Join
+from accelerate.data_loader.dispatcher import DataLoaderDispatcher as DataLoaderDispatcher
+from accelerate.data_loader.global_batches import (
+    GlobalBatch as GlobalBatch,
+    GlobalBatchBuilder as GlobalBatchBuilder,
+)
+from accelerate.data_loader.iterable_shard import IterableDatasetShard as IterableDatasetShard
+from accelerate.data_loader.joining import DatasetJoin as DatasetJoin
 from accelerate.data_loader.last_batch import (
-    FirstRound as FirstRound,
+    PaddingSource as PaddingSource,
     count_samples as count_samples,
     cut_batch as cut_batch,
 )
+from accelerate.data_loader.late_start import (
+    make_resumed_loader as make_resumed_loader,
+    skip_prepared as skip_prepared,
+)
 from accelerate.data_loader.loaders import (
-    DataLoaderDispatcher as DataLoaderDispatcher,
     DataLoaderShard as DataLoaderShard,
-    RoundBuilder as RoundBuilder,
-    SkipDataLoader as SkipDataLoader,
     wrapper_for_xla as wrapper_for_xla,
+)
+from accelerate.data_loader.native_sharding import (
+    is_the_same_everywhere as is_the_same_everywhere,
+    native_shard as native_shard,
 )
 from accelerate.data_loader.permutation import (
     ConstantMemorySampler as ConstantMemorySampler,
     IndexPermutation as IndexPermutation,
     SeedableRandomSampler as SeedableRandomSampler,
 )
-from accelerate.data_loader.plan import (
-    ShardPlan as ShardPlan,
-    data_groups as data_groups,
-    is_the_same_everywhere as is_the_same_everywhere,
-    own_share as own_share,
-)
+from accelerate.data_loader.plan import ShardPlan as ShardPlan, data_groups as data_groups
+from accelerate.data_loader.position import Offset as Offset, ResumePoint as ResumePoint
 from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,
 )
-from accelerate.data_loader.reading import WorkersObserver as WorkersObserver
-from accelerate.data_loader.resume import (
-    Offset as Offset,
-    ResumePoint as ResumePoint,
-    skip_first_batches as skip_first_batches,
-    start_late as start_late,
-    start_where_saved as start_where_saved,
-)
+from accelerate.data_loader.reading import LastMark as LastMark, WorkersObserver as WorkersObserver
 from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,
-    IterableDatasetShard as IterableDatasetShard,
     SamplerShard as SamplerShard,
     SkipBatchSampler as SkipBatchSampler,
     advance as advance,
+)
+from accelerate.data_loader.skip import (
+    SkipDataLoader as SkipDataLoader,
+    skip_first_batches as skip_first_batches,
 )
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
 from accelerate.logging import get_logger as get_logger

@@ -1,4 +1,7 @@
-"""Read ahead in a thread: reading overlaps with training, and the items stay the same."""
+"""Reader that reads the items of an iterator ahead in a thread, and a detector of random draws.
+
+`DataLoaderDispatcher` reads through a `ReadAhead` on rank 0, unless its dataset draws random numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,38 +24,46 @@ from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.state import services
 
-MESSAGE_BYTES = 256 * 1024  # small items are taken together up to this size
-LINGER = 0.002  # seconds to wait for more items that are read fast, so that they can be taken together
-FAST = 0.0005  # seconds between two items that are read fast
-_DEPTH = 2  # full messages, or single items larger than one, that are read ahead
+MESSAGE_BYTES = 256 * 1024
+"""Size up to which small items are taken together, in bytes."""
+LINGER = 0.002
+"""Time to wait for more items that are read fast, so that they can be taken together, in seconds."""
+FAST = 0.0005
+"""Time between two items that are read fast, in seconds."""
+_DEPTH = 2
+"""Full messages, or single items larger than one message, that are read ahead."""
 _MOST_ITEMS = 64
-_JOIN_TIMEOUT = 5.0  # seconds that the end of a pass waits for a running read
+_JOIN_TIMEOUT = 5.0
+"""Time that the end of a pass waits for a running read, in seconds."""
 
 logger = get_logger(__name__)
 
 
-class Draws:
-    """Whether reading draws random numbers from the generators of this process. Then it has to stay in the
-    thread that trains: in another one the order of draws would be random, and no run could be reproduced."""
+class RandomDrawDetector:
+    """Detector of random numbers that reading draws from the generators of this process.
+
+    Reading that draws random numbers has to stay in the thread that trains. In another thread the order of
+    the draws would be random, and no run could be reproduced.
+    """
 
     def __init__(self) -> None:
         self._before: dict[str, Any] | None = None
 
-    def begin(self) -> dict[str, Any]:
-        """Capture the generators, and return their states."""
+    def start(self) -> dict[str, Any]:
+        """Captures the generators, and returns their states."""
         self._before = rng.capture_on_cpu()
         return self._before
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches, and capture the generators after the first one, which also starts the sampler."""
+        """Yields batches, and captures the generators after the first one, which also starts the sampler."""
         for batch in batches:
-            self.begin()
+            self.start()
             yield batch
             break
         yield from batches
 
-    def seen(self) -> bool:
-        """Whether the generators have moved since."""
+    def has_drawn(self) -> bool:
+        """Returns whether the generators have changed since they were captured."""
         if self._before is None:
             return False
         before, now = self._before, rng.capture_on_cpu()
@@ -64,11 +75,15 @@ class Draws:
 
 
 class ReadAhead:
-    """The items of an iterator, with a `size` in bytes, read in a thread while the last ones are worked on.
+    """Reader of the items of an iterator that reads in a thread while the caller uses earlier items.
 
-    The first item is read in the caller's thread. All others are, too, where `stays`, which is called after
-    it, says that reading draws random numbers. `enter` is called once in the thread before it reads. The
-    thread ends with the items, at `close`, and at the exit of the interpreter.
+    The thread ends with the items, at `close`, and at the exit of the interpreter.
+
+    Args:
+        items: The items, each with a `size` in bytes.
+        stays: Called after the first item, which is read in the thread of the caller. If it returns True, all
+            other items are read in that thread, too.
+        enter: Called once in the reading thread before it reads.
     """
 
     def __init__(
@@ -89,8 +104,11 @@ class ReadAhead:
         self._pid = os.getpid()
 
     def take(self) -> list[Any]:
-        """Return the items read, at least one, none at the end; up to `MESSAGE_BYTES` together where they are
-        read fast. What reading raised is raised after the items before it."""
+        """Returns the items that were read, at least one, and none at the end.
+
+        Items that are read fast are returned together, up to `MESSAGE_BYTES`. An exception of the iterator is
+        raised after the items before it.
+        """
         self.takes += 1
         if self.thread is None:
             item = next(self._items, None)
@@ -114,7 +132,7 @@ class ReadAhead:
             return taken
 
     def close(self) -> None:
-        """End the thread; items that were not taken are dropped."""
+        """Ends the thread, and drops the items that were not taken."""
         if os.getpid() != self._pid:  # a fork has no thread, and its copy of the lock may be held
             return
         with self._changed:
@@ -126,12 +144,12 @@ class ReadAhead:
         thread.join(_JOIN_TIMEOUT)
         if thread.is_alive():
             logger.warning(
-                "The dataset of a dispatched loader is still busy with a read that is not used "
-                "any more; its thread ends as soon as the read returns."
+                "The dataset of a dispatched loader is still busy with a read whose samples are not used "
+                "any more; its thread ends when the read returns."
             )
 
     def _wait_for(self, size: int, timeout: float | None) -> None:
-        """Wait for items of this size together, or for the last one; the lock is held."""
+        """Waits, with the lock held, for items of this size together or for the last one."""
         self._wanted = size
         self._changed.wait_for(self._is_enough, timeout)
         self._wanted = 0
@@ -152,7 +170,7 @@ class ReadAhead:
         self.thread.start()
 
     def _run(self, modes: AbstractContextManager[None]) -> None:
-        torch.set_num_threads(1)  # holds for this thread: copying must not take the processors from training
+        torch.set_num_threads(1)  # of this thread: copying must not slow down training
         error: BaseException | None = None
         try:
             with modes:
@@ -164,14 +182,14 @@ class ReadAhead:
                     if self._is_closed:
                         break
                     start = time.monotonic()
-        except BaseException as caught:  # raised where the items are taken
+        except BaseException as caught:  # raised by `take`
             error = caught
         with self._changed:
             self._error, self._is_over = error, True
             self._changed.notify_all()
 
     def _keep(self, item: Any, pace: float) -> None:
-        """Keep an item until it is taken, and wait while there are too many."""
+        """Keeps an item until it is taken, and waits while there are too many."""
         with self._changed:
             self._pace = pace
             self._read.append(item)
@@ -179,7 +197,7 @@ class ReadAhead:
             if self._wanted and self._is_enough():
                 self._changed.notify_all()
             if not self._has_room(_DEPTH):
-                # It waits until half of the items are taken: to wake up for each costs more time.
+                # It waits until half of the items are taken: waking up for each item takes more time.
                 self._changed.wait_for(lambda: self._is_closed or self._has_room(1))
 
     def _has_room(self, messages: int) -> bool:
@@ -189,18 +207,18 @@ class ReadAhead:
 
 @contextmanager
 def _torch_modes(grad: bool, inference: bool, device: torch.device) -> Iterator[None]:
-    """Enter modes that torch has for each thread; a dataset that computes needs those that its user set."""
+    """Sets the modes that torch has for each thread, which a dataset that computes needs."""
     default_device = nullcontext() if of_device(device).is_host else device
     with torch.inference_mode(inference), torch.set_grad_enabled(grad and not inference), default_device:
         yield
 
 
 class _OpenReaders(WeakSet[ReadAhead]):
-    """The readers of this process whose threads run."""
+    """Readers of this process whose threads are running."""
 
 
 @atexit.register
 def _close_all() -> None:
-    """A thread that runs during the shutdown of the interpreter may crash it."""
+    """Closes all readers before the shutdown of the interpreter, which a running thread may crash."""
     for reader in list(services.of_process(_OpenReaders)):
         reader.close()

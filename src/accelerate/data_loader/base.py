@@ -1,4 +1,7 @@
-"""What all prepared loaders are made of: a torch loader, its plan, and the position within the epoch."""
+"""Base classes of all prepared loaders, which hold a torch loader, its plan and its position.
+
+`DataLoaderShard`, `DataLoaderDispatcher` and `SkipDataLoader` derive from both classes.
+"""
 
 from __future__ import annotations
 
@@ -12,47 +15,50 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.base import StateError, is_torchdata_stateful_dataloader_available, require
 from accelerate.data_loader import resume
-from accelerate.data_loader.last_batch import Counts, FirstRound, remainder_ahead
-from accelerate.data_loader.plan import BY_HAND
+from accelerate.data_loader.iterable_shard import IterableDatasetShard
+from accelerate.data_loader.last_batch import Counts, PaddingSource, remainder_ahead
+from accelerate.data_loader.late_start import copy_with
+from accelerate.data_loader.plan import UNPREPARED, ShardPlan
+from accelerate.data_loader.position import PassStart, Position
 from accelerate.data_loader.rank_aware import nested_samplers
 from accelerate.data_loader.reading import open_iterator, settings_of_workers
-from accelerate.data_loader.samplers import BatchSamplerShard, IterableDatasetShard, chain_of, shard_of
+from accelerate.data_loader.samplers import BatchSamplerShard, batch_samplers_of, shard_of
 from accelerate.ops import current_transport
 from accelerate.state import GradientState
 
-if TYPE_CHECKING:  # an instance is a `DataLoader` by its `__class__`: it has one, and is made from none
+if TYPE_CHECKING:  # its `__class__` makes an instance a `DataLoader`, which it does not derive from
     _Base = DataLoader[Any]
 else:
     _Base = object
 
-_OF_TORCH = frozenset(inspect.signature(DataLoader).parameters)
-_OF_ORDER = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
-_NOT_COPIED = ("gradient_state", "_route", "iterator")
+_TORCH_SETTINGS = frozenset(inspect.signature(DataLoader).parameters)
+_ORDER_SETTINGS = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
+_MISSING = object()
+_NOT_COPIED = ("gradient_state", "_channel", "iterator")
 
-BatchMetadata = dict[str, Any]  # the attributes of a loader that describe the batch just yielded
+BatchMetadata = dict[str, Any]
+"""The attributes of a loader that describe the batch just yielded."""
 
-_OF_BATCH = ("end_of_dataloader", "remainder", "valid_counts", "batch_rows", "dl_state_dict")
-_OF_POSITION = ("offset", "is_over", "read_states")
+_BATCH_ATTRIBUTES = ("end_of_dataloader", "remainder", "valid_counts", "batch_rows", "dl_state_dict")
+_POSITION_ATTRIBUTES = ("offset", "is_over", "read_states")
 
 
 class DataLoaderStateMixin:
-    """Where a loader is in its epoch; `GradientState` reports it for the loader that is being read.
+    """State of a loader within its epoch, which `GradientState` reports for the loader that is being read.
 
     Attributes:
         end_of_dataloader: Whether the batch just yielded is the last one.
-        remainder: The number of real samples in the last batch over all processes, 0 where the length divides
-            evenly. During the whole pass where each rank reads a shard of known length, otherwise with the
-            last batch; -1 where it is not known, and with `drop_last`.
-        valid_counts: For the batch just yielded, the number of real samples on each data-parallel rank; None
-            when all are real and ranks have equally many, as many as in a full batch.
-        batch_rows: The samples of the batch on this rank, padding included; None when the batch has no size.
-        full_rows: The samples of a full batch on this rank: the declared batch size, or those of the first
-            batch of the pass; None when batches have no size.
-        rows_per_sample: The rows that the collate function makes of each sample, by the first batch of the
-            pass; 0 where it makes other numbers of rows.
-        shares_batches: Whether several ranks get the same batch.
-        deals_ready_batches: Whether the dataset's own batches are shared whole between the ranks: one may be
-            larger than another, and `valid_counts` is right for this rank only.
+        remainder: The number of real samples in the last batch over all processes, 0 if the length divides
+            evenly. If each rank reads a shard of known length, it is set during the whole pass, otherwise
+            with the last batch. -1 if it is not known, and with `drop_last`.
+        valid_counts: For the batch just yielded, the number of real samples on each data-parallel rank. None
+            if all are real and ranks have equally many, as many as in a full batch.
+        batch_rows: The number of samples of the batch on this rank, with padding. None if the batch has no
+            size.
+        full_rows: The number of samples of a full batch on this rank: the declared batch size, or that of the
+            first batch of the pass. None if batches have no size.
+        rows_per_sample: The number of rows that the collate function makes of each sample, by the first batch
+            of the pass. 0 if the number differs between samples.
     """
 
     end_of_dataloader: bool = False
@@ -61,49 +67,57 @@ class DataLoaderStateMixin:
     batch_rows: int | None = None
     full_rows: int | None = None
     rows_per_sample: int = 1
-    deals_ready_batches: bool = False
-    shares_batches: bool = False
     gradient_state: GradientState
 
+    @property
+    def replicates_batches(self) -> bool:
+        """True if several ranks get the same batch."""
+        return False
+
+    @property
+    def shards_whole_batches(self) -> bool:
+        """True if whole batches of any size are sharded, and `valid_counts` is right for this rank only."""
+        return False
+
     def reset(self) -> None:
-        """Forget the last pass."""
+        """Forgets the last pass."""
         self.end_of_dataloader = False
         self.remainder = -1
         self.valid_counts = self.batch_rows = None
         self.full_rows = getattr(self, "nominal_rows", None)
         self.rows_per_sample = 1
 
-    def note_counts(self, counts: Counts | None, rows: int | None) -> None:
-        """Set `valid_counts` and `batch_rows` for the batch that this rank yields next."""
+    def set_counts(self, counts: Counts | None, rows: int | None) -> None:
+        """Sets `valid_counts` and `batch_rows` for the batch that this rank yields next."""
         self.valid_counts = counts
         self.batch_rows = rows
         if self.full_rows is None:
             self.full_rows = rows
 
     def begin(self) -> None:
-        """A pass starts: this loader becomes the active one."""
+        """Begins a pass, in which this loader is the active one."""
         self.reset()
         self.remainder = remainder_ahead(self)
         self.gradient_state._add_dataloader(self)
 
     def end(self) -> None:
-        """A pass ended, at its last batch or before: the loader around it, if any, is active again."""
+        """Ends a pass, at its last batch or before, after which the outer loader, if any, is active again."""
         self.gradient_state._remove_dataloader(self)
 
 
 class DataLoaderAdapter(_Base):
-    """A torch `DataLoader`, or torchdata's `StatefulDataLoader`, that prepared loaders build on.
+    """Holder of a torch `DataLoader`, or torchdata's `StatefulDataLoader`, that prepared loaders build on.
 
-    It holds the torch loader as `base_dataloader`. What is not an attribute of this object is one of that
-    loader, and assigning one of torch's settings assigns it there.
+    The torch loader is `base_dataloader`. The settings of torch are stored there; attributes that this object
+    does not have are those of the torch loader.
 
     Args:
         dataset: The dataset.
-        use_stateful_dataloader: Resume by itself after a checkpoint was loaded; `state_dict` holds the
-            position after the batch just yielded. Where torchdata is installed, be its `StatefulDataLoader`
-            too.
+        use_stateful_dataloader: Whether the loader resumes by itself after a checkpoint was loaded;
+            `state_dict` returns the position after the batch just yielded. If torchdata is installed, the
+            loader is an instance of its `StatefulDataLoader` too.
         batch_sampler: As for `torch.utils.data.DataLoader`.
-        **kwargs: As for `torch.utils.data.DataLoader`.
+        **kwargs: As for `torch.utils.data.DataLoader`; `prepare_data_loader` adds `_plan`, the `ShardPlan`.
     """
 
     iterator: Any = None
@@ -114,15 +128,17 @@ class DataLoaderAdapter(_Base):
     def __init__(
         self, dataset: Any, use_stateful_dataloader: bool = False, batch_sampler: Any = None, **kwargs: Any
     ) -> None:
+        self.plan: ShardPlan = kwargs.pop("_plan", UNPREPARED)
         self.use_stateful_dataloader = use_stateful_dataloader
         is_in_order = isinstance(dataset, IterableDataset) or self.reads_in_order
-        kind = _stateful_class() if self.is_by_torchdata and is_in_order else DataLoader
+        # Ranks that wait for each other cannot read on as torchdata does.
+        is_independent = self.plan.mode != "dataset_shards"
+        kind = _stateful_class() if self.is_by_torchdata and is_in_order and is_independent else DataLoader
         self.base_dataloader: DataLoader[Any] = kind(dataset, batch_sampler=batch_sampler, **kwargs)
-        self.plan = BY_HAND
-        self.position = resume.Position()
-        self.start = resume.LateStart()
-        own = isinstance(dataset, IterableDatasetShard)
-        self.first_round: FirstRound = dataset.first_round if own else FirstRound()
+        self.position = Position()
+        self.start = PassStart()
+        is_shard = isinstance(dataset, IterableDatasetShard)
+        self.padding_source: PaddingSource = dataset.padding_source if is_shard else PaddingSource()
         self.dl_state_dict: dict[str, Any] | None = None
         self.iteration = 0
         self.skip_batches = 0
@@ -130,26 +146,25 @@ class DataLoaderAdapter(_Base):
         self._chosen_epoch: int | None = None
         self._group_of: list[int] | None = None
 
-    @property  # type: ignore[misc]  # nothing assigns it
+    @property  # type: ignore[misc]  # never assigned
     def __class__(self) -> Any:
-        """What `isinstance` sees besides the type: the class of torch's, or torchdata's, loader."""
+        """The class of the torch or torchdata loader, for `isinstance`."""
         return _stateful_class() if self.is_by_torchdata else type(self.base_dataloader)
 
     def __getattr__(self, name: str) -> Any:
         base = self.__dict__.get("base_dataloader")
-        if base is None or not hasattr(base, name):
+        value = _MISSING if base is None else getattr(base, name, _MISSING)
+        if value is _MISSING:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(base, name)
+        return value
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in _OF_TORCH:
-            setattr(self.base_dataloader, name, value)
-        else:
-            object.__setattr__(self, name, value)
+    @property
+    def _index_sampler(self) -> Any:
+        return self.base_dataloader._index_sampler
 
     def __reduce__(self) -> tuple[Any, ...]:
         state = {name: value for name, value in self.__dict__.items() if name not in _NOT_COPIED}
-        state["base_dataloader"] = resume.copy_with(self.base_dataloader)
+        state["base_dataloader"] = copy_with(self.base_dataloader)
         state["start"] = replace(self.start, origin=None)
         return _restore, (type(self), state)
 
@@ -164,46 +179,51 @@ class DataLoaderAdapter(_Base):
         return 0 if self.start.is_over else max(len(self.base_dataloader) - skipped, 0)
 
     @property
-    def counts_batches(self) -> bool:
-        """Whether ranks share whole batches: the loader doesn't build batches itself."""
-        is_ready_made = self.batch_sampler is None and not isinstance(self.sampler, BatchSampler)
-        return is_ready_made and self.plan.how != "dataset_shards"
+    def replicates_batches(self) -> bool:
+        """True if several ranks get the same batch."""
+        return self.plan.replicates
 
     @property
-    def batches_kept(self) -> int:
-        """How many batches at the beginning of an epoch a late start reads, to fill the end of the epoch."""
-        if self.plan.own_shares:
+    def counts_batches(self) -> bool:
+        """True if ranks read whole batches that the loader does not build itself."""
+        is_ready_made = self.batch_sampler is None and not isinstance(self.sampler, BatchSampler)
+        return is_ready_made and self.plan.mode != "dataset_shards"
+
+    @property
+    def num_padding_batches(self) -> int:
+        """Number of batches at the beginning of an epoch that a late start reads to pad its end."""
+        if self.plan.has_own_shards:
             return 1
-        return self.plan.batches_in_round if self.plan.how == "dispatch" and not self._drop_last else 0
+        return self.plan.batches_per_step if self.plan.mode == "dispatch" and not self._drop_last else 0
 
     @property
     def nominal_rows(self) -> int | None:
-        """The declared batch size of one rank; None where the loader or its sampler declares none."""
+        """The declared batch size of one rank, or None if the loader or its sampler declares none."""
         size = getattr(self._index_sampler, "batch_size", None)
         if not isinstance(size, int):
             return None
         shard = shard_of(self._index_sampler)
         if isinstance(shard, BatchSamplerShard):
             return size // shard.num_processes if shard.split_batches else size
-        return size // self.plan.groups if self.plan.how == "dispatch" and self.plan.split else size
+        return size // self.plan.groups if self.plan.mode == "dispatch" and self.plan.split else size
 
     @property
     def has_fixed_batches(self) -> bool:
-        """Whether all batches but the last one have the declared size, as those of torch's `BatchSampler`."""
+        """True if all batches but the last one have the declared size, as those of torch's `BatchSampler`."""
         shard = shard_of(self._index_sampler)
         source = shard.batch_sampler if isinstance(shard, BatchSamplerShard) else self._index_sampler
         return type(source) is BatchSampler
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples in the whole dataset."""
+        """Number of samples in the whole dataset."""
         dataset: Any = self.dataset
         if hasattr(dataset, "total_length"):
             return int(dataset.total_length)
         return len(dataset.dataset if isinstance(dataset, IterableDatasetShard) else dataset)
 
     def groups_of_ranks(self) -> Sequence[int]:
-        """The data-parallel group of each process; called on all ranks, which exchange them where needed."""
+        """Returns the data-parallel group of each rank, which all ranks exchange if necessary."""
         transport = current_transport()
         if self.plan.groups == transport.size:
             return range(transport.size)
@@ -215,16 +235,16 @@ class DataLoaderAdapter(_Base):
 
     @property
     def is_by_torchdata(self) -> bool:
-        """Whether this is torchdata's `StatefulDataLoader` too."""
+        """True if this is an instance of torchdata's `StatefulDataLoader` too."""
         return self.use_stateful_dataloader and is_torchdata_stateful_dataloader_available()
 
     @property
     def torchdata_resumes(self) -> bool:
-        """Whether torchdata reads and resumes: data that is read in order, and no rank waits for another."""
+        """True if torchdata reads and resumes, for data that is read in order by ranks that do not wait."""
         return hasattr(self.base_dataloader, "state_dict")
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch just yielded; needs `use_stateful_dataloader`."""
+        """Returns the position after the batch just yielded, with `use_stateful_dataloader`."""
         self._check_stateful()
         if not self.torchdata_resumes:
             return resume.capture(self) or {}
@@ -234,7 +254,7 @@ class DataLoaderAdapter(_Base):
         return self.dl_state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Resume from a position that `state_dict` returned; needs `use_stateful_dataloader`."""
+        """Resumes from a position that `state_dict` returned, with `use_stateful_dataloader`."""
         self._check_stateful()
         if not self.torchdata_resumes:
             resume.restore(self, state_dict)
@@ -243,14 +263,14 @@ class DataLoaderAdapter(_Base):
         self.dl_state_dict = state_dict
 
     def adjust_state_dict_for_prefetch(self) -> None:
-        """Correct `dl_state_dict` for batches read ahead; nothing to do: it is captured before they are."""
+        """Does nothing, because `dl_state_dict` is captured before batches are prefetched."""
 
     def _check_stateful(self) -> None:
         if not self.use_stateful_dataloader:
             raise StateError("This loader keeps no position. Prepare it with use_stateful_dataloader=True.")
 
     def torchdata_state(self) -> dict[str, Any]:
-        """The position of torchdata's iterator; any thread that reads may ask for it."""
+        """Returns the position of torchdata's iterator, in any thread that reads."""
         base = cast(Any, self.base_dataloader)
         with nullcontext() if base._iterator is not None else settings_of_workers(self):  # makes an iterator
             return cast(dict[str, Any], base.state_dict())
@@ -258,44 +278,48 @@ class DataLoaderAdapter(_Base):
     # The epoch and the sampler
 
     def get_sampler(self) -> Any:
-        """The innermost sampler: the one that orders the indices; None where there is none."""
+        """Returns the innermost sampler, which orders the indices, or None."""
         return sampler_under(self._index_sampler, self)
 
     def set_sampler(self, sampler: Any) -> None:
-        """Replace the innermost sampler."""
-        *_, inner = chain_of(self._index_sampler)
+        """Replaces the innermost sampler."""
+        *_, inner = batch_samplers_of(self._index_sampler)
         inner.sampler = sampler
 
     def set_epoch(self, epoch: int) -> None:
-        """Start the next pass at an epoch; set it on sampler, batch sampler and dataset where they have one.
+        """Sets the epoch of the next pass, also on the sampler, batch sampler and dataset that have one.
 
         Args:
             epoch: Number of the epoch, from 0.
         """
+        self._set_epoch(epoch, self._owners_of_epoch())
+
+    def _set_epoch(self, epoch: int, owners: Sequence[Any]) -> None:
         self.iteration = epoch
         self._chosen_epoch = epoch
-        for owner in self._with_epoch():
+        for owner in owners:
             owner.set_epoch(epoch)
 
-    def _with_epoch(self) -> list[Any]:
-        """The dataset, batch samplers and sampler that have a `set_epoch`."""
+    def _owners_of_epoch(self) -> list[Any]:
+        """Returns the dataset, batch samplers and sampler that have a `set_epoch`."""
         owners = [self.dataset, *nested_samplers(self._index_sampler)]
         different = {id(owner): owner for owner in owners}
         return [owner for owner in different.values() if callable(getattr(owner, "set_epoch", None))]
 
     def _agree_on_epoch(self) -> int:
-        """Set the same epoch on all that have one; an epoch that the user set on one of them wins."""
+        """Sets the same epoch on all owners, that which the user has set on one of them if there is one."""
         chosen = self._chosen_epoch
         own = (0,) if chosen is None else (chosen, chosen + 1)  # samplers may advance by themselves
-        for owner in self._with_epoch():
+        owners = self._owners_of_epoch()
+        for owner in owners:
             epoch = getattr(owner, "epoch", None)
             if isinstance(epoch, int) and epoch not in (*own, self.iteration):
                 self.iteration = epoch
-        self.set_epoch(self.iteration)
+        self._set_epoch(self.iteration, owners)
         return self.iteration
 
     def _advance(self, epoch: int) -> None:
-        """End the pass at `epoch`, here and in the loader of which this one is a late start."""
+        """Ends the pass of an epoch, here and in the loader of which this one is a late start."""
         self.position.was_left_early = not self.position.is_over
         self.position.end()
         for loader in (self, self.start.origin):
@@ -303,11 +327,31 @@ class DataLoaderAdapter(_Base):
                 loader.iteration = epoch + 1
 
 
-class Pass:
-    """A pass over a loader: agree on the epoch, be the active loader, and count the epoch at the end.
+def _setting_of_torch(name: str) -> property:
+    """Returns a property that is stored in the torch loader."""
 
-    A class, because on Python 3.10 `contextmanager` keeps the frames of a pass that is left early, and so its
-    workers, until the next garbage collection.
+    def read(loader: Any) -> Any:
+        return getattr(loader.base_dataloader, name)
+
+    def write(loader: Any, value: Any) -> None:
+        setattr(loader.base_dataloader, name, value)
+
+    return property(read, write)
+
+
+def _add_torch_settings(cls: type) -> None:
+    for name in _TORCH_SETTINGS:
+        setattr(cls, name, _setting_of_torch(name))
+
+
+_add_torch_settings(DataLoaderAdapter)
+
+
+class LoaderPass:
+    """Context of a pass over a loader, which sets its epoch, makes it the active loader and counts the epoch.
+
+    It is a class because on Python 3.10 `contextmanager` keeps the frames of a pass that is left early, and
+    so its workers, until the next garbage collection.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -321,34 +365,34 @@ class Pass:
     def __exit__(self, *error: object) -> None:
         self.loader.end()
         self.loader.iterator = None
-        if self.loader.position.num_restored == self.num_restored:  # else the loader is at a checkpoint
+        if self.loader.position.num_restored == self.num_restored:  # otherwise it is at a checkpoint
             self.loader._advance(self.epoch)
         if self.loader.torchdata_resumes and not self.loader.persistent_workers:
             self.loader.base_dataloader._iterator = None  # its workers end with the pass, not with the loader
 
 
 def get_batch_metadata(loader: Any) -> BatchMetadata:
-    """Return the metadata of the batch just yielded, for batches that are used later than they are read."""
-    metadata = {name: getattr(loader, name) for name in _OF_BATCH if hasattr(loader, name)}
+    """Returns the metadata of the batch just yielded, for batches that are used later than they are read."""
+    metadata = {name: getattr(loader, name) for name in _BATCH_ATTRIBUTES if hasattr(loader, name)}
     position = getattr(loader, "position", None)
-    return metadata | {name: getattr(position, name) for name in _OF_POSITION if position is not None}
+    return metadata | {name: getattr(position, name) for name in _POSITION_ATTRIBUTES if position is not None}
 
 
 def set_batch_metadata(loader: Any, metadata: BatchMetadata) -> None:
-    """Set the attributes of a loader to what they were for a batch."""
+    """Sets the attributes of a loader to their values for a batch."""
     for name, value in metadata.items():
-        setattr(loader.position if name in _OF_POSITION else loader, name, value)
+        setattr(loader.position if name in _POSITION_ATTRIBUTES else loader, name, value)
 
 
 def sampler_under(index_sampler: Any, loader: DataLoader[Any]) -> Any:
-    """The sampler that orders the indices which a loader reads by; None where there is none."""
-    *_, inner = chain_of(index_sampler)
+    """Returns the sampler that orders the indices of a loader, or None."""
+    *_, inner = batch_samplers_of(index_sampler)
     return getattr(inner, "sampler", inner if loader.batch_sampler is None else None)
 
 
 def kept_settings(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Everything about a loader that preparing it does not change, as arguments for a new one."""
-    return {name: getattr(loader, name) for name in _OF_TORCH - _OF_ORDER}
+    """Returns the settings of a loader that preparing it does not change, as arguments for a new loader."""
+    return {name: getattr(loader, name) for name in _TORCH_SETTINGS - _ORDER_SETTINGS}
 
 
 def _stateful_class() -> Any:

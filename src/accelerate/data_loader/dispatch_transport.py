@@ -1,8 +1,9 @@
-"""Batches from process 0 to the others: packed as bytes, sent over the transport or through shared memory.
+"""Sends batches from rank 0 to the other ranks, packed as bytes, over the transport or through shared memory.
 
-A message is a header of four integers that every process gets, and a block of bytes for each. The block holds
-the tensors of some rounds, one round after the other. The specs that describe them come first in the block,
-and only when they have changed since the last message.
+`DataLoaderDispatcher` uses a `BatchSender` on rank 0, and `receive_batches` on the other ranks. A message is
+a header of four integers that every rank gets, and a block of bytes for each rank. The block holds the
+tensors of some global batches, one after the other. The specs that describe them are at the beginning of the
+block, and only if they have changed since the last message.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any, NamedTuple
 from weakref import finalize
@@ -26,86 +26,85 @@ from torch import Tensor
 
 from accelerate import torch_private
 from accelerate.base import process_home
+from accelerate.data_loader.global_batches import GlobalBatch
 from accelerate.data_loader.last_batch import Counts
 from accelerate.devices import of_device
 from accelerate.nested import TensorInformation, is_tensor_information, recursively_apply
 from accelerate.ops import ALIGNMENT, Transport, cached_layout, views_of
 
-LARGE = 256 * 1024  # bytes of a block for which two copies cost less than sockets
-AHEAD = 16 * 1024 * 1024  # bytes that a receiver may not have copied yet when process 0 sends more to it
-HEADER = 4  # integers in the header of a message
+LARGE = 256 * 1024
+"""Size of a block from which two copies take less time than sockets, in bytes."""
+AHEAD = 16 * 1024 * 1024
+"""Bytes that a receiver may not have copied yet when rank 0 sends more to it."""
+HEADER = 4
+"""Number of integers in the header of a message."""
 _PAGE = 2 * 1024 * 1024
-_KEPT = 6  # unused private slots of one size that are kept
+_KEPT = 6
+"""Number of unused private slots of one size that are kept."""
 _SAME_SPECS, _NEW_SPECS, _FAILED = range(3)
-_NUMBER = 8  # bytes: the length of the specs, before them
+_LENGTH_BYTES = 8
+"""Size of the length of the specs, which is stored before them."""
 
 MessageHeader = tuple[int, ...]
-Take = Callable[[int], Tensor | None]  # returns shared memory of this many bytes, where it is used
+Take = Callable[[int], Tensor | None]
+"""Function that returns shared memory of this number of bytes, or None if no memory is shared."""
 
 
-@dataclass(frozen=True)
-class Round:
-    """One step of all groups; `counts`: real samples of each part, None where all are equal and real."""
+class PartSpec(NamedTuple):
+    """Description of a packed part."""
 
-    parts: list[Any]
-    is_last: bool
-    counts: Counts | None = None
-    state: Any = None
-
-
-class Spec(NamedTuple):
-    outline: Any  # with a `TensorInformation` for each tensor
+    outline: Any  # its structure, with a `TensorInformation` for each tensor
     size: int  # bytes of its chunk
-    counts: Counts | None
+    counts: Counts | None  # of the global batch
 
 
 class PackedPart(NamedTuple):
-    """A part, packed: its pickled `Spec`, which can be compared with the one before, and its chunk."""
+    """Packed part of a global batch."""
 
-    spec: bytes
-    chunk: Tensor
+    spec: bytes  # the pickled `PartSpec`, which is compared with that of the part before
+    chunk: Tensor  # the bytes of its tensors
 
 
-class Failure(NamedTuple):
-    """The reading process' exception, with its traceback as text."""
+class ReaderFailure(NamedTuple):
+    """Exception of the rank that reads, with its traceback as text."""
 
     error: bytes | None
     text: str
 
     @staticmethod
-    def of(error: BaseException) -> Failure:
-        """Make an exception one that every process can raise."""
+    def of(error: BaseException) -> ReaderFailure:
+        """Converts an exception for the other ranks."""
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
         try:
             packed = pickle.dumps(error)
             pickle.loads(packed)
-        except Exception:  # of the pickle methods of an exception class; its text is sent instead
-            return Failure(None, text)
-        return Failure(packed, text)
+        except Exception:  # raised by the pickle methods of an exception class; its text is sent instead
+            return ReaderFailure(None, text)
+        return ReaderFailure(packed, text)
 
     def raise_here(self) -> None:
-        """Raise the same exception here, with the reading process' traceback as its cause."""
-        cause = RuntimeError(f"the loader failed on process 0, which reads for all:\n{self.text}")
+        """Raises the same exception, with the traceback of the rank that reads as its cause."""
+        cause = RuntimeError(f"the loader failed on rank 0, which reads for all ranks:\n{self.text}")
         if self.error is None:
             raise cause
         raise pickle.loads(self.error) from cause
 
 
-def pack(complete: Round, group: int, take: Take = lambda size: None) -> PackedPart:
-    """Pack the tensors of one group's part into bytes on the CPU; one contiguous tensor is not copied."""
+def pack(global_batch: GlobalBatch, group: int, take: Take = lambda size: None) -> PackedPart:
+    """Packs the part of one group into bytes on the CPU, without a copy of one contiguous tensor."""
     tensors: list[Tensor] = []
 
-    def is_dense(leaf: Any) -> bool:  # sparse and quantised ones are pickled in the spec
+    def is_dense(leaf: Any) -> bool:  # sparse and quantized tensors are pickled in the spec
         return isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
 
     def describe(tensor: Tensor) -> TensorInformation:
         tensors.append(tensor.detach().cpu())
         return TensorInformation(tensor.shape, tensor.dtype)
 
-    outline = recursively_apply(describe, complete.parts[group], test_type=is_dense)
+    outline = recursively_apply(describe, global_batch.parts[group], test_type=is_dense)
     layout = cached_layout(tuple((tensor.shape, tensor.dtype) for tensor in tensors))
     size = -(-layout.width // ALIGNMENT) * ALIGNMENT
-    spec = Spec(outline, size, complete.counts)
+    spec = PartSpec(outline, size, global_batch.counts)
     if size == layout.width and not any(tensor.is_inference() for tensor in tensors):
         return PackedPart(pickle.dumps(spec), layout.pack(tensors))
     chunk = take(size)
@@ -115,8 +114,8 @@ def pack(complete: Round, group: int, take: Take = lambda size: None) -> PackedP
     return PackedPart(pickle.dumps(spec), chunk)
 
 
-def unpack(spec: Spec, chunk: Tensor) -> Any:
-    """Rebuild a part; its tensors use the chunk's memory."""
+def unpack(spec: PartSpec, chunk: Tensor) -> Any:
+    """Rebuilds a part, whose tensors use the memory of the chunk."""
     facts: list[tuple[torch.Size, torch.dtype]] = []
 
     def take(info: TensorInformation) -> TensorInformation:
@@ -128,125 +127,137 @@ def unpack(spec: Spec, chunk: Tensor) -> Any:
     return recursively_apply(lambda info: next(tensors), spec.outline, test_type=is_tensor_information)
 
 
-class Arrival(NamedTuple):
+class ReceivedBatch(NamedTuple):
+    """Part of a global batch for this process, with the attributes of `GlobalBatch`."""
+
     part: Any
     counts: Counts | None
     is_last: bool
     state: Any = None
 
 
-class Packed(NamedTuple):
-    round: Round
+class PackedBatch(NamedTuple):
+    """Packed global batch."""
+
+    batch: GlobalBatch
     parts: dict[int, PackedPart]  # for each group of another process
-    size: int  # of the largest one
+    size: int  # bytes of the largest part
 
 
-class Sender:
-    """The sending end, on process 0."""
+class BatchSender:
+    """Packs and sends global batches on rank 0."""
 
-    def __init__(self, route: Route) -> None:
-        self._route = route
-        self._others = route.receivers
+    def __init__(self, channel: BatchChannel) -> None:
+        self._channel = channel
+        self._receivers = channel.receivers
         self._sent_specs: dict[int, bytes] = {}
 
-    def pack(self, complete: Round) -> Packed:
-        """Pack a round; nothing is sent, any thread may do it."""
-        parts = {group: pack(complete, group, self._route.take) for group in self._others}
-        return Packed(complete, parts, max((len(part.chunk) for part in parts.values()), default=0))
+    def pack(self, batch: GlobalBatch) -> PackedBatch:
+        """Packs a global batch in any thread, without sending it."""
+        parts = {group: pack(batch, group, self._channel.take) for group in self._receivers}
+        return PackedBatch(batch, parts, max((len(part.chunk) for part in parts.values()), default=0))
 
-    def send(self, rounds: list[Packed]) -> None:
-        """Send rounds in one message; an empty list ends the pass."""
-        if not self._others:
+    def send(self, packed: list[PackedBatch]) -> None:
+        """Sends global batches in one message, or the end of the pass if the list is empty."""
+        if not self._receivers:
             return
-        is_end = not rounds or rounds[-1].round.is_last
-        specs = {group: [packed.parts[group].spec for packed in rounds] for group in self._others}
+        is_end = not packed or packed[-1].batch.is_last
+        specs = {group: [item.parts[group].spec for item in packed] for group in self._receivers}
         is_new = any(spec != self._sent_specs.get(group) for group in specs for spec in specs[group])
         blocks = {}
-        for group in self._others if rounds else ():
-            chunks = [packed.parts[group].chunk for packed in rounds]
+        for group in self._receivers if packed else ():
+            chunks = [item.parts[group].chunk for item in packed]
             if is_new:
                 text = pickle.dumps(specs[group])
-                chunks.insert(0, _padded(len(text).to_bytes(_NUMBER, "little") + text))
+                chunks.insert(0, _align(len(text).to_bytes(_LENGTH_BYTES, "little") + text))
                 self._sent_specs[group] = specs[group][-1]
             blocks[group] = chunks
-        self._route.send((_NEW_SPECS if is_new else _SAME_SPECS, len(rounds), is_end), blocks)
+        self._channel.send((_NEW_SPECS if is_new else _SAME_SPECS, len(packed), is_end), blocks)
 
     def fail(self, error: BaseException) -> None:
-        if self._others:
-            chunk = _padded(pickle.dumps(Failure.of(error)))
-            self._route.send((_FAILED, 0, True), {group: [chunk] for group in self._others})
+        """Sends an exception, which the other ranks raise."""
+        if self._receivers:
+            chunk = _align(pickle.dumps(ReaderFailure.of(error)))
+            self._channel.send((_FAILED, 0, True), {group: [chunk] for group in self._receivers})
 
 
-def receive(route: Route) -> Iterator[Arrival]:
-    """Receive the batches of one pass, on the other processes."""
-    specs: list[Spec] = []
+def receive_batches(channel: BatchChannel) -> Iterator[ReceivedBatch]:
+    """Yields the batches of one pass on the ranks that do not read."""
+    specs: list[PartSpec] = []
     is_end = 0
     while not is_end:
-        (kind, rounds, is_end), block = route.receive()
+        (kind, num_batches, is_end), block = channel.receive()
         if kind == _FAILED:
             pickle.loads(block.cpu().numpy().data).raise_here()
         start = 0
         if kind == _NEW_SPECS:
-            end = _NUMBER + int.from_bytes(block[:_NUMBER].cpu().numpy().tobytes(), "little")
-            specs = [pickle.loads(spec) for spec in pickle.loads(block[_NUMBER:end].cpu().numpy().data)]
+            end = _LENGTH_BYTES + int.from_bytes(block[:_LENGTH_BYTES].cpu().numpy().tobytes(), "little")
+            packed_specs = pickle.loads(block[_LENGTH_BYTES:end].cpu().numpy().data)
+            specs = [pickle.loads(spec) for spec in packed_specs]
             start = -(-end // ALIGNMENT) * ALIGNMENT
         else:
-            specs = specs[-1:] * rounds
+            specs = specs[-1:] * num_batches
         for number, spec in enumerate(specs, 1):
             chunk = block[start : start + spec.size]
-            # A chunk that shares its block is copied, so that keeping one part doesn't keep them all.
-            part = unpack(spec, chunk if rounds == 1 else chunk.clone())
-            yield Arrival(part, spec.counts, bool(is_end) and number == rounds)
+            # One of several chunks is copied, so that keeping one part doesn't keep the whole block.
+            part = unpack(spec, chunk if num_batches == 1 else chunk.clone())
+            yield ReceivedBatch(part, spec.counts, bool(is_end) and number == num_batches)
             start += spec.size
 
 
-def _padded(text: bytes) -> Tensor:
+def _align(text: bytes) -> Tensor:
+    """Returns bytes as a tensor, padded to a multiple of the alignment."""
     return torch.frombuffer(bytearray(text) + bytearray(-len(text) % ALIGNMENT), dtype=torch.uint8)
 
 
-class Route:
-    """Sends messages from process 0 to the other processes: a header for all, and a block of bytes for each.
+class BatchChannel:
+    """Channel for messages from rank 0 to the other ranks, with a header for all and a block for each.
 
-    The caller owns what it gets: it is never in shared memory, but may be in private slots.
+    The caller owns the block that it receives, which is in private memory.
 
-    Small blocks are sent over the transport. Large blocks on the CPU go through memory that all processes
-    share, where they run on one machine: it is opened after the first of them. All processes make the same
-    calls: process 0 `send`s, the others `receive`.
+    Small blocks are sent over the transport. If all ranks are on one node, large blocks on the CPU are copied
+    through shared memory, which is opened after the first large block. All ranks make the same calls: rank 0
+    calls `send`, the others `receive`.
+
+    Args:
+        transport: The transport of the run.
+        group_of: The data-parallel group of each rank.
+        device: Device of the blocks when they are sent.
     """
 
     def __init__(self, transport: Transport, group_of: Sequence[int], device: torch.device) -> None:
         self.transport = transport
-        self.device = device  # where blocks are when they are sent
+        self.device = device
         self.receivers = sorted(set(group_of[1:]))
-        self._group_of = group_of  # the data-parallel group of each process, in rank order
+        self._group_of = group_of
         self._unused = torch.empty(0, dtype=torch.uint8, device=device)
-        self._memory: SharedMemory | None = None
+        self._memory: SharedMemoryPool | None = None
         self._may_share = of_device(device).is_host
-        self._own = Slots()
-        self._sent: list[Tensor] = []  # blocks in shared memory, which the others may not have read yet
-        self._sending: list[Callable[[], object]] = []  # waits for each of their headers
-        self._unread = 0  # bytes of these blocks for each receiver
+        self._private = MemoryPool()
+        self._sent: list[Tensor] = []  # blocks in shared memory that receivers may not have copied yet
+        self._sending: list[Callable[[], object]] = []  # functions that wait until their headers are sent
+        self._unread = 0  # bytes of these blocks, for each receiver
 
     @property
     def is_sharing(self) -> bool:
-        """Whether the memory that all processes share is open."""
+        """True if shared memory is open."""
         return self._memory is not None
 
     def take(self, size: int, is_own: bool = False) -> Tensor | None:
-        """Process 0: return memory for bytes to be sent, or for its own part; None where none is shared."""
+        """Returns memory on rank 0 for bytes to be sent or for its own part, or None if none is shared."""
         if self._memory is None or size < LARGE:
             return None
-        return self._own.take(size) if is_own else self._memory.take(size)
+        return self._private.take(size) if is_own else self._memory.take(size)
 
     def keep(self, part: Any) -> Any:
-        """Process 0: copy the tensors of its own part that are in shared memory, for the caller to own."""
+        """Copies the tensors of the part of rank 0 that are in shared memory, for the caller to own."""
         memory = self._memory
         if memory is None:
             return part
         return recursively_apply(torch.clone, part, test_type=lambda leaf: memory.find(leaf) is not None)
 
     def send(self, header: MessageHeader, blocks: Mapping[int, Sequence[Tensor]]) -> None:
-        """Process 0: send `HEADER` integers less one to all, and chunks to each of `receivers`."""
+        """Sends `HEADER` - 1 integers from rank 0 to all ranks, and chunks to each of `receivers`."""
         size = max((sum(map(len, chunks)) for chunks in blocks.values()), default=0)
         memory = self._memory if size >= LARGE else None
         shared = [_in_memory(memory, blocks[group], size) for group in self.receivers] if memory else []
@@ -260,7 +271,7 @@ class Route:
             self._share_from_now_on(size)
 
     def receive(self) -> tuple[MessageHeader, Tensor]:
-        """The other processes: take the header and the block of this process, which the caller owns."""
+        """Returns the header and the block of this process, on other ranks than rank 0."""
         sent = self._receive_header(torch.zeros(HEADER + len(self.receivers), dtype=torch.int64)).tolist()
         *header, size = sent[:HEADER]
         if size < LARGE or self._memory is None:
@@ -273,7 +284,7 @@ class Route:
             return tuple(header), block
         self._unread += size
         index = self.receivers.index(self._group_of[self.transport.rank])
-        return tuple(header), self._own.take(size).copy_(self._memory.view(sent[HEADER + index], size))
+        return tuple(header), self._private.take(size).copy_(self._memory.view(sent[HEADER + index], size))
 
     def _send_header(self, header: Tensor, may_wait: bool) -> None:
         if self._memory is None or (may_wait and self._unread < AHEAD):
@@ -283,7 +294,7 @@ class Route:
         else:
             for wait in self._sending:
                 wait()
-            # It returns when all processes have called it: they have copied the blocks before this message.
+            # It returns when all ranks have called it. They have then copied the blocks before this message.
             self.transport.gather(header)
             self._sending.clear()
             self._sent.clear()
@@ -303,20 +314,20 @@ class Route:
     def _send_by_transport(self, blocks: Mapping[int, Sequence[Tensor]], size: int) -> None:
         joined = {}
         for group, chunks in blocks.items():
-            filler = torch.empty(size - sum(map(len, chunks)), dtype=torch.uint8, device="cpu")
-            whole = torch.cat([*chunks, filler]) if len(chunks) > 1 or len(filler) else chunks[0]
-            joined[group] = whole.to(self.device)
-        if self.transport.size == 2:  # for one receiver the same, without a block for process 0
+            padding = torch.empty(size - sum(map(len, chunks)), dtype=torch.uint8, device="cpu")
+            block = torch.cat([*chunks, padding]) if len(chunks) > 1 or len(padding) else chunks[0]
+            joined[group] = block.to(self.device)
+        if self.transport.size == 2:  # the same for one receiver, without a block for rank 0
             self.transport.broadcast(joined[self._group_of[1]], 0)
             return
-        if len(self._unused) < size:  # for process 0, which keeps what it has read
+        if len(self._unused) < size:  # the block of rank 0, which has its part already
             self._unused = torch.zeros(size, dtype=torch.uint8, device=self.device)
         own = self._unused[:size]
         self.transport.scatter([own, *(joined[group] for group in self._group_of[1:])], own, 0)
 
 
-def _in_memory(memory: SharedMemory, chunks: Sequence[Tensor], size: int) -> Tensor:
-    """Return chunks as one block in shared memory; a single chunk that is there is not copied."""
+def _in_memory(memory: SharedMemoryPool, chunks: Sequence[Tensor], size: int) -> Tensor:
+    """Returns chunks as one block in shared memory, without a copy of a single chunk that is there."""
     if len(chunks) == 1 and len(chunks[0]) == size and memory.find(chunks[0]) is not None:
         return chunks[0]
     block = memory.take(size)
@@ -324,56 +335,59 @@ def _in_memory(memory: SharedMemory, chunks: Sequence[Tensor], size: int) -> Ten
     return block
 
 
-class Slots:
-    """Memory that is used again when no tensor uses it any more: fresh memory costs more than a copy.
+class MemoryPool:
+    """Pool of private memory that is used again when no tensor uses it.
 
-    A slot is mapped for itself. Here it is private: a fork has a copy.
+    To map new memory takes longer than a copy.
+
+    Each slot of the pool is a mapping of its own. A fork has a copy of it.
     """
 
     kept: int | None = _KEPT
+    """Number of unused slots of one size that are kept; None for all."""
 
     def __init__(self) -> None:
         self._free: dict[int, deque[mmap.mmap]] = {}  # by their size
 
     def take(self, size: int) -> Tensor:
-        """Return bytes that no other tensor uses."""
-        room = max(_PAGE, 1 << (size - 1).bit_length())  # pages that are not written take no memory
+        """Returns a tensor of bytes that no other tensor uses."""
+        room = max(_PAGE, 1 << (size - 1).bit_length())  # pages that are not written use no memory
         free = self._free.setdefault(room, deque(maxlen=self.kept))
         try:
             slot = free.pop()
         except IndexError:
             slot = self._map(room)
-        owner = memoryview(slot)  # exists as long as the memory of the tensor, which its views share
+        owner = memoryview(slot)  # exists as long as the tensor and its views
         finalize(owner, free.append, slot).atexit = False
         return torch.frombuffer(owner, dtype=torch.uint8, count=size)
 
     def _map(self, room: int) -> mmap.mmap:
-        if sys.platform != "win32":  # which has no forks
+        if sys.platform != "win32":  # Windows has no forks
             return mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:  # noqa: RET505 - types are checked on each system
             return mmap.mmap(-1, room)
 
 
-class SharedMemory(Slots):
-    """Slots in memory without a name, which is freed when the last process that has it open ends.
+class SharedMemoryPool(MemoryPool):
+    """Pool of shared memory without a name, which is freed when the last process that has it open ends.
 
-    Process 0 takes slots, and keeps what the others still read. They find a slot by its start in the file,
-    which is closed with this object.
+    Rank 0 takes slots, and keeps those that other ranks still read. They find a slot by its start in the
+    memory file, which is closed with this object.
     """
 
-    kept = None  # all: as many as are read ahead
+    kept = None
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
         self._descriptor = descriptor
-        self._size = 0  # bytes of all slots
-        self._starts: dict[int, int] = {}  # by the address of the slot
+        self._size = 0  # of all slots, in bytes
+        self._starts: dict[int, int] = {}  # start in the file by the address of the slot
         self._lock = threading.Lock()
         self._bytes = torch.empty(0, dtype=torch.uint8)
         finalize(self, os.close, descriptor)
 
     def find(self, tensor: Any) -> int | None:
-        """Return where the file has the memory of a tensor; None where that is no slot."""
+        """Returns the start of the memory of a tensor in the file, or None if the tensor is not in a slot."""
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
             return None
         address = tensor.untyped_storage().data_ptr()
@@ -381,48 +395,53 @@ class SharedMemory(Slots):
         return None if start is None else start + tensor.data_ptr() - address
 
     def view(self, start: int, size: int) -> Tensor:
+        """Returns a view of bytes of the file."""
         if start + size > len(self._bytes):
             self._bytes = torch.frombuffer(mmap.mmap(self._descriptor, 0), dtype=torch.uint8)
         return self._bytes[start : start + size]
 
     def _map(self, room: int) -> mmap.mmap:
-        with self._lock:  # a thread that reads ahead takes slots too
+        with self._lock:  # a thread that reads ahead takes slots, too
             start, self._size = self._size, self._size + room
             if os.fstat(self._descriptor).st_size < self._size:
-                os.ftruncate(self._descriptor, 2 * self._size)  # so that the others seldom map it again
+                os.ftruncate(self._descriptor, 2 * self._size)  # so that the other ranks seldom map it again
             slot = mmap.mmap(self._descriptor, room, offset=start)
             self._starts[torch.frombuffer(slot, dtype=torch.uint8).data_ptr()] = start
             return slot
 
 
-class StackInMemory:
-    """torch's default collate function, which stacks large tensors in the memory of a route.
+class SharedMemoryCollate:
+    """Torch's default collate function, which stacks large tensors in the memory of a channel.
 
-    Of each `take` batches, that of `group` is for this process; where that is wrong, it is copied once more.
+    Args:
+        channel: The channel.
+        group: Index of the batch for this process in each global batch. If it is wrong, the batch is copied
+            once more.
+        num_batches: Number of batches of each global batch.
     """
 
-    def __init__(self, route: Route, group: int, take: int) -> None:
-        self._route = route
-        self._group = group if take > 1 else None
-        self._places = cycle(range(take))
+    def __init__(self, channel: BatchChannel, group: int, num_batches: int) -> None:
+        self._channel = channel
+        self._group = group if num_batches > 1 else None
+        self._indices = cycle(range(num_batches))
         functions = torch_private.collate.default_collate_fn_map
         self._functions = {**functions, Tensor: self._stack}
 
     def __call__(self, samples: Any) -> Any:
-        self._is_own = next(self._places) == self._group
+        self._is_own = next(self._indices) == self._group
         return torch_private.collate.collate(samples, collate_fn_map=self._functions)
 
     def _stack(self, tensors: Sequence[Tensor], *, collate_fn_map: Any = None) -> Any:
         first, out = tensors[0], None
-        if self._route.is_sharing and _is_like(first, first) and not torch.is_inference_mode_enabled():
-            out = self._route.take(len(tensors) * first.nbytes, self._is_own)
+        if self._channel.is_sharing and _is_like(first, first) and not torch.is_inference_mode_enabled():
+            out = self._channel.take(len(tensors) * first.nbytes, self._is_own)
         if out is None or not all(_is_like(tensor, first) for tensor in tensors):
             return torch_private.collate.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
         return torch.stack(list(tensors), out=out.view(first.dtype).view(len(tensors), *first.shape))
 
 
 def _is_like(tensor: Tensor, first: Tensor) -> bool:
-    """Whether torch.stack copies the bytes of this one behind those of the first."""
+    """Returns whether torch.stack copies the bytes of a tensor like those of the first one."""
     if type(tensor) is not Tensor or tensor.is_nested or tensor.layout is not torch.strided:
         return False
     if not tensor.is_cpu or tensor.requires_grad:
@@ -432,24 +451,29 @@ def _is_like(tensor: Tensor, first: Tensor) -> bool:
     return tensor.dtype == first.dtype and tensor.shape == first.shape and tensor.is_contiguous()
 
 
-def share_memory(transport: Transport) -> SharedMemory | None:
-    """Open memory that all processes share; called on all of them. None on all where one cannot have it:
-    on another machine, in another container, on another system than Linux, or without the right to open
-    it."""
+def share_memory(transport: Transport) -> SharedMemoryPool | None:
+    """Opens memory that all ranks share.
+
+    Called on all ranks.
+
+    Returns:
+        The memory; None on all ranks if one of them cannot open it, because it is on another node, in another
+        container, on another system than Linux, or lacks the permission.
+    """
     is_own = transport.rank == 0
     offer = transport.broadcast_object(_offer() if is_own else None, 0)
     descriptor: int | None = None
     if is_own and offer is not None:
         descriptor = offer[2]
     elif offer is not None and offer[0] == process_home():
-        with suppress(OSError):  # other user, hidden processes: everything is sent over the transport
+        with suppress(OSError):  # another user, hidden processes: all blocks are sent over the transport
             descriptor = os.open(f"/proc/{offer[1]}/fd/{offer[2]}", os.O_RDWR)
-    memory = None if descriptor is None else SharedMemory(descriptor)
+    memory = None if descriptor is None else SharedMemoryPool(descriptor)
     return memory if all(transport.gather_object(memory is not None)) else None
 
 
 def _offer() -> tuple[str, int, int] | None:
-    """Return where the other processes open a memory file of process 0: its machine, process, descriptor."""
+    """Returns the node, process and descriptor by which other processes open a new memory file of rank 0."""
     home = process_home()
     if home is None or not hasattr(os, "memfd_create"):
         return None

@@ -1,6 +1,7 @@
-"""How the last batch is filled from the beginning of the epoch, and which of its samples are real.
+"""Padding of the last batch with samples from the beginning of the epoch, and counts of the real samples.
 
-Every process sees the order of the whole epoch, so every process knows the counts of all without asking.
+Every process sees the order of the whole epoch, so every process knows the counts of all processes without
+communication. The samplers pad indices, the loaders pad batches.
 """
 
 from __future__ import annotations
@@ -18,30 +19,31 @@ from accelerate.nested import concatenate, honor_mapping, honor_type, ignorant_f
 T = TypeVar("T")
 
 Counts = tuple[int, ...]
-Fillers = dict[int, Counts]
-"""Number of the batch in its pass -> real samples on each data-parallel rank; only batches with filler."""
+"""Number of real samples on each data-parallel rank."""
+PaddingRecord = dict[int, Counts]
+"""Counts by the number of the batch in its pass, of batches with padding or with different sizes."""
 
 
 @dataclass
-class FirstRound:
-    """The first items of an epoch, which fill its end."""
+class PaddingSource:
+    """First items of an epoch, which pad its end."""
 
-    items: list[Any] = field(default_factory=list)  # of the pass begun last
+    items: list[Any] = field(default_factory=list)  # of the pass that began last
     restored: list[Any] = field(default_factory=list)  # of the epoch that the next pass resumes
 
     def take_restored(self) -> list[Any]:
-        """Return `restored`, which counts for one pass only."""
+        """Returns the restored items, and forgets them, because they are valid for one pass."""
         restored, self.restored = self.restored, []
         return restored
 
 
-def fill(items: Iterable[T], first: Iterable[T], size: int) -> list[T]:
-    """Return `size` items: those given, then items from the beginning of the epoch, repeated where needed."""
+def pad(items: Iterable[T], first: Iterable[T], size: int) -> list[T]:
+    """Returns `size` items, padded with items from the beginning of the epoch, repeated if needed."""
     return list(islice(chain(items, cycle(first)), size))
 
 
 def first_samples(first: Sequence[Any], count: int) -> Iterator[Any]:
-    """Yield batches of `count` samples in all from the first batches of the epoch, repeated where needed."""
+    """Yields batches of `count` samples in all from the first batches of the epoch, repeated if needed."""
     beginning = join(first)
     samples = count_samples(beginning) or 1
     while count > 0:
@@ -50,23 +52,23 @@ def first_samples(first: Sequence[Any], count: int) -> Iterator[Any]:
 
 
 def join(batches: Sequence[Any]) -> Any:
-    """Return one batch with the samples of all; a single one is returned as it is."""
+    """Returns one batch with the samples of all batches, or the only one unchanged."""
     return batches[0] if len(batches) == 1 else concatenate(batches)
 
 
-def real_per_part(samples: int, part: int, parts: int) -> list[int]:
-    """Return how many of `samples` fall in each of `parts` consecutive parts of size `part`."""
+def samples_per_part(samples: int, part: int, parts: int) -> list[int]:
+    """Returns the number of samples in each of `parts` consecutive parts of size `part`."""
     return [min(max(samples - index * part, 0), part) for index in range(parts)]
 
 
 def full_rows(nominal: int | None, first: int, *, is_only: bool) -> int:
-    """Return the samples of a full batch, by which a shorter one is recognized.
+    """Returns the number of rows of a full batch, by which a shorter one is recognized.
 
     Args:
         nominal: The declared batch size; None without one.
-        first: The samples in the first batch. Where it is not the only one and has not the declared size, the
-            rows of batches are not samples, or sizes vary: then no batch is known to be short, and 0 is
-            returned.
+        first: The number of rows of the first batch. If it is not the only batch and has not the declared
+            size, the rows of batches are not samples, or sizes vary: then no batch is known to be short, and
+            0 is returned.
         is_only: Whether the first batch is the only one.
     """
     if nominal is None or first == nominal:
@@ -75,14 +77,14 @@ def full_rows(nominal: int | None, first: int, *, is_only: bool) -> int:
 
 
 def rows_per_sample(rows: int | None, samples: int | None) -> int:
-    """Return the rows for each sample of a batch, 0 where that is not a whole number."""
+    """Returns the number of rows for each sample of a batch, 0 if that is not a whole number."""
     if rows is None or not samples:
         return 1
     return 0 if rows % samples else rows // samples
 
 
 def count_samples(batch: Any) -> int | None:
-    """Return the number of samples in a batch: the length of its first tensor or, without one, plain list."""
+    """Returns the length of the first tensor of a batch or, without one, of its first plain list."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else None
     if isinstance(batch, (list, tuple)) and not any(map(_is_nested, batch)):
@@ -94,7 +96,7 @@ def count_samples(batch: Any) -> int | None:
 
 
 def cut_batch(batch: Any, span: slice, samples: int) -> Any:
-    """Take a span of samples: of tensors and plain lists that are `samples` long; the rest passes whole."""
+    """Returns a span of samples, cut from all tensors and plain lists that are `samples` long."""
     if isinstance(batch, torch.Tensor):
         return batch[span] if batch.ndim and batch.shape[0] == samples else batch
     if isinstance(batch, Mapping):
@@ -110,84 +112,91 @@ def _is_nested(item: Any) -> bool:
     return isinstance(item, (torch.Tensor, Mapping, list, tuple))
 
 
+# Counts that are attached to a batch on its way from a dataset to the loader
+
+
 @dataclass(slots=True)
-class Tagged:
-    """A sample with the counts of its batch, between a dataset in a worker and the collate function."""
+class SampleWithCounts:
+    """Sample with the counts of its batch, between the dataset and the collate function."""
 
     sample: Any
     counts: Counts
 
 
 @dataclass(slots=True)
-class Counted:
-    """A collated batch with its counts, between a worker and the main process."""
+class BatchWithCounts:
+    """Collated batch with its counts, between a worker and the loader."""
 
     batch: Any
     counts: Counts
 
-    def pin_memory(self, device: Any = None) -> Counted:
-        """Pin the batch inside; torch's pin thread calls this."""
-        return Counted(torch_private.pin_memory(self.batch, device), self.counts)
+    def pin_memory(self, device: Any = None) -> BatchWithCounts:
+        """Pins the batch inside, in the pin thread of torch."""
+        return BatchWithCounts(torch_private.pin_memory(self.batch, device), self.counts)
 
 
 @dataclass(frozen=True)
 class CountingCollate:
-    """The user's collate function; the counts of the first sample are returned with the batch."""
+    """Collate function that returns the counts of the first sample together with the batch."""
 
     collate: Callable[[Any], Any]
 
     def __call__(self, samples: Any) -> Any:
         first = samples[0] if type(samples) is list and samples else samples
-        if type(first) is not Tagged:
+        if type(first) is not SampleWithCounts:
             return self.collate(samples)
         plain = [first.sample, *samples[1:]] if samples is not first else first.sample
-        return Counted(self.collate(plain), first.counts)
+        return BatchWithCounts(self.collate(plain), first.counts)
 
 
-def untagged(batches: Iterator[Any], fillers: Fillers) -> Iterator[Any]:
-    """Yield the batches without their counts, which are written to `fillers`."""
+def detach_counts(batches: Iterator[Any], padding_record: PaddingRecord) -> Iterator[Any]:
+    """Yields the batches without their counts, which are written to `padding_record`."""
     for number, batch in enumerate(batches):
-        if type(batch) is Counted:
-            fillers[number] = batch.counts
+        if type(batch) is BatchWithCounts:
+            padding_record[number] = batch.counts
             yield batch.batch
         else:
             yield batch
 
 
 def in_samples(counts: Counts | None, loader: Any, batch: Any) -> Counts | None:
-    """Turn the counts of a batch into samples where they count whole batches."""
+    """Converts the counts of a batch into samples if they count whole batches."""
     if counts is None or not loader.counts_batches:
         return counts
     size = ignorant_find_batch_size(batch) or 1
     return tuple(count * size for count in counts)
 
 
+# The remainder
+
+
 def last_remainder(loader: Any) -> int:
-    """Return how many samples of the last global batch are real; 0: all of them, -1: not known."""
+    """Returns the number of real samples in the last global batch, 0 if all are real, -1 if unknown."""
     if loader._drop_last:
         return -1
     if loader.valid_counts is not None:
         return sum(loader.valid_counts)
-    return -1 if loader.plan.how == "already_sharded" else _remainder_of_length(loader)
+    return -1 if loader.plan.mode == "already_sharded" else _remainder_of_length(loader)
 
 
 def remainder_ahead(loader: Any) -> int:
-    """Return what `last_remainder` returns at the end of a pass that begins, where it is known by then."""
+    """Returns the remainder if it is known at the start of a pass, and -1 otherwise."""
     plan = getattr(loader, "plan", None)
-    if plan is None or loader._drop_last or plan.own_shares or plan.how == "dispatch":
+    if plan is None or loader._drop_last or plan.has_own_shards or plan.mode == "dispatch":
         return -1
     return _remainder_of_length(loader)
 
 
 def _remainder_of_length(loader: Any) -> int:
-    whole, length = loader.total_batch_size, length_of(loader.get_sampler())
+    global_size, length = loader.total_batch_size, length_of(loader.get_sampler())
     if length is None:
         dataset = loader.dataset
         length = length_of(dataset.dataset if hasattr(dataset, "part_size") else dataset)
-    return -1 if not whole or length is None else length % whole
+    return -1 if not global_size or length is None else length % global_size
 
 
 def length_of(sized: Any) -> int | None:
+    """Returns the length of an object, or None if it has none."""
     if not hasattr(sized, "__len__"):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Seeded random samplers: the order of an epoch depends on the seed and the epoch, and is stored or computed.
+"""Random samplers whose order depends on the seed and the epoch only, and is stored or computed.
 
 The computed order is that of a keyed Feistel network, which permutes pairs of numbers (Luby and Rackoff, "How
 to construct pseudorandom permutations from pseudorandom functions", 1988). Its two halves have the sizes of a
@@ -22,16 +22,18 @@ from accelerate.base import wrong_value
 BLOCK = 4096
 """Positions that are permuted in one call."""
 
-_ROUNDS = 8
-_GOLDEN = -0x_61C8864680B583EB  # 2^64 over the golden ratio, as a signed number: distinct keys from any seed
-_REPETITION = 0x_94D049BB  # between the seeds of two permutations of a pass; not an epoch that is reached
+_NETWORK_ROUNDS = 8
+_GOLDEN_RATIO = -0x_61C8864680B583EB
+"""2^64 over the golden ratio, as a signed number, which gives distinct keys for any seed."""
+_REPETITION = 0x_94D049BB
+"""Difference between the seeds of two permutations of a pass, larger than the number of any epoch."""
 
 
 class SeedableRandomSampler(RandomSampler):
-    """A random sampler whose order is a pure function of its seed and the epoch.
+    """Random sampler whose order is a pure function of its seed and the epoch.
 
-    After a full pass the epoch advances by itself, so that the next pass has another order; `set_epoch`
-    goes to any epoch, also back.
+    After a complete pass the epoch advances by itself, so that the next pass has another order. `set_epoch`
+    sets any epoch.
 
     Args:
         *args: As for `torch.utils.data.RandomSampler`.
@@ -53,19 +55,19 @@ class SeedableRandomSampler(RandomSampler):
         self.end_pass(epoch)
 
     def end_pass(self, epoch: int) -> None:
-        """Advance to the next epoch after a full pass, unless another epoch was set meanwhile."""
+        """Advances to the next epoch after a complete pass, unless another epoch was set meanwhile."""
         if self.epoch == epoch:
             self.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, and with it the order, of the next pass."""
+        """Sets the epoch, and with it the order, of the next pass."""
         self.epoch = epoch
 
 
 class ConstantMemorySampler(SeedableRandomSampler):
-    """A seedable random sampler without replacement that computes its indices, see `IndexPermutation`.
+    """Seedable random sampler without replacement that computes its indices, see `IndexPermutation`.
 
-    A pass takes the same memory and starts equally fast at any position, for any number of samples.
+    A pass uses the same memory and starts equally fast at any position, for any number of samples.
 
     Args:
         *args: As for `torch.utils.data.RandomSampler`, without replacement.
@@ -89,23 +91,23 @@ class ConstantMemorySampler(SeedableRandomSampler):
         return self.iter_from(0)
 
     def iter_from(self, position: int) -> Iterator[int]:
-        """Begin a pass, and skip the first `position` indices; their number does not matter."""
+        """Begins a pass at any position, in constant time."""
         epoch, order = self.epoch, self.order()
         for start in range(position, len(self), BLOCK):
             yield from order(torch.arange(start, min(start + BLOCK, len(self)), device="cpu")).tolist()
         self.end_pass(epoch)
 
     def order(self) -> Callable[[Tensor], Tensor]:
-        """Return what gives the indices at positions of the pass in this epoch; int64 tensors on the CPU."""
+        """Returns a function from positions in this epoch to indices, both int64 tensors on the CPU."""
         samples, seed = len(self.data_source), self.initial_seed + self.epoch
         first = IndexPermutation(samples, seed)
         if len(self) <= samples:
             return first
 
         def repeated(positions: Tensor) -> Tensor:  # `num_samples` of several permutations
-            indices, rounds = torch.empty_like(positions), positions.div(samples, rounding_mode="floor")
-            for number in set(rounds.flatten().tolist()):
-                chosen = rounds == number
+            indices, repetitions = torch.empty_like(positions), positions.div(samples, rounding_mode="floor")
+            for number in set(repetitions.flatten().tolist()):
+                chosen = repetitions == number
                 permutation = IndexPermutation(samples, seed + number * _REPETITION) if number else first
                 indices[chosen] = permutation(positions[chosen] - number * samples)
             return indices
@@ -114,28 +116,32 @@ class ConstantMemorySampler(SeedableRandomSampler):
 
 
 class IndexPermutation:
-    """A permutation of `range(length)`; the index at any position is computed in constant time.
+    """Permutation of `range(length)` that computes the index at any position in constant time.
 
     Args:
         length: The number of indices, at least 1.
-        seed: Chooses the permutation; its lowest 64 bits count.
+        seed: Seed of the permutation, of which the lowest 64 bits are used.
     """
 
     def __init__(self, length: int, seed: int) -> None:
         self.length = length
         self._table: Tensor | None = None
-        if length <= BLOCK:  # of few numbers a network of so many rounds makes some orders too often
+        if (
+            length <= BLOCK
+        ):  # for few numbers, a network with this number of rounds yields some orders too often
             generator = torch.Generator().manual_seed(seed % 2**64)
             self._table = torch.randperm(length, generator=generator, device="cpu")
             return
         left = isqrt(length - 1) + 1
         self._sizes = (left, -(-length // left))  # numbers of the left and of the right half
         signed = (seed + 2**63) % 2**64 - 2**63
-        numbers = torch.arange(1, _ROUNDS + 1, device="cpu")
-        self._keys: list[int] = _mix(_mix(torch.full_like(numbers, signed)) + numbers * _GOLDEN).tolist()
+        numbers = torch.arange(1, _NETWORK_ROUNDS + 1, device="cpu")
+        self._keys: list[int] = _mix(
+            _mix(torch.full_like(numbers, signed)) + numbers * _GOLDEN_RATIO
+        ).tolist()
 
     def __call__(self, positions: Tensor) -> Tensor:
-        """The indices at some positions.
+        """Returns the indices at some positions.
 
         Args:
             positions: int64 on the CPU, from 0 to `length - 1`, of any shape.
@@ -161,12 +167,12 @@ class IndexPermutation:
 
 
 def _mix(numbers: Tensor) -> Tensor:
-    """The finalizer of MurmurHash3: each bit of the result depends on all bits of a number."""
+    """Returns the finalizer of MurmurHash3, of which each bit depends on all bits of a number."""
     numbers = _fold(numbers).mul_(-0x_00AE502812AA7333)
     numbers = _fold(numbers).mul_(-0x_3B314601E57A13AD)
     return _fold(numbers)
 
 
 def _fold(numbers: Tensor) -> Tensor:
-    """Combine the upper bits with the lower ones; torch's shift repeats the sign, which is cleared."""
+    """Combines the upper bits with the lower bits, without the sign, which torch's shift repeats."""
     return (numbers >> 33).bitwise_and_(0x_7FFF_FFFF).bitwise_xor_(numbers)

@@ -1,4 +1,8 @@
-"""Make a prepared loader from a user's `DataLoader`, as its plan says."""
+"""Makes a prepared loader from a torch `DataLoader`.
+
+`Accelerator.prepare` calls `prepare_data_loader`, which plans which rank reads which batch, and builds a
+`DataLoaderShard` or a `DataLoaderDispatcher` by the plan.
+"""
 
 from __future__ import annotations
 
@@ -6,55 +10,38 @@ from copy import copy
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from accelerate import torch_private
 from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
-from accelerate.data_loader.last_batch import FirstRound, length_of
-from accelerate.data_loader.loaders import DataLoaderDispatcher, DataLoaderShard, wrapper_for_xla
-from accelerate.data_loader.permutation import ConstantMemorySampler, SeedableRandomSampler
-from accelerate.data_loader.plan import (
-    OwnShare,
-    ShardPlan,
-    data_groups,
-    is_sharded,
-    is_the_same_everywhere,
-    may_read_own_share,
-    own_share,
-    plan,
-)
+from accelerate.data_loader.dispatcher import DataLoaderDispatcher
+from accelerate.data_loader.existing_shards import find_native_shard, find_user_shard, reachable_transport
+from accelerate.data_loader.index_order import order_arguments, seed_order, shard_order
+from accelerate.data_loader.iterable_shard import IterableDatasetShard, with_state
+from accelerate.data_loader.last_batch import PaddingSource, length_of
+from accelerate.data_loader.loaders import DataLoaderShard, wrapper_for_xla
+from accelerate.data_loader.plan import ShardPlan, data_groups, is_sharded, plan
 from accelerate.data_loader.rank_aware import (
-    BatchJoin,
     OrderCheck,
+    SamplerJoin,
     check_settings,
-    match_ranks,
     padding_of,
     pads_like_torch,
 )
-from accelerate.data_loader.samplers import (
-    BatchSamplerShard,
-    IterableDatasetShard,
-    SamplerShard,
-    shard_of,
-)
-from accelerate.data_loader.stateful_shard import with_state
-from accelerate.data_loader.stream_check import StreamCheck, is_of_library, match_streams
+from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, shard_of
+from accelerate.data_loader.stream_check import StreamCheck
 from accelerate.devices import of_device
-from accelerate.logging import get_logger
-from accelerate.ops import Transport, current_transport
+from accelerate.ops import Transport
 from accelerate.state import PartialState
-
-logger = get_logger(__name__)
 
 Loader = TypeVar("Loader", bound=DataLoader[Any])
 
 
 def get_sampler(dataloader: Any) -> Any:
-    """The sampler that orders a loader's indices; None where it has none.
+    """Returns the sampler that orders the indices of a loader, or None.
 
     Args:
-        dataloader: A prepared or a plain loader.
+        dataloader: A prepared loader, or a torch loader.
     """
     return sampler_under(dataloader._index_sampler, dataloader)
 
@@ -78,46 +65,49 @@ def prepare_data_loader(
     use_constant_memory_sampler: bool = False,
     already_sharded: bool | None = None,
 ) -> Loader:
-    """Make a loader that gives each process its share, on its device; called on all ranks.
+    """Returns a loader that yields the shard of each process, on its device.
+
+    Called on all ranks.
 
     Args:
-        dataloader: The loader; its workers, collate function, pinning and so on are kept.
-        device: Where batches go; None: the device of this process.
-        num_processes: How many processes share the data; None: those of the run.
-        process_index: Which of them this is; None: as in the run.
-        split_batches: The loader's batch is the global one and is cut; otherwise each process gets whole
-            batches.
-        put_on_device: Move batches to the device.
+        dataloader: The torch loader; its workers, collate function, pinning and other settings are kept.
+        device: Device of the batches. Default: the device of this process.
+        num_processes: Number of processes that shard the data. Default: those of the run.
+        process_index: Index of this process. Default: its index in the run.
+        split_batches: Whether the batch of the loader is the global batch, which is split. Otherwise each
+            process gets whole batches.
+        put_on_device: Whether to move batches to the device.
         rng_types: Generators to synchronize at each pass, see `DataLoaderShard`.
-        dispatch_batches: Read on process 0 only. The loader is a `DataLoaderDispatcher`, also on one process.
-            None: for iterable datasets that are put on the device and do not shard themselves, on several
-            processes. False: each process iterates the whole dataset and keeps its share, or reads its own
-            shards where the number of shards divides by that of the processes.
-        even_batches: Fill the short end from the beginning, so that all processes get equal batches. False
-            concerns map-style loaders that are sharded; dispatched loaders and iterable datasets are
-            always filled.
-        slice_fn_for_dispatch: Cuts one part of a dispatched batch, see `DataLoaderDispatcher`.
-        use_seedable_sampler: Shuffle by `SeedableRandomSampler`.
-        data_seed: Its seed; None: the seed that torch was last given, on process 0.
-        non_blocking: Don't wait for copies from pinned memory.
-        use_stateful_dataloader: Resume by itself, see `DataLoaderAdapter`.
-        torch_device_mesh: The `DeviceMesh` of the run: ranks that differ along tensor, context, sequence or
-            pipeline axes only get the same batches.
-        use_constant_memory_sampler: Shuffle by `ConstantMemorySampler` where torch's `RandomSampler` does so;
-            seeded as with `use_seedable_sampler`, which it includes.
+        dispatch_batches: Whether only rank 0 reads. The loader is then a `DataLoaderDispatcher`, also on one
+            process. None: it does on several processes, for iterable datasets that are put on the device and
+            do not shard themselves. False: each process iterates the whole dataset and keeps its shard, or
+            reads its own shards if the number of shards is a multiple of the number of processes.
+        even_batches: Whether to pad the end of the epoch from its beginning, so that all processes get equal
+            batches. False applies to map-style loaders that are sharded; dispatched loaders and iterable
+            datasets are always padded.
+        slice_fn_for_dispatch: Function that cuts one part of a dispatched batch, see `DataLoaderDispatcher`.
+        use_seedable_sampler: Whether to shuffle with a `SeedableRandomSampler`.
+        data_seed: Seed of that sampler. Default: the seed that torch was last given, on rank 0.
+        non_blocking: Whether not to wait for copies from pinned memory.
+        use_stateful_dataloader: Whether the loader resumes by itself, see `DataLoaderAdapter`.
+        torch_device_mesh: The `DeviceMesh` of the run. Ranks that differ along tensor, context, sequence or
+            pipeline dimensions only get the same batches.
+        use_constant_memory_sampler: Whether to shuffle with a `ConstantMemorySampler` if torch's
+            `RandomSampler` does so; seeded as with `use_seedable_sampler`, which it includes.
         already_sharded: Whether the loader of each process already yields the shard of its rank: True keeps
-            it as it is, False shards it. None keeps it where `num_replicas` and `rank` of a sampler, a batch
-            sampler or an iterable dataset are those of this process, see `rank_aware.ATTRIBUTES`, and where
-            an iterable dataset reads the rank in its code.
+            it as it is, False shards it. None keeps it if `num_replicas` and `rank` of a sampler, a batch
+            sampler or an iterable dataset are those of this process, see `rank_aware.ATTRIBUTES`, and if an
+            iterable dataset reads the rank in its code.
 
     Returns:
-        A `DataLoaderShard` or a `DataLoaderDispatcher`, both `torch.utils.data.DataLoader`s; on an XLA device
-        the first one inside an `MpDeviceLoaderWrapper`.
+        A `DataLoaderShard` or a `DataLoaderDispatcher`, which are instances of `torch.utils.data.DataLoader`;
+        on an
+        XLA device the first one inside an `MpDeviceLoaderWrapper`.
 
     Raises:
-        PreparationError: The loader is a prepared one.
-        ConfigurationError: Settings that contradict each other, see `plan`; `use_constant_memory_sampler`
-            for a sampler with replacement; `num_replicas` and `rank` that are not those of this process.
+        PreparationError: If the loader is a prepared one.
+        ConfigurationError: If settings contradict each other, see `plan`; if `use_constant_memory_sampler` is
+            set for a sampler with replacement; if `num_replicas` and `rank` are not those of this process.
     """
     if isinstance(dataloader, DataLoaderAdapter):
         raise PreparationError(
@@ -126,250 +116,105 @@ def prepare_data_loader(
         )
     num_processes = PartialState().num_processes if num_processes is None else num_processes
     process_index = PartialState().process_index if process_index is None else process_index
-    groups = data_groups(torch_device_mesh, num_processes, process_index)
     target = (device or PartialState().device) if put_on_device else None
-    why = _find_shards_of_user(dataloader, num_processes, groups, already_sharded)
-    if why is not None:
-        check_settings(dataloader, why, split=split_batches, dispatch=dispatch_batches)
-    share = None
-    if not _is_xla(target):
-        is_checked = already_sharded is None
-        share = _own_share(dataloader, num_processes, groups, dispatch_batches, why, is_checked)
-    decided = plan(
+    is_xla = target is not None and of_device(torch.device(target)).own_runtime
+    decided, native_shard = _decide(
         dataloader,
         num_processes,
-        *groups,
+        data_groups(torch_device_mesh, num_processes, process_index),
+        already_sharded,
         split=split_batches,
         even=even_batches,
         dispatch=dispatch_batches,
         put_on_device=put_on_device,
-        own_share=None if share is None else share.why,
-        already_sharded=why,
+        is_xla=is_xla,
     )
-    order = _Order(dataloader, num_processes)
-    if use_constant_memory_sampler and type(order.sampler) is RandomSampler:
-        order.make_seedable(data_seed, ConstantMemorySampler)
-    elif use_seedable_sampler and isinstance(order.sampler, RandomSampler):
-        order.make_seedable(data_seed, SeedableRandomSampler)
+    sampler_kinds = {"use_seedable": use_seedable_sampler, "use_constant_memory": use_constant_memory_sampler}
+    index_sampler = seed_order(dataloader, num_processes, data_seed, **sampler_kinds)
     settings: dict[str, Any] = {
-        # Of ranks that wait for each other, none can read on as torchdata does.
-        "use_stateful_dataloader": use_stateful_dataloader and share is None,
-        "_drop_last": dataloader.drop_last or bool(getattr(order.index_sampler, "drop_last", False)),
+        "_plan": decided,
+        "use_stateful_dataloader": use_stateful_dataloader,
+        "_drop_last": dataloader.drop_last or bool(getattr(index_sampler, "drop_last", False)),
         "_non_blocking": non_blocking,
         "torch_device_mesh": torch_device_mesh,
         **kept_settings(dataloader),
     }
     loader: Any
-    if decided.how == "dispatch" or (num_processes == 1 and dispatch_batches):
+    if decided.mode == "dispatch" or (num_processes == 1 and dispatch_batches):
         settings |= {"slice_fn": slice_fn_for_dispatch, "split_batches": split_batches}
-        loader = DataLoaderDispatcher(dataloader.dataset, **order.arguments(decided), **settings)
+        settings |= order_arguments(dataloader, index_sampler, decided)
+        loader = DataLoaderDispatcher(dataloader.dataset, **settings)
     else:
-        dataset = order.shard(decided) if share is None else share.dataset
-        transport = None if num_processes == 1 or _is_xla(target) else _reachable(num_processes)
-        if (shard := shard_of(order.index_sampler)) is not None:
-            _connect_ranks(shard, dataloader, decided, transport, already_sharded)
-        elif transport is not None and isinstance(dataset, IterableDatasetShard) and already_sharded is None:
-            _check_stream(dataset, dataloader, transport)
-        settings |= {"device": target, "rng_types": rng_types if num_processes > 1 else None}
-        settings["synchronized_generator"] = order.generator
-        loader = DataLoaderShard(dataset, **order.arguments(decided), **settings)
-    loader.use_stateful_dataloader = use_stateful_dataloader
-    loader.plan = decided
-    if decided.how == "already_sharded" and not decided.even:
-        loader.deals_ready_batches = not pads_like_torch(dataloader.batch_sampler)
-    loader.shares_batches = num_processes > groups[0]
-    if isinstance(loader, DataLoaderShard) and _is_xla(target):  # torch_xla's own loader uploads batches
-        loader.device = None
-        loader = wrapper_for_xla()(loader, target)
+        dataset, index_sampler, generator = _shard(
+            dataloader, native_shard, index_sampler, decided, num_processes
+        )
+        if num_processes > 1 and not is_xla:
+            _connect_ranks(dataset, index_sampler, dataloader, decided, num_processes, already_sharded)
+        settings |= {"device": None if is_xla else target, "synchronized_generator": generator}
+        settings["rng_types"] = rng_types if num_processes > 1 else None
+        settings |= order_arguments(dataloader, index_sampler, decided)
+        loader = DataLoaderShard(dataset, **settings)
+        if is_xla:  # torch_xla's own loader moves batches
+            loader = wrapper_for_xla()(loader, target)
     return loader  # type: ignore[no-any-return]
 
 
-def _find_shards_of_user(
-    loader: DataLoader[Any], num_processes: int, groups: tuple[int, int], already_sharded: bool | None
-) -> str | None:
-    """Return why the loader already yields the shard of its rank, else None; called on all ranks."""
-    if num_processes == 1 or already_sharded is False or is_sharded(loader, *groups):
-        return None
-    why = "already_sharded=True"
-    if already_sharded is None:
-        transport = _reachable(num_processes)
-        found = match_ranks(loader, *groups, transport)
-        if found is None and transport is not None and _is_unknown_stream(loader, groups[0]):
-            found = match_streams(loader.dataset, transport)
-        if found is None:
-            return None
-        why = found
-        logger.info(f"Each rank reads its own shard of a loader that is already sharded {why}.")
-    return why if groups[0] > 1 else None
-
-
-def _is_unknown_stream(loader: DataLoader[Any], groups: int) -> bool:
-    """Whether the iterable dataset of a loader may read the rank in a way that its attributes do not show."""
-    dataset = loader.dataset
-    is_unknown = isinstance(dataset, IterableDataset) and not isinstance(dataset, IterableDatasetShard)
-    return groups > 1 and is_unknown and not is_of_library(dataset)
-
-
-def _reachable(num_processes: int) -> Transport | None:
-    """The transport to the processes that share a loader; None where it does not connect them."""
-    transport = current_transport()
-    return transport if transport.size == num_processes else None
-
-
-def _own_share(
+def _decide(
     loader: DataLoader[Any],
     num_processes: int,
     groups: tuple[int, int],
-    dispatch: bool | None,
-    already_sharded: str | None,
-    is_checked: bool,
-) -> OwnShare | None:
-    """The share that the dataset makes for this group, where that is to be read; called on all ranks."""
-    if groups[0] == 1 or not isinstance(loader.dataset, IterableDataset):
-        return None
-    if already_sharded is not None:
-        return OwnShare(loader.dataset, already_sharded, True)
-    share = own_share(loader.dataset, *groups)
-    if share is not None and share.is_given and is_checked:
-        check_settings(loader, share.why, split=False, dispatch=dispatch)
-    if share is None or not may_read_own_share(loader, groups[0], dispatch=dispatch, given=share.is_given):
-        return None
-    transport = None if share.is_given else _reachable(num_processes)
-    return share if transport is None or is_the_same_everywhere(loader.dataset, transport) else None
-
-
-def _connect_ranks(
-    shard: BatchSamplerShard | SamplerShard,
-    loader: DataLoader[Any],
-    decided: ShardPlan,
-    transport: Transport | None,
     already_sharded: bool | None,
-) -> None:
-    """Connect the ranks that end together, or whose orders are compared; called on all ranks."""
-    batches = shard.shard if isinstance(shard, SamplerShard) else shard
-    batches.already_sharded = decided.how == "already_sharded"
-    if transport is None:
-        return
-    if not batches.already_sharded:
-        if already_sharded is None:
-            is_torch = type(batches.batch_sampler) is BatchSampler
-            sampler = batches.sampler if is_torch else batches.batch_sampler
-            batches.order_check = OrderCheck(transport, type(sampler).__name__)
-        return
-    batches.join = BatchJoin(transport, decided.group, batches.drop_last, padding_of(loader))
-    if pads_like_torch(batches.batch_sampler):
-        return
-    own = length_of(batches.batch_sampler)
-    lengths = transport.gather_object(own)
-    if None not in lengths:
-        batches.extra_batches = (min if batches.drop_last else max)(lengths) - (own or 0)
+    *,
+    split: bool,
+    even: bool,
+    dispatch: bool | None,
+    put_on_device: bool,
+    is_xla: bool,
+) -> tuple[ShardPlan, Any]:
+    """Returns the plan of a loader, and the shard that its dataset makes or None.
 
-
-def _check_stream(shard: IterableDatasetShard, loader: DataLoader[Any], transport: Transport) -> None:
-    """Compare the first samples of the ranks, where the main process reads them."""
-    if shard.dataset is loader.dataset and not loader.num_workers:
-        shard.stream_check = StreamCheck(transport, type(shard.dataset).__name__)
-
-
-def _is_xla(device: Any) -> bool:
-    return device is not None and of_device(torch.device(device)).own_runtime
-
-
-class _Order:
-    """By which indices a loader is read, and the generator of its sampler; the user's samplers stay."""
-
-    def __init__(self, loader: DataLoader[Any], num_processes: int) -> None:
-        self.loader = loader
-        self.num_processes = num_processes
-        self.index_sampler: Any = loader._index_sampler
-        self.generator: torch.Generator | None = None
-
-    def arguments(self, decided: ShardPlan) -> dict[str, Any]:
-        """Which of torch's arguments, of which some exclude others, set the order."""
-        loader = self.loader
-        if isinstance(loader.dataset, IterableDataset):
-            size = loader.batch_size if decided.how == "dispatch" else decided.batch_size
-            return {"batch_size": size, "drop_last": loader.drop_last}
-        if loader.batch_sampler is None:
-            return {"batch_size": None, "sampler": self.index_sampler}
-        return {"batch_sampler": self.index_sampler}
-
-    @property
-    def sampler(self) -> Any:
-        """The sampler that orders the indices; None where there is none."""
-        return sampler_under(self.index_sampler, self.loader)
-
-    def make_seedable(self, data_seed: int | None, kind: type[SeedableRandomSampler]) -> None:
-        """Make a random order a function of seed and epoch; the seed of the user's generator is kept."""
-        sampler = self.sampler
-        if data_seed is None:
-            seed = torch.initial_seed() if sampler.generator is None else sampler.generator.initial_seed()
-            data_seed = self._of_process_0(seed)
-        seedable = kind(
-            sampler.data_source,
-            replacement=sampler.replacement,
-            num_samples=torch_private.requested_samples(sampler),
-            data_seed=data_seed,
+    Called on all ranks.
+    """
+    user_shard = find_user_shard(loader, num_processes, groups, already_sharded, dispatch)
+    if user_shard is not None:
+        check_settings(loader, user_shard, split=split, dispatch=dispatch)
+    native_shard = None
+    if not is_xla:
+        is_checked = already_sharded is None
+        native_shard = find_native_shard(
+            loader, num_processes, groups, dispatch, user_shard, is_checked=is_checked
         )
-        self.index_sampler = _with_sampler(self.index_sampler, seedable, sampler)
-
-    def shard(self, decided: ShardPlan) -> Any:
-        """Reduce the order to the shard of one group, and return the dataset to read."""
-        loader, dataset = self.loader, self.loader.dataset
-        if isinstance(dataset, IterableDataset):
-            return _shard_of_iterable(loader, decided) if decided.how == "shard" else dataset
-        if decided.how == "already_sharded":
-            self._resize_batches(decided.batch_size)
-        elif self.num_processes > 1:
-            self._synchronize()
-        if decided.how == "leave":
-            return dataset
-        groups, group, even = decided.groups, decided.group, decided.even
-        if loader.batch_sampler is None and not isinstance(self.index_sampler, BatchSampler):
-            self.index_sampler = SamplerShard(self.index_sampler, groups, group, even)
-        else:
-            self.index_sampler = BatchSamplerShard(self.index_sampler, groups, group, decided.split, even)
-        return dataset
-
-    def _resize_batches(self, size: int | None) -> None:
-        """Set the batch size of torch's batch sampler, which `split_batches` divides."""
-        if type(self.index_sampler) is BatchSampler and size != self.index_sampler.batch_size:
-            self.index_sampler = copy(self.index_sampler)
-            self.index_sampler.batch_size = size
-
-    def _synchronize(self) -> None:
-        """Give a random sampler without a generator one that has the same seed on all processes."""
-        sampler = self.sampler
-        if isinstance(sampler, SeedableRandomSampler) or not hasattr(sampler, "generator"):
-            return
-        if sampler.generator is None:
-            drawn = int(torch.empty((), dtype=torch.int64).random_().item())
-            seeded = copy(sampler)
-            seeded.generator = torch.Generator().manual_seed(self._of_process_0(drawn))
-            self.index_sampler = _with_sampler(self.index_sampler, seeded, sampler)
-            sampler = seeded
-        self.generator = sampler.generator
-
-    def _of_process_0(self, seed: int) -> int:
-        return seed if self.num_processes == 1 else int(current_transport().broadcast_object(seed, 0))
+    decided = plan(
+        loader,
+        num_processes,
+        *groups,
+        split=split,
+        even=even,
+        dispatch=dispatch,
+        put_on_device=put_on_device,
+        native_shard=None if native_shard is None else native_shard.reason,
+        already_sharded=user_shard,
+    )
+    return decided, None if native_shard is None else native_shard.dataset
 
 
-def _with_sampler(index_sampler: Any, sampler: Any, old: Any) -> Any:
-    if index_sampler is old:
-        return sampler
-    changed = copy(index_sampler)
-    if (inner := getattr(changed, "batch_sampler", None)) is not None:
-        changed.batch_sampler = _with_sampler(inner, sampler, old)
-    else:
-        changed.sampler = sampler
-    return changed
+def _shard(
+    loader: DataLoader[Any], native_shard: Any, index_sampler: Any, decided: ShardPlan, num_processes: int
+) -> tuple[Any, Any, torch.Generator | None]:
+    """Returns the dataset and the index sampler of one group, and the generator to synchronize."""
+    dataset = loader.dataset
+    if native_shard is not None:
+        return native_shard, index_sampler, None
+    if isinstance(dataset, IterableDataset):
+        return _shard_iterable(loader, decided) if decided.mode == "shard" else dataset, index_sampler, None
+    return dataset, *shard_order(loader, index_sampler, decided, num_processes)
 
 
-def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableDatasetShard:
+def _shard_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableDatasetShard:
     if is_sharded(loader, decided.groups, decided.group):
         own: IterableDatasetShard = copy(loader.dataset)  # type: ignore[assignment]
-        own.tagged = own.part_size == loader.batch_size  # else its batches are not those of the loader
-        own.first_round = FirstRound()
+        own.attaches_counts = own.part_size == loader.batch_size  # otherwise its batches are not the loader's
+        own.padding_source = PaddingSource()
         return with_state(own)
     shard = IterableDatasetShard(
         loader.dataset,
@@ -378,5 +223,51 @@ def _shard_of_iterable(loader: DataLoader[Any], decided: ShardPlan) -> IterableD
         num_processes=decided.groups,
         process_index=decided.group,
     )
-    shard.tagged = True
+    shard.attaches_counts = True
     return with_state(shard)
+
+
+def _connect_ranks(
+    dataset: Any,
+    index_sampler: Any,
+    loader: DataLoader[Any],
+    decided: ShardPlan,
+    num_processes: int,
+    already_sharded: bool | None,
+) -> None:
+    """Connects the ranks that end together, or whose orders or samples are compared.
+
+    Called on all ranks.
+    """
+    transport = reachable_transport(num_processes)
+    shard = shard_of(index_sampler)
+    if shard is not None:
+        batches = shard.shard if isinstance(shard, SamplerShard) else shard
+        batches.already_sharded = decided.mode == "already_sharded"
+        if batches.already_sharded and transport is not None:
+            _join_ranks(batches, loader, decided, transport)
+        elif already_sharded is None and transport is not None:
+            is_torch = type(batches.batch_sampler) is BatchSampler
+            sampler = batches.sampler if is_torch else batches.batch_sampler
+            batches.order_check = OrderCheck(transport, type(sampler).__name__)
+    elif transport is not None and already_sharded is None and _is_checked_stream(dataset, loader):
+        dataset.stream_check = StreamCheck(transport, type(dataset.dataset).__name__)
+
+
+def _is_checked_stream(dataset: Any, loader: DataLoader[Any]) -> bool:
+    """Returns whether the processes of the ranks read the dataset of the user, and may compare it."""
+    is_shard = isinstance(dataset, IterableDatasetShard) and dataset.dataset is loader.dataset
+    return is_shard and not loader.num_workers
+
+
+def _join_ranks(
+    batches: BatchSamplerShard, loader: DataLoader[Any], decided: ShardPlan, transport: Transport
+) -> None:
+    """Connects ranks that read shards of their own, so that they end together."""
+    batches.join = SamplerJoin(transport, decided.group, batches.drop_last, padding_of(loader))
+    if pads_like_torch(batches.batch_sampler):
+        return
+    own = length_of(batches.batch_sampler)
+    lengths = transport.gather_object(own)
+    if None not in lengths:
+        batches.extra_batches = (min if batches.drop_last else max)(lengths) - (own or 0)

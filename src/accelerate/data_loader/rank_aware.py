@@ -1,4 +1,8 @@
-"""Rank-aware loaders, whose sampler, batch sampler or dataset already yields the shard of its rank."""
+"""Rank-aware loaders, whose sampler, batch sampler or dataset already yields the shard of its rank.
+
+`prepare.py` and `existing_shards.py` ask whether a loader is rank-aware. `BatchSamplerShard` reads through
+the `SamplerJoin` and the `OrderCheck` that `prepare.py` sets.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,11 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
 
 from accelerate.base import ConfigurationError, PreparationError, wrong_value
-from accelerate.data_loader.last_batch import Counts, Fillers, length_of
+from accelerate.data_loader.last_batch import Counts, PaddingRecord, length_of
 from accelerate.ops import Transport
 
-STRICT = ("num_replicas", "rank")  # the interface of torch's DistributedSampler: other values are an error
+STRICT = ("num_replicas", "rank")
+"""Attributes of torch's DistributedSampler, of which other values than those of the run are an error."""
 ATTRIBUTES = (
     STRICT,
     ("world_size", "rank"),
@@ -23,11 +28,12 @@ ATTRIBUTES = (
     ("data_parallel_size", "data_parallel_rank"),
     ("num_processes", "process_index"),
 )
+"""Names of the attributes with the number of ranks and the rank of a sampler or dataset."""
 EXPLICIT = "already_sharded=True keeps the loader of each rank as it is; already_sharded=False shards it."
 
 
-class Claim(NamedTuple):
-    """The number of ranks and the rank that a sampler or dataset states."""
+class RankAttributes(NamedTuple):
+    """Number of ranks and rank that a sampler or dataset has as attributes."""
 
     owner: Any
     names: tuple[str, str]
@@ -40,33 +46,33 @@ class Claim(NamedTuple):
 
 
 def nested_samplers(index_sampler: Any) -> Iterator[Any]:
-    """Yield a sampler and all samplers and batch samplers in it, each once, the outermost first."""
-    waiting, seen = [index_sampler], set[int]()
+    """Yields a sampler and all samplers and batch samplers in it, each once, the outermost first."""
+    waiting, visited = [index_sampler], set[int]()
     while waiting:
         owner = waiting.pop(0)
-        if owner is None or id(owner) in seen:
+        if owner is None or id(owner) in visited:
             continue
-        seen.add(id(owner))
+        visited.add(id(owner))
         yield owner
         waiting += [getattr(owner, name, None) for name in ("batch_sampler", "sampler")]
         waiting += [value for value in getattr(owner, "__dict__", {}).values() if isinstance(value, Sampler)]
 
 
 def nested_datasets(dataset: Any) -> Iterator[Any]:
-    """Yield a dataset and, from its attributes, all datasets and iterables of the same package, each once."""
+    """Yields a dataset and, from its attributes, all datasets and iterables of its package, each once."""
     package = _package(dataset)
-    waiting, seen = [dataset], set[int]()
+    waiting, visited = [dataset], set[int]()
     while waiting:
         owner = waiting.pop(0)
-        if id(owner) in seen:
+        if id(owner) in visited:
             continue
-        seen.add(id(owner))
+        visited.add(id(owner))
         yield owner
         for value in getattr(owner, "__dict__", {}).values():
             parts = value if isinstance(value, (list, tuple)) else (value,)
-            is_own = (hasattr(type(part), "__iter__") and _package(part) == package for part in parts)
+            belongs = (hasattr(type(part), "__iter__") and _package(part) == package for part in parts)
             waiting += [
-                part for part, own in zip(parts, is_own, strict=True) if own or isinstance(part, Dataset)
+                part for part, own in zip(parts, belongs, strict=True) if own or isinstance(part, Dataset)
             ]
 
 
@@ -74,57 +80,59 @@ def _package(value: Any) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def find_claims(owners: Iterable[Any]) -> list[Claim]:
-    """Return what samplers or datasets state about ranks, without those of one rank."""
-    claims = []
+def find_rank_attributes(owners: Iterable[Any]) -> list[RankAttributes]:
+    """Returns the rank attributes of samplers or datasets, without those of a single rank."""
+    found = []
     for owner in owners:
         for names in ATTRIBUTES:
             size, rank = (getattr(owner, name, None) for name in names)
             if isinstance(size, Integral) and isinstance(rank, Integral) and int(size) > 1:
-                claims.append(Claim(owner, names, int(size), int(rank)))
+                found.append(RankAttributes(owner, names, int(size), int(rank)))
                 break
-    return claims
+    return found
 
 
 def match_ranks(loader: DataLoader[Any], groups: int, group: int, transport: Transport | None) -> str | None:
-    """Return why a loader is rank-aware in this run, None where it is not known to be; called on all ranks.
+    """Returns the reason why a loader is rank-aware in this run, or None if it is not known to be.
+
+    Called on all ranks, which agree.
 
     Args:
         loader: The loader of the user.
         groups: Number of data-parallel ranks.
         group: The data-parallel rank of this process.
-        transport: Connects the ranks, which agree; None where they cannot be reached.
+        transport: The transport that connects the ranks; None if they cannot be reached.
 
     Raises:
-        ConfigurationError: `num_replicas` and `rank` of a sampler or dataset are not those of this run.
+        ConfigurationError: If `num_replicas` and `rank` of a sampler or dataset are not those of this run.
     """
     owners = list(nested_samplers(loader._index_sampler))
     if isinstance(loader.dataset, IterableDataset):
         owners = list(nested_datasets(loader.dataset))
         owners += [getattr(inner, "_distributed", None) for inner in owners[1:]]  # streams of `datasets`
-    claims = find_claims(owners)
-    if not claims:
+    attributes = find_rank_attributes(owners)
+    if not attributes:
         return None
-    matching = [claim for claim in claims if (claim.size, claim.rank) == (groups, group)]
-    other = [claim for claim in claims if claim.names == STRICT and claim not in matching]
-    own = (_describe_mismatch(other[0], groups, group) if other else None, bool(matching))
-    verdicts = [own] if transport is None else transport.gather_object(own)
-    for error, _ in verdicts:
+    matching = [found for found in attributes if (found.size, found.rank) == (groups, group)]
+    other = [found for found in attributes if found.names == STRICT and found not in matching]
+    own = (_format_mismatch(other[0], groups, group) if other else None, bool(matching))
+    results = [own] if transport is None else transport.gather_object(own)
+    for error, _ in results:
         if error is not None:
             raise ConfigurationError(error)
-    return f"by its {matching[0]}" if all(matches for _, matches in verdicts) else None
+    return f"by its {matching[0]}" if all(matches for _, matches in results) else None
 
 
-def _describe_mismatch(claim: Claim, groups: int, group: int) -> str:
+def _format_mismatch(found: RankAttributes, groups: int, group: int) -> str:
     return (
-        f"{claim}: this process is data-parallel rank {group} of {groups}, so the shards of this loader do "
+        f"{found}: this process is data-parallel rank {group} of {groups}, so the shards of this loader do "
         f"not fit the run. Use num_replicas={groups} and rank={group}, or leave the sharding to prepare. "
         f"{EXPLICIT}"
     )
 
 
 def check_settings(loader: DataLoader[Any], why: str, *, split: bool, dispatch: bool | None) -> None:
-    """Raise where settings contradict that each rank reads its own loader."""
+    """Raises an error if settings contradict that each rank reads its own loader."""
     if dispatch:
         raise wrong_value(
             "dispatch_batches",
@@ -149,20 +157,20 @@ def check_settings(loader: DataLoader[Any], why: str, *, split: bool, dispatch: 
 
 
 def padding_of(loader: DataLoader[Any]) -> int:
-    """Return how many indices of an epoch, over all ranks, repeat others; 0 where that is not known.
+    """Returns the number of indices of an epoch, over all ranks, that repeat others, or 0 if it is not known.
 
     Samplers like `DistributedSampler` have a `total_size`, which is a multiple of the number of ranks.
     """
-    for claim in find_claims(nested_samplers(loader._index_sampler)):
-        total = getattr(claim.owner, "total_size", None)
-        samples = length_of(getattr(claim.owner, "dataset", loader.dataset))
-        if isinstance(total, int) and samples is not None and 0 < total - samples < claim.size:
+    for found in find_rank_attributes(nested_samplers(loader._index_sampler)):
+        total = getattr(found.owner, "total_size", None)
+        samples = length_of(getattr(found.owner, "dataset", loader.dataset))
+        if isinstance(total, int) and samples is not None and 0 < total - samples < found.size:
             return total - samples
     return 0
 
 
 def pads_like_torch(batch_sampler: Any) -> bool:
-    """Whether the batches are those of torch's `DistributedSampler`, whose padding each rank can compute."""
+    """Returns whether batches are those of torch's `DistributedSampler`, of known padding."""
     sampler = getattr(batch_sampler, "sampler", None)
     if type(batch_sampler) is not BatchSampler or not isinstance(sampler, DistributedSampler):
         return False
@@ -172,9 +180,9 @@ def pads_like_torch(batch_sampler: Any) -> bool:
 
 
 def count_padding(
-    batches: Iterator[Any], number: int, sampler: Any, size: int, fillers: Fillers
+    batches: Iterator[Any], number: int, sampler: Any, size: int, padding_record: PaddingRecord
 ) -> Iterator[Any]:
-    """Yield the batches of torch's `DistributedSampler` from batch `number` on, and record their padding.
+    """Yields the batches of torch's `DistributedSampler` from batch `number` on, and records their padding.
 
     The sampler pads the end of its order with the beginning, and rank `r` of `n` reads every `n`-th index
     from `r` on.
@@ -184,7 +192,7 @@ def count_padding(
     for index, batch in enumerate(batches, number):
         counts = tuple(min(max(samples - index * size, 0), len(batch)) for samples in real)
         if min(counts) < len(batch) or (index + 1) * size >= length:
-            fillers[index] = counts
+            padding_record[index] = counts
         yield batch
 
 
@@ -192,17 +200,17 @@ def count_padding(
 
 
 @dataclass(frozen=True)
-class BatchJoin:
-    """Joins the ranks of a rank-aware batch sampler, which may yield different numbers of batches.
+class SamplerJoin:
+    """Join of the ranks of a rank-aware batch sampler, which may yield different numbers of batches.
 
-    A rank without a batch repeats its first one while another rank has one. One small collective for each
+    A rank without a batch repeats its first batch while another rank has one. One small collective for each
     batch exchanges the numbers of samples. It runs when indices are drawn, before the batch is read.
 
     Args:
-        transport: Connects the ranks.
+        transport: The transport that connects the ranks.
         group: The data-parallel rank of this process.
-        drop_last: End with the first rank that ends, instead of repeating batches.
-        padding: How many indices of an epoch, over all ranks, repeat others to make ranks equal.
+        drop_last: Whether to end with the first rank that ends, instead of repeating batches.
+        padding: Number of indices of an epoch, over all ranks, that repeat others to make ranks equal.
     """
 
     transport: Transport
@@ -210,8 +218,8 @@ class BatchJoin:
     drop_last: bool
     padding: int = 0
 
-    def take(self, source: Iterator[Any], number: int, fillers: Fillers) -> Iterator[Any]:
-        """Yield the batches of this rank from batch `number` on; `fillers` gets the samples of all ranks."""
+    def take(self, source: Iterator[Any], number: int, padding_record: PaddingRecord) -> Iterator[Any]:
+        """Yields the batches of this rank from batch `number` on, and records the samples of all ranks."""
         first = current = next(source, None)
         for _ in range(number):
             current = next(source, None)
@@ -220,40 +228,40 @@ class BatchJoin:
             _check_no_rank_is_empty(counts)
         while self._goes_on(counts):
             if len(set(counts)) > 1:
-                fillers[number] = counts
+                padding_record[number] = counts
             yield first if current is None else current
             last, last_counts = current, counts
             current = next(source, None)
             counts = self._exchange(current)
             if not self._goes_on(counts):
-                fillers[number] = self._without_repeats(first if number else None, last, last_counts)
+                padding_record[number] = self._without_repeats(first if number else None, last, last_counts)
             number += 1
 
     def _goes_on(self, counts: Counts) -> bool:
         return all(counts) if self.drop_last else any(counts)
 
     def _exchange(self, batch: Any) -> Counts:
-        """The samples of the batch on each data-parallel rank, 0 without a batch."""
+        """Returns the samples of the batch on each data-parallel rank, 0 without a batch."""
         samples = 0 if batch is None else max(len(batch), 1)
         rows = self.transport.gather(torch.tensor([[self.group, samples]])).tolist()
         return tuple(count for _, count in sorted(dict(rows).items()))
 
     def _without_repeats(self, first: Any, last: Any, counts: Counts) -> Counts:
-        """Return the counts of the last batches without the indices at their ends that pad the epoch.
+        """Returns the counts of the last batches without the indices at their ends that pad the epoch.
 
-        Padding repeats indices of the beginning, so only indices that are also in a first batch, or in the
-        last batch of another rank, are left out.
+        Padding repeats indices of the beginning. Only indices that are also in a first batch, or in the last
+        batch of another rank, are therefore not counted.
         """
         if not self.padding:
             return counts
         lists = [None if batch is None else list(map(plain_index, batch)) for batch in (first, last)]
         batches = dict(self.transport.gather_object((self.group, lists)))
-        seen = Counter(index for pair in batches.values() for batch in pair for index in batch or ())
+        occurrences = Counter(index for pair in batches.values() for batch in pair for index in batch or ())
         real, padding = list(counts), self.padding
         for group in sorted(batches, reverse=True):
             indices = batches[group][1] or []
-            while padding and indices and seen[indices[-1]] > 1:
-                seen[indices.pop()] -= 1
+            while padding and indices and occurrences[indices[-1]] > 1:
+                occurrences[indices.pop()] -= 1
                 real[group], padding = real[group] - 1, padding - 1
         return tuple(real)
 
@@ -272,7 +280,7 @@ def _check_no_rank_is_empty(counts: Counts) -> None:
 
 
 def plain_index(index: Any) -> Any:
-    """Return an index as a value that can be compared and sent: a number, a string, or a tuple of these."""
+    """Returns an index as a number, a string, or a tuple of these, which can be compared and sent."""
     if isinstance(index, Integral):
         return int(index)
     if isinstance(index, torch.Tensor) and index.ndim == 0:
@@ -284,17 +292,17 @@ def plain_index(index: Any) -> Any:
 
 @dataclass(eq=False)
 class OrderCheck:
-    """Compares the first batch of indices over all ranks, in the first pass over an unknown sampler."""
+    """Comparison of the first batch of indices over all ranks, in the first pass over an unknown sampler."""
 
     transport: Transport
     name: str
     is_done: bool = False
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches; compare the first one.
+        """Yields batches, and compares the first one over all ranks.
 
         Raises:
-            PreparationError: Ranks begin with different indices.
+            PreparationError: If ranks begin with different indices.
         """
         first = next(batches, None)
         if not self.is_done:
@@ -310,13 +318,14 @@ class OrderCheck:
         if any(first != firsts[0] for first in firsts):
             rank = next(rank for rank, first in enumerate(firsts) if first != firsts[0])
             raise PreparationError(
-                f"{self.name} begins with {_shown(firsts[0])} on rank 0 and with {_shown(firsts[rank])} on "
-                f"rank {rank}. prepare shards one order, which must be the same on all ranks; otherwise "
-                "samples are lost and repeated. If the sampler yields the shard of its rank, prepare the "
-                "loader with already_sharded=True. If it shuffles, seed it equally on all ranks."
+                f"{self.name} begins with {_format_batch(firsts[0])} on rank 0 and with "
+                f"{_format_batch(firsts[rank])} on rank {rank}. prepare shards one order, which must be the "
+                "same on all ranks; otherwise samples are lost and repeated. If the sampler yields the shard "
+                "of its rank, prepare the loader with already_sharded=True. If it shuffles, seed it equally "
+                "on all ranks."
             )
 
 
-def _shown(batch: Any) -> str:
+def _format_batch(batch: Any) -> str:
     text = "nothing" if batch is None else repr(list(batch))
     return text if len(text) < 60 else f"{text[:56]} ..."

@@ -1,4 +1,8 @@
-"""Whether an iterable dataset reads its rank: by its code, and by the first samples of all ranks."""
+"""Checks whether an iterable dataset reads its rank, by its code and by the first samples of all ranks.
+
+`prepare.py` asks `match_streams` before it shards a loader; `IterableDatasetShard` runs the `StreamCheck` in
+the first pass over a dataset that it shards.
+"""
 
 from __future__ import annotations
 
@@ -19,28 +23,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from accelerate import rng
 from accelerate.base import ConfigurationError, PreparationError
-from accelerate.data_loader.background import Draws
-from accelerate.data_loader.plan import generator_states
+from accelerate.data_loader.background import RandomDrawDetector
+from accelerate.data_loader.native_sharding import generator_states
 from accelerate.data_loader.rank_aware import EXPLICIT, nested_datasets
 from accelerate.ops import Transport
 
 _NAMES = re.compile(r"_?get_(\w+_)?rank|process_index")
 _VARIABLES = frozenset({"RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK"})
 _LIBRARIES = frozenset({"torch", "torchdata", "datasets", "webdataset", "accelerate", "typing", "builtins"})
-_WRAPPED = ("fget", "func", "__func__")  # of properties, partials, and static and class methods
-_SAMPLES = 4  # are compared: shards may begin with equal samples
+_WRAPPED = ("fget", "func", "__func__")
+"""Attributes with the function of a property, a partial, and a static or class method."""
+_SAMPLES = 4
+"""Samples that are compared: shards may begin with equal samples."""
 
 
 def reads_rank(dataset: Any) -> bool:
-    """Whether the code of a dataset, or of a dataset or function in its attributes, names a rank."""
-    seen: set[int] = set()
+    """Returns whether the code of a dataset, or of a dataset or function in its attributes, names a rank."""
+    visited: set[int] = set()
     return any(
-        _names_rank(function, seen) for owner in nested_datasets(dataset) for function in _functions_of(owner)
+        _names_rank(function, visited)
+        for owner in nested_datasets(dataset)
+        for function in _functions_of(owner)
     )
 
 
 def _functions_of(owner: Any) -> Iterator[FunctionType]:
-    """The methods of an object, without those of libraries, and the functions in its attributes."""
+    """Yields the methods of an object, without those of libraries, and the functions in its attributes."""
     classes = [kind for kind in type(owner).__mro__ if _package(kind) not in _LIBRARIES]
     members = [member for kind in classes for member in vars(kind).values()]
     for member in [*members, *getattr(owner, "__dict__", {}).values()]:
@@ -50,11 +58,11 @@ def _functions_of(owner: Any) -> Iterator[FunctionType]:
             yield member
 
 
-def _names_rank(function: FunctionType, seen: set[int]) -> bool:
-    """Whether a function, or one of the same package that it calls, names a rank."""
-    if id(function) in seen:
+def _names_rank(function: FunctionType, visited: set[int]) -> bool:
+    """Returns whether a function, or one of the same package that it calls, names a rank."""
+    if id(function) in visited:
         return False
-    seen.add(id(function))
+    visited.add(id(function))
     codes = [function.__code__]
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
@@ -65,7 +73,7 @@ def _names_rank(function: FunctionType, seen: set[int]) -> bool:
     called = [function.__globals__.get(name) for code in codes for name in code.co_names]
     called += [cell.cell_contents for cell in function.__closure__ or () if cell != type(cell)()]
     return any(
-        _names_rank(other, seen)
+        _names_rank(other, visited)
         for other in called
         if isinstance(other, FunctionType) and _package(other) == _package(function)
     )
@@ -79,12 +87,13 @@ def _package(value: Any) -> str:
 
 
 def match_streams(dataset: Any, transport: Transport) -> str | None:
-    """Return why an iterable dataset whose code reads the rank is rank-aware, else None; called on all ranks.
+    """Returns the reason why an iterable dataset is rank-aware, or None if it is not.
 
-    The first samples of copies of the dataset are compared, read with equally seeded random generators.
+    Called on all ranks. If its code reads the rank, the first samples of copies of the dataset are compared
+    over all ranks, read with equally seeded random generators.
 
     Raises:
-        ConfigurationError: Its code names the rank, and its samples cannot be compared.
+        ConfigurationError: If its code names the rank, and its samples cannot be compared.
     """
     if not all(transport.gather_object(reads_rank(dataset))):
         return None
@@ -103,8 +112,11 @@ def match_streams(dataset: Any, transport: Transport) -> str | None:
 
 
 def _read_beginning(dataset: Any) -> list[str] | None:
-    """The digests of the first samples; empty where there is none, or where reading raises an error, as on
-    ranks that are not meant to read; None where the dataset cannot be copied."""
+    """Returns the digests of the first samples, or None if the dataset cannot be copied.
+
+    The list is empty if there are no samples, or if reading raises an error, as on ranks that are not meant
+    to read.
+    """
     try:
         copied = deepcopy(dataset, _shared_objects(dataset))
     except Exception:  # whatever an object without a copy raises: open files, locks, generators
@@ -113,14 +125,14 @@ def _read_beginning(dataset: Any) -> list[str] | None:
     rng.set_seed(0)
     try:
         return [digest(sample) for sample in islice(copied, _SAMPLES)]
-    except Exception:  # raised again where the loader reads the dataset
+    except Exception:  # raised again when the loader reads the dataset
         return []
     finally:
         rng.restore(states)
 
 
 def _shared_objects(dataset: Any) -> dict[int, Any]:
-    """Objects of the run in the attributes of a dataset, which copies of the dataset share."""
+    """Returns, by their ids, the objects of the run in a dataset that are not copied with it."""
     kinds = (dist.ProcessGroup, DeviceMesh, torch.nn.Module)
     shared = {}
     for owner in nested_datasets(dataset):
@@ -131,12 +143,12 @@ def _shared_objects(dataset: Any) -> dict[int, Any]:
 
 
 def is_of_library(dataset: Any) -> bool:
-    """Whether a dataset is an object of a library, whose ways to shard are known."""
+    """Returns whether a dataset is an object of a library whose sharding is known."""
     return _package(type(dataset)) in _LIBRARIES
 
 
 def digest(sample: Any) -> str:
-    """A digest of the numbers and strings in a sample; other objects count by their type."""
+    """Returns a digest of the numbers and strings in a sample, and of the types of other objects in it."""
     state = hashlib.blake2b(digest_size=16)
 
     def add(value: Any) -> None:
@@ -162,29 +174,29 @@ def digest(sample: Any) -> str:
 
 @dataclass(eq=False)
 class StreamCheck:
-    """Compares the first samples of an iterable dataset over all ranks, in the first pass over it."""
+    """Comparison of the first samples of an iterable dataset over all ranks, in the first pass over it."""
 
     transport: Transport
     name: str
     is_done: bool = False
 
     def read(self, dataset: Any, source: Iterator[Any], limit: int) -> list[Any]:
-        """Read and return the first samples of the first pass, at most `limit`; none in later passes.
+        """Returns the first samples of the first pass, at most `limit`, and none in later passes.
 
-        Where reading draws random numbers, samples may differ for good reason, and are not compared.
+        If reading draws random numbers, samples may differ for good reason, and are not compared.
 
         Raises:
-            PreparationError: Ranks begin with different samples.
+            PreparationError: If ranks begin with different samples.
         """
         if self.is_done:
             return []
         self.is_done = True
-        generators, draws = generator_states(dataset), Draws()
-        draws.begin()
+        generators, detector = generator_states(dataset), RandomDrawDetector()
+        detector.start()
         samples = list(islice(source, min(limit, _SAMPLES)))
-        own = (draws.seen(), generators, list(map(digest, samples)))
+        own = (detector.has_drawn(), generators, list(map(digest, samples)))
         facts = self.transport.gather_object(own)
-        is_random = any(seen or states != generators for seen, states, _ in facts)
+        is_random = any(has_drawn or states != generators for has_drawn, states, _ in facts)
         firsts = [digests for *_, digests in facts]
         if not is_random and any(first != firsts[0] for first in firsts):
             raise PreparationError(

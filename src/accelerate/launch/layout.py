@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from accelerate.base import ConfigurationError, whole_number, wrong_value
 from accelerate.launch.machine import LOOPBACK, Machine
 from accelerate.settings import BUILT_IN, ENVIRONMENT, FLAG, Settings, all_options, env
-from accelerate.settings.sections import EXCLUSIVE, LaunchSection
+from accelerate.settings.sections import EXCLUSIVE, LaunchSection, MegatronSection, RendezvousSection
 
 MOST_PROCESSES = 10**6
 CHOSEN = "chosen for this machine"
@@ -15,7 +15,7 @@ CHOSEN = "chosen for this machine"
 
 def choose_processes_per_machine(settings: Settings) -> tuple[Settings, tuple[int, ...]]:
     """Returns the number of processes of each node where these differ, and settings with the totals."""
-    words = settings.values["processes_per_machine"]
+    words = settings[LaunchSection].processes_per_machine
     if not words:
         return settings, ()
     flag = "--processes_per_machine"
@@ -47,7 +47,7 @@ def choose_processes(settings: Settings, machine: Machine) -> Settings:
     # A file with `distributed_type: NO` runs one process, unless a flag or variable requests more.
     explicit = settings.source("num_processes") not in (BUILT_IN, settings.source("distributed_type"))
     has_strategy = any(settings.values[name] for name in (*EXCLUSIVE, "use_parallelism_config"))
-    if settings.values["distributed_type"] == "NO" and not explicit and not has_strategy:
+    if launch.distributed_type == "NO" and not explicit and not has_strategy:
         return settings.replaced("distributed_type: NO", num_processes=1)
     if launch.num_processes not in (None, -1):
         return settings
@@ -73,7 +73,7 @@ def choose_machines(settings: Settings, machine: Machine) -> Settings:
     Flags and the variables of torchrun take precedence. `RANK` and `WORLD_SIZE` count nodes where several
     processes run on each. One process per node keeps both variables. The number of processes is known.
     """
-    facts, total = machine.environ or {}, settings.values["num_processes"]
+    facts, total = machine.environ or {}, settings[LaunchSection].num_processes or 0
     known = (FLAG, *env.PET_VARIABLES, env.PET_ENDPOINT)
     address = facts.get("MASTER_ADDR", "")
     is_remote = address != "" and address not in LOOPBACK
@@ -85,7 +85,7 @@ def choose_machines(settings: Settings, machine: Machine) -> Settings:
         is_local = settings.source("num_processes") in (CHOSEN, env.PET_PROCESSES)
         total *= count if is_local else 1
         settings = settings.replaced("WORLD_SIZE", num_machines=count, num_processes=total)
-    machines = settings.values["num_machines"]
+    machines = settings[LaunchSection].num_machines
     if machines == 1:
         return settings
     variables = {"machine_rank": "RANK" if size == str(machines) else "JOB_COMPLETION_INDEX"}
@@ -98,18 +98,17 @@ def choose_machines(settings: Settings, machine: Machine) -> Settings:
 
 
 def _local(settings: Settings, per_machine: tuple[int, ...]) -> int:
-    values = settings.values
-    local: int = (
-        per_machine[values["machine_rank"]]
-        if per_machine
-        else values["num_processes"] // values["num_machines"]
-    )
-    return local
+    """Returns the number of processes of this node, after `choose_processes`."""
+    launch = settings[LaunchSection]
+    if per_machine:
+        return per_machine[settings[RendezvousSection].machine_rank]
+    return (launch.num_processes or 0) // launch.num_machines
 
 
 def check_layout(settings: Settings, machine: Machine, per_machine: tuple[int, ...]) -> None:
-    values = settings.values
-    total, machines, rank = values["num_processes"], values["num_machines"], values["machine_rank"]
+    """Raises an error for numbers of processes and nodes that contradict each other or the machine."""
+    launch, rank = settings[LaunchSection], settings[RendezvousSection].machine_rank
+    total, machines = launch.num_processes or 0, launch.num_machines
     if total < 1:
         raise wrong_option(settings, "num_processes", "at least one process is needed", "Use 1 or more")
     if total > MOST_PROCESSES:
@@ -132,7 +131,7 @@ def choose_threads(
     settings: Settings, machine: Machine, launcher: str, per_machine: tuple[int, ...]
 ) -> Settings:
     """Divides the cores among the processes of a node."""
-    num_threads = settings.values["num_cpu_threads_per_process"]
+    num_threads = settings[LaunchSection].num_cpu_threads_per_process
     if num_threads is not None and num_threads < 1:
         reason = "at least one thread is needed"
         raise wrong_option(settings, "num_cpu_threads_per_process", reason, "Use 1 or more")
@@ -172,14 +171,14 @@ def device_ids(gpu_ids: str | None) -> tuple[str, ...]:
 
 def worker_environment(settings: Settings, machine: Machine, launcher: str) -> dict[str, str]:
     """Returns the variables of the workers in addition to those of this process."""
-    added, values = env.encode(settings), settings.values
-    ids = device_ids(values["gpu_ids"])
+    added, launch, megatron = env.encode(settings), settings[LaunchSection], settings[MegatronSection]
+    ids = device_ids(launch.gpu_ids)
     if ids and machine.hardware.visible_env:
         added[machine.hardware.visible_env] = ",".join(ids)
-    defaults = dict(INTEL_OPENMP) if launcher == "local" and values["cpu"] else {}
-    degrees = (values["megatron_lm_tp_degree"], values["megatron_lm_context_parallel_size"])
-    is_sharded = values["use_megatron_lm"] and any((degree or 1) > 1 for degree in degrees)
-    if is_sharded and not values["megatron_lm_use_custom_fsdp"]:  # requires a single kernel queue
+    defaults = dict(INTEL_OPENMP) if launcher == "local" and launch.cpu else {}
+    degrees = (megatron.megatron_lm_tp_degree, megatron.megatron_lm_context_parallel_size)
+    is_sharded = launch.use_megatron_lm and any((degree or 1) > 1 for degree in degrees)
+    if is_sharded and not megatron.megatron_lm_use_custom_fsdp:  # requires a single kernel queue
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     present = machine.environ or {}
     return {**added, **{name: text for name, text in defaults.items() if name not in present}}

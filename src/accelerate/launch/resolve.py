@@ -16,7 +16,18 @@ from accelerate.launch.backends import Launcher, launcher_for, launcher_named
 from accelerate.launch.machine import DEFAULT_PORT, Machine
 from accelerate.launch.plan import RECORDED, LaunchPlan, Target
 from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Option, Settings, deepspeed_checks as checks
-from accelerate.settings.sections import EXCLUSIVE, LaunchSection, RendezvousSection
+from accelerate.settings.sections import (
+    EXCLUSIVE,
+    DeepSpeedSection,
+    DiagnosticsSection,
+    LaunchSection,
+    MpirunSection,
+    PrecisionSection,
+    RendezvousSection,
+    SlurmSection,
+    StoppingSection,
+    TpuSection,
+)
 
 HIDDEN = "(hidden)"
 STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")
@@ -24,32 +35,37 @@ NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_
 """Strategies that need a process group, even with one process."""
 
 
-def resolve_plan(settings: Settings, machine: Machine, target: Target) -> tuple[LaunchPlan, Settings]:
+def resolve_plan(
+    settings: Settings, machine: Machine, target: Target, launcher_name: str | None = None
+) -> tuple[LaunchPlan, Settings]:
     """Returns the launch plan, and the settings with the chosen values.
 
     Raises an error if the settings contradict each other or the machine, or an agreed port is in use.
+
+    Args:
+        launcher_name: Key of `LAUNCHERS`. None chooses the launcher by the settings.
     """
     exclusive = [f"--{name}" for name in EXCLUSIVE if settings.values[name]]
     if len(exclusive) > 1 and exclusive != ["--multi_gpu"]:
         raise ConfigurationError(f"{' and '.join(exclusive)} exclude each other. Keep one of them.")
     try:
-        read_seconds(settings.values["max_time"] or "0")
+        read_seconds(settings[StoppingSection].max_time or "0")
     except ValueError:
         fix = "Write seconds (5400), HH:MM:SS (01:30:00) or D-HH:MM:SS (1-12:00:00)"
         raise layout.wrong_option(settings, "max_time", "this is not a span of time", fix) from None
-    launcher_name = choose_starter(settings, machine)
+    launcher_name = launcher_name or choose_launcher(settings, machine)
     if launcher_name is not None:
         settings = launcher_named(launcher_name).amend(settings, machine)
     if launcher_name is not None and launcher_named(launcher_name).counts_remotely:
-        num_processes = settings.values["num_processes"]
-        plan = LaunchPlan(launcher_name, target, max(num_processes or 1, 1), settings.values["num_machines"])
+        launch = settings[LaunchSection]
+        plan = LaunchPlan(launcher_name, target, max(launch.num_processes or 1, 1), launch.num_machines)
     else:
         machine = _used_hardware(settings, machine)
         settings, plan = _plan_processes(
             _note_idle_flags(settings, launcher_name), machine, target, launcher_name
         )
     environment = layout.worker_environment(settings, machine, plan.launcher)
-    if settings.values["monitor"] and plan.launcher not in RECORDED:
+    if settings[DiagnosticsSection].monitor and plan.launcher not in RECORDED:
         option = layout.where(settings, "monitor")
         settings = settings.noted(f"{option} has no effect with the {plan.launcher} launcher")
     plan = replace(plan, environment=environment, notes=settings.notes)
@@ -66,28 +82,27 @@ def _plan_processes(
     if launcher_name is None:
         settings = layout.choose_machines(settings, machine)
     layout.check_layout(settings, machine, per_machine)
-    values = settings.values
-    is_single = values["num_processes"] == values["num_machines"] == 1
-    default = "local" if is_single and not any(values[name] for name in NEEDS_GROUP) else "elastic"
+    launch, rendezvous = settings[LaunchSection], settings[RendezvousSection]
+    is_single = launch.num_processes == launch.num_machines == 1
+    default = "local" if is_single and not any(getattr(launch, name) for name in NEEDS_GROUP) else "elastic"
     name = launcher_name or default
     launcher = launcher_named(name)
     if per_machine and name != "elastic":
         reason = f"the {name} launcher starts the same number on each machine"
         raise wrong_value("--processes_per_machine", layout.listed(per_machine), reason, "Leave it out")
-    if launcher.called_once and values["machine_rank"]:
+    if launcher.called_once and rendezvous.machine_rank:
         fix = "Call it once, on one machine, without it"
         raise layout.wrong_option(settings, "machine_rank", f"the {name} launcher starts all machines", fix)
     settings = layout.choose_threads(settings, machine, name, per_machine)
     plan = LaunchPlan(
         launcher=name,
         target=target,
-        processes=values["num_processes"],
-        machines=values["num_machines"],
-        machine=values["machine_rank"],
+        processes=launch.num_processes or 1,
+        machines=launch.num_machines,
+        machine=rendezvous.machine_rank,
         per_machine=per_machine,
     )
     if name != "local":
-        rendezvous = settings[RendezvousSection]
         _check_rendezvous(settings, launcher)
         settings, port = _choose_port(settings, machine, plan.machines > 1 and not launcher.called_once)
         address = rendezvous.main_process_ip or plan.address
@@ -109,16 +124,17 @@ def _note_idle_flags(settings: Settings, launcher_name: str | None) -> Settings:
         if idle:
             verb = "has" if len(idle) == 1 else "have"
             settings = settings.noted(f"{', '.join(idle)} {verb} no effect without {section.switch}")
-    if launcher_name is None and settings.values["slurm"]:
+    if launcher_name is None and settings[SlurmSection].slurm:
         settings = settings.noted(f"{layout.where(settings, 'slurm')} has no effect outside of an allocation")
     return settings
 
 
 def choose_cpu_or_devices(settings: Settings) -> Settings:
     """Chooses the CPU or `multi_gpu` if both are set, where flags take precedence."""
-    if settings.values["cpu"] and settings.source("gpu_ids") == FLAG:
+    launch = settings[LaunchSection]
+    if launch.cpu and settings.source("gpu_ids") == FLAG:
         settings = settings.noted("--gpu_ids has no effect on the CPU")
-    if not (settings.values["cpu"] and settings.values["multi_gpu"]):
+    if not (launch.cpu and launch.multi_gpu):
         return settings
     sources = settings.source("cpu"), settings.source("multi_gpu")
     if sources == (FLAG, FLAG):
@@ -128,31 +144,32 @@ def choose_cpu_or_devices(settings: Settings) -> Settings:
         return settings.replaced(FLAG, cpu=False).noted(note)
     if sources[0] == FLAG:
         return settings
-    kind = settings.values["distributed_type"]
-    return settings.noted(f"the run stays on the CPU: {layout.where(settings, 'cpu')}=true wins over {kind}")
+    reason = f"{layout.where(settings, 'cpu')}=true wins over {launch.distributed_type}"
+    return settings.noted(f"the run stays on the CPU: {reason}")
 
 
-def choose_starter(settings: Settings, machine: Machine) -> str | None:
+def choose_launcher(settings: Settings, machine: Machine) -> str | None:
     """Returns the name of an external launcher, or None if this process starts the processes."""
-    values = settings.values
-    if values["submit"] and not values["slurm"]:
+    launch, slurm, tpu = settings[LaunchSection], settings[SlurmSection], settings[TpuSection]
+    if slurm.submit and not slurm.slurm:
         raise wrong_value("--submit", True, "it belongs to --slurm", "Pass --slurm as well, or leave it out")
-    if values["compute_environment"] == "AMAZON_SAGEMAKER":
+    if launch.compute_environment == "AMAZON_SAGEMAKER":
         return "sagemaker"
-    if values["tpu"]:
-        return "tpu_pod" if values["tpu_use_cluster"] else "tpu"
-    if values["slurm"]:
-        if values["submit"] or "SLURM_JOB_ID" in (machine.environ or {}):
-            return "sbatch" if values["submit"] else "slurm"
+    if tpu.tpu:
+        return "tpu_pod" if tpu.tpu_use_cluster else "tpu"
+    if slurm.slurm:
+        if slurm.submit or "SLURM_JOB_ID" in (machine.environ or {}):
+            return "sbatch" if slurm.submit else "slurm"
         if settings.source("slurm") not in (FLAG, ENVIRONMENT):
             return None
         fix = "Ask for one with salloc or sbatch, or add --submit"
         raise layout.wrong_option(settings, "slurm", "this is not inside an allocation of SLURM", fix)
-    if values["mpirun_hostfile"]:
+    if settings[MpirunSection].mpirun_hostfile:
         return "mpi"
-    several = values["num_machines"] > 1 or values["deepspeed_hostfile"]
-    starts_machines = values["deepspeed_multinode_launcher"] not in (None, "standard")
-    return "deepspeed" if values["use_deepspeed"] and several and starts_machines else None
+    deepspeed = settings[DeepSpeedSection]
+    several = launch.num_machines > 1 or deepspeed.deepspeed_hostfile
+    starts_machines = deepspeed.deepspeed_multinode_launcher not in (None, "standard")
+    return "deepspeed" if launch.use_deepspeed and several and starts_machines else None
 
 
 def _used_hardware(settings: Settings, machine: Machine) -> Machine:
@@ -163,24 +180,24 @@ def _used_hardware(settings: Settings, machine: Machine) -> Machine:
     if machine.has_accelerator:
         return replace(machine, devices=len(layout.device_ids(launch.gpu_ids)) or machine.devices)
     fix = "Pass --cpu to run on the CPU, or check the driver and CUDA_VISIBLE_DEVICES"
-    for name in ("multi_gpu", "gpu_ids"):
-        if settings.values[name] and settings.values[name] != "all":
+    for name, value in (("multi_gpu", launch.multi_gpu), ("gpu_ids", launch.gpu_ids)):
+        if value and value != "all":
             raise layout.wrong_option(settings, name, "this machine shows no accelerator", fix)
     return machine
 
 
 def _check_rendezvous(settings: Settings, launcher: Launcher) -> None:
     """Raises an error for several nodes without an address, and for values that torch refuses."""
-    values = settings.values
-    if values["num_machines"] > 1 and not values["main_process_ip"] and not launcher.finds_address:
+    rendezvous, several = settings[RendezvousSection], settings[LaunchSection].num_machines > 1
+    if several and not rendezvous.main_process_ip and not launcher.finds_address:
         fix = "Pass the address of the machine of rank 0"
         raise wrong_value(
             "--main_process_ip", None, "several machines need an address for the rendezvous", fix
         )
-    if not STREAMS.fullmatch(values["tee"]):
+    if not STREAMS.fullmatch(rendezvous.tee):
         fix = "Write 0, 1, 2 or 3, or one of these for single ranks: 0:3,1:2"
         raise layout.wrong_option(settings, "tee", "these are not streams", fix)
-    pairs = values["rdzv_conf"]
+    pairs = rendezvous.rdzv_conf
     if pairs and not all("=" in pair.strip("=") for pair in pairs.split(",")):
         fix = "Write for example timeout=900,read_timeout=60"
         raise layout.wrong_option(settings, "rdzv_conf", "a setting has no name or no value", fix)
@@ -188,8 +205,8 @@ def _check_rendezvous(settings: Settings, launcher: Launcher) -> None:
 
 def _choose_port(settings: Settings, machine: Machine, is_agreed: bool) -> tuple[Settings, int]:
     """Chooses the port of the user, or a free one if it is in use and no other node must know it."""
-    requested = settings.values["main_process_port"]
-    port = DEFAULT_PORT if requested is None else requested
+    rendezvous = settings[RendezvousSection]
+    port = DEFAULT_PORT if rendezvous.main_process_port is None else rendezvous.main_process_port
     if not 0 <= port <= 65535:
         raise layout.wrong_option(settings, "main_process_port", "ports go from 0 to 65535", "Use 29500")
     if not is_agreed:
@@ -200,7 +217,7 @@ def _choose_port(settings: Settings, machine: Machine, is_agreed: bool) -> tuple
     if port == 0:
         fix = "Choose one port and pass it on every machine"
         raise wrong_value("--main_process_port", 0, "several machines must agree on a port", fix)
-    if settings.values["machine_rank"] == 0 and machine.port_in_use(port):
+    if rendezvous.machine_rank == 0 and machine.port_in_use(port):
         raise LaunchError(
             f"Port {port} is in use on this machine, to which the others connect. "
             f"Free it, or pass another --main_process_port on every machine."
@@ -208,23 +225,21 @@ def _choose_port(settings: Settings, machine: Machine, is_agreed: bool) -> tuple
     return settings, port
 
 
-FILE = "deepspeed_config_file"
-
-
 def check_engine(settings: Settings, machine: Machine) -> None:
     """Raises one error for all settings that DeepSpeed does not support, if it is the strategy."""
-    values = settings.values
-    if not values["use_deepspeed"]:
+    if not settings[LaunchSection].use_deepspeed:
         return
-    if machine.hardware == CPU and values["mixed_precision"] == PrecisionType.FP16:
+    if machine.hardware == CPU and settings[PrecisionSection].mixed_precision == PrecisionType.FP16:
         reason = "DeepSpeed does not compute in float16 on the CPU"
         raise layout.wrong_option(settings, "mixed_precision", reason, "Use bf16")
-    if not values[FILE]:
-        _check_fields({name: value for name in checks.USUAL if (value := values.get(name)) is not None})
+    section = settings[DeepSpeedSection]
+    path = section.deepspeed_config_file
+    if not path:
+        _check_fields({name: value for name in checks.USUAL if (value := getattr(section, name)) is not None})
         return
-    config = checks.read_config(values[FILE], layout.where(settings, FILE))
+    config = checks.read_config(path, layout.where(settings, "deepspeed_config_file"))
     checks.straighten(config)
-    checks.refuse_config(checks.problems_of_config(config), f"Correct {values[FILE]}")
+    checks.refuse_config(checks.problems_of_config(config), f"Correct {path}")
     fields = {name: checks.look_up(config, key) for name, key in checks.KEYS.items()}
     _check_fields({name: value for name, value in fields.items() if value not in (None, checks.AUTO)})
 

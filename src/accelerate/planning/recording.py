@@ -84,7 +84,8 @@ def extrapolate(base: Recording, grown: Sequence[Recording], times: Sequence[flo
 
     The bytes at an operator are affine in the number of blocks before and after it. So moments of the first
     blocks are matched from the beginning of a phase and those of the last blocks from its end. The moments
-    of blocks between them are never the peak.
+    of blocks between them are left out: a moment in the middle is the peak only if blocks differ in an
+    attribute, and then exceeds the others by less than a block's own buffers.
 
     Args:
         base: Recording with at least two repetitions in each list of blocks.

@@ -1,12 +1,4 @@
-from accelerate.plugins.checks import (
-    at_least as at_least,
-    fill as fill,
-    member as member,
-    one_of as one_of,
-    plain_fields as plain_fields,
-    read_flag as read_flag,
-)
-from accelerate.plugins.comm_hooks import HOOKS as HOOKS, WRAPPERS as WRAPPERS, rename_hook as rename_hook
+from accelerate.plugins.checks import at_least as at_least, one_of as one_of, plain_fields as plain_fields
 from accelerate.plugins.deepspeed import (
     DeepSpeedPlugin as DeepSpeedPlugin,
     get_active_deepspeed_plugin as get_active_deepspeed_plugin,
@@ -14,12 +6,7 @@ from accelerate.plugins.deepspeed import (
 from accelerate.plugins.deepspeed_config import (
     AutoValues as AutoValues,
     HfDeepSpeedConfig as HfDeepSpeedConfig,
-    config_to_build as config_to_build,
-    leaves as leaves,
-    register_with_transformers as register_with_transformers,
     restore_auto as restore_auto,
-    same_value as same_value,
-    without_auto as without_auto,
 )
 from accelerate.plugins.fsdp import (
     EFFICIENT_LOADING as EFFICIENT_LOADING,
@@ -29,7 +16,7 @@ from accelerate.plugins.fsdp import (
     get_module_class_from_name as get_module_class_from_name,
     read_policy as read_policy,
 )
-from accelerate.plugins.fsdp_versions import VERSIONS as VERSIONS, version_of as version_of
+from accelerate.plugins.fsdp_versions import version_of as version_of
 from accelerate.plugins.handlers import (
     AutocastKwargs as AutocastKwargs,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
@@ -48,7 +35,6 @@ from accelerate.plugins.low_precision import (
 from accelerate.plugins.megatron import (
     MegatronLMPlugin as MegatronLMPlugin,
     find_wrong_values as find_wrong_values,
-    read_backend as read_backend,
 )
 from accelerate.plugins.megatron_models import (
     MODEL_CONFIGS_TO_MEGATRON_PARSERS as MODEL_CONFIGS_TO_MEGATRON_PARSERS,

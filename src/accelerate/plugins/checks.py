@@ -9,7 +9,7 @@ from numbers import Number
 from typing import Any, TypeVar
 
 from accelerate.base import FALSE_WORDS, TRUE_WORDS, current, plain_value, wrong_value
-from accelerate.settings import Section, decode
+from accelerate.settings import Section, read_fields
 
 Choice = TypeVar("Choice")
 Member = TypeVar("Member", bound=Enum)
@@ -62,15 +62,21 @@ def at_least(name: str, value: float, minimum: float) -> None:
         raise wrong_value(name, value, "it is too small", f"Give {minimum} or more")
 
 
-def fill_from(plugin: object, section: type[Section], prefix: str) -> None:
+def fill_from(plugin: object, section: type[Section], optional: Collection[str] = ()) -> None:
     """Sets fields that are None to the values of options in the environment, or to their defaults.
 
-    The field has the name of the option, with or without the prefix.
+    Args:
+        optional: Fields that stay None if the environment does not set them.
     """
-    options = decode(section, current())
-    names = [row.name for row in section.options()]
-    fields = {name: name if hasattr(plugin, name) else name.removeprefix(prefix) for name in names}
-    fill(plugin, {field: getattr(options, name) for name, field in fields.items()})
+    defaults = {row.field: row.default for row in section.options() if row.field not in optional}
+    fill(plugin, {**defaults, **read_fields(current(), section)})
+
+
+def check_choices(plugin: object, section: type[Section], *fields: str) -> None:
+    """Raises an error for fields whose values are not among those that the section lists."""
+    for row in section.options():
+        if row.field in fields:
+            one_of(row.field, getattr(plugin, row.field), row.offers)
 
 
 def fill(plugin: object, values: Mapping[str, Any], names: Collection[str] = ()) -> None:

@@ -21,8 +21,8 @@ from accelerate.settings import (
     find_node,
     likely_typos,
     look_up,
-    read,
     read_config,
+    read_fields,
     refuse_config,
 )
 from accelerate.settings.sections import DeepSpeedSection, Fp8Section
@@ -206,12 +206,7 @@ def without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_OTHER_OPTIONS = {
-    "deepspeed_config_file": "deepspeed_config_file",
-    "zero3_init_flag": "zero3_init_flag",
-    "transformer_moe_cls_names": "deepspeed_moe_layer_cls_names",
-}
-_VARIABLES = {row.name: row.variables[0] for row in DeepSpeedSection.options() if row.variables}
+_VARIABLES = {row.field: row.variables[0] for row in DeepSpeedSection.options() if row.variables}
 FIELDS_OF_FILE = "ACCELERATE_CONFIG_DS_FIELDS"
 """Variable with the names of the plugin fields that the user's configuration file sets."""
 
@@ -222,11 +217,11 @@ PRECISION_SECTIONS = {"fp16": "fp16", "bf16": "bf16", "fp8": "bf16"}
 def read_variables(variables: Mapping[str, str]) -> dict[str, Any]:
     """Returns the values of environment variables by field, without those that are "auto"."""
     variables = {name: text for name, text in variables.items() if text.lower() != AUTO}
-    options = read(variables, (DeepSpeedSection, Fp8Section))
-    names = {**{field: field for field in KEYS}, **_OTHER_OPTIONS, "msamp_opt_level": "fp8_opt_level"}
-    values = {field: options[option] for field, option in names.items() if option in options}
-    if "fp8_backend" in options:
-        values["enable_msamp"] = str(options["fp8_backend"]).lower() == "msamp"
+    values = read_fields(variables, DeepSpeedSection, Fp8Section)
+    if "opt_level" in values:
+        values["msamp_opt_level"] = values["opt_level"]
+    if "backend" in values:
+        values["enable_msamp"] = values["backend"] == "msamp"
     return {**values, FIELDS_OF_FILE: set(split_names(variables.get(FIELDS_OF_FILE)))}
 
 

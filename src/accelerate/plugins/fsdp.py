@@ -34,7 +34,7 @@ from accelerate.plugins.fsdp_versions import (
     state_dict_configs,
     version_of,
 )
-from accelerate.settings import read
+from accelerate.settings import read_fields
 from accelerate.settings.sections import FsdpSection
 
 if TYPE_CHECKING:
@@ -47,16 +47,6 @@ Policy = Any
 
 EFFICIENT_LOADING = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 """Variable that makes libraries load weights on rank 0 only."""
-
-_FIELD_NAMES = {
-    "fsdp_version": "fsdp_version",
-    "fsdp_offload_params": "cpu_offload",
-    "fsdp_transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
-}
-_OPTIONS = {
-    _FIELD_NAMES.get(row.name, row.name.removeprefix("fsdp_")): row.name for row in FsdpSection.options()
-}
-"""Fields that are read from the environment -> the option whose variable has the value."""
 
 _FLAGS = ("activation_checkpointing", "activation_checkpointing_offload", "cpu_ram_efficient_loading")
 
@@ -132,8 +122,7 @@ class FullyShardedDataParallelPlugin:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        options = read(environ.current(), (FsdpSection,))
-        variables = {field: options[option] for field, option in _OPTIONS.items() if option in options}
+        variables = read_fields(environ.current(), FsdpSection)
         names = ("fsdp_version", "auto_wrap_policy", "ignored_modules", "cpu_offload")
         fill(self, {"fsdp_version": 1, "cpu_offload": False, **variables}, names)
         number = one_of("fsdp_version", str(self.fsdp_version), ("1", "2"), self.fsdp_version)
@@ -165,8 +154,8 @@ class FullyShardedDataParallelPlugin:
             ConfigurationError: The type is unknown, or not supported by this version.
         """
         if state_dict_type is None:
-            options = read(environ.current(), (FsdpSection,))
-            state_dict_type = options.get("fsdp_state_dict_type", version_of(self).state_dict_type)
+            variables = read_fields(environ.current(), FsdpSection)
+            state_dict_type = variables.get("state_dict_type", version_of(self).state_dict_type)
         kind = read_member("state_dict_type", state_dict_type, "StateDictType", FSDP_STATE_DICT_TYPE)
         if kind.name == "LOCAL_STATE_DICT" and not version_of(self).has_local_states:
             fix = "Choose SHARDED_STATE_DICT or FULL_STATE_DICT"
@@ -241,7 +230,7 @@ class FullyShardedDataParallelPlugin:
         Units, offload, dtypes, ignored modules, activation checkpointing and loading are kept. If FSDP 2
         replaces the sharding strategy by something else (replicas, no shards), a warning names it.
         """
-        return version_of(self).to_fsdp2(self, _OPTIONS)
+        return version_of(self).to_fsdp2(self)
 
     def _read_units(self, variables: Mapping[str, Any]) -> None:
         name = getattr(self.auto_wrap_policy, "__name__", "")

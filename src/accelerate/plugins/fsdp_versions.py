@@ -21,6 +21,7 @@ from accelerate.base import (
 )
 from accelerate.plugins.checks import fill, one_of, read_flag
 from accelerate.settings import ARGUMENT_KEY_MAPPING, ARGUMENT_VALUE_MAPPING, STRATEGY_NOTES
+from accelerate.settings.sections import FsdpSection
 
 if TYPE_CHECKING:
     import torch
@@ -189,14 +190,8 @@ class FsdpVersion(ABC):
     def read_fields(self, plugin: FullyShardedDataParallelPlugin, variables: Mapping[str, Any]) -> None:
         """Fills the fields that differ between the versions, with `variables` as values by field."""
 
-    def to_fsdp2(
-        self, plugin: FullyShardedDataParallelPlugin, options: Mapping[str, str]
-    ) -> FullyShardedDataParallelPlugin:
-        """Returns an equivalent plugin for FSDP 2.
-
-        Args:
-            options: Options of the section by field.
-        """
+    def to_fsdp2(self, plugin: FullyShardedDataParallelPlugin) -> FullyShardedDataParallelPlugin:
+        """Returns an equivalent plugin for FSDP 2."""
         return plugin
 
 
@@ -253,9 +248,7 @@ class VersionOne(FsdpVersion):
                 "Give one of them",
             )
 
-    def to_fsdp2(
-        self, plugin: FullyShardedDataParallelPlugin, options: Mapping[str, str]
-    ) -> FullyShardedDataParallelPlugin:
+    def to_fsdp2(self, plugin: FullyShardedDataParallelPlugin) -> FullyShardedDataParallelPlugin:
         """Returns a plugin of version 2, and warns of options that FSDP 2 replaces by others.
 
         The tables are those of `accelerate to-fsdp2`, which converts configuration files.
@@ -264,8 +257,8 @@ class VersionOne(FsdpVersion):
         for part, note in STRATEGY_NOTES.items():
             if part in strategy:
                 warnings.warn(f"FSDP 2 instead of {strategy}: {note}.", stacklevel=3)
-        kept = [field for field, option in options.items() if isinstance(ARGUMENT_KEY_MAPPING[option], str)]
-        fields: dict[str, Any] = {field: getattr(plugin, field) for field in kept}
+        rows = [row for row in FsdpSection.options() if isinstance(ARGUMENT_KEY_MAPPING[str(row.key)], str)]
+        fields: dict[str, Any] = {row.field: getattr(plugin, row.field) for row in rows}
         fields.update(
             fsdp_version=2,
             sharding_strategy=None,

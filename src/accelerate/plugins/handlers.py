@@ -172,7 +172,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         if self.bucket_cap_mb <= 0:
             fix = "Give a size in MiB above 0"
-            raise wrong_value("bucket_cap_mb", self.bucket_cap_mb, "a bucket holds something", fix)
+            raise wrong_value("bucket_cap_mb", self.bucket_cap_mb, "a bucket cannot be empty", fix)
         self.comm_hook = member("comm_hook", self.comm_hook, DDPCommunicationHookType)
         self.comm_wrapper = member("comm_wrapper", self.comm_wrapper, DDPCommunicationHookType)
         if self.comm_wrapper not in _WRAPPERS:

@@ -15,18 +15,15 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import is_transformer_engine_available
-from accelerate.plugins.checks import at_least, fill, fill_from, one_of, plain_fields
+from accelerate.plugins.checks import at_least, check_choices, fill, fill_from, one_of, plain_fields
 from accelerate.plugins.handlers import KwargsHandler
-from accelerate.settings.sections import Fp8Section
+from accelerate.settings.sections import AmaxComputeAlgorithm, FP8Format, Fp8Section, OptLevel
 
 if TYPE_CHECKING:
     import torch
     from torchao.float8 import Float8LinearConfig
 
 Backend = Literal["MSAMP", "TE"]
-OptLevel = Literal["O1", "O2"]
-FP8Format = Literal["HYBRID", "E4M3", "E5M2"]
-AmaxComputeAlgorithm = Literal["max", "most_recent"]
 
 _DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 """Short names -> dtypes of torch."""
@@ -64,9 +61,9 @@ class AORecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         for name in _AO_FIELDS if self.config is not None else ():
             if (value := getattr(self, name)) is not None:
-                reason = "the config given beside it decides this"
+                reason = "the config that is passed too contains it"
                 raise wrong_value(name, value, reason, "Set it in the config")
-        fill_from(self, Fp8Section, "fp8_")
+        fill_from(self, Fp8Section)
         if self.config is None:
             require("torchao", "AORecipeKwargs")
             from torchao.float8 import Float8LinearConfig
@@ -109,10 +106,9 @@ class TERecipeKwargs(KwargsHandler):
     def __post_init__(self) -> None:
         plain_fields(self)
         self.fp8_format = _upper(self.fp8_format)
-        fill_from(self, Fp8Section, "fp8_")
+        fill_from(self, Fp8Section)
         fill(self, {"use_mxfp8_block_scaling": parse_flag_from_env(_MXFP8_VARIABLE)})
-        one_of("fp8_format", self.fp8_format, get_args(FP8Format))
-        one_of("amax_compute_algo", self.amax_compute_algo, get_args(AmaxComputeAlgorithm))
+        check_choices(self, Fp8Section, "fp8_format", "amax_compute_algo")
         for name, minimum in (("margin", 0), ("interval", 1), ("amax_history_len", 1)):
             at_least(name, getattr(self, name), minimum)
 
@@ -133,8 +129,8 @@ class MSAMPRecipeKwargs(KwargsHandler):
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        fill_from(self, Fp8Section, "fp8_")
-        one_of("opt_level", self.opt_level, get_args(OptLevel))
+        fill_from(self, Fp8Section)
+        check_choices(self, Fp8Section, "opt_level")
 
 
 @dataclass
@@ -155,7 +151,7 @@ class FP8RecipeKwargs(TERecipeKwargs, MSAMPRecipeKwargs):
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        fill_from(self, Fp8Section, "fp8_")
+        fill_from(self, Fp8Section)
         has_only_msamp = is_msamp_available() and not is_transformer_engine_available()
         self.backend = _upper(self.backend) or ("MSAMP" if has_only_msamp else "TE")
         one_of("backend", self.backend, get_args(Backend))

@@ -20,11 +20,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-_OPTIONS = {row.name.removeprefix("megatron_lm_"): row for row in MegatronSection.options()}
-"""Fields that are read from the environment -> their options."""
-
 _DEFAULTS: dict[str, Any] = {
-    **{field: row.default for field, row in _OPTIONS.items() if row.default is not None},
+    **{row.field: row.default for row in MegatronSection.options() if row.default is not None},
     "num_micro_batches": 1,
     **dict.fromkeys(("sequence_parallelism", "recompute_activations", "use_distributed_optimizer"), False),
     **dict.fromkeys(
@@ -44,7 +41,7 @@ _ARGUMENTS = {
 """Fields -> their argument of Megatron-LM, if it has another name."""
 
 _PASSED = (
-    *(field for field in _OPTIONS if field != "recompute_activations"),
+    *(row.field for row in MegatronSection.options() if row.field != "recompute_activations"),
     "num_layers_per_virtual_pipeline_stage",
     "consumed_samples",
     "no_wd_decay_cond",
@@ -278,7 +275,7 @@ class MegatronLMPlugin:
     def __post_init__(self) -> None:
         plain_fields(self)
         options, problems = read_with_problems(environ.current(), (MegatronSection,))
-        variables = {field: options[row.name] for field, row in _OPTIONS.items() if row.name in options}
+        variables = {row.field: options[row.name] for row in MegatronSection.options() if row.name in options}
         fill(self, {**_DEFAULTS, **variables})
         if self.recompute_activations and self.recompute_granularity is None:
             self.recompute_granularity = "selective"

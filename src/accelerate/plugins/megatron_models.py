@@ -299,7 +299,7 @@ def _wrong_layers(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Itera
     if virtual is not None and layers % (pp * virtual):
         yield (
             f"{layers} layers cannot be divided between {pp} stages in virtual stages of "
-            f"num_layers_per_virtual_pipeline_stage={virtual}. Take a divisor of {max(1, layers // pp)}"
+            f"num_layers_per_virtual_pipeline_stage={virtual}. Use a divisor of {max(1, layers // pp)}"
         )
     if virtual is not None and last is not None:
         yield (
@@ -347,9 +347,9 @@ def _wrong_lengths(plugin: MegatronLMPlugin, network: Mapping[str, Any]) -> Iter
         if longest is not None and length > longest:
             yield f"{name}={length}: the model has {longest} positions. Make sequences shorter"
         if plugin.sequence_parallelism and length % tp:
-            yield f"{name}={length}: sequence_parallelism splits it in {tp} parts. Take a multiple of {tp}"
+            yield f"{name}={length}: sequence_parallelism splits it in {tp} parts. Use a multiple of {tp}"
         if cp > 1 and length % (2 * cp):
             yield (
-                f"{name}={length}: context_parallel_size={cp} splits it in {2 * cp} parts. Take a multiple "
+                f"{name}={length}: context_parallel_size={cp} splits it in {2 * cp} parts. Use a multiple "
                 f"of {2 * cp}"
             )

@@ -6,10 +6,9 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from accelerate.base import ConfigurationError, DynamoBackend, DynamoName, environ, refuse_path
-from accelerate.plugins.checks import at_least, fill, fill_from, member, one_of, plain_fields
+from accelerate.base import ConfigurationError, DynamoBackend, DynamoName, refuse_path
+from accelerate.plugins.checks import at_least, check_choices, fill_from, member, one_of, plain_fields
 from accelerate.plugins.handlers import KwargsHandler
-from accelerate.settings import read
 from accelerate.settings.sections import ContextParallelSection, DynamoSection, SequenceParallelSection
 
 if TYPE_CHECKING:
@@ -132,8 +131,6 @@ class ProjectConfiguration:
             self.logging_dir = project_dir
 
 
-_FIELDS = {"dynamo_use_fullgraph": "fullgraph", "dynamo_use_dynamic": "dynamic"}
-_DEFAULTS = {"backend": "no", "mode": "default", "fullgraph": False, "use_regional_compilation": False}
 DynamoMode: TypeAlias = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 _TORCH_DEFAULTS = {"mode": "default", "fullgraph": False, "dynamic": None, "options": None, "disable": False}
 
@@ -168,11 +165,7 @@ class TorchDynamoPlugin(KwargsHandler):
     use_regional_compilation: bool | None = None
 
     def __post_init__(self) -> None:
-        options = read(environ.current(), (DynamoSection,))
-        fill(
-            self, {_FIELDS.get(name, name.removeprefix("dynamo_")): value for name, value in options.items()}
-        )
-        fill(self, _DEFAULTS)
+        fill_from(self, DynamoSection, optional=("dynamic",))
         plain_fields(self)
         name = str(self.backend).upper().replace("TORHCHXLA", "TORCHXLA")  # misspelled by older launchers
         self.backend = member("dynamo backend", name, DynamoBackend)
@@ -243,8 +236,8 @@ class TorchContextParallelConfig:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        fill_from(self, ContextParallelSection, "parallelism_config_")
-        one_of("cp_comm_strategy", self.cp_comm_strategy, ("allgather", "alltoall"))
+        fill_from(self, ContextParallelSection)
+        check_choices(self, ContextParallelSection, "cp_comm_strategy")
 
 
 @dataclass
@@ -270,9 +263,8 @@ class DeepSpeedSequenceParallelConfig:
 
     def __post_init__(self) -> None:
         plain_fields(self)
-        fill_from(self, SequenceParallelSection, "parallelism_config_")
-        kernels = ("sdpa", "flash_attention_2", "flash_attention_3")
-        one_of("sp_attn_implementation", self.sp_attn_implementation, kernels)
+        fill_from(self, SequenceParallelSection)
+        check_choices(self, SequenceParallelSection, "sp_attn_implementation")
         if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
             raise ConfigurationError(
                 "sp_seq_length_is_variable=False: the length is not given. Give sp_seq_length too, or leave "

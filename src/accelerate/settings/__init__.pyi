@@ -31,8 +31,12 @@ from accelerate.settings.deepspeed_checks import (
     refuse_config as refuse_config,
     straighten as straighten,
 )
-from accelerate.settings.env import decode as decode, read as read, read_with_problems as read_with_problems
-from accelerate.settings.flags import add_sections as add_sections
+from accelerate.settings.env import (
+    decode as decode,
+    read as read,
+    read_fields as read_fields,
+    read_with_problems as read_with_problems,
+)
 from accelerate.settings.layers import (
     BUILT_IN as BUILT_IN,
     ENVIRONMENT as ENVIRONMENT,
@@ -46,44 +50,24 @@ from accelerate.settings.layers import (
 from accelerate.settings.migrations import (
     ARGUMENT_KEY_MAPPING as ARGUMENT_KEY_MAPPING,
     ARGUMENT_VALUE_MAPPING as ARGUMENT_VALUE_MAPPING,
-    RETIRED as RETIRED,
     STRATEGY_NOTES as STRATEGY_NOTES,
-    TOP_LEVEL_DYNAMO as TOP_LEVEL_DYNAMO,
     ConversionStatus as ConversionStatus,
     convert_config_to_fsdp2 as convert_config_to_fsdp2,
     fsdp2_notes as fsdp2_notes,
-    migrate as migrate,
     retired_variables as retired_variables,
 )
-from accelerate.settings.option import (
-    WANTED as WANTED,
-    Option as Option,
-    Section as Section,
-    refuse_all as refuse_all,
-)
+from accelerate.settings.option import Option as Option, Section as Section, refuse_all as refuse_all
 from accelerate.settings.parser import (
-    BOLD as BOLD,
-    CYAN as CYAN,
-    YELLOW as YELLOW,
     CustomArgumentGroup as CustomArgumentGroup,
     CustomArgumentParser as CustomArgumentParser,
     CustomHelpFormatter as CustomHelpFormatter,
     OneSpellingFormatter as OneSpellingFormatter,
     clean_option as clean_option,
-    colored as colored,
-    nearest as nearest,
     options_to_group as options_to_group,
     subcommands as subcommands,
-    unknown_command as unknown_command,
-    unknown_flag as unknown_flag,
-    wants_color as wants_color,
-    wrong_choice as wrong_choice,
 )
 from accelerate.settings.parsing import parse_json as parse_json
 from accelerate.settings.questions import (
-    ADVANCED as ADVANCED,
-    Check as Check,
-    LinePrompt as LinePrompt,
     Prompt as Prompt,
     Questionnaire as Questionnaire,
     TerminalPrompt as TerminalPrompt,

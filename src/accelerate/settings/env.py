@@ -58,6 +58,13 @@ def read(environ: Mapping[str, str], sections: Iterable[type[Section]]) -> dict[
     return values
 
 
+def read_fields(environ: Mapping[str, str], *sections: type[Section]) -> dict[str, Any]:
+    """Returns the values of those options that the environment sets, by the field of the plugin."""
+    values = read(environ, sections)
+    rows = (row for section in sections for row in section.options())
+    return {row.field: values[row.name] for row in rows if row.name in values}
+
+
 def read_with_problems(
     environ: Mapping[str, str], sections: Iterable[type[Section]]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -114,9 +121,10 @@ _ON_EACH_DEVICE = ("auto", "gpu", "xpu", "hpu", "npu", "mps")
 def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> Settings:
     """Returns settings in which variables of torchrun replace values that no flag sets."""
     from accelerate.settings.layers import FLAG, all_options
+    from accelerate.settings.sections import LaunchSection
 
     variables = [(variable, name, environ.get(variable, "")) for variable, name in PET_VARIABLES.items()]
-    is_alone = settings.source("num_machines") == FLAG and settings.values["num_machines"] == 1
+    is_alone = settings.source("num_machines") == FLAG and settings[LaunchSection].num_machines == 1
     # The endpoint comes first, because the variables of its two parts take precedence.
     for variable, name, text in (*_endpoint(environ.get(PET_ENDPOINT, "")), *variables):
         if text and settings.source(name) != FLAG and not (is_alone and name in _RENDEZVOUS):
@@ -131,7 +139,7 @@ def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> 
     count = os.cpu_count() or 1 if text == "cpu" else all_options()["num_processes"].read(text, PET_PROCESSES)
     if count < 1:
         raise wrong_value(PET_PROCESSES, text, "at least one process is needed", "Use 1 or more")
-    return settings.replaced(PET_PROCESSES, num_processes=count * settings.values["num_machines"])
+    return settings.replaced(PET_PROCESSES, num_processes=count * settings[LaunchSection].num_machines)
 
 
 def _endpoint(text: str) -> tuple[tuple[str, str, str], ...]:

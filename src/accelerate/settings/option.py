@@ -69,6 +69,7 @@ class Option:
     action: str  # what argparse does with the flag
     group: str  # heading of the flag in the help
     key: str | None  # name in the configuration file, or None if it is not in files
+    field: str  # name of the field of the plugin that has the same meaning, if there is one
     offers: tuple[str, ...]  # values that the questionnaire lists
     variables: tuple[str, ...]  # several when the value is a tuple with a variable for each element
     aliases: tuple[str, ...] = ()  # variables that are read where the first is absent, and never written
@@ -205,6 +206,7 @@ class Section:
     file_key: ClassVar[str | None] = None  # mapping of the section in the file, or None for the top level
     switch: ClassVar[str] = ""  # flag that makes the section active, or empty if it is always active
     key_prefix: ClassVar[str] = ""  # beginning of the options' names that their keys leave out
+    field_prefix: ClassVar[str] = ""  # the same for fields of plugins
     # Beginning of the variables, which end with the names of options in upper case; None: an option has only
     # the variables that it declares.
     env_prefix: ClassVar[str | None] = None
@@ -257,6 +259,7 @@ def _row(section: type[Section], field: dataclasses.Field[Any], kind: type) -> O
         "action": "store_true" if is_switch else "store",
         "group": section.title,
         "key": field.name.removeprefix(section.key_prefix),
+        "field": field.name.removeprefix(section.field_prefix),
         "offers": declared.get("choices", ()),
         "variables": (env,) if isinstance(env, str) else env,
         "spell": section.spell_optional if default is None else section.spell,

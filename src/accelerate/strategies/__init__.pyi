@@ -3,10 +3,18 @@ from accelerate.strategies.base import (
     keep_file as keep_file,
     refuse_split_model as refuse_split_model,
 )
+from accelerate.strategies.bundle import (
+    Bundle as Bundle,
+    Kind as Kind,
+    as_list as as_list,
+    is_prepared as is_prepared,
+    kind_of as kind_of,
+    mark_prepared as mark_prepared,
+    parameter_ids as parameter_ids,
+)
 from accelerate.strategies.ddp import (
     DataParallel as DataParallel,
     adopt_order as adopt_order,
-    exchanging as exchanging,
     order_of as order_of,
     sync_in_backward as sync_in_backward,
 )
@@ -15,20 +23,17 @@ from accelerate.strategies.fsdp import (
     TensorParallel as TensorParallel,
     recompute as recompute,
 )
-from accelerate.strategies.resolve import resolve_strategy as resolve_strategy
+from accelerate.strategies.mistakes import (
+    find_unrelated_optimizers as find_unrelated_optimizers,
+    find_unstepped_models as find_unstepped_models,
+)
+from accelerate.strategies.request import Context as Context, RunRequest as RunRequest
+from accelerate.strategies.resolve import (
+    prepare_devices as prepare_devices,
+    resolve_strategy as resolve_strategy,
+)
 from accelerate.strategies.session import (
-    Bundle as Bundle,
-    Context as Context,
-    Kind as Kind,
     Prepared as Prepared,
     PrepareSession as PrepareSession,
     ReplacedParameters as ReplacedParameters,
-    RunRequest as RunRequest,
-    as_list as as_list,
-    find_unrelated_optimizers as find_unrelated_optimizers,
-    find_unstepped_models as find_unstepped_models,
-    is_prepared as is_prepared,
-    kind_of as kind_of,
-    mark_prepared as mark_prepared,
-    parameter_ids as parameter_ids,
 )

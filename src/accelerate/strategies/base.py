@@ -1,9 +1,13 @@
-"""The interface of a strategy; the base class is one plain process."""
+"""Interface of a strategy, that is, how objects are wrapped and how gradients are exchanged in a run.
+
+`resolve_strategy` chooses the class, and `Accelerator` calls the methods. The base class is the strategy of
+one process. Everything about checkpoints is in `strategy.state`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,66 +16,63 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
-from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, Payload, ShardOwner
-from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
+from accelerate.checkpointing import Payload
 from accelerate.logging import get_logger
 from accelerate.ops import is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
+from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
-from accelerate.strategies.axes import resolve_sequence_axis
-from accelerate.strategies.fsdp import named_parameters, names_by_group
-from accelerate.strategies.session import (
-    Bundle,
-    Context,
-    Kind,
-    as_list,
-    find_unrelated_optimizers,
-    find_unstepped_models,
-    parameter_ids,
-    placeholder_kind,
-)
+from accelerate.strategies.axes import resolve_axes
+from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
+from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
+from accelerate.strategies.request import Context
+from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
 from accelerate.wrappers import compiler_for, extract_model_from_parallel
 
 logger = get_logger(__name__)
 
 Parameters = Iterable[Tensor]
-Fill = Callable[[nn.Module, Mapping[str, Any]], None]
-"""Loads whole weights, tensors by name, into a module."""
 
 
 class Strategy:
-    """One plain process: the null case of every strategy.
+    """Strategy of one process, and base class of all strategies.
 
-    All ranks build the same strategy and call its methods in the same order: `check` and `prepare` for each
-    `prepare` call, then `no_sync`, `backward` and `clip_grad_norm` in each step, `unwrap` to get a model
-    back, `release` once.
+    All ranks create the same strategy, and `Accelerator` calls its methods in the same order on all ranks:
+
+    1. In each call of `prepare`: `check`, and inside of `preparing` `adapt_loader`, `wrap_model`,
+       `wrap_optimizer` and `wrap_scheduler` for each object.
+    2. In each step: `no_sync`, `backward`, `clip_grad_norm`.
+    3. At the end: `release`.
+
+    A strategy does not call the `Accelerator`.
     """
 
-    distributed_type: ClassVar[DistributedType | None] = None  # the label users see; None: the hardware's
-    saves_shards: bool = False  # whether each process saves its own part of models and optimizers
-    holds_whole_models: bool = True  # whether each process holds all parameters of a prepared model
-    replicas: int = 1  # number of processes whose gradients the backward pass averages
-    holds_gradients: bool = True  # whether gradients are in parameters between steps, and may be changed
-    gathers_shards: bool = False  # whether shards are gathered for each forward, maybe in another dtype
-    make_scaler: Callable[..., torch.amp.GradScaler] | None = None  # for float16; None: the hardware's
+    distributed_type: ClassVar[DistributedType | None] = None  # public label; None is that of the hardware
+    state_class: ClassVar[type[StrategyState]] = StrategyState
+    holds_whole_models: bool = True  # whether each rank has all parameters of a prepared model
+    replicas: int = 1  # number of ranks whose gradients the backward pass averages
+    holds_gradients: bool = True  # whether gradients are in `grad` between steps, and may be changed
+    gathers_shards: bool = False  # whether forwards all-gather parameters, maybe in another dtype
+    make_scaler: Callable[..., torch.amp.GradScaler] | None = None  # for fp16; None uses that of the hardware
 
     def __init__(self, context: Context) -> None:
         self.context = context
         self.session = context.session
-        self.sequences = resolve_sequence_axis(context.request.parallelism, context.mesh)
+        self.axes = resolve_axes(context.request.parallelism, context.mesh)
         self.precision = self.choose_precision()
-        # computes gradients of a loss already divided by the accumulation steps; called on all ranks
-        self.backward: Callable[..., None] = self.precision.backward
+        self.state = self.state_class(self)
+
+    # Settings
 
     def choose_precision(self) -> Precision:
-        """Return the number format; engines that own theirs answer with the null format."""
-        return self.format_named(self.context.mixed_precision)
+        """Returns the mixed precision of the run, which has no effect where an engine casts by itself."""
+        return self.resolve_precision(self.context.mixed_precision)
 
-    def format_named(self, name: str) -> Precision:
-        """Return a number format with what the user says of it."""
+    def resolve_precision(self, name: str) -> Precision:
+        """Returns the mixed precision of a name, with the handlers of the user."""
         context, request = self.context, self.context.request
         return resolve_precision(
             PrecisionRequest(
@@ -83,38 +84,43 @@ class Strategy:
                 [handler for handler in request.handlers if isinstance(handler, RECIPES)],
                 request.fp8_library,
                 self.gathers_shards,
-                lambda *given: self.session.functions().convert_model_to_fp8_ao(*given),
+                self._convert_layers,
             )
         )
 
+    def _convert_layers(self, *args: Any) -> None:
+        self.context.functions().convert_model_to_fp8_ao(*args)
+
     @property
     def engine_wrapped(self) -> Any:
-        """The engine that holds model and optimizer; None without one."""
+        """Engine that holds model and optimizer, or None."""
         return None
 
+    @property
+    def loader_mesh(self) -> Any:
+        """Mesh over which loaders shard batches, or None to shard them over all ranks."""
+        return self.context.mesh
+
     def memory_layout(self) -> Layout:
-        """Return how the memory of a training step is shared between devices, for a plan."""
+        """Returns how the memory of a training step is sharded over the ranks, for `plan_memory`."""
         if self.context.topology.size > 1:
             raise ConfigurationError(
-                f"plan_memory: {type(self).__name__} shares the memory of a step in a way that no plan "
+                f"plan_memory: {type(self).__name__} shards the memory of a step in a way that no plan "
                 "computes. Plan on one process, or with DistributedDataParallel, FSDP, tensor parallelism or "
                 "DeepSpeed."
             )
         return Layout()
 
-    @property
-    def loader_mesh(self) -> Any:
-        """The mesh over which loaders shard batches; `None` shards them over all processes."""
-        return self.context.mesh
+    # Checks
 
     def check(self, bundle: Bundle) -> None:
-        """Refuse what cannot work and warn about what looks like a mistake, before anything is changed."""
+        """Raises errors and logs warnings about the objects of a call, before anything is changed."""
         if placeholders := [type(obj) for obj in bundle.objects if placeholder_kind(obj) is not None]:
             builder, plugin = placeholders[0].built_by
             raise PreparationError(
-                f"{', '.join(kind.__name__ for kind in placeholders)} is a placeholder for what {builder} "
-                f"builds from its configuration, and this run does not use {builder}. Pass {plugin} to "
-                "Accelerator, or prepare an optimizer and a scheduler of torch."
+                f"{', '.join(kind.__name__ for kind in placeholders)} is a placeholder for an object that "
+                f"{builder} builds from its configuration, and this run does not use {builder}. Pass "
+                f"{plugin} to Accelerator, or prepare an optimizer and a scheduler of torch."
             )
         new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
         prepared = self.session.prepared
@@ -134,10 +140,10 @@ class Strategy:
             logger.warning(message)
 
     def check_model(self, model: nn.Module) -> None:
-        """Refuse a model that this method cannot train."""
+        """Raises an error for a model that this strategy cannot train."""
 
     def check_optimizer(self, optimizer: Any) -> None:
-        """Refuse an optimizer that this method cannot step, and say what it will not do."""
+        """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
         if not steps_in_backward(optimizer):
             return
         name = type(optimizer).__name__
@@ -153,34 +159,64 @@ class Strategy:
                 f"does not make its batches larger: it only divides losses by {steps}."
             )
 
-    def prepare(self, bundle: Bundle) -> Bundle:
-        """Prepare all objects of `bundle` in place: loaders and models, then optimizers, then schedulers."""
-        preparer = self.session.preparer
+    # Prepare
+
+    @contextmanager
+    def preparing(self, bundle: Bundle) -> Iterator[None]:
+        """Context manager around the replacement of all objects of one `prepare` call.
+
+        Inside, optimizers follow the parameters that are replaced.
+        """
         models, optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
         old = [*models, *optimizers]
         models, optimizers = self.precision.initialize(models, optimizers)
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
         bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
-        bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
-            bundle.replace(Kind.MODEL, preparer.prepare_model)
-        bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
-        bundle.replace(Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(scheduler))
-        return bundle
+            yield
 
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
-        """Return a loader with batches as this method takes them, before it is sharded."""
+        """Returns the loader to shard, with batches of the size that the strategy needs."""
         return loader
 
-    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
-        """Return `model` placed, converted, wrapped and compiled; for evaluation not wrapped."""
+    def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
+        """Returns the model on its device, in the mixed precision of the run, wrapped and compiled.
+
+        Args:
+            model: A model that is not prepared.
+            to_device: Whether to move it.
+            evaluation: Whether to leave out the wrapper, which only training needs.
+        """
         if to_device:
             self.place(model)
         model = self.convert(model)
-        return self.compile(model) if evaluation else self.wrap(model)
+        return self.compile(model) if evaluation else self.parallelize(model)
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
+        """Returns the optimizer in a wrapper that steps when gradients are complete."""
+        self.session.remap([optimizer])
+        if self.context.gradients.plugin_kwargs.get("skip_nonfinite_updates") and not self.holds_gradients:
+            raise wrong_value(
+                "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
+            )
+        return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=self.precision.scaler)
+
+    def wrap_scheduler(
+        self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
+    ) -> AcceleratedScheduler:
+        """Returns the scheduler in a wrapper that steps when its optimizers do."""
+        inner = getattr(scheduler, "optimizer", None)
+        prepared = self.session.prepared.optimizers
+        owners = [optimizer for optimizer in prepared if _is_or_wraps(optimizer, inner)]
+        return AcceleratedScheduler(
+            scheduler,
+            owners or list(prepared),
+            step_with_optimizer=step_with_optimizer,
+            split_batches=split_batches,
+        )
 
     def place(self, model: nn.Module) -> None:
-        """Move `model` to the device of this process; optimizers step parameters replaced there."""
+        """Moves a model to the device of this process. Optimizers step parameters that were replaced."""
         before = dict(model.named_parameters())
         move_module(model, self.context.device)
         after = dict(model.named_parameters())
@@ -190,7 +226,7 @@ class Strategy:
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Return `model` in the number format; optimizers step the parameters that new layers have."""
+        """Returns a model in the mixed precision of the run. Optimizers step the parameters of new layers."""
         before = dict(model.named_parameters())
         converted = self.precision.convert(model)
         self.session.replace(
@@ -199,41 +235,44 @@ class Strategy:
         self.session.remap(self.session.waiting)
         return converted
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return `model`, which is placed, in the wrapper of this method, and compiled."""
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Returns a placed model in the wrapper of the strategy, compiled if the run compiles."""
         return self.compile(model)
 
     def compile(self, model: nn.Module) -> nn.Module:
-        """Return `model` compiled as the run asks; the very object when it does not."""
+        """Returns a model compiled as the run requests, or the model itself."""
         return compiler_for(self.context.request.dynamo)(model)
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
-        """Return `optimizer` in our wrapper, with the scaler of the number format."""
-        self.session.remap([optimizer])
-        if self.context.gradients.plugin_kwargs.get("skip_nonfinite_updates") and not self.holds_gradients:
-            raise wrong_value(
-                "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
-            )
-        return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=self.precision.scaler)
-
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:
-        """Return the user's module out of `model`; `keep_fp32` keeps its forward under autocast."""
+        """Returns the module of the user in a prepared model.
+
+        Args:
+            model: A prepared model.
+            keep_fp32: Whether to keep the forward under autocast.
+            keep_compiled: Whether to keep the compiled module.
+        """
         return extract_model_from_parallel(model, keep_fp32, keep_compiled)
 
-    def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        """Return a context in which each rank has whole parameters, and forwards need no other rank."""
-        return nullcontext()
+    # Steps
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Computes the gradients of a loss, which is divided by the accumulation steps already."""
+        self.precision.backward(loss, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which the backward pass of `model` exchanges no gradients."""
+        """Returns a context manager in which the backward pass of a model exchanges no gradients."""
+        return nullcontext()
+
+    def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        """Returns a context manager in which each rank has whole parameters, also in forwards."""
         return nullcontext()
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context in which ranks may run out of batches at different times."""
+        """Returns a context manager in which ranks may have different numbers of batches."""
         return nullcontext()
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients so that their joint norm is at most `max_norm`; return the norm they had."""
+        """Scales gradients so that their total norm is at most `max_norm`, and returns the norm before."""
         parameters = as_list(parameters)
         if not _any_distributed(parameters):
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
@@ -244,7 +283,7 @@ class Strategy:
         return norm
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
-        """Cut each gradient element to the range from `-clip_value` to `clip_value`."""
+        """Clamps each gradient element to the range from `-clip_value` to `clip_value`."""
         parameters = as_list(parameters)
         if not _any_distributed(parameters):
             torch.nn.utils.clip_grad_value_(parameters, clip_value)
@@ -253,73 +292,36 @@ class Strategy:
 
         clip_values(parameters, clip_value)
 
-    def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
-        """Return what saves (to a folder) and loads a model, number `index` of those in engines, with
-        its optimizer and scheduler; None where each is saved by itself."""
-        return None
-
-    def gradient_order(self, model: nn.Module) -> list[int]:
-        """Return what the rounding of summed gradients depends on: an order of the parameters, or nothing."""
-        return []
-
-    def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
-        """Round summed gradients as a run did that was interrupted; called on all ranks."""
-
-    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        """Return what saves each optimizer as one process would, if gathered, and loads it; on all ranks."""
-        return list(optimizers)
-
-    def model_shards(self, model: nn.Module) -> ShardOwner:
-        """Return what saves and loads this process's part of a model; no other process takes part."""
-        return ModuleShards(self.unwrap(model, keep_compiled=False))
-
-    def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
-        """Return what whole weights of a prepared model must fit: by name what has `shape` and `dtype`."""
-        state: Mapping[str, Any] = self.unwrap(model, keep_compiled=False).state_dict(keep_vars=True)
-        return state
-
-    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
-        """Return what saves and loads this process's part of an optimizer's state."""
-        return OptimizerShards(optimizer, self.parameter_names(optimizer, models))
-
-    def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
-        """Return for each group of an optimizer, for each parameter, the names that it has in some models."""
-        inner = [self.unwrap(model, keep_compiled=False) for model in models]
-        return names_by_group(optimizer, [named_parameters(model) for model in inner])
-
-    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        """Load whole weights into a prepared model; called on all ranks, each of which has them."""
-        fill(self.unwrap(model, keep_compiled=False), state)
-
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state of `model` on every rank that asks."""
-        inner = self.unwrap(model, keep_compiled=False) if unwrap else model
-        if is_any_offloaded(inner):
-            return get_state_dict_offloaded_model(inner)
-        state: dict[str, Any] = inner.state_dict()
-        return state
+    # End
 
     def release(self) -> None:
-        """Release what the method holds beyond the prepared objects."""
+        """Releases everything that the strategy holds in addition to the prepared objects."""
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:
-    """Return those of the files written by an engine that this process of the machine seals."""
+    """Returns the files written by an engine whose checksums this rank computes."""
     own = sorted(names)[topology.local_rank :: topology.local_size]
     return [Payload(name, None, keep_file) for name in own]
 
 
 def keep_file(content: Any, path: Path) -> None:
-    """Write nothing: the file exists already."""
+    """Writes nothing, because the file exists already."""
+
+
+def _is_or_wraps(optimizer: Any, inner: Any) -> bool:
+    """Returns whether an optimizer is another one, or wraps it, in any number of wrappers."""
+    while optimizer is not None and optimizer is not inner:
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer is not None
 
 
 def _any_distributed(parameters: Sequence[Tensor]) -> bool:
-    """Whether some parameters or gradients are DTensors, which torch does not clip with others."""
+    """Returns whether a parameter or gradient is a DTensor, which torch does not clip with plain tensors."""
     return any(is_dtensor(tensor) for parameter in parameters for tensor in (parameter, parameter.grad))
 
 
 def refuse_sharded_model(model: nn.Module, fix: str) -> None:
-    """Raise for a model that something else has sharded, naming the first of its modules that is."""
+    """Raises an error for a model that is sharded already, with the name of the first sharded module."""
     for name, module in model.named_modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
         parameters = list(module.parameters(recurse=False))
@@ -338,7 +340,7 @@ def refuse_sharded_model(model: nn.Module, fix: str) -> None:
 
 
 def refuse_split_model(model: nn.Module, reason: str) -> None:
-    """Raise for a model that a device map has put on several devices."""
+    """Raises an error for a model that a device map has placed on several devices."""
     device_map = getattr(model, "hf_device_map", None) or {}
     devices = {str(device) for device in device_map.values()}
     if len(devices) > 1:

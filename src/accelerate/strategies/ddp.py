@@ -1,9 +1,10 @@
-"""Data parallelism by torch's DistributedDataParallel.
+"""Data parallelism by DistributedDataParallel.
 
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 
-The order of gradients in its buckets decides how sums over three and more processes are rounded. The first
-backward pass of a process has other buckets than all later ones, so a resumed run is given the later order.
+The order of gradients in its buckets determines how sums over three and more ranks are rounded. The first
+backward pass of a process has other buckets than all later ones, so a resumed run adopts the later order
+before it trains.
 """
 
 from __future__ import annotations
@@ -26,26 +27,31 @@ from accelerate.planning import Layout
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
 from accelerate.strategies.base import Strategy, refuse_sharded_model, refuse_split_model
-from accelerate.strategies.session import Context, Kind, kind_of
+from accelerate.strategies.bundle import Kind, kind_of
+from accelerate.strategies.fsdp import gradient_sync
+from accelerate.strategies.request import Context
+from accelerate.strategies.state import StrategyState
 
 logger = get_logger(__name__)
 
 _ORDERS = ("rebuilt_per_bucket_param_indices", "prev_iteration_grad_ready_order_indices")
-"""torch's names for the order of this pass, and of the next one."""
+"""Names of the statistics of torch that have the order of this pass, and of the next one."""
 
 
 class _AdoptedOrders(WeakKeyDictionary[DistributedDataParallel, list[int]]):
-    """The orders that replicas of this process have adopted."""
+    """Orders that replicas of this process have adopted."""
 
 
 def order_of(replica: DistributedDataParallel) -> list[int]:
-    """Return the numbers of trained parameters in the order of their buckets in the next pass; none before
-    the first backward pass, and where buckets do not change."""
-    if not _changes(replica):
+    """Returns the indices of trained parameters in the order of their buckets in the next backward pass.
+
+    The list is empty before the first backward pass, and if buckets are not rebuilt.
+    """
+    if not _rebuilds_buckets(replica):
         return []
     statistics: Any = replica.logger
     for record in (lambda: None, statistics.set_runtime_stats_and_log):
-        record()  # torch records the order before a pass, and after the first one only when asked to
+        record()  # torch records the order before a pass, and after the first pass on request only
         values = torch_private.ddp_statistics(replica)
         if order := next(filter(None, map(values.get, _ORDERS)), None):
             return [int(index) for index in re.findall(r"\d+", order)]
@@ -53,12 +59,18 @@ def order_of(replica: DistributedDataParallel) -> list[int]:
 
 
 def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
-    """Let the next pass have buckets in an order that `order_of` returned for a replica of the same model; on
-    all ranks. Each gradient arrives once, as zero, in that order: DistributedDataParallel learns it from
-    that. Gradients stay as they are, and so does a replica that has trained already."""
+    """Makes the next backward pass use buckets in an order that `order_of` returned. Called on all ranks.
+
+    It runs a backward pass with zeros in that order, from which DistributedDataParallel records the order.
+    Gradients are not changed, nor is a replica that has trained already.
+
+    Args:
+        replica: A replica of a model.
+        order: The order of a replica of the same model.
+    """
     parameters = [parameter for parameter in replica.module.parameters() if parameter.requires_grad]
     fits = order and sorted(order) == list(range(len(parameters)))
-    if not fits or not _changes(replica) or order_of(replica):
+    if not fits or not _rebuilds_buckets(replica) or order_of(replica):
         return
     if any(map(torch_private.has_gradient_hooks, parameters)):  # a gradient may step an optimizer
         return
@@ -73,40 +85,21 @@ def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
     services.of_process(_AdoptedOrders)[replica] = list(order)
 
 
-def _changes(replica: DistributedDataParallel) -> bool:
-    """Whether buckets are made anew after the first pass, with whole gradients that nothing else uses."""
+def _rebuilds_buckets(replica: DistributedDataParallel) -> bool:
+    """Returns whether buckets are rebuilt after the first pass, with dense gradients and without hooks."""
     has_sparse = any(getattr(module, "sparse", False) for module in replica.module.modules())
     fixed = replica.find_unused_parameters or replica.static_graph
     return not (fixed or has_sparse or torch_private.comm_hooks(replica))
 
 
-@contextmanager
-def exchanging(model: nn.Module, on: bool = True) -> Iterator[None]:
-    """Let sharded units exchange gradients inside the block, or not; afterwards FSDP 2 does the opposite."""
-    modules: list[Any] = list(model.modules())
-    wrappers = [(unit, kept) for unit in modules if (kept := torch_private.gradient_sync(unit)) is not None]
-    in_place = [unit for unit in modules if hasattr(unit, "set_requires_gradient_sync")]
-    for unit, _ in wrappers:
-        torch_private.set_gradient_sync(unit, on)
-    for unit in in_place:
-        unit.set_requires_gradient_sync(on, recurse=False)
-    try:
-        yield
-    finally:
-        for unit, kept in wrappers:
-            torch_private.set_gradient_sync(unit, kept)
-        for unit in in_place:
-            unit.set_requires_gradient_sync(not on, recurse=False)
-
-
 def _replica(model: nn.Module) -> DistributedDataParallel | None:
-    """Return the DistributedDataParallel in `model`, also under torch.compile's wrapper."""
+    """Returns the DistributedDataParallel in a model, also in a compiled one, or None."""
     inner = torch_private.uncompiled(model)
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
 @contextmanager
-def _synchronising(replica: DistributedDataParallel) -> Iterator[None]:
+def _synced_backward(replica: DistributedDataParallel) -> Iterator[None]:
     kept = replica.require_backward_grad_sync, replica.require_forward_param_sync
     replica.require_backward_grad_sync = True
     replica.require_forward_param_sync = True
@@ -119,13 +112,28 @@ def _synchronising(replica: DistributedDataParallel) -> Iterator[None]:
 
 
 def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context that arms the replica in `model` for its next backward pass; nothing without one."""
+    """Returns a context manager in which the next backward pass of a model synchronizes gradients."""
     replica = _replica(model)
-    return exchanging(model) if replica is None else _synchronising(replica)
+    return gradient_sync(model) if replica is None else _synced_backward(replica)
+
+
+class DataParallelState(StrategyState):
+    """State of replicas, with the order of their buckets."""
+
+    def gradient_order(self, model: nn.Module) -> list[int]:
+        replica = _replica(model)
+        return [] if replica is None else order_of(replica)
+
+    def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
+        replica = _replica(model)
+        if replica is not None:
+            adopt_order(replica, order)
 
 
 class DataParallel(Strategy):
-    """Each process trains a replica on its share of the data; the backward pass averages gradients."""
+    """Strategy in which each rank trains a replica, and the backward pass averages gradients."""
+
+    state_class = DataParallelState
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -134,8 +142,8 @@ class DataParallel(Strategy):
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "which DistributedDataParallel cannot replicate")
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the replica, compiled around DistributedDataParallel so that its buckets shape the graph."""
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Returns the replica, compiled including DistributedDataParallel, whose buckets split the graph."""
         if not any(p.requires_grad for p in model.parameters()):
             return self.compile(model)
         refuse_sharded_model(
@@ -154,21 +162,12 @@ class DataParallel(Strategy):
     def memory_layout(self) -> Layout:
         return Layout(shards=self.replicas)
 
-    def gradient_order(self, model: nn.Module) -> list[int]:
-        replica = _replica(model)
-        return [] if replica is None else order_of(replica)
-
-    def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
-        replica = _replica(model)
-        if replica is not None:
-            adopt_order(replica, order)
-
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = _replica(model)
         return nullcontext() if replica is None else replica.no_sync()
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        """Return a context of the joinable objects; what exchanges nothing in its forward is left out."""
+        """Returns torch's context of the joinable objects, without models that are not replicas."""
         wrong = [type(obj).__name__ for obj in joinables if kind_of(obj) not in (Kind.MODEL, Kind.OPTIMIZER)]
         if wrong:
             reason = "only models and optimizers can be joined"
@@ -177,9 +176,9 @@ class DataParallel(Strategy):
             self._prepared_replica(obj) if isinstance(obj, nn.Module) else getattr(obj, "optimizer", obj)
             for obj in joinables
         ]
-        fitting = [obj for obj in inner if isinstance(obj, Joinable)]
-        if fitting:
-            return Join(list(dict.fromkeys(fitting)))
+        joined = [obj for obj in inner if isinstance(obj, Joinable)]
+        if joined:
+            return Join(list(dict.fromkeys(joined)))
         trained = [type(obj).__name__ for obj in joinables if not _is_frozen(obj)]
         if trained:
             logger.warning_once(
@@ -189,9 +188,9 @@ class DataParallel(Strategy):
         return nullcontext()
 
     def _prepared_replica(self, model: nn.Module) -> DistributedDataParallel | None:
-        """Return the replica in a model, or the prepared one around it."""
-        around = filter(None, map(_replica, self.session.prepared.models))
-        return _replica(model) or next((replica for replica in around if replica.module is model), None)
+        """Returns the replica in a model, or the prepared replica around it, or None."""
+        replicas = filter(None, map(_replica, self.session.prepared.models))
+        return _replica(model) or next((replica for replica in replicas if replica.module is model), None)
 
 
 def _is_frozen(obj: Any) -> bool:

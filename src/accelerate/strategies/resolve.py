@@ -1,19 +1,20 @@
-"""Choose the strategy of a run."""
+"""Choice of the strategy of a run, from its request, its topology and the hardware."""
 
 from __future__ import annotations
 
 from accelerate.base import ConfigurationError, wrong_value
+from accelerate.devices import hardware_table
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import FullyShardedDataParallelPlugin, version_of
 from accelerate.state import Topology
 from accelerate.strategies import deepspeed, fsdp, megatron
 from accelerate.strategies.base import Strategy
 from accelerate.strategies.ddp import DataParallel
-from accelerate.strategies.session import RunRequest
+from accelerate.strategies.request import RunRequest
 
 
 def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
-    """Return the strategy for a run on a row of the hardware table; only its module is imported."""
+    """Returns the strategy of a run on a row of the hardware table. Only its module is imported."""
     mesh = request.parallelism
     if request.megatron is not None:
         _check_megatron(request, hardware)
@@ -34,8 +35,16 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     return DataParallel
 
 
+def prepare_devices(request: RunRequest) -> None:
+    """Sets options of the devices that a strategy needs before this process opens one."""
+    if request.fsdp is not None and not request.cpu and hardware_table.detect().own_runtime:
+        from accelerate.strategies import xla
+
+        xla.open_spmd(request)
+
+
 def _check_deepspeed(request: RunRequest, hardware: str) -> None:
-    """Refuse what DeepSpeed's engine does not go together with."""
+    """Raises an error for hardware and arguments with which DeepSpeed does not work."""
     if hardware == "xla":
         raise ConfigurationError(
             "deepspeed_plugin on XLA devices, for which DeepSpeed has no engine. Pass fsdp_plugin, which "
@@ -43,7 +52,7 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
         )
     if request.fsdp is not None:
         raise ConfigurationError(
-            "deepspeed_plugin and fsdp_plugin both share parameters between processes. Pass one of them; "
+            "deepspeed_plugin and fsdp_plugin both shard parameters over the ranks. Pass one of them; "
             "ZeRO stage 3 is DeepSpeed's counterpart of FULL_SHARD."
         )
     mesh = request.parallelism
@@ -51,13 +60,13 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
     for axis in ("tp", "cp") if mesh is not None else ():
         size = getattr(mesh, f"{axis}_size")
         if size > 1:
-            reason = "DeepSpeed's engine shares sequences (sp_size) and data, and nothing else"
+            reason = "DeepSpeed's engine shards sequences (sp_size) and data only"
             fix = f"Leave it at 1, or train without deepspeed_plugin{hint if axis == 'tp' else ''}"
             raise wrong_value(f"{axis}_size", size, reason, fix)
 
 
 def _on_xla(request: RunRequest) -> type[Strategy]:
-    """Return the class for XLA devices, where one process may drive many."""
+    """Returns the strategy for XLA devices, of which one process may drive several."""
     from accelerate.strategies import xla
 
     if request.parallelism is not None:
@@ -69,7 +78,7 @@ def _on_xla(request: RunRequest) -> type[Strategy]:
 
 
 def _check_megatron(request: RunRequest, hardware: str) -> None:
-    """Refuse what shares models between processes in another way than Megatron-LM does."""
+    """Raises an error for hardware and arguments with which Megatron-LM does not work."""
     if hardware == "xla":
         raise ConfigurationError(
             "megatron_lm_plugin on XLA devices: Megatron-LM computes on CUDA devices. Leave it out; "
@@ -79,26 +88,26 @@ def _check_megatron(request: RunRequest, hardware: str) -> None:
     given = [name for name, field in fields.items() if getattr(request, field) is not None]
     if given:
         raise ConfigurationError(
-            f"megatron_lm_plugin and {' and '.join(given)} both say how processes share a model. Pass one of "
+            f"megatron_lm_plugin and {' and '.join(given)} both shard the model. Pass one of "
             "them; tp_degree, pp_degree and context_parallel_size are Megatron-LM's own axes."
         )
 
 
 def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
     if mesh.sp_enabled:
-        reason = "sequences are shared by DeepSpeed's attention, and this run does not use DeepSpeed"
+        reason = "DeepSpeed's attention shards sequences, and this run does not use DeepSpeed"
         fix = "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead"
         raise wrong_value("sp_size", mesh.sp_size, reason, fix)
     if plugin is None:
         if mesh.dp_shard_enabled:
             plugin_fix = "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
             fix = f"{plugin_fix}, or launch with --use_fsdp --fsdp_version 2"
-            reason = "nothing says how parameters are sharded"
+            reason = "no plugin configures how parameters are sharded"
             raise wrong_value("dp_shard_size", mesh.dp_shard_size, reason, fix)
         return
     if not mesh.dp_shard_cp_dim_names:
         reason = "fsdp_plugin shards parameters, and the mesh has no axis for it"
-        fix = "Set it to the number of processes that share a copy of the model, or leave fsdp_plugin out"
+        fix = "Set it to the number of processes that shard a replica of the model, or leave fsdp_plugin out"
         raise wrong_value("dp_shard_size", mesh.dp_shard_size, reason, fix)
     if version_of(plugin).takes_any_mesh:
         return

@@ -1,6 +1,7 @@
-"""Devices behind torch_xla: replicas on each, or parameters and batches sharded over them.
+"""Strategies for devices behind torch_xla, with replicas, or with sharded parameters.
 
-FSDP version 2 shards tensors in one process (SPMD), version 1 uses torch_xla's wrapper.
+FSDP version 2 shards tensors in one process (SPMD), and version 1 uses the wrapper of torch_xla. `open_spmd`
+is called before a run opens its devices.
 
 Source: https://docs.pytorch.org/xla/master/learn/api-guide.html, .../perf/spmd_basic.html, .../perf/fsdp.html
 """
@@ -16,17 +17,27 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import ConfigurationError, DistributedType
-from accelerate.devices import mark_step, of_device, row_axes, share_rows, use_mesh
+from accelerate.devices import (
+    mark_step,
+    of_device,
+    row_axes,
+    share_rows,
+    use_mesh,
+    xla,
+)
 from accelerate.nested import iterate_tensors
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import GradientState
+from accelerate.plugins import version_of
+from accelerate.state import GradientState, PartialState
 from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
-from accelerate.strategies.session import Context, as_list
+from accelerate.strategies.bundle import as_list
+from accelerate.strategies.request import Context, RunRequest
+from accelerate.strategies.state import StrategyState
 from accelerate.weights import addressable
 
 
 class GradientAverage:
-    """Averages gradients over `size` replicas, and records which of this step are averaged already."""
+    """Averages gradients over replicas, and records the gradients of a step that are averaged already."""
 
     def __init__(self, size: int, gradients: GradientState) -> None:
         self.size = size
@@ -34,7 +45,7 @@ class GradientAverage:
         self._averaged: set[int] = set()
 
     def __call__(self, parameters: Parameters) -> None:
-        """Average gradients in place, each once for each step; called on all ranks."""
+        """Averages gradients in place, each once in a step. Called on all ranks."""
         if self.size == 1:
             return
         new = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]
@@ -45,12 +56,12 @@ class GradientAverage:
         self.gradients.is_xla_gradients_synced = True
 
     def clear(self, parameters: Parameters) -> None:
-        """Expect new gradients of these parameters."""
+        """Ends the step of parameters, whose next gradients are not averaged yet."""
         self._averaged.difference_update(map(id, parameters))
 
 
 class XlaOptimizer(AcceleratedOptimizer):
-    """Averages gradients before it steps, and starts the device's computation where no loader does."""
+    """Optimizer that averages gradients before it steps, and marks the step outside of loaders."""
 
     def __init__(
         self,
@@ -63,8 +74,10 @@ class XlaOptimizer(AcceleratedOptimizer):
         self.average = average
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, with gradients averaged after each call of a closure; not while they
-        accumulate."""
+        """Averages gradients, also after each call of a closure, and updates the parameters.
+
+        It does nothing while gradients accumulate.
+        """
         if not self.gradient_state.sync_gradients:
             return None
         if closure is None:
@@ -85,13 +98,35 @@ class XlaOptimizer(AcceleratedOptimizer):
         return result
 
 
+class XlaState(StrategyState):
+    """State of models on XLA devices."""
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Returns the whole state on the CPU, because XLA tensors have no memory that can be written."""
+        return dict(addressable(super().state_dict(model, unwrap=unwrap)))
+
+
+class XlaShardedState(StrategyState):
+    """State of models in the wrapper of torch_xla, which is not saved."""
+
+    def _refuse_to_save(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigurationError(
+            "With fsdp_version=1 on XLA devices each process has shards of the model, which this version "
+            "neither saves nor loads. Set fsdp_version=2, whose states are whole; or save each process's "
+            "`model.state_dict()` with `model.get_shard_metadata()` by torch_xla."
+        )
+
+    state_dict = load_weights = optimizer_owners = _refuse_to_save
+
+
 class XlaReplicas(Strategy):
-    """Each process trains a replica on its share of the data; gradients are averaged before a step."""
+    """Strategy in which each process trains a replica, and gradients are averaged before a step."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.XLA
+    state_class: ClassVar[type[StrategyState]] = XlaState
 
     averages_itself: ClassVar[bool] = False
-    """Whether the backward pass gives averaged gradients already."""
+    """Whether the backward pass averages gradients."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -101,13 +136,13 @@ class XlaReplicas(Strategy):
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "and XLA devices take whole models")
 
-    def follow(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
-        """Let optimizers step the parameters that have taken the places of others."""
+    def replace_parameters(self, parameters: Iterable[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Records replaced parameters, and updates all optimizers."""
         self.session.replace(parameters)
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
-        """Return `optimizer` in a wrapper that averages gradients before it steps."""
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
+        """Returns the optimizer in a wrapper that averages gradients before it steps."""
         self.session.remap([optimizer])
         return XlaOptimizer(optimizer, self.average, to_device, self.precision.scaler)
 
@@ -123,13 +158,24 @@ class XlaReplicas(Strategy):
             self.average(listed)
         return listed
 
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state of `model`, on the CPU: XLA's tensors have no memory to write from."""
-        return dict(addressable(super().state_dict(model, unwrap=unwrap)))
+
+def open_spmd(request: RunRequest) -> None:
+    """Makes this process drive all XLA devices of its machine, if the request shards parameters over them.
+
+    Called before the process opens a device.
+    """
+    if request.fsdp is None or not version_of(request.fsdp).is_spmd_on_xla or xla.is_shared():
+        return
+    if PartialState._shared_state:
+        raise ConfigurationError(
+            "fsdp_plugin with fsdp_version=2 lets one process drive all XLA devices, and this process has "
+            "opened one of them alone. Make the Accelerator before anything else that uses the device."
+        )
+    use_mesh()
 
 
 def refuse_unsupported(plugin: Any) -> None:
-    """Refuse what FSDP does on GPUs only."""
+    """Raises an error for settings of FSDP that XLA devices do not support."""
     offload = plugin.cpu_offload  # torch's object of either version
     offloads = type(offload).__name__ == "CPUOffloadPolicy" or bool(getattr(offload, "offload_params", False))
     names = ("cpu_ram_efficient_loading", "activation_checkpointing_offload")
@@ -144,7 +190,7 @@ def refuse_unsupported(plugin: Any) -> None:
 
 
 def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
-    """Return the plugin's policy with torch_xla's arguments; None where the whole model is one unit."""
+    """Returns the policy of a plugin with the arguments of torch_xla, or None if the model is one unit."""
     plugin.set_auto_wrap_policy(model)
     policy = plugin.auto_wrap_policy
     if policy is None:
@@ -155,7 +201,7 @@ def policy_of(plugin: Any, model: nn.Module) -> Callable[..., bool] | None:
 
 
 def units_on_xla(model: nn.Module, policy: Callable[..., bool] | None) -> list[nn.Module]:
-    """Return the units of a model, inner ones first, itself last."""
+    """Returns the units of a model, inner units first and the model last."""
     if policy is None:
         return [model]
     units = [model]
@@ -167,16 +213,18 @@ def units_on_xla(model: nn.Module, policy: Callable[..., bool] | None) -> list[n
 
 
 class XlaFullyShard(XlaReplicas):
-    """One process drives all devices of its machine: parameters and batches are sharded over them, and XLA's
-    compiler decides when they are gathered. The model stays the user's own object, with the names it has."""
+    """Strategy in which one process drives all devices of its machine, with parameters and batches sharded.
+
+    The compiler of XLA decides when parameters are gathered. The model stays the object of the user.
+    """
 
     def __init__(self, context: Context) -> None:
         refuse_unsupported(context.request.fsdp)
         self.mesh = use_mesh()
         super().__init__(context)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the very model, with its parameters sharded over all devices."""
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Returns the model itself, with its parameters sharded over all devices."""
         plugin = self.context.request.fsdp
         sharding = import_module("torch_xla.distributed.spmd").xla_sharding
         units = units_on_xla(model, policy_of(plugin, model))
@@ -190,20 +238,21 @@ class XlaFullyShard(XlaReplicas):
                 sharding.mark_sharding(parameter, self.mesh, spec)
         for unit in units:
             sharding.apply_backward_optimization_barrier(unit)
-            unit.register_forward_hook(self._share_output)
+            unit.register_forward_hook(self._shard_output)
         return self.compile(model)
 
-    def _share_output(self, unit: nn.Module, inputs: Any, output: Any) -> None:
-        """Let each device compute its rows."""
+    def _shard_output(self, unit: nn.Module, inputs: Any, output: Any) -> None:
+        """Shards the rows of outputs over the devices."""
         for tensor in iterate_tensors(output):
             if of_device(tensor.device).own_runtime:
                 share_rows(tensor, self.mesh)
 
 
 class XlaFullySharded(XlaReplicas):
-    """Each process keeps a shard of every parameter, by torch_xla's `XlaFullyShardedDataParallel`."""
+    """Strategy in which each process has a shard of each parameter, by `XlaFullyShardedDataParallel`."""
 
     averages_itself: ClassVar[bool] = True
+    state_class: ClassVar[type[StrategyState]] = XlaShardedState
     holds_whole_models = False
 
     def __init__(self, context: Context) -> None:
@@ -211,8 +260,8 @@ class XlaFullySharded(XlaReplicas):
         super().__init__(context)
         self._wrapped: WeakSet[Any] = WeakSet()
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """Return the wrapped model; optimizers step its shards."""
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        """Returns the wrapped model. Optimizers step its shards."""
         plugin: Any = self.context.request.fsdp
         package = import_module("torch_xla.distributed.fsdp")
         kind = package.XlaFullyShardedDataParallel
@@ -228,7 +277,7 @@ class XlaFullySharded(XlaReplicas):
             )
         wrapped: nn.Module = kind(model, **arguments)
         shards = dict(_shards_by_name(wrapped, kind))
-        self.follow((old, shards[name]) for name, old in before.items() if name in shards)
+        self.replace_parameters((old, shards[name]) for name, old in before.items() if name in shards)
         self._wrapped.add(wrapped)
         return self.compile(wrapped)
 
@@ -241,18 +290,9 @@ class XlaFullySharded(XlaReplicas):
                 return norm
         return super().clip_grad_norm(listed, max_norm, norm_type)
 
-    def _refuse_to_save(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigurationError(
-            "With fsdp_version=1 on XLA devices each process has parts of the model only, which this version "
-            "neither saves nor loads. Set fsdp_version=2, whose states are whole; or save each process's "
-            "`model.state_dict()` with `model.get_shard_metadata()` by torch_xla."
-        )
-
-    state_dict = load_weights = optimizer_owners = _refuse_to_save
-
 
 def _shards_by_name(wrapped: nn.Module, kind: type) -> Iterator[tuple[str, nn.Parameter]]:
-    """Iterate over the shards of parameters by the names that these had in the user's module."""
+    """Yields the shards of parameters with the names that they had in the module of the user."""
     for path, module in wrapped.named_modules():
         if isinstance(module, kind):
             for shard in module.sharded_params:  # type: ignore[attr-defined]  # of torch_xla's wrapper

@@ -91,6 +91,13 @@ from accelerate.big_modeling import (
     load_checkpoint_in_model as load_checkpoint_in_model,
 )
 from accelerate.commands.config.default import write_basic_config as write_basic_config
+from accelerate.commands.namespace import (
+    prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
+    prepare_multi_gpu_env as prepare_multi_gpu_env,
+    prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
+    prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
+    prepare_tpu as prepare_tpu,
+)
 from accelerate.devices import (
     check_cuda_fp8_capability as check_cuda_fp8_capability,
     check_cuda_p2p_ib_support as check_cuda_p2p_ib_support,
@@ -125,15 +132,7 @@ from accelerate.hooks import (
     align_module_device as align_module_device,
     has_offloaded_params as has_offloaded_params,
 )
-from accelerate.launch import (
-    PrepareForLaunch as PrepareForLaunch,
-    is_port_in_use as is_port_in_use,
-    prepare_deepspeed_cmd_env as prepare_deepspeed_cmd_env,
-    prepare_multi_gpu_env as prepare_multi_gpu_env,
-    prepare_sagemager_args_inputs as prepare_sagemager_args_inputs,
-    prepare_simple_launcher_cmd_env as prepare_simple_launcher_cmd_env,
-    prepare_tpu as prepare_tpu,
-)
+from accelerate.launch import PrepareForLaunch as PrepareForLaunch, is_port_in_use as is_port_in_use
 from accelerate.nested import (
     TensorInformation as TensorInformation,
     concatenate as concatenate,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.accelerator import Arguments as AllArguments, build_request
+from accelerate.accelerator import build_request
 from accelerate.base import ConfigurationError, DynamoBackend, PrecisionType, RNGType
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import (
@@ -20,13 +20,18 @@ from accelerate.plugins import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from accelerate.strategies import RunRequest
 
 DEFAULTS = {name: parameter.default for name, parameter in signature(Accelerator).parameters.items()}
 STEPS = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 
 
-def Arguments(**given: Any) -> AllArguments:
-    return AllArguments(**{**DEFAULTS, **given})
+def passed(**given: Any) -> dict[str, Any]:
+    return {**DEFAULTS, **given}
+
+
+def build(arguments: dict[str, Any], environ: dict[str, str]) -> RunRequest:
+    return build_request(environ, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -43,96 +48,97 @@ def Arguments(**given: Any) -> AllArguments:
     ],
 )
 def test_mixed_precision(given: Any, environ: dict[str, str], expected: str | None) -> None:
-    assert build_request(Arguments(mixed_precision=given), environ).mixed_precision == expected
+    assert build(passed(mixed_precision=given), environ).mixed_precision == expected
 
 
 @pytest.mark.parametrize(
     ("arguments", "environ", "expected"),
     [
-        (Arguments(), {}, 1),
-        (Arguments(gradient_accumulation_steps=3), {}, 3),
-        (Arguments(), {STEPS: "4"}, 4),
-        (Arguments(gradient_accumulation_steps=3), {STEPS: "4"}, 3),
-        (Arguments(), {STEPS: "auto"}, 1),
-        (Arguments(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=5)), {STEPS: "4"}, 5),
+        (passed(), {}, 1),
+        (passed(gradient_accumulation_steps=3), {}, 3),
+        (passed(), {STEPS: "4"}, 4),
+        (passed(gradient_accumulation_steps=3), {STEPS: "4"}, 3),
+        (passed(), {STEPS: "auto"}, 1),
         (
-            Arguments(gradient_accumulation_plugin=GradientAccumulationPlugin(sync_each_batch=True)),
+            passed(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=5)),
+            {STEPS: "4"},
+            5,
+        ),
+        (
+            passed(gradient_accumulation_plugin=GradientAccumulationPlugin(sync_each_batch=True)),
             {STEPS: "4"},
             4,
         ),
     ],
 )
-def test_accumulation_steps(arguments: AllArguments, environ: dict[str, str], expected: int) -> None:
-    request = build_request(arguments, environ)
+def test_accumulation_steps(arguments: dict[str, Any], environ: dict[str, str], expected: int) -> None:
+    request = build(arguments, environ)
     assert request.accumulation.num_steps == expected
-    if arguments.gradient_accumulation_plugin is not None:
-        assert request.accumulation.sync_each_batch == arguments.gradient_accumulation_plugin.sync_each_batch
+    plugin = arguments["gradient_accumulation_plugin"]
+    if plugin is not None:
+        assert request.accumulation.sync_each_batch == plugin.sync_each_batch
 
 
 def test_a_variable_of_an_older_launcher_is_noted() -> None:
-    (note,) = build_request(Arguments(), {"ACCELERATE_USE_IPEX": "1"}).notes
+    (note,) = build(passed(), {"ACCELERATE_USE_IPEX": "1"}).notes
     assert "Intel Extension for PyTorch is no longer used" in note
 
 
 def test_a_disagreement_is_noted_with_both_sources() -> None:
-    request = build_request(Arguments(mixed_precision="no"), {"ACCELERATE_MIXED_PRECISION": "bf16"})
+    request = build(passed(mixed_precision="no"), {"ACCELERATE_MIXED_PRECISION": "bf16"})
     (note,) = request.notes
     assert "mixed_precision='no'" in note
     assert "ACCELERATE_MIXED_PRECISION='bf16'" in note
-    assert (
-        build_request(Arguments(mixed_precision="bf16"), {"ACCELERATE_MIXED_PRECISION": "bf16"}).notes == ()
-    )
+    assert build(passed(mixed_precision="bf16"), {"ACCELERATE_MIXED_PRECISION": "bf16"}).notes == ()
 
 
 @pytest.mark.parametrize(
     ("arguments", "environ", "message"),
     [
-        (Arguments(mixed_precision="fp4"), {}, "mixed_precision='fp4'.*no, fp8, fp16, bf16"),
-        (Arguments(), {"ACCELERATE_MIXED_PRECISION": "half"}, "ACCELERATE_MIXED_PRECISION='half'"),
-        (Arguments(), {"MIXED_PRECISION": "half"}, "MIXED_PRECISION='half'"),
-        (Arguments(gradient_accumulation_steps=0), {}, "gradient_accumulation_steps=0"),
-        (Arguments(gradient_accumulation_steps=1.5), {}, "gradient_accumulation_steps=1.5"),  # type: ignore[arg-type]
-        (Arguments(), {STEPS: "two"}, f"{STEPS}='two'"),
-        (Arguments(), {STEPS: "0"}, f"{STEPS}='0'"),
+        (passed(mixed_precision="fp4"), {}, "mixed_precision='fp4'.*no, fp8, fp16, bf16"),
+        (passed(), {"ACCELERATE_MIXED_PRECISION": "half"}, "ACCELERATE_MIXED_PRECISION='half'"),
+        (passed(), {"MIXED_PRECISION": "half"}, "MIXED_PRECISION='half'"),
+        (passed(gradient_accumulation_steps=0), {}, "gradient_accumulation_steps=0"),
+        (passed(gradient_accumulation_steps=1.5), {}, "gradient_accumulation_steps=1.5"),
+        (passed(), {STEPS: "two"}, f"{STEPS}='two'"),
+        (passed(), {STEPS: "0"}, f"{STEPS}='0'"),
         (
-            Arguments(
-                gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin()
-            ),
+            passed(gradient_accumulation_steps=2, gradient_accumulation_plugin=GradientAccumulationPlugin()),
             {},
             "gradient_accumulation_steps=2.*one of them",
         ),
-        (Arguments(rng_types=["dice"]), {}, "rng_types='dice'"),
-        (Arguments(step_scheduler_with_optimizer="often"), {}, "step_scheduler_with_optimizer='often'"),  # type: ignore[arg-type]
-        (Arguments(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()]), {}, "AutocastKwargs.*twice"),
-        (Arguments(kwargs_handlers=["ddp"]), {}, "not a KwargsHandler"),  # type: ignore[list-item]
+        (passed(rng_types=["dice"]), {}, "rng_types='dice'"),
+        (passed(step_scheduler_with_optimizer="often"), {}, "step_scheduler_with_optimizer='often'"),
+        (passed(kwargs_handlers=[AutocastKwargs(), AutocastKwargs()]), {}, "AutocastKwargs.*twice"),
+        (passed(kwargs_handlers=["ddp"]), {}, "not a KwargsHandler"),
         (
-            Arguments(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin()),
+            passed(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin()),
             {},
             "dynamo_backend='eager'.*one of them",
         ),
         (
-            Arguments(split_batches=True, dataloader_config=DataLoaderConfiguration()),
+            passed(split_batches=True, dataloader_config=DataLoaderConfiguration()),
             {},
             "split_batches=True.*dataloader_config only",
         ),
         (
-            Arguments(project_dir="a", project_config=ProjectConfiguration(project_dir="b")),
+            passed(project_dir="a", project_config=ProjectConfiguration(project_dir="b")),
             {},
             "project_dir='a'.*'b'",
         ),
-        (Arguments(), {"ACCELERATE_USE_CPU": "maybe"}, "ACCELERATE_USE_CPU='maybe'"),
+        (passed(), {"ACCELERATE_USE_CPU": "maybe"}, "ACCELERATE_USE_CPU='maybe'"),
     ],
 )
 def test_wrong_arguments_raise_an_error_with_value_reason_and_fix(
-    arguments: AllArguments, environ: dict[str, str], message: str
+    arguments: dict[str, Any], environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        build_request(arguments, environ)
+        build(arguments, environ)
 
 
 def test_each_handler_finds_its_field() -> None:
     ddp, autocast = DistributedDataParallelKwargs(static_graph=True), AutocastKwargs(cache_enabled=False)
-    request = build_request(Arguments(kwargs_handlers=[autocast, ddp]), {})
+    request = build(passed(kwargs_handlers=[autocast, ddp]), {})
     assert request.ddp is ddp
     assert request.autocast is autocast
     assert request.scaler is None
@@ -140,14 +146,14 @@ def test_each_handler_finds_its_field() -> None:
 
 def test_changes_to_given_objects_are_seen() -> None:
     config = DataLoaderConfiguration()
-    request = build_request(Arguments(dataloader_config=config), {})
+    request = build(passed(dataloader_config=config), {})
     config.dispatch_batches = True
     assert request.dataloader_config.dispatch_batches
 
 
 def test_other_arguments() -> None:
-    request = build_request(
-        Arguments(split_batches=True, rng_types=["torch"], project_dir="logs", dynamo_backend="inductor"),
+    request = build(
+        passed(split_batches=True, rng_types=["torch"], project_dir="logs", dynamo_backend="inductor"),
         {"ACCELERATE_USE_CPU": "true"},
     )
     assert request.dataloader_config.split_batches
@@ -168,18 +174,18 @@ def test_the_older_plugin_is_refused_and_not_ignored(
     given: dict[str, Any], environ: dict[str, str], named: str
 ) -> None:
     with pytest.raises(ConfigurationError, match=f"{named} asks for tensor parallelism"):
-        build_request(Arguments(**given), environ)
-    assert build_request(Arguments(), {"ACCELERATE_USE_TP": "false"}).parallelism is None
+        build(passed(**given), environ)
+    assert build(passed(), {"ACCELERATE_USE_TP": "false"}).parallelism is None
 
 
 def test_deepspeed_is_enabled_by_arguments_or_the_environment() -> None:
-    assert build_request(Arguments(), {"ACCELERATE_USE_DEEPSPEED": "false"}).deepspeed is None
-    launched = build_request(Arguments(), {"ACCELERATE_USE_DEEPSPEED": "1"})
+    assert build(passed(), {"ACCELERATE_USE_DEEPSPEED": "false"}).deepspeed is None
+    launched = build(passed(), {"ACCELERATE_USE_DEEPSPEED": "1"})
     assert isinstance(launched.deepspeed, DeepSpeedPlugin)
     one, two = DeepSpeedPlugin(), DeepSpeedPlugin(zero_stage=3)
-    assert build_request(Arguments(deepspeed_plugin=one), {}).deepspeed is one
+    assert build(passed(deepspeed_plugin=one), {}).deepspeed is one
     several = {"a": one, "b": two}
-    assert build_request(Arguments(deepspeed_plugins=several), {}).deepspeed is several
+    assert build(passed(deepspeed_plugins=several), {}).deepspeed is several
 
 
 @pytest.mark.parametrize(
@@ -196,18 +202,16 @@ def test_deepspeed_is_enabled_by_arguments_or_the_environment() -> None:
 )
 def test_other_objects_are_refused_as_deepspeed_plugin(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
-        build_request(Arguments(**given), {})
+        build(passed(**given), {})
 
 
 def test_fsdp_and_mesh_are_enabled_by_arguments_or_the_environment() -> None:
-    assert build_request(Arguments(), {"ACCELERATE_USE_FSDP": "false"}).fsdp is None
-    launched = build_request(
-        Arguments(), {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
-    )
+    assert build(passed(), {"ACCELERATE_USE_FSDP": "false"}).fsdp is None
+    launched = build(passed(), {"ACCELERATE_USE_FSDP": "true", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"})
     assert isinstance(launched.fsdp, FullyShardedDataParallelPlugin)
     assert isinstance(launched.parallelism, ParallelismConfig)
     plugin, mesh = FullyShardedDataParallelPlugin(fsdp_version=2), ParallelismConfig(dp_shard_size=2)
-    given = build_request(Arguments(fsdp_plugin=plugin, parallelism_config=mesh), {})
+    given = build(passed(fsdp_plugin=plugin, parallelism_config=mesh), {})
     assert given.fsdp is plugin
     assert given.parallelism is mesh
 
@@ -215,4 +219,4 @@ def test_fsdp_and_mesh_are_enabled_by_arguments_or_the_environment() -> None:
 @pytest.mark.parametrize("argument", ["fsdp_plugin", "parallelism_config"])
 def test_an_object_of_another_kind_is_refused(argument: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{argument}='dict': it is not a"):
-        build_request(Arguments(**{argument: {}}), {})
+        build(passed(**{argument: {}}), {})

@@ -38,21 +38,21 @@ def test_states_are_unsharded_unless_the_strategy_saves_shards(monkeypatch: pyte
     accelerator, _, _ = prepared()
     others = ["random_states_0.pkl"]
     assert names(accelerator) == ["model.safetensors", "optimizer.bin", *others]
-    monkeypatch.setattr(type(accelerator._runtime.strategy), "saves_shards", True)
+    monkeypatch.setattr(type(accelerator._runtime.strategy.state), "saves_shards", True)
     shards = ["pytorch_model_fsdp_0/__0_0.distcp", "optimizer_0/__0_0.distcp"]
     assert names(accelerator) == [*shards, *others]
 
 
 def test_shards_need_a_folder_that_all_see(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, _, _ = prepared()
-    monkeypatch.setattr(type(accelerator._runtime.strategy), "saves_shards", True)
+    monkeypatch.setattr(type(accelerator._runtime.strategy.state), "saves_shards", True)
     with pytest.raises(CheckpointError, match="FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"):
         names(accelerator, common=False)
 
 
 def test_save_hooks_receive_the_weights_and_may_remove_them(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator, _, _ = prepared()
-    monkeypatch.setattr(type(accelerator._runtime.strategy), "saves_shards", True)
+    monkeypatch.setattr(type(accelerator._runtime.strategy.state), "saves_shards", True)
     seen: list[Any] = []
 
     def hook(models: list[Any], weights: list[Any], folder: str) -> None:
@@ -68,7 +68,7 @@ def test_one_process_saves_and_loads_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blocking: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     accelerator, model, optimizer = prepared()
-    monkeypatch.setattr(type(accelerator._runtime.strategy), "saves_shards", True)
+    monkeypatch.setattr(type(accelerator._runtime.strategy.state), "saves_shards", True)
     accelerator.save_state(tmp_path / "a", blocking=blocking)
     before = model.weight.clone()
     model.weight.data.zero_()
@@ -83,4 +83,4 @@ def test_one_process_saves_and_loads_shards(
 
 
 def test_the_strategy_of_one_process_saves_no_shards() -> None:
-    assert Strategy.saves_shards is False
+    assert Strategy.state_class.saves_shards is False

@@ -64,7 +64,7 @@ def test_a_process_with_the_handler_dumps_its_stack_on_each_request() -> None:
         assert read_line(process) == "ready"
         assert stack_dumps.offers(process.pid)
         for _ in range(2):
-            frames = stack_dumps.ask(process.pid, patience=20)
+            frames = stack_dumps.ask(process.pid, timeout=20)
             assert names(frames) == ["<module>", "stand_here"]
             assert frames[-1][0] == "<string>"
     assert process.returncode == 0
@@ -73,7 +73,7 @@ def test_a_process_with_the_handler_dumps_its_stack_on_each_request() -> None:
 def test_the_stacks_of_all_threads_can_be_requested() -> None:
     with running(f"{OFFERING}\nthreading.Thread(target=stand_here).start()\n") as process:
         assert read_line(process) == "ready"
-        stacks = stack_dumps.ask_all(process.pid, patience=20)
+        stacks = stack_dumps.ask_all(process.pid, timeout=20)
     assert sorted(names(frames)[-1] == "stand_here" for frames in stacks) == [False, True]
 
 
@@ -81,13 +81,13 @@ def test_a_fork_inherits_the_handler_of_its_parent() -> None:
     with running(FORKING) as process:
         child = int(read_line(process))
         assert read_line(process) == "ready"
-        assert names(stack_dumps.ask(child, patience=20))[-1] == "stand_here"
+        assert names(stack_dumps.ask(child, timeout=20))[-1] == "stand_here"
 
 
 def test_a_spawned_worker_installs_the_handler_and_calls_the_worker_init_fn() -> None:
     with running(SPAWNED) as process:
         assert (read_line(process), read_line(process)) == ("7", "ready")
-        assert names(stack_dumps.ask(process.pid, patience=20))[-1] == "stand_here"
+        assert names(stack_dumps.ask(process.pid, timeout=20))[-1] == "stand_here"
 
 
 def test_a_process_without_a_handler_gets_no_signal() -> None:

@@ -1,16 +1,14 @@
-"""What is read of a checkpoint, and what is said when it does not fit."""
+"""Files of a checkpoint are read, and changes are applied together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from accelerate.base import CheckpointError, ConfigurationError, StateError
-from accelerate.checkpointing import Change, Load, Stage, apply_all, nothing
+from accelerate.checkpointing import Change, Load, Stage, apply_all, no_change
 
 
 def test_only_files_of_the_checkpoint_are_read(tmp_path: Path) -> None:
@@ -55,96 +53,67 @@ def fail() -> None:
     raise RuntimeError("it refuses")
 
 
-class Notes(list[str]):
-    """What happened, in its order."""
+class Log(list[str]):
+    """Names of the applied changes, and the reported failures, in their order."""
 
-    def change(self, name: str, **options: Any) -> Change:
-        return Change(lambda: self.append(name), name, self.keeping(name), **options)
-
-    def keeping(self, name: str) -> Callable[[], Callable[[], None]]:
-        def keep() -> Callable[[], None]:
-            self.append(f"keep {name}")
-            return lambda: self.append(f"undo {name}")
-
-        return keep
+    def change(self, name: str, stage: Stage = Stage.LOCAL) -> Change:
+        return Change(lambda: self.append(name), name, stage)
 
 
 def test_changes_are_applied_in_the_order_of_stages_with_consensus() -> None:
-    notes = Notes()
-    weights = notes.change("weights", stage=Stage.LAST, first=(notes.change("extra"),))
-    apply_all(
-        [weights, notes.change("together", stage=Stage.TOGETHER), notes.change("alone"), nothing],
-        notes.append,
-    )
-    assert notes == [
-        *("keep extra", "extra", "keep alone", "alone", ""),
-        *("keep together", "together", ""),
-        *("keep weights", "weights", ""),
-    ]
-
-
-def test_changes_are_undone_in_reverse_order() -> None:
-    notes = Notes()
-    changes = [notes.change("a"), notes.change("b"), Change(fail, "c", notes.keeping("c")), notes.change("d")]
-    with pytest.raises(CheckpointError, match="nothing was changed: RuntimeError: it refuses"):
-        apply_all(changes, raise_failure)
-    assert notes == ["keep a", "a", "keep b", "b", "keep c", "undo c", "undo b", "undo a"]
-
-
-def test_a_failure_on_another_rank_undoes_the_changes_of_this_one() -> None:
-    notes, said = Notes(), iter([None, CheckpointError("rank 1 refuses"), None])
-
-    def raise_next(failure: str) -> None:
-        if error := next(said):
-            raise error
-
+    log = Log()
     changes = [
-        notes.change("a"),
-        notes.change("b", stage=Stage.TOGETHER),
-        notes.change("c", stage=Stage.LAST),
+        log.change("generators", Stage.GENERATORS),
+        log.change("weights", Stage.COLLECTIVE),
+        log.change("scheduler"),
+        no_change,
     ]
-    with pytest.raises(CheckpointError, match="nothing was changed: rank 1 refuses"):
-        apply_all(changes, raise_next)
-    assert notes == ["keep a", "a", "keep b", "b", "undo b", "undo a"]
+    apply_all(changes, log.append)
+    assert log == ["scheduler", "", "weights", "", "generators", ""]
 
 
-def test_changes_that_cannot_be_undone_are_named() -> None:
-    notes = Notes()
+def test_a_failed_change_names_the_objects_that_were_changed() -> None:
+    log = Log()
     changes = [
-        Change(lambda: None, "engine", stage=Stage.LAST),
-        notes.change("a"),
-        Change(lambda: None, "large", lambda: fail),
-        Change(fail, "weights", stage=Stage.LAST),
+        log.change("a"),
+        no_change,
+        Change(fail, "b"),
+        log.change("c"),
+        log.change("d", Stage.COLLECTIVE),
     ]
     with pytest.raises(CheckpointError) as caught:
         apply_all(changes, raise_failure)
     assert str(caught.value) == (
-        "A checkpoint was not loaded: RuntimeError: it refuses. All is as it was before, but for large "
-        "(RuntimeError: it refuses), engine (it has the loaded state, or a part of it), weights (it has the "
-        "loaded state, or a part of it). Load another one, or start again."
+        "A checkpoint was not loaded: RuntimeError: it refuses. These objects have its state, or a part of "
+        "it: a, b. The others are unchanged. Load another checkpoint, or start again."
     )
-    assert notes[-1] == "undo a"
+    assert log == ["a"]
 
 
-def test_a_lost_rank_undoes_the_changes_without_further_consensus() -> None:
-    notes = Notes()
+def test_a_failure_on_another_rank_stops_this_one_before_the_next_stage() -> None:
+    log, answers = Log(), iter([None, CheckpointError("rank 1 refuses")])
+
+    def raise_next(failure: str) -> None:
+        if error := next(answers):
+            raise error
+
+    changes = [log.change(stage.name, stage) for stage in Stage]
+    with pytest.raises(CheckpointError, match=r"rank 1 refuses\. These objects .*: LOCAL, COLLECTIVE\."):
+        apply_all(changes, raise_next)
+    assert log == ["LOCAL", "COLLECTIVE"]
+
+
+def test_a_failure_before_any_change_of_this_rank_changes_nothing() -> None:
+    with pytest.raises(CheckpointError, match="nothing was changed: rank 1 refuses"):
+        apply_all([no_change], lambda _: raise_failure("rank 1 refuses"))
+
+
+def test_an_absent_rank_ends_the_load() -> None:
+    log = Log()
 
     def miss(failure: str) -> None:
-        raise StateError("rank 1 did not come")
+        raise StateError("rank 1 did not arrive")
 
-    with pytest.raises(StateError, match="did not come"):
-        apply_all([notes.change("a")], miss)
-    assert notes == ["keep a", "a", "undo a"]
-
-
-def test_a_single_change_applies_its_first_changes() -> None:
-    notes = Notes()
-    notes.change("weights", first=(notes.change("extra"),))()
-    assert notes == ["extra", "weights"]
-
-
-def test_an_object_without_state_in_the_checkpoint_does_not_prevent_an_undo() -> None:
-    notes = Notes()
-    with pytest.raises(CheckpointError, match="nothing was changed: RuntimeError: it refuses$"):
-        apply_all([notes.change("a"), nothing, Change(fail, "b", notes.keeping("b"))], raise_failure)
-    assert notes == ["keep a", "a", "keep b", "undo b", "undo a"]
+    with pytest.raises(StateError, match="did not arrive"):
+        apply_all([log.change("a"), log.change("b", Stage.COLLECTIVE)], miss)
+    assert log == ["a"]

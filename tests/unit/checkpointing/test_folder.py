@@ -169,7 +169,7 @@ def test_every_fault_leaves_the_old_or_the_new_one(
         faults.left = n
         outcome = attempt(faults, target)
         faults.left = 10**9
-        services.of_process(temporary._Needed).clear()  # the process that crashed needs nothing
+        services.of_process(temporary._FoldersInUse).clear()  # the process that crashed needs nothing
         recover(target)
         assert content(target) in ("old", "new"), f"call {n}"
         assert outcome == "failed" or content(target) == "new", f"call {n}"
@@ -193,7 +193,7 @@ def test_every_fault_leaves_the_old_or_the_new_one_in_a_folder_that_must_stay(
         faults.left = n
         outcome = attempt(faults, target)
         faults.left = 10**9
-        services.of_process(temporary._Needed).clear()  # the process that crashed needs nothing
+        services.of_process(temporary._FoldersInUse).clear()  # the process that crashed needs nothing
         recover(target)
         assert content(target) in ("old", "new"), f"call {n}"
         assert outcome == "failed" or content(target) == "new", f"call {n}"
@@ -222,7 +222,7 @@ def test_long_names_can_be_saved_to_again_and_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, letter: str, inside: bool
 ) -> None:
     name = letter * (240 // len(letter.encode()))
-    monkeypatch.setattr(folder, "_holds_mount", lambda path: inside)
+    monkeypatch.setattr(folder, "_has_mount_point", lambda path: inside)
     for text in ("first", "second", "third"):
         save(tmp_path / name, text)
     assert content(tmp_path / name) == "third"
@@ -233,7 +233,7 @@ def test_a_checkpoint_with_a_long_name_is_recovered_after_a_crash(tmp_path: Path
     target = tmp_path / ("x" * 240)
     save(target, "old")
     os.rename(target, temporary.claim(target.name, tmp_path, temporary.OLD))
-    services.of_process(temporary._Needed).clear()
+    services.of_process(temporary._FoldersInUse).clear()
     folder.recover_all(tmp_path)  # the name is not known here
     assert not target.exists()
     recover(target)
@@ -276,7 +276,7 @@ def test_folders_left_aside_by_a_swap_are_removed_and_not_restored(
     with pytest.raises(Crash):
         save(target, "new")
     monkeypatch.undo()
-    services.of_process(temporary._Needed).clear()
+    services.of_process(temporary._FoldersInUse).clear()
     assert len(os.listdir(tmp_path)) == 2
     recover(target)
     assert content(target) == "new"
@@ -321,7 +321,7 @@ def test_recent_folders_of_another_machine_stay(tmp_path: Path) -> None:
     aside.mkdir()
     recover(target)
     assert aside.exists()
-    long_ago = time.time() - temporary.SECONDS_TO_KEEP_FROM_OTHER_MACHINES - 1
+    long_ago = time.time() - temporary.SECONDS_TO_KEEP_OF_OTHER_NODES - 1
     os.utime(aside, (long_ago, long_ago))
     recover(target)
     assert os.listdir(tmp_path) == ["checkpoint"]
@@ -486,7 +486,7 @@ def test_a_second_writer_to_a_mount_point_raises_an_error_that_names_the_first(
     target = tmp_path / "checkpoint"
     save(target, "old")
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "_holds_mount", lambda path: True)
+        patch.setattr(folder, "_has_mount_point", lambda path: True)
         with another_process(target) as pid:
             patch.undo()  # to this process it is no mount
             with pytest.raises(CheckpointError, match=f"process {pid} on "):
@@ -552,7 +552,7 @@ def outside(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folder, "_holds_mount", lambda path: True)
+    monkeypatch.setattr(folder, "_has_mount_point", lambda path: True)
 
 
 @pytest.mark.usefixtures("in_place")

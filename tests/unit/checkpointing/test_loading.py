@@ -14,11 +14,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.checkpointing import (
-    Candidate,
+    CheckpointSource,
     FileRecord,
     Load,
     Manifest,
-    Progress,
+    RunProgress,
     divide_files,
     loading,
     manifest,
@@ -42,7 +42,7 @@ def make(folder: Path, world_size: int = 1, **names: str) -> Path:
     return folder
 
 
-def agree(source: Candidate, failure: str = "") -> str:
+def agree(source: CheckpointSource, failure: str = "") -> str:
     try:
         source.agree(failure)
     except CheckpointError as error:
@@ -51,18 +51,18 @@ def agree(source: Candidate, failure: str = "") -> str:
 
 
 def test_a_complete_checkpoint_is_readable_and_has_no_faults(tmp_path: Path) -> None:
-    source = Candidate(make(tmp_path / "one", a="1", b="2"), Consensus(), ALONE)
+    source = CheckpointSource(make(tmp_path / "one", a="1", b="2"), Consensus(), ALONE)
     assert source.is_readable
     assert agree(source) == ""
     assert not source.resized
-    assert Candidate(make(tmp_path / "two", 3), Consensus(), ALONE).resized
+    assert CheckpointSource(make(tmp_path / "two", 3), Consensus(), ALONE).resized
 
 
 def test_all_faults_are_reported_once(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1", b="2", c="3")
     (folder / "a").unlink()
     (folder / "b").write_text("x")
-    said = agree(Candidate(folder, Consensus(), ALONE), "mine")
+    said = agree(CheckpointSource(folder, Consensus(), ALONE), "mine")
     assert said.count("a is missing") == 1
     assert "b does not fit its checksum" in said
     assert said.endswith("mine")
@@ -72,14 +72,14 @@ def test_a_file_that_cannot_be_read_is_a_fault_and_no_crash(tmp_path: Path) -> N
     folder = make(tmp_path / "one", a="1")
     (folder / "a").unlink()
     (folder / "a").symlink_to("a")
-    assert "a " in agree(Candidate(folder, Consensus(), ALONE))
+    assert "a " in agree(CheckpointSource(folder, Consensus(), ALONE))
 
 
 @pytest.mark.parametrize("damage", ["", "[" * 5000, "[1]", '{"seal": 1}', "{}", "\xff"])
 def test_a_damaged_manifest_is_a_fault(tmp_path: Path, damage: str) -> None:
     folder = make(tmp_path / "one", a="1")
     (folder / manifest.NAME).write_bytes(damage.encode("latin-1"))
-    source = Candidate(folder, Consensus(), ALONE)
+    source = CheckpointSource(folder, Consensus(), ALONE)
     assert not source.is_readable
     assert "manifest.json" in agree(source)
 
@@ -90,14 +90,14 @@ def test_a_manifest_with_unknown_fields_is_a_fault(tmp_path: Path) -> None:
     del content["seal"]
     content["surprise"] = 1
     (folder / manifest.NAME).write_text(json.dumps({**content, "seal": manifest._seal_of(content)}))
-    assert "'surprise'" in agree(Candidate(folder, Consensus(), ALONE))
+    assert "'surprise'" in agree(CheckpointSource(folder, Consensus(), ALONE))
 
 
 def test_a_folder_of_checkpoints_is_refused_as_a_checkpoint(tmp_path: Path) -> None:
     make(tmp_path / "checkpoint_4")
-    assert "pass" in agree(Candidate(tmp_path, Consensus(), ALONE))
-    assert "checkpoint_4" in agree(Candidate(tmp_path, Consensus(), ALONE))
-    assert agree(Candidate(tmp_path / "nothing", Consensus(), ALONE)) == loading.NO_FOLDER
+    assert "pass" in agree(CheckpointSource(tmp_path, Consensus(), ALONE))
+    assert "checkpoint_4" in agree(CheckpointSource(tmp_path, Consensus(), ALONE))
+    assert agree(CheckpointSource(tmp_path / "nothing", Consensus(), ALONE)) == loading.NO_FOLDER
 
 
 def test_candidates_are_ordered_from_the_newest_and_incomplete_ones_are_not_readable(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_another_number_of_processes_is_announced(
     tmp_path: Path, policy: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     Accelerator(cpu=True)
-    source = Candidate(make(tmp_path / "one", 3), Consensus(), ALONE)
+    source = CheckpointSource(make(tmp_path / "one", 3), Consensus(), ALONE)
     loading.announce(source, 1, policy)
     assert "was saved by 3 processes, and this run has 1" in caplog.text
     assert text in caplog.text
@@ -160,7 +160,7 @@ def test_another_number_of_processes_is_announced(
 @pytest.mark.usefixtures("states")
 def test_a_folder_without_a_manifest_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Accelerator(cpu=True)
-    loading.announce(Candidate(tmp_path, Consensus(), ALONE), 1, "strict")
+    loading.announce(CheckpointSource(tmp_path, Consensus(), ALONE), 1, "strict")
     assert "without being verified" in caplog.text
 
 
@@ -199,7 +199,7 @@ def test_without_a_checkpoint_the_error_gives_the_reason(
 
 
 def read_all(
-    opened: Iterator[Candidate], act: Callable[[int, Candidate], None]
+    opened: Iterator[CheckpointSource], act: Callable[[int, CheckpointSource], None]
 ) -> tuple[list[str], list[str]]:
     """Read checkpoints as `load_state` does; what was read, and the result of each attempt.
 
@@ -233,10 +233,10 @@ def replace(folder: Path, **names: str) -> None:
 def test_a_checkpoint_replaced_while_it_is_read_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inside: bool
 ) -> None:
-    monkeypatch.setattr(loading.folder, "_holds_mount", lambda path: inside)
+    monkeypatch.setattr(loading.folder, "_has_mount_point", lambda path: inside)
     folder = make(tmp_path / "one", a="1", b="1")
 
-    def act(number: int, source: Candidate) -> None:
+    def act(number: int, source: CheckpointSource) -> None:
         if number == 0:
             replace(folder, a="2", b="2")
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_of_other_software_is_read_again_when_a_save_replaces_it(tm
     folder.mkdir()
     (folder / "model.safetensors").write_text("old")
 
-    def act(number: int, source: Candidate) -> None:
+    def act(number: int, source: CheckpointSource) -> None:
         if number == 0:
             replace(folder, a="new")
 
@@ -270,7 +270,7 @@ def test_a_checkpoint_of_other_software_is_read_again_when_a_save_replaces_it(tm
 def test_a_checkpoint_deleted_while_it_is_read_is_replaced_by_a_newer_one(tmp_path: Path) -> None:
     make(tmp_path / "checkpoint_1", a="1")
 
-    def act(number: int, source: Candidate) -> None:
+    def act(number: int, source: CheckpointSource) -> None:
         if number == 0:
             replace(tmp_path / "checkpoint_2", a="2")
             remove(tmp_path / "checkpoint_1")
@@ -318,20 +318,22 @@ def test_ranks_that_find_different_saves_read_again_and_then_name_each_other(tmp
     assert found == []
     assert len(said) == loading.ATTEMPTS
     assert "process 1 finds another save under this name than process 0" in said[-1]
-    (again,) = [agree(Candidate(folder, Pair({"path": "other", "save": "x"}), ALONE))]
+    (again,) = [agree(CheckpointSource(folder, Pair({"path": "other", "save": "x"}), ALONE))]
     assert again == ""  # copies on two machines
 
 
 def test_a_checkpoint_that_one_rank_sees_replaced_is_read_again_on_all(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1")
-    source = Candidate(folder, Pair({"replaced": True, "problems": ["a is missing"]}), ALONE, is_last=False)
+    source = CheckpointSource(
+        folder, Pair({"replaced": True, "problems": ["a is missing"]}), ALONE, is_last=False
+    )
     assert agree(source).startswith(loading.REPLACED)
     assert source.was_replaced
 
 
 def test_a_save_after_everything_was_read_does_no_harm(tmp_path: Path) -> None:
     folder = make(tmp_path / "one", a="1")
-    source = Candidate(folder, Consensus(), ALONE)
+    source = CheckpointSource(folder, Consensus(), ALONE)
     assert agree(source) == ""
     replace(folder, a="2")
     source.agree(was_read=False)
@@ -345,8 +347,8 @@ def source(step: Any = 3, run: Any = None) -> Any:
 
 def test_progress_is_read_from_the_manifest(tmp_path: Path) -> None:
     run = {"sync_gradients": False, "num_steps": 2, "updates": [4, 5], "gradient_order": [[1, 0], []]}
-    assert read_progress(source(3, run), Load(tmp_path)) == Progress(3, False, [4, 5], [[1, 0], []])
-    assert read_progress(source(), Load(tmp_path)) == Progress(3, True)
+    assert read_progress(source(3, run), Load(tmp_path)) == RunProgress(3, False, [4, 5], [[1, 0], []])
+    assert read_progress(source(), Load(tmp_path)) == RunProgress(3, True)
 
 
 @pytest.mark.parametrize(("content", "step"), [({"step": 4}, 4), ({"step": "4"}, None), ([1], None)])
@@ -355,5 +357,5 @@ def test_the_step_is_read_from_checkpoints_of_other_software(
 ) -> None:
     torch.save(content, tmp_path / "random_states_0.pkl")
     other: Any = SimpleNamespace(manifest=None)
-    assert read_progress(other, Load(tmp_path)) == Progress(step)
-    assert read_progress(other, Load(tmp_path / "none")) == Progress()
+    assert read_progress(other, Load(tmp_path)) == RunProgress(step)
+    assert read_progress(other, Load(tmp_path / "none")) == RunProgress()

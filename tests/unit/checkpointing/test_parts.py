@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections import Counter
 from pathlib import Path
@@ -24,7 +25,8 @@ from accelerate.checkpointing import (
     StatePart,
     capture_generators,
     custom_part,
-    nothing,
+    no_change,
+    optimizer_parts,
     state_parts,
 )
 
@@ -56,7 +58,7 @@ def test_a_custom_state_is_saved_and_loaded(tmp_path: Path) -> None:
     holder = Holder()
     change = custom_part(2, holder).read(Load(tmp_path))
     assert holder.state is None  # reading changes nothing
-    change()
+    change.apply()
     assert holder.state == [1, Counter("aab")]
 
 
@@ -65,7 +67,7 @@ def test_a_state_that_does_not_fit_is_named_with_its_file(tmp_path: Path, state:
     write(custom_part(0, Holder(state)), tmp_path)
     change = custom_part(0, Holder()).read(Load(tmp_path))
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl does not fit this Holder"):
-        change()
+        change.apply()
 
 
 @pytest.mark.usefixtures("states")
@@ -81,30 +83,113 @@ def test_a_state_that_needs_weights_only_false_gives_a_warning_when_saved(
 
 
 def test_names_count_from_the_first_one_without_a_number() -> None:
-    parts = state_parts([Holder()] * 2, [Holder()] * 2, Holder(), [Holder()] * 2)
+    parts = [*optimizer_parts([Holder()] * 2), *state_parts([Holder()] * 2, Holder(), [Holder()] * 2)]
     assert [part.name for part in parts] == [
         "optimizer.bin",
         "optimizer_1.bin",
+        "custom_checkpoint_0.pkl",
+        "custom_checkpoint_1.pkl",
         "scheduler.bin",
         "scheduler_1.bin",
         "scaler.pt",
-        "custom_checkpoint_0.pkl",
-        "custom_checkpoint_1.pkl",
     ]
-    assert [part.is_optimizer for part in parts] == [True, True, False, False, False, False, False]
+
+
+PARAMETER = nn.Parameter(torch.ones(2, 2))
+
+
+def adam(**options: Any) -> torch.optim.Optimizer:
+    """Returns an optimizer that has taken a step."""
+    optimizer = torch.optim.Adam([PARAMETER, nn.Parameter(torch.ones(3))], **options)
+    PARAMETER.grad = torch.ones(2, 2)
+    optimizer.step()
+    return optimizer
+
+
+def changed(**changes: Any) -> Any:
+    state = adam().state_dict()
+    return {**state, "state": {0: {**state["state"][0], **changes}}}
+
+
+def in_groups(*groups: Any) -> Any:
+    return {"state": {}, "param_groups": list(groups)}
+
+
+GROUP = adam().state_dict()["param_groups"][0]
+UNFIT = {
+    "another shape": (
+        changed(exp_avg=torch.ones(2, 3)),
+        r"exp_avg with the shape \(2, 3\) instead of \(2, 2\)",
+    ),
+    "text in place of a tensor": (changed(exp_avg="text"), "a str as exp_avg"),
+    "a list": ({**changed(), "state": {0: [1]}}, "a list instead of a dictionary|list"),
+    "no step": ({**changed(), "state": {0: {"exp_avg": torch.ones(2, 2)}}}, "step"),
+    "an unknown parameter": ({**changed(), "state": {9: {}}}, "parameters that it does not step: 9"),
+    "two groups": (in_groups(GROUP, GROUP), "different number of parameter groups"),
+    "fewer parameters": (in_groups({**GROUP, "params": [0]}), "match the size"),
+    "the groups of SGD": (
+        in_groups({key: value for key, value in GROUP.items() if key != "betas"}),
+        "lacks betas",
+    ),
+    "no groups": ({"state": {}}, "no state of an optimizer"),
+    "a number": (3, "no state of an optimizer"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_state_that_an_optimizer_cannot_load_is_refused_before_it_is_changed(
+    tmp_path: Path, name: str
+) -> None:
+    optimizer, (state, text) = adam(), UNFIT[name]
+    torch.save(state, tmp_path / "optimizer.bin")
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(CheckpointError, match=rf"(?s)optimizer\.bin does not fit this Adam: .*({text})"):
+        optimizer_parts([optimizer])[0].read(Load(tmp_path))
+    after = optimizer.state_dict()
+    assert before["param_groups"] == after["param_groups"]
+    assert torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
+
+
+@pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"capturable": False, "foreach": True}])
+def test_a_new_optimizer_loads_the_state_of_one_with_other_options(tmp_path: Path, options: Any) -> None:
+    saved, optimizer = adam(**options), adam()
+    write(optimizer_parts([saved])[0], tmp_path)
+    optimizer_parts([optimizer])[0].read(Load(tmp_path)).apply()
+    assert optimizer.state_dict()["param_groups"] == saved.state_dict()["param_groups"]
+
+
+def test_hooks_of_an_optimizer_are_called_once(tmp_path: Path) -> None:
+    optimizer, calls = adam(), []
+    write(optimizer_parts([optimizer])[0], tmp_path)
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append(1))
+    optimizer_parts([optimizer])[0].read(Load(tmp_path)).apply()
+    assert calls == [1]
+
+
+def test_incomplete_states_of_a_scaler_and_a_scheduler_are_refused(tmp_path: Path) -> None:
+    scheduler = torch.optim.lr_scheduler.StepLR(adam(), 1)
+    parts = state_parts([scheduler], torch.amp.GradScaler("cpu"))
+    torch.save([1], tmp_path / "scheduler.bin")
+    torch.save({"scale": 2.0}, tmp_path / "scaler.pt")
+    with pytest.raises(CheckpointError, match=r"scheduler\.bin does not fit this StepLR: it is a list"):
+        parts[0].read(Load(tmp_path))
+    with pytest.raises(
+        CheckpointError, match=r"scaler\.pt does not fit this GradScaler: it lacks growth_fact"
+    ):
+        parts[1].read(Load(tmp_path))
 
 
 @pytest.mark.parametrize(("safe", "name"), [(True, "model_1.safetensors"), (False, "pytorch_model_1.bin")])
 def test_a_model_is_loaded_from_either_format(tmp_path: Path, safe: bool, name: str) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     assert write(ModelPart(1, model.state_dict(), safe=safe), tmp_path) == [name]
-    ModelPart(1, model=other).read(Load(tmp_path))()
+    ModelPart(1, model=other).read(Load(tmp_path)).apply()
     assert torch.equal(model.weight, other.weight)
 
 
 def test_a_model_part_without_a_state_or_model_does_nothing(tmp_path: Path) -> None:
     assert ModelPart(0).collect() == []
-    assert ModelPart(0).read(Load(tmp_path)) is nothing
+    assert ModelPart(0).read(Load(tmp_path)) is no_change
 
 
 @pytest.mark.parametrize(
@@ -130,13 +215,13 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, state: Any, safe: boo
     else:
         torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=text):
-        ModelPart(0, model=nn.Linear(3, 2)).read(Load(tmp_path))()
+        ModelPart(0, model=nn.Linear(3, 2)).read(Load(tmp_path)).apply()
 
 
 def test_strict_false_loads_what_fits(tmp_path: Path) -> None:
     write(ModelPart(0, {"weight": torch.ones(2, 3), "more": torch.ones(1)}), tmp_path)
     model = nn.Linear(3, 2)
-    ModelPart(0, model=model).read(Load(tmp_path, model={"strict": False}))()
+    ModelPart(0, model=model).read(Load(tmp_path, model={"strict": False})).apply()
     assert bool((model.weight == 1).all())
 
 
@@ -144,11 +229,11 @@ def test_generators_are_restored_and_invalid_states_are_refused(tmp_path: Path) 
     assert write(GeneratorsPart(3, step=7), tmp_path) == ["random_states_3.pkl"]
     drawn = torch.rand(2)
     assert Load(tmp_path).read("random_states_3.pkl")["step"] == 7
-    GeneratorsPart(3).read(Load(tmp_path))()
+    GeneratorsPart(3).read(Load(tmp_path)).apply()
     assert torch.equal(torch.rand(2), drawn)
     torch.save({**capture_generators(), "torch_manual_seed": "x"}, tmp_path / "random_states_3.pkl")
     with pytest.raises(CheckpointError, match=r"random_states_3\.pkl does not fit this process"):
-        GeneratorsPart(3).read(Load(tmp_path))()
+        GeneratorsPart(3).read(Load(tmp_path)).apply()
 
 
 @pytest.mark.usefixtures("states")
@@ -157,19 +242,19 @@ def test_a_position_that_is_none_is_named_with_its_file(tmp_path: Path, content:
     loader = Accelerator(cpu=True).prepare(DataLoader(range(4)))
     torch.save(content, tmp_path / "sampler.bin")
     with pytest.raises(CheckpointError, match=r"no position of a loader|sampler\.bin does not fit this Data"):
-        LoaderPart(0, loader).read(Load(tmp_path, names={"sampler.bin"}))()
+        LoaderPart(0, loader).read(Load(tmp_path, names={"sampler.bin"})).apply()
 
 
 def test_loaders_without_a_position_have_no_file(tmp_path: Path) -> None:
     plain = DataLoader(range(4))
     assert LoaderPart(0, plain).collect() == []
-    assert LoaderPart(0, plain).read(Load(tmp_path)) is nothing
+    assert LoaderPart(0, plain).read(Load(tmp_path)) is no_change
 
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_one_process_writes_shared_states(leads: bool) -> None:
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-    parts = [*state_parts([optimizer], [], None), ModelPart(0, {"a": torch.ones(1)}), GeneratorsPart(1)]
+    parts = [*optimizer_parts([optimizer]), ModelPart(0, {"a": torch.ones(1)}), GeneratorsPart(1)]
     names = [payload.name for part in parts for payload in part.collect(leads)]
     assert names == [*(["optimizer.bin", "model.safetensors"] if leads else []), "random_states_1.pkl"]
 

@@ -81,7 +81,7 @@ def test_a_checkpoint_replaced_during_verification_is_verified_again(
         return ["a is missing"]
 
     monkeypatch.setattr(manifest, "problems", look)
-    read, fault = retention.look_at(tmp_path / "checkpoint_1", deep=True)
+    read, fault = retention.inspect(tmp_path / "checkpoint_1", deep=True)
     assert fault == ""
     assert read is not None
     assert read.world_size == 2
@@ -238,4 +238,4 @@ def test_a_changed_byte_is_a_fault_where_checksums_are_compared(tmp_path: Path) 
     (path / "optimizer.bin").write_text("stale")
     (shallow,) = retention.survey(tmp_path)
     assert shallow.fault == ""
-    assert "optimizer.bin" in retention.look_at(path, deep=True)[1]
+    assert "optimizer.bin" in retention.inspect(path, deep=True)[1]

@@ -1,4 +1,4 @@
-"""Writing: what appears when, and what is said of what did not work."""
+"""A checkpoint appears when all files are written; errors leave what was there."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     Payload,
     Request,
-    abandon,
+    Saver,
     loaded_lines,
     manifest,
-    open_site,
     retention,
     saved_lines,
     saving,
@@ -32,24 +31,33 @@ def put(content: Any, path: Path) -> None:
 
 
 def request(target: Path, **choices: Any) -> Request:
-    return Request(target, patience=1.0, **choices)
+    return Request(target, timeout=1.0, **choices)
 
 
 def save(target: Path, text: str = "x", **choices: Any) -> Path:
-    site = open_site(request(target, **choices), Consensus())
-    return saving.write(site, [Payload("a.bin", text, put), Payload("deep/b.bin", text, put)])
+    saver = begin(request(target, **choices))
+    saver.write([Payload("a.bin", text, put), Payload("deep/b.bin", text, put)])
+    return saver.commit()
+
+
+def begin(request: Request) -> Saver:
+    saver = Saver(Consensus())
+    saver.begin(request)
+    return saver
 
 
 def test_a_checkpoint_exists_after_all_files_are_written(tmp_path: Path) -> None:
     target = tmp_path / "new" / "one"
-    site = open_site(request(target, step=3, epoch=2, iteration=5, run={"num_steps": 4}), Consensus())
+    saver = begin(request(target, step=3, epoch=2, iteration=5, run={"num_steps": 4}))
     assert not target.exists()
-    (site.folder / "hook.txt").write_text("by a hook")
-    assert saving.write(site, [Payload("a.bin", "x", put)]) == target
+    (saver.staging.folder / "hook.txt").write_text("by a hook")
+    saver.write([Payload("a.bin", "x", put)])
+    assert not target.exists()
+    assert saver.commit() == target
     read = manifest.read(target)
     assert sorted(read.files) == ["a.bin", "hook.txt"]
     assert (read.step, read.epoch, read.iteration, read.world_size) == (3, 2, 5, 1)
-    assert read.run == {"num_steps": 4, manifest.SAVE: site.save}
+    assert read.run == {"num_steps": 4, manifest.SAVE: saver.staging.save_id}
     assert manifest.problems(target, read, deep=True) == []
     assert os.listdir(target.parent) == ["one"]
 
@@ -74,40 +82,65 @@ def test_a_file_that_cannot_be_written_leaves_what_there_was(
     tmp_path: Path, error: Exception, text: str
 ) -> None:
     target = save(tmp_path / "one", "old")
-    site = open_site(request(target), Consensus())
+    saver = begin(request(target))
+    saver.write([Payload("a.bin", "new", put), Payload("b.bin", "new", fail(error))])
     with pytest.raises(CheckpointError, match=rf"process 0: .*{text}. Fix the cause"):
-        saving.write(site, [Payload("a.bin", "new", put), Payload("b.bin", "new", fail(error))])
+        saver.commit()
     assert (target / "a.bin").read_text() == "old"
     assert os.listdir(tmp_path) == ["one"]
 
 
-def test_an_abandoned_save_leaves_no_files(tmp_path: Path) -> None:
-    site = open_site(request(tmp_path / "one"), Consensus())
-    abandon(site, KeyError("hook"))
+def test_an_aborted_save_leaves_no_files(tmp_path: Path) -> None:
+    begin(request(tmp_path / "one")).abort(KeyError("hook"))
     assert os.listdir(tmp_path) == []
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"file cannot be written: .*it is a file.*Choose a folder"):
-        open_site(request(tmp_path / "file"), Consensus())
+        begin(request(tmp_path / "file"))
     with pytest.raises(CheckpointError, match="cannot be written"):
-        open_site(request(Path("/proc/nothing/one")), Consensus())
+        begin(request(Path("/proc/nothing/one")))
+
+
+class WatchedConsensus(Consensus):
+    """Verifies that the files do not change while the ranks decide."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.decisions = 0
+
+    def decide(self, operation: str, value: Any, reduce_fn: Any, timeout: float) -> Any:
+        before = sorted(self.folder.rglob("*"))
+        decision = super().decide(operation, value, reduce_fn, timeout)
+        assert sorted(self.folder.rglob("*")) == before
+        self.decisions += 1
+        return decision
+
+
+def test_the_consensus_decides_and_does_not_access_the_disk(tmp_path: Path) -> None:
+    consensus = WatchedConsensus(tmp_path)
+    saver = Saver(consensus)
+    saver.begin(request(tmp_path / "one"))
+    saver.write([Payload("a.bin", "x", put)])
+    saver.commit()
+    assert consensus.decisions == 4
+    assert os.listdir(tmp_path) == ["one"]
 
 
 class FailingConsensus(Consensus):
-    """Fails after the folder was made, as when another rank does not come."""
+    """Fails after the folder was created, as if another rank did not arrive."""
 
-    def compute_once(self, name: str, make: Any, timeout: float) -> Any:
+    def decide(self, operation: str, value: Any, reduce_fn: Any, timeout: float) -> Any:
         raise CheckpointError("not together")
 
 
 def test_a_folder_that_ranks_do_not_agree_on_is_removed(tmp_path: Path) -> None:
-    before = set(services.of_process(temporary._Needed))
+    before = set(services.of_process(temporary._FoldersInUse))
     with pytest.raises(CheckpointError, match="not together"):
-        open_site(request(tmp_path / "one"), FailingConsensus())
+        Saver(FailingConsensus()).begin(request(tmp_path / "one"))
     assert os.listdir(tmp_path) == []
-    assert services.of_process(temporary._Needed) == before
+    assert services.of_process(temporary._FoldersInUse) == before
 
 
 @pytest.mark.usefixtures("states")
@@ -194,6 +227,7 @@ def test_a_sparse_tensor_is_saved_with_a_progress_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saving, "is_shown", lambda: True)
-    site = open_site(request(tmp_path / "one"), Consensus())
-    saving.write(site, [Payload("a.bin", {"a": torch.eye(2).to_sparse()})])
+    saver = begin(request(tmp_path / "one"))
+    saver.write([Payload("a.bin", {"a": torch.eye(2).to_sparse()})])
+    saver.commit()
     assert torch.equal(torch.load(tmp_path / "one" / "a.bin")["a"].to_dense(), torch.eye(2))

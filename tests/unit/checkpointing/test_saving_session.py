@@ -1,4 +1,4 @@
-"""What the saves and loads of one run share."""
+"""Saves in the background, and the memory that they use."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from accelerate import Accelerator, PartialState
 from accelerate.base import CheckpointError, environ
-from accelerate.checkpointing import Background, Payload, StagingArea
+from accelerate.checkpointing import BackgroundSave, Payload, StagingMemory
 from accelerate.utils import ProjectConfiguration
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("states")
 @pytest.mark.parametrize(("value", "seconds"), [(None, 60.0), ("7", 7.0), ("0", 1800.0)])
 def test_the_timeout_of_consensus_is_the_hang_timeout(value: str | None, seconds: float) -> None:
     with environ.patch_environment(**({} if value is None else {"accelerate_hang_timeout": value})):
-        assert Accelerator(cpu=True)._runtime.checkpoints.patience == seconds
+        assert Accelerator(cpu=True)._runtime.checkpoints.timeout == seconds
 
 
 def test_taken_numbers_are_skipped(tmp_path: object) -> None:
@@ -53,7 +53,7 @@ def test_a_background_failure_is_raised_once(tmp_path: object, monkeypatch: pyte
 
 
 def test_a_background_job_does_not_block_the_caller() -> None:
-    background, go, done = Background(), threading.Event(), []
+    background, go, done = BackgroundSave(), threading.Event(), []
     background.wait()
     background.start(lambda: done.append(go.wait(5)))
     assert done == []
@@ -63,7 +63,7 @@ def test_a_background_job_does_not_block_the_caller() -> None:
 
 
 def test_the_next_job_waits_for_the_one_before() -> None:
-    background, go, order = Background(), threading.Event(), []
+    background, go, order = BackgroundSave(), threading.Event(), []
     background.start(lambda: (go.wait(5), order.append("first")))
     threading.Timer(0.05, go.set).start()
     background.start(lambda: order.append("second"))
@@ -74,7 +74,7 @@ def test_the_next_job_waits_for_the_one_before() -> None:
 @pytest.mark.usefixtures("states")
 def test_an_error_is_raised_once(caplog: pytest.LogCaptureFixture) -> None:
     PartialState(cpu=True)
-    background = Background()
+    background = BackgroundSave()
 
     def fail() -> None:
         raise OSError(28, "No space left on device")
@@ -93,7 +93,7 @@ def test_an_error_is_raised_once(caplog: pytest.LogCaptureFixture) -> None:
 def test_staged_copies_do_not_change_with_the_originals() -> None:
     weight = torch.ones(3)
     state = {"weight": weight, "same": weight, "groups": [{"lr": 0.1, "betas": (0.9, 0.99)}], "step": 3}
-    (staged,) = StagingArea().stage([Payload("x", state)])
+    (staged,) = StagingMemory().stage([Payload("x", state)])
     weight.zero_()
     state["groups"][0]["lr"] = 9.0  # type: ignore[index]
     assert staged.content["weight"].tolist() == [1.0, 1.0, 1.0]
@@ -102,7 +102,7 @@ def test_staged_copies_do_not_change_with_the_originals() -> None:
 
 
 def test_memory_is_used_again() -> None:
-    area = StagingArea()
+    area = StagingMemory()
     first = area.stage([Payload("x", {"weight": torch.ones(3)})])[0].content["weight"]
     again = area.stage([Payload("x", {"weight": torch.zeros(3)})])[0].content["weight"]
     other = area.stage([Payload("x", {"weight": torch.zeros(5)})])[0].content["weight"]
@@ -112,7 +112,7 @@ def test_memory_is_used_again() -> None:
 
 def test_strided_and_sparse_tensors() -> None:
     tensors = {"t": torch.arange(6.0).view(2, 3).t(), "s": torch.eye(2).to_sparse()}
-    (staged,) = StagingArea().stage([Payload("x", tensors)])
+    (staged,) = StagingMemory().stage([Payload("x", tensors)])
     assert torch.equal(staged.content["t"], tensors["t"])
     assert torch.equal(staged.content["s"].to_dense(), torch.eye(2))
 
@@ -126,7 +126,7 @@ class Notes:
 
 def test_mappings_keep_their_kind_and_other_objects_are_copied() -> None:
     state = {"count": Counter("aab"), "order": OrderedDict(b=1, a=2), "notes": Notes(["first"])}
-    (staged,) = StagingArea().stage([Payload("x", state)])
+    (staged,) = StagingMemory().stage([Payload("x", state)])
     state["notes"].lines.append("second")  # type: ignore[attr-defined]
     assert type(staged.content["count"]) is Counter
     assert staged.content["count"] == {"a": 2, "b": 1}
@@ -136,7 +136,7 @@ def test_mappings_keep_their_kind_and_other_objects_are_copied() -> None:
 
 
 def test_tensors_of_one_shape_have_memory_of_their_own_in_each_save() -> None:
-    area = StagingArea()
+    area = StagingMemory()
     for offset in (0.0, 10.0):
         state = {"a": torch.tensor([offset + 1]), "b": torch.tensor([offset + 2])}
         staged = area.stage([Payload("x", state), Payload("y", state["a"] + 2)])

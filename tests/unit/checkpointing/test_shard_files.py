@@ -12,7 +12,14 @@ from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import LocalShards, Shard, shard_files, shard_index, spread, whole
+from accelerate.checkpointing import (
+    LocalShards,
+    Shard,
+    shard_files,
+    shard_index,
+    single_shard,
+    to_local_shards,
+)
 
 WEIGHT = ("model", "weight")
 NAME = ("model", "name")
@@ -52,8 +59,10 @@ def folder(tmp_path: Path, tensor: Tensor) -> Path:
 def test_any_number_of_ranks_reads_its_shards(folder: Path, tensor: Tensor, ranks: int) -> None:
     found = shard_index.read(folder, "model")
     for rank in range(ranks):
-        target = part(tensor, rank, ranks).emptied()
-        values = shard_files.read(found, {WEIGHT: target, NAME: None, STEP: whole(torch.empty(()))}, {})
+        target = part(tensor, rank, ranks).allocate()
+        values = shard_files.read(
+            found, {WEIGHT: target, NAME: None, STEP: single_shard(torch.empty(()))}, {}
+        )
         assert torch.equal(values[WEIGHT].shards[0].tensor, tensor.chunk(ranks)[rank])
         assert values[NAME] == "a"
         assert values[STEP].shards[0].tensor == 3.0
@@ -88,21 +97,21 @@ def test_tied_tensors_are_stored_once(tmp_path: Path) -> None:
     save(tmp_path / "tied", torch.zeros(3, 3), 1, {("model", n): tied for n in "ab"})
     assert (tmp_path / "tied" / "__0_0.distcp").stat().st_size - small < 1.1 * 4 * 100_000
     found = shard_index.read(tmp_path / "tied", "model")
-    targets = {("model", name): spread(torch.empty(1000, 100), 0, 0) for name in "ab"}
+    targets = {("model", name): to_local_shards(torch.empty(1000, 100), 0, 0) for name in "ab"}
     values = shard_files.read(found, targets, {})  # type: ignore[arg-type]
     assert all(torch.equal(value.shards[0].tensor, tied) for value in values.values())
 
 
 def read_all(folder: Path, tensor: Tensor) -> None:
-    shard_files.read(shard_index.read(folder, "model"), {WEIGHT: whole(torch.empty_like(tensor))}, {})
+    shard_files.read(shard_index.read(folder, "model"), {WEIGHT: single_shard(torch.empty_like(tensor))}, {})
 
 
 def test_a_missing_shard_is_named(folder: Path, tensor: Tensor) -> None:
     (folder / "__1_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"^shards/__1_0\.distcp is missing$"):
         read_all(folder, tensor)
-    first = part(tensor, 0, 3).emptied()
-    shard_files.read(shard_index.read(folder, "model"), {STEP: whole(torch.empty(()))}, {})
+    first = part(tensor, 0, 3).allocate()
+    shard_files.read(shard_index.read(folder, "model"), {STEP: single_shard(torch.empty(()))}, {})
     assert first.shards[0].tensor.shape == (4, 3)
 
 

@@ -16,16 +16,16 @@ from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     MODEL,
     OPTIMIZER,
-    ByOrder,
-    EitherPart,
     Load,
     ModuleShards,
     OptimizerShards,
-    ShardOwner,
+    ShardedState,
+    ShardsOrFilePart,
     by_name,
     folder_of,
     group_paths,
-    nothing,
+    in_order,
+    no_change,
     read_shards,
     shard_files,
     shard_index,
@@ -50,7 +50,7 @@ class Tied(nn.Module):
         self.note = state["note"]
 
 
-def save(folder: Path, owner: ShardOwner, index: int = 0) -> Load:
+def save(folder: Path, owner: ShardedState, index: int = 0) -> Load:
     name = folder_of(owner.root, index)
     payload = shard_files.payload(name, 0, owner.state())
     path = folder / payload.name
@@ -73,7 +73,7 @@ def test_a_sharded_model_is_loaded_with_buffers_and_extra_state(tmp_path: Path) 
     apply = read_shards("pytorch_model_fsdp_0", ModuleShards(other), options)
     assert other.note == "new"
     assert other.first.weight.sum() == 0  # nothing is changed yet
-    apply()
+    apply.apply()
     assert (other.note, int(other.count)) == ("old", 5)  # type: ignore[arg-type]
     assert other.last.weight is other.first.weight
     assert torch.equal(other.last.weight, model.last.weight)
@@ -96,7 +96,7 @@ def test_an_extra_state_that_is_a_tensor_is_loaded(tmp_path: Path) -> None:
     model, other = Scaled(2, 2), Scaled(2, 2)
     model.scale, other.scale = torch.ones(3), torch.zeros(5)
     options = save(tmp_path, ModuleShards(model))
-    read_shards("pytorch_model_fsdp_0", ModuleShards(other), options)()
+    read_shards("pytorch_model_fsdp_0", ModuleShards(other), options).apply()
     assert torch.equal(other.scale, torch.ones(3))
 
 
@@ -109,14 +109,14 @@ def test_unsharded_files_are_read_by_the_other_part(tmp_path: Path) -> None:
             return self.collected
 
         def read(self, options: Load) -> Any:
-            return nothing
+            return no_change
 
-    def fail() -> ShardOwner:
+    def fail() -> ShardedState:
         raise AssertionError
 
-    part = EitherPart("pytorch_model_fsdp_0", fail, Whole())
-    assert part.read(Load(tmp_path)) is nothing
-    assert part.collect(leads=False) is Whole.collected
+    part = ShardsOrFilePart("pytorch_model_fsdp_0", fail, Whole())
+    assert part.read(Load(tmp_path)) is no_change
+    assert part.collect(writes_common=False) is Whole.collected
 
 
 def test_missing_and_unexpected_names_raise_an_error(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_missing_and_unexpected_names_raise_an_error(tmp_path: Path) -> None:
         read_shards("pytorch_model_fsdp_0", ModuleShards(nn.Sequential(nn.Linear(3, 3))), options)
     loose = Load(tmp_path, model={"strict": False})
     wider = nn.Linear(3, 3, bias=False)
-    read_shards("pytorch_model_fsdp_0", ModuleShards(wider), loose)()
+    read_shards("pytorch_model_fsdp_0", ModuleShards(wider), loose).apply()
 
 
 def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
     report = payload.write(payload.content, tmp_path / payload.name)
     payload.finish(tmp_path / "pytorch_model_fsdp_0", [report])
     model = Tied()
-    read_shards("pytorch_model_fsdp_0", ModuleShards(model), Load(tmp_path))()
+    read_shards("pytorch_model_fsdp_0", ModuleShards(model), Load(tmp_path)).apply()
     assert model.last.weight.sum() == 36
 
 
@@ -167,7 +167,7 @@ def test_an_optimizer_is_loaded_in_any_order_of_its_parameters(tmp_path: Path) -
     options = save(tmp_path, owner_of(optimizer))
     other_model, other = stepped("bw", lr=0.1)
     owner = owner_of(other, (("bias", "alias"), ("weight",)))
-    read_shards("optimizer_0", owner, options)()
+    read_shards("optimizer_0", owner, options).apply()
     assert other.param_groups[0]["lr"] == 0.5
     for name in ("weight", "bias"):
         old = optimizer.state[getattr(model, name)]
@@ -286,19 +286,17 @@ def test_states_are_loaded_by_name_and_by_order(named: bool) -> None:
         assert list(state["state"]) == ["a.weight", "a.bias"]
         assert state["param_groups"][0]["params"] == ["a.weight", "a.bias"]
         state["state"]["tied.weight"] = state["state"].pop("a.weight")
-    owner = ByOrder(other, lambda: NAMES)
-    owner.load_state_dict(state)
+    other.load_state_dict(in_order(state, lambda: NAMES))
     assert other.param_groups[0]["lr"] == 0.1
-    old, new = optimizer.state_dict()["state"], owner.state_dict()["state"]
+    old, new = optimizer.state_dict()["state"], other.state_dict()["state"]
     assert all(torch.equal(old[index][key], new[index][key]) for index in old for key in old[index])
 
 
 def test_states_of_others_are_refused() -> None:
     optimizer = stepped_once(0.1)
-    owner = ByOrder(optimizer, lambda: [[["b"], ["c"]]])
     with pytest.raises(CheckpointError, match=r"parameters it does not step: a\.bias, a\.weight"):
-        owner.load_state_dict(by_name(optimizer.state_dict(), NAMES))
+        in_order(by_name(optimizer.state_dict(), NAMES), lambda: [[["b"], ["c"]]])
     twice = by_name(optimizer.state_dict(), NAMES)
     twice["param_groups"] *= 2
     with pytest.raises(CheckpointError, match="has 2 groups, and there are 1"):
-        ByOrder(optimizer, lambda: NAMES).load_state_dict(twice)
+        in_order(twice, lambda: NAMES)

@@ -7,7 +7,15 @@ import math
 import torch
 from hypothesis import given, settings, strategies as st
 
-from accelerate.checkpointing import LocalShards, Value, boxes, rejoin, shards_of_range, spread, whole
+from accelerate.checkpointing import (
+    LocalShards,
+    PlainValue,
+    boxes_of_range,
+    shards_of_range,
+    single_shard,
+    to_local_shards,
+    to_tensor,
+)
 
 SHAPES = st.lists(st.integers(1, 4), max_size=4)
 
@@ -20,13 +28,13 @@ def test_a_range_is_cut_into_boxes_that_hold_it_in_order(shape: list[int], data:
     stop = data.draw(st.integers(start, count))
     values = torch.arange(count)
     found = []
-    for offsets, sizes in boxes(shape, start, stop):
+    for offsets, sizes in boxes_of_range(shape, start, stop):
         part = values.view(shape)
         for dim, (begin, length) in enumerate(zip(offsets, sizes, strict=True)):
             part = part.narrow(dim, begin, length)
         found += part.flatten().tolist()
     assert found == list(range(start, stop))
-    assert len(list(boxes(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
+    assert len(list(boxes_of_range(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
 @settings(deadline=None)
@@ -50,18 +58,18 @@ def test_boxes_of_a_range_are_views_of_it(shape: list[int], data: st.DataObject)
 
 def test_replicated_tensors_are_saved_by_the_first_rank() -> None:
     tensor = torch.ones(2, 3, requires_grad=True)
-    first, second = spread(tensor, 0, 0), spread(tensor, 0, 1)
+    first, second = to_local_shards(tensor, 0, 0), to_local_shards(tensor, 0, 1)
     assert isinstance(first, LocalShards)
     assert (first.shape, first.owned, second.owned) == ((2, 3), True, False)
     assert not first.shards[0].tensor.requires_grad
-    assert spread("text", 3, 0) == Value("text", True)
-    assert spread("text", 3, 1) == Value("text", False)
-    assert spread(first, 1, 5) is first
+    assert to_local_shards("text", 3, 0) == PlainValue("text", True)
+    assert to_local_shards("text", 3, 1) == PlainValue("text", False)
+    assert to_local_shards(first, 1, 5) is first
 
 
 def test_emptied_boxes_have_memory_of_their_own() -> None:
     tensor = torch.ones(2, 3)
-    empty = whole(tensor).emptied(torch.float64)
+    empty = single_shard(tensor).allocate(torch.float64)
     assert (empty.shape, empty.dtype, empty.shards[0].offsets) == ((2, 3), torch.float64, (0, 0))
     empty.shards[0].tensor.zero_()
     assert tensor.sum() == 6
@@ -69,5 +77,5 @@ def test_emptied_boxes_have_memory_of_their_own() -> None:
 
 def test_an_unsharded_tensor_is_not_joined() -> None:
     tensor = torch.ones(2)
-    assert rejoin(whole(tensor), torch.zeros(2)) is tensor
-    assert rejoin(whole(tensor), None) is tensor
+    assert to_tensor(single_shard(tensor), torch.zeros(2)) is tensor
+    assert to_tensor(single_shard(tensor), None) is tensor

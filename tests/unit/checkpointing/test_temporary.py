@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.checkpointing import DOOMED, OLD, SAVING, claim, dispose, find, release, sweep, temporary
+from accelerate.checkpointing import DELETING, OLD, SAVING, claim, dispose, find, release, sweep, temporary
 
 
 def abandoned(parent: Path, kind: str, pid: int, birth: str = "1", host: str = socket.gethostname()) -> Path:
@@ -21,10 +21,10 @@ def abandoned(parent: Path, kind: str, pid: int, birth: str = "1", host: str = s
 
 def test_temporary_folders_of_ended_processes_are_removed(tmp_path: Path) -> None:
     dead = abandoned(tmp_path, SAVING, 2**22 - 1)
-    doomed = abandoned(tmp_path, DOOMED, 2**22 - 1)
+    doomed = abandoned(tmp_path, DELETING, 2**22 - 1)
     successor = abandoned(tmp_path, SAVING, os.getppid())  # another process of that number
-    own = abandoned(tmp_path, SAVING, os.getpid(), temporary.birth_of(os.getpid()))
-    alive = abandoned(tmp_path, SAVING, os.getppid(), temporary.birth_of(os.getppid()))
+    own = abandoned(tmp_path, SAVING, os.getpid(), temporary.start_time_of(os.getpid()))
+    alive = abandoned(tmp_path, SAVING, os.getppid(), temporary.start_time_of(os.getppid()))
     old = abandoned(tmp_path, OLD, 2**22 - 1)
     sweep(tmp_path)
     assert not any(path.exists() for path in (dead, doomed, successor, own))
@@ -58,7 +58,7 @@ def test_temporary_folders_of_other_machines_stay_while_written(tmp_path: Path) 
 )
 def test_folders_of_the_user_are_not_temporary(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
-    assert find(tmp_path, SAVING, OLD, DOOMED) == []
+    assert find(tmp_path, SAVING, OLD, DELETING) == []
     sweep(tmp_path)
     assert os.listdir(tmp_path) == [name]
 
@@ -87,7 +87,7 @@ def test_a_zombie_process_counts_as_ended(tmp_path: Path) -> None:
         os._exit(0)
     while temporary._facts_of(pid)[0] != "Z":
         pass
-    left = abandoned(tmp_path, SAVING, pid, temporary.birth_of(pid))
+    left = abandoned(tmp_path, SAVING, pid, temporary.start_time_of(pid))
     sweep(tmp_path)
     assert not left.exists()
     os.waitpid(pid, 0)
@@ -96,7 +96,7 @@ def test_a_zombie_process_counts_as_ended(tmp_path: Path) -> None:
 @pytest.mark.parametrize("letter", ["x", "ü", "漢"])
 def test_names_of_any_length_fit(tmp_path: Path, letter: str) -> None:
     name = letter * (240 // len(letter.encode()))
-    for kind in (SAVING, OLD, DOOMED):
+    for kind in (SAVING, OLD, DELETING):
         path = claim(name, tmp_path, kind)
         path.mkdir()
         (found,) = find(tmp_path, kind)
@@ -128,7 +128,7 @@ def test_without_proc_a_reused_pid_is_recognised_by_its_start_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(temporary, "_facts_of", lambda pid: [])
-    alive = abandoned(tmp_path, SAVING, os.getppid(), temporary.birth_of(os.getppid()))
+    alive = abandoned(tmp_path, SAVING, os.getppid(), temporary.start_time_of(os.getppid()))
     reused = abandoned(tmp_path, SAVING, os.getppid(), "1")
     temporary.sweep(tmp_path)
     assert alive.exists()

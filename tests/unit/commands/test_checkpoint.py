@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,16 @@ def test_list_finds_checkpoints_of_any_name_at_any_depth(
         *(f"checkpoints/checkpoint_{number}" for number in (10, 2, 1)),
     ]
     assert all(row["complete"] for row in rows)
+
+
+def test_names_with_newlines_are_quoted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1, 0.5).rename(tmp_path / "a\nb\tc")
+    run("list", tmp_path)
+    assert r"'a\nb\tc'" in capsys.readouterr().out
+    (tmp_path / "a\nb\tc/optimizer.bin").unlink()
+    with pytest.raises(CheckpointError, match=re.escape(r"'a\nb\tc'")):
+        run("verify", tmp_path)
+    assert "\t" not in capsys.readouterr().out
 
 
 def test_verify_reads_every_byte(project: Path, capsys: pytest.CaptureFixture[str]) -> None:

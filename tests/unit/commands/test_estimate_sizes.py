@@ -9,14 +9,16 @@ from safetensors.torch import save_file
 
 from accelerate.base import ConfigurationError
 from accelerate.commands.estimate import (
-    OPTIMIZERS,
     estimate_command,
     estimate_command_parser,
+    parse_memory,
+    plan_device_map,
+)
+from accelerate.commands.estimate_sizes import (
+    OPTIMIZERS,
     estimate_training_usage,
     largest_layer,
     layer_of,
-    parse_memory,
-    plan_device_map,
     size_of,
     training_bytes,
 )

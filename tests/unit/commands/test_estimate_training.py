@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from accelerate.base import ConfigurationError
-from accelerate.commands.estimate import OPTIMIZERS, estimate_command, estimate_command_parser
+from accelerate.commands.estimate import estimate_command, estimate_command_parser
+from accelerate.commands.estimate_sizes import OPTIMIZERS
 
 FACTORIES = """
 import torch

@@ -12,7 +12,8 @@ from accelerate.base import ConfigurationError, patch_environment
 from accelerate.commands import launch
 from accelerate.commands.launch import launch_command, launch_command_parser, make_plan, read_settings
 from accelerate.commands.utils import run_command
-from accelerate.launch import CHOSEN, Target, choose_cpu_or_devices
+from accelerate.launch import Target, choose_cpu_or_devices
+from accelerate.launch.layout import CHOSEN
 
 
 def parse(*words: str) -> argparse.Namespace:

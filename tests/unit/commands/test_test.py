@@ -15,7 +15,7 @@ import pytest
 from accelerate.base import CheckpointError, LaunchError
 from accelerate.commands import test as command
 from accelerate.commands.test import SAME, compare
-from accelerate.launch import ChildExit
+from accelerate.launch.children import ChildExit
 
 
 def test_the_self_check_is_launched_as_a_script_would_be(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from accelerate.base import ConfigurationError, LaunchError
-from accelerate.commands.utils import parser_of, run_command
+from accelerate.commands.utils import make_parser, run_command
 from accelerate.settings import CustomArgumentParser
 
 
@@ -44,14 +44,7 @@ class Special(CustomArgumentParser):
 
 
 def test_a_subcommand_may_have_a_parser_class_of_its_own() -> None:
-    parent = CustomArgumentParser()
-    children = parent.add_subparsers()
-
-    def add_options(parser: CustomArgumentParser) -> None:
-        parser.add_argument("--option")
-
-    assert type(parser_of("a", "A.", parser_class=Special)(add_options)(children)) is Special
-    make = parser_of("b", "B.")(add_options)
-    assert type(make(children)) is CustomArgumentParser
-    assert make().prog == "accelerate b"
-    assert (make.__name__, make().parse_args(["--option", "1"]).option) == ("add_options", "1")
+    children = CustomArgumentParser().add_subparsers()
+    assert type(make_parser("a", "A.", None, children, parser_class=Special)) is Special
+    assert type(make_parser("b", "B.", None, children)) is CustomArgumentParser
+    assert make_parser("b", "B.", None).prog == "accelerate b"

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from accelerate.data_loader import MESSAGE_BYTES, Draws, ReadAhead, background
+from accelerate.data_loader import MESSAGE_BYTES, RandomDrawDetector, ReadAhead, background
 
 
 class Item(NamedTuple):
@@ -154,12 +154,12 @@ def draw_own() -> object:
     ("draw", "expected"), [(draw_torch, True), (draw_python, True), (draw_numpy, True), (draw_own, False)]
 )
 def test_random_draws_of_the_reader_are_detected(draw: Callable[[], object], expected: bool) -> None:
-    draws = Draws()
+    draws = RandomDrawDetector()
     batches = draws.watch(iter([lambda: None, draw, draw]))
     draw_torch()  # what a sampler draws before the first batch
     for batch in batches:
         batch()
-    assert draws.seen() is expected
+    assert draws.has_drawn() is expected
 
 
 def test_reading_that_draws_stays_in_its_thread() -> None:
@@ -171,7 +171,7 @@ def test_reading_that_draws_stays_in_its_thread() -> None:
             threads.append(threading.current_thread().name)
             yield Item(number)
 
-    draws = Draws()
+    draws = RandomDrawDetector()
     reader = ReadAhead(draws.watch(drawing()), lambda: True)
     assert read_all(reader) == list(range(5))
     assert set(threads) == {threading.current_thread().name}

@@ -10,15 +10,21 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from accelerate.data_loader import Route, SharedMemory, Slots, dispatch_transport, share_memory
+from accelerate.data_loader import (
+    BatchChannel,
+    MemoryPool,
+    SharedMemoryPool,
+    dispatch_transport,
+    share_memory,
+)
 from accelerate.ops import Transport
 
 PAGE = 2 * 1024 * 1024
 
 
-def two_views() -> tuple[SharedMemory, SharedMemory]:
+def two_views() -> tuple[SharedMemoryPool, SharedMemoryPool]:
     mine = os.memfd_create("test")
-    return SharedMemory(mine), SharedMemory(os.dup(mine))
+    return SharedMemoryPool(mine), SharedMemoryPool(os.dup(mine))
 
 
 class FakeTransport(Transport):
@@ -53,16 +59,16 @@ def test_other_memory_has_no_slot(tensor: Any) -> None:
     assert writer.find(tensor) is None
 
 
-def private() -> Slots:
-    return Slots()
+def private() -> MemoryPool:
+    return MemoryPool()
 
 
-def shared() -> Slots:
+def shared() -> MemoryPool:
     return two_views()[0]
 
 
 @pytest.mark.parametrize("make", [private, shared])
-def test_a_slot_is_used_again_when_nothing_uses_it(make: Callable[[], Slots]) -> None:
+def test_a_slot_is_used_again_when_nothing_uses_it(make: Callable[[], MemoryPool]) -> None:
     slots = make()
     first = slots.take(PAGE)
     address = first.data_ptr()
@@ -76,7 +82,9 @@ def test_a_slot_is_used_again_when_nothing_uses_it(make: Callable[[], Slots]) ->
 @pytest.mark.parametrize("make", [private, shared])
 @given(steps=st.lists(st.tuples(st.sampled_from(["take", "keep a view", "drop"]), st.integers(0, 3 * PAGE))))
 @settings(max_examples=50, deadline=None)
-def test_a_slot_in_use_is_not_overwritten(make: Callable[[], Slots], steps: list[tuple[str, int]]) -> None:
+def test_a_slot_in_use_is_not_overwritten(
+    make: Callable[[], MemoryPool], steps: list[tuple[str, int]]
+) -> None:
     slots = make()
     kept: dict[int, torch.Tensor] = {}
     for number, (step, where) in enumerate(steps):
@@ -94,7 +102,7 @@ def test_a_slot_in_use_is_not_overwritten(make: Callable[[], Slots], steps: list
 
 
 def test_few_private_slots_are_kept() -> None:
-    slots = Slots()
+    slots = MemoryPool()
     taken = [slots.take(PAGE) for _ in range(20)]
     del taken
     assert [len(free) for free in slots._free.values()] == [dispatch_transport._KEPT]
@@ -102,7 +110,7 @@ def test_few_private_slots_are_kept() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_fork_has_a_copy_of_a_private_slot() -> None:
-    slots = Slots()
+    slots = MemoryPool()
     mine = slots.take(4).fill_(1)
     from_child, to_parent = os.pipe()
     from_parent, to_child = os.pipe()
@@ -121,7 +129,7 @@ def test_a_fork_has_a_copy_of_a_private_slot() -> None:
 
 def test_the_file_is_closed_with_the_memory() -> None:
     descriptor = os.memfd_create("test")
-    memory = SharedMemory(descriptor)
+    memory = SharedMemoryPool(descriptor)
     block = memory.take(10).fill_(7)
     del memory
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -152,7 +160,7 @@ def test_a_system_without_files_in_memory_makes_no_offer(monkeypatch: pytest.Mon
 
 
 def test_blocks_of_devices_never_share_memory_of_the_host() -> None:
-    route = Route(FakeTransport(None), range(2), torch.device("meta"))
+    route = BatchChannel(FakeTransport(None), range(2), torch.device("meta"))
     route._share_from_now_on(dispatch_transport.LARGE)  # FakeTransport(None) would answer; no rank asks
     assert route._memory is None
     assert not route._may_share

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from accelerate.data_loader import Route, SharedMemory, StackInMemory
+from accelerate.data_loader import BatchChannel, SharedMemoryCollate, SharedMemoryPool
 from accelerate.ops import Transport
 
 SIZE = 70_000  # four-byte elements of one sample: more than 256 KiB
@@ -28,9 +28,9 @@ class Pair(NamedTuple):
     y: Any
 
 
-def make_route() -> tuple[Route, SharedMemory]:
-    route = Route(Alone(), range(2), torch.device("cpu"))
-    route._memory = SharedMemory(os.memfd_create("test"))
+def make_route() -> tuple[BatchChannel, SharedMemoryPool]:
+    route = BatchChannel(Alone(), range(2), torch.device("cpu"))
+    route._memory = SharedMemoryPool(os.memfd_create("test"))
     return route, route._memory
 
 
@@ -78,7 +78,7 @@ NOT_IN_MEMORY = {
 def test_a_batch_is_the_same(samples: Sequence[Any], group: int) -> None:
     route, memory = make_route()
     expected = default_collate(list(samples))
-    batch = StackInMemory(route, group, 2)(list(samples))
+    batch = SharedMemoryCollate(route, group, 2)(list(samples))
     in_shared, in_slot = [], []
     for leaf, other in zip(leaves_of(batch), leaves_of(expected), strict=True):
         assert type(leaf) is type(other)
@@ -107,14 +107,14 @@ def test_a_batch_that_cannot_be_made_is_the_same_error(samples: Sequence[Any]) -
     with pytest.raises((RuntimeError, TypeError)) as expected:
         default_collate(list(samples))
     with pytest.raises(expected.type) as caught:
-        StackInMemory(make_route()[0], 0, 2)(list(samples))
+        SharedMemoryCollate(make_route()[0], 0, 2)(list(samples))
     assert str(caught.value) == str(expected.value)
 
 
 def test_an_inference_batch_is_one() -> None:
     route, memory = make_route()
     with torch.inference_mode():
-        batch = StackInMemory(route, 1, 2)([torch.rand(SIZE)] * 2)
+        batch = SharedMemoryCollate(route, 1, 2)([torch.rand(SIZE)] * 2)
     assert batch.is_inference()
     assert memory.find(batch) is None
 
@@ -123,19 +123,19 @@ def test_nothing_is_shared_before_the_memory_is_open() -> None:
     route, _ = make_route()
     route._memory = None
     assert route.take(10**6) is None
-    assert StackInMemory(route, 0, 2)([torch.rand(SIZE)] * 2).shape == (2, SIZE)
+    assert SharedMemoryCollate(route, 0, 2)([torch.rand(SIZE)] * 2).shape == (2, SIZE)
 
 
 def test_each_round_has_one_batch_in_private_memory() -> None:
     route, memory = make_route()
-    collate = StackInMemory(route, 1, 3)
+    collate = SharedMemoryCollate(route, 1, 3)
     batches = [collate([torch.rand(SIZE)] * 2) for _ in range(6)]
     assert [memory.find(batch) is None for batch in batches] == [False, True, False] * 2
 
 
 def test_a_sliced_batch_is_shared_and_the_part_of_this_rank_is_a_copy() -> None:
     route, memory = make_route()
-    batch = StackInMemory(route, 0, 1)([{"x": torch.rand(SIZE), "y": 1}] * 4)
+    batch = SharedMemoryCollate(route, 0, 1)([{"x": torch.rand(SIZE), "y": 1}] * 4)
     assert memory.find(batch["x"]) is not None
     part = route.keep({"x": batch["x"][:2], "y": batch["y"]})
     assert memory.find(part["x"]) is None

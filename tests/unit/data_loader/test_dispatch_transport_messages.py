@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelerate.data_loader import Arrival, Round, Route, Sender, receive
+from accelerate.data_loader import BatchChannel, BatchSender, GlobalBatch, ReceivedBatch, receive_batches
 from accelerate.ops import Transport
 
 CPU = torch.device("cpu")
@@ -38,19 +38,19 @@ class StoringTransport(Transport):
 
 
 def deliver(
-    messages: list[list[Round]], group_of: Sequence[int] = range(3)
-) -> tuple[list[Arrival], list[Any]]:
+    messages: list[list[GlobalBatch]], group_of: Sequence[int] = range(3)
+) -> tuple[list[ReceivedBatch], list[Any]]:
     """Return what the last rank receives, and all sent tensors."""
     queue: deque[Tensor] = deque()
-    sender = Sender(Route(StoringTransport(0, queue), group_of, CPU))
+    sender = BatchSender(BatchChannel(StoringTransport(0, queue), group_of, CPU))
     for rounds in messages:
         sender.send([sender.pack(dealt) for dealt in rounds])
     sent = list(queue)
-    return list(receive(Route(StoringTransport(2, queue), group_of, CPU))), sent
+    return list(receive_batches(BatchChannel(StoringTransport(2, queue), group_of, CPU))), sent
 
 
-def deal(number: int, *, size: int = 4, is_end: bool = False) -> Round:
-    return Round([torch.full((size,), 10.0 * number + group) for group in range(3)], is_end)
+def deal(number: int, *, size: int = 4, is_end: bool = False) -> GlobalBatch:
+    return GlobalBatch([torch.full((size,), 10.0 * number + group) for group in range(3)], is_end)
 
 
 def test_each_process_gets_its_part_of_all_rounds() -> None:
@@ -84,23 +84,23 @@ def test_parts_of_one_message_do_not_share_memory() -> None:
 
 
 def test_parts_of_different_sizes() -> None:
-    uneven = Round([torch.zeros(100), torch.zeros(7), torch.ones(3)], True, (100, 7, 3))
+    uneven = GlobalBatch([torch.zeros(100), torch.zeros(7), torch.ones(3)], True, (100, 7, 3))
     arrivals, _ = deliver([[deal(0), uneven]])
     assert [arrival.part.tolist() for arrival in arrivals] == [[2.0] * 4, [1.0] * 3]
 
 
 def test_objects_are_sent_with_the_spec() -> None:
-    rounds = [Round([None, None, {"text": f"round {n}"}], n == 2) for n in range(3)]
+    rounds = [GlobalBatch([None, None, {"text": f"round {n}"}], n == 2) for n in range(3)]
     arrivals, _ = deliver([rounds[:2], rounds[2:]])
     assert [arrival.part["text"] for arrival in arrivals] == ["round 0", "round 1", "round 2"]
 
 
 def test_a_failure_is_raised_by_all() -> None:
     queue: deque[Tensor] = deque()
-    sender = Sender(Route(StoringTransport(0, queue), range(3), CPU))
+    sender = BatchSender(BatchChannel(StoringTransport(0, queue), range(3), CPU))
     sender.send([sender.pack(deal(0))])
     sender.fail(LookupError("sample 4 is lost"))
-    arrivals = receive(Route(StoringTransport(1, queue), range(3), CPU))
+    arrivals = receive_batches(BatchChannel(StoringTransport(1, queue), range(3), CPU))
     assert next(arrivals).part.shape == (4,)
     with pytest.raises(LookupError, match="sample 4"):
         next(arrivals)
@@ -108,17 +108,17 @@ def test_a_failure_is_raised_by_all() -> None:
 
 def test_one_receiver_needs_no_block_of_the_sender() -> None:
     queue: deque[Tensor] = deque()
-    sender = Sender(Route(StoringTransport(0, queue, size=2), range(2), CPU))
+    sender = BatchSender(BatchChannel(StoringTransport(0, queue, size=2), range(2), CPU))
     sender.send([sender.pack(deal(0))])
     sender.send([sender.pack(deal(1, is_end=True))])
     assert [message.dtype for message in queue] == [torch.int64, torch.uint8] * 2
-    arrivals = list(receive(Route(StoringTransport(1, queue, size=2), range(2), CPU)))
+    arrivals = list(receive_batches(BatchChannel(StoringTransport(1, queue, size=2), range(2), CPU)))
     assert [arrival.part.tolist() for arrival in arrivals] == [[1.0] * 4, [11.0] * 4]
 
 
 def test_a_sender_without_other_ranks_sends_nothing() -> None:
     queue: deque[Tensor] = deque()
-    sender = Sender(Route(StoringTransport(0, queue, size=1), range(1), CPU))
+    sender = BatchSender(BatchChannel(StoringTransport(0, queue, size=1), range(1), CPU))
     sender.send([sender.pack(deal(0))])
     sender.fail(LookupError("gone"))
     assert not queue

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accelerate.data_loader import Failure, PackedPart, Round, pack, unpack
+from accelerate.data_loader import GlobalBatch, PackedPart, ReaderFailure, pack, unpack
 
 DTYPES = [torch.bool, torch.int8, torch.uint8, torch.bfloat16, torch.float64, torch.complex64, torch.int32]
 
@@ -24,7 +24,7 @@ def test_a_part_is_received_as_it_was_sent(dtype: torch.dtype, shape: tuple[int,
     sparse = torch.eye(2).to_sparse()
     turned = torch.arange(6.0).reshape(2, 3).T
     conjugate = torch.tensor([1 + 2j, 3 - 1j]).conj()
-    dealt = Round(
+    dealt = GlobalBatch(
         [{"x": tensor, "name": ["a", 1]}, (tensor + tensor, sparse, turned, None), conjugate, tensor],
         False,
         (1, 0, 1, 1),
@@ -43,20 +43,20 @@ def test_a_part_is_received_as_it_was_sent(dtype: torch.dtype, shape: tuple[int,
 
 
 def test_the_spec_has_outline_counts_and_size() -> None:
-    spec = pickle.loads(pack(Round(["a", "b"], True, (1, 0)), 1).spec)
+    spec = pickle.loads(pack(GlobalBatch(["a", "b"], True, (1, 0)), 1).spec)
     assert (spec.outline, spec.counts, spec.size) == ("b", (1, 0), 0)
 
 
 def test_one_large_tensor_is_not_copied() -> None:
     tensor = torch.rand(64, 64)
-    piece = pack(Round([tensor], False), 0)
+    piece = pack(GlobalBatch([tensor], False), 0)
     assert piece.chunk.data_ptr() == tensor.data_ptr()
     assert len(piece.chunk) == tensor.nbytes
 
 
 def test_equal_structures_have_equal_specs() -> None:
     def spec(scale: float, size: int = 4) -> bytes:
-        return pack(Round([{"x": torch.rand(size) * scale, "y": [torch.ones(2)]}], False), 0).spec
+        return pack(GlobalBatch([{"x": torch.rand(size) * scale, "y": [torch.ones(2)]}], False), 0).spec
 
     assert spec(1.0) == spec(2.0)
     assert spec(1.0) != spec(1.0, 5)
@@ -66,7 +66,7 @@ def test_a_received_failure_is_raised_with_its_traceback() -> None:
     try:
         raise KeyError("gone")
     except KeyError as error:
-        failure = Failure.of(error)
+        failure = ReaderFailure.of(error)
     with pytest.raises(KeyError, match="gone") as caught:
         failure.raise_here()
     assert "process 0" in str(caught.value.__cause__)
@@ -82,7 +82,7 @@ class Unpicklable(Exception):
 
 
 def test_a_failure_that_cannot_be_pickled_is_raised_as_text() -> None:
-    failure = Failure.of(Unpicklable("dataset", 3))
+    failure = ReaderFailure.of(Unpicklable("dataset", 3))
     assert failure.error is None
     with pytest.raises(RuntimeError, match=r"process 0(.|\n)*Unpicklable: dataset has no 3"):
         failure.raise_here()

@@ -217,7 +217,7 @@ def test_an_already_sharded_dataset_is_not_sharded_again(
         )
         ranks.append(read_pass(loader))
         assert "the dataset is sharded already" in repr(loader)
-        assert not shard.tagged
+        assert not shard.attaches_counts
     assert gather(ranks) == list(range(samples))
 
 

@@ -15,7 +15,7 @@ from accelerate import data_loader
 from accelerate.base import PreparationError
 from accelerate.data_loader import (
     DataLoaderDispatcher,
-    RoundBuilder,
+    GlobalBatchBuilder,
     ShardPlan,
     count_samples,
     cut_batch,
@@ -37,11 +37,11 @@ def test_samples_are_counted_and_cut_in_any_batch() -> None:
 
 
 def test_an_object_that_cannot_be_sliced_is_refused_with_the_fix() -> None:
-    rounds = RoundBuilder(2).rounds(iter([object(), object(), object()]))
+    rounds = GlobalBatchBuilder(2).build(iter([object(), object(), object()]))
     assert len(next(rounds).parts) == 2
     with pytest.raises(PreparationError, match="slice_fn_for_dispatch"):
         next(rounds)
-    assert len(list(RoundBuilder(2, drop_last=True).rounds(iter([object(), object(), object()])))) == 1
+    assert len(list(GlobalBatchBuilder(2, drop_last=True).build(iter([object(), object(), object()])))) == 1
 
 
 def test_the_position_is_noted_before_reading_on() -> None:
@@ -53,7 +53,7 @@ def test_the_position_is_noted_before_reading_on() -> None:
             read.append(number)
             yield torch.tensor([number])
 
-    list(RoundBuilder(2).rounds(batches(), lambda: noted.append(len(read))))
+    list(GlobalBatchBuilder(2).build(batches(), lambda: noted.append(len(read))))
     assert noted == [2, 4, 4]
 
 
@@ -62,7 +62,7 @@ def test_the_position_is_noted_before_reading_on() -> None:
 @pytest.mark.parametrize("size", [1, 7, 12])
 def test_length(states: None, drop_last: bool, split: bool, size: int) -> None:
     batches = DataLoader(torch.arange(size), batch_size=3, drop_last=drop_last)  # type: ignore[arg-type]
-    rounds = list(RoundBuilder(3, split, drop_last).rounds(iter(batches)))
+    rounds = list(GlobalBatchBuilder(3, split, drop_last).build(iter(batches)))
     for group in range(3):
         loader = DataLoaderDispatcher(
             torch.arange(size),

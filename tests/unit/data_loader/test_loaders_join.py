@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate.base import PreparationError
-from accelerate.data_loader import FirstRound, Join
+from accelerate.data_loader import DatasetJoin, LastMark, PaddingSource
 from accelerate.ops import Transport
 
 
@@ -34,22 +34,28 @@ def batches(*sizes: int) -> Iterator[torch.Tensor]:
 
 
 def take(mine: Iterator[Any], theirs: list[int], **options: Any) -> tuple[list[Any], dict[int, Any]]:
-    ranks = Join(Other(theirs), [0, 1], FirstRound(), **{"fills_short": True, "drop_last": False, **options})
-    fillers: dict[int, Any] = {}
-    taken = list(ranks.take(mine, None, lambda state, ended: None, 0, fillers))
-    return [(getattr(batch, "tolist", lambda b=batch: b)(), is_last) for batch, is_last in taken], fillers
+    ranks = DatasetJoin(
+        Other(theirs), [0, 1], PaddingSource(), **{"pads_short": True, "drop_last": False, **options}
+    )
+    padding_record: dict[int, Any] = {}
+    mark = LastMark()
+    batches = ranks.take(mine, mark, None, lambda state, ended: None, 0, padding_record)
+    taken = [(batch, mark.is_last) for batch in batches]
+    return [
+        (getattr(batch, "tolist", lambda b=batch: b)(), is_last) for batch, is_last in taken
+    ], padding_record
 
 
 def test_equal_shares_are_unchanged() -> None:
-    taken, fillers = take(batches(2, 2), [2, 2])
+    taken, padding_record = take(batches(2, 2), [2, 2])
     assert taken == [([0, 1], False), ([2, 3], True)]
-    assert fillers == {1: (2, 2)}
+    assert padding_record == {1: (2, 2)}
 
 
 def test_a_rank_that_has_run_out_is_filled_from_its_first_batch() -> None:
-    taken, fillers = take(batches(3, 1), [3, 3, 2])
+    taken, padding_record = take(batches(3, 1), [3, 3, 2])
     assert taken == [([0, 1, 2], False), ([3, 0, 1], False), ([0, 1], True)]
-    assert fillers == {1: (1, 3), 2: (0, 2)}
+    assert padding_record == {1: (1, 3), 2: (0, 2)}
 
 
 def test_a_share_smaller_than_the_filler_is_repeated() -> None:
@@ -58,15 +64,15 @@ def test_a_share_smaller_than_the_filler_is_repeated() -> None:
 
 
 def test_the_other_rank_may_end_first() -> None:
-    taken, fillers = take(batches(2, 2, 1), [2])
+    taken, padding_record = take(batches(2, 2, 1), [2])
     assert taken == [([0, 1], False), ([2, 3], False), ([4], True)]
-    assert fillers == {1: (2, 0), 2: (1, 0)}
+    assert padding_record == {1: (2, 0), 2: (1, 0)}
 
 
 def test_ready_made_batches_keep_their_size() -> None:
-    taken, fillers = take(batches(3, 1), [1, 5, 4], fills_short=False)
+    taken, padding_record = take(batches(3, 1), [1, 5, 4], pads_short=False)
     assert taken == [([0, 1, 2], False), ([3], False), ([0, 1, 2], True)]
-    assert fillers == {0: (3, 1), 1: (1, 5), 2: (0, 4)}
+    assert padding_record == {0: (3, 1), 1: (1, 5), 2: (0, 4)}
 
 
 def test_drop_last_ends_with_the_first_rank_that_does() -> None:
@@ -76,28 +82,28 @@ def test_drop_last_ends_with_the_first_rank_that_does() -> None:
 
 
 @pytest.mark.parametrize(("mine", "theirs", "empty"), [((), [2], [0]), ((2,), [], [1])])
-def test_an_empty_share_is_an_error_on_every_rank(
+def test_an_empty_shard_is_an_error_on_every_rank(
     mine: tuple[int, ...], theirs: list[int], empty: list[int]
 ) -> None:
-    with pytest.raises(PreparationError, match=rf"shares \[{empty[0]}\] of 2 are empty"):
+    with pytest.raises(PreparationError, match=rf"shards \[{empty[0]}\] of 2 are empty"):
         take(batches(*mine), theirs)
 
 
-def test_empty_shares_on_all_ranks_are_no_error() -> None:
+def test_empty_shards_on_all_ranks_are_no_error() -> None:
     assert take(batches(), []) == ([], {})
 
 
 def test_batches_that_cannot_be_counted_are_one_each() -> None:
-    taken, fillers = take(iter(["a", "b"]), [1, 1, 1])
+    taken, padding_record = take(iter(["a", "b"]), [1, 1, 1])
     assert taken == [("a", False), ("b", False), ("a", True)]
-    assert fillers == {2: (0, 1)}
+    assert padding_record == {2: (0, 1)}
 
 
 def test_ranks_of_one_group_count_once() -> None:
-    ranks = Join(Other([2, 2]), [0, 0], FirstRound(), fills_short=True, drop_last=False)
-    fillers: dict[int, Any] = {}
-    list(ranks.take(batches(2, 2), None, lambda state, ended: None, 0, fillers))
-    assert fillers == {1: (2,)}
+    ranks = DatasetJoin(Other([2, 2]), [0, 0], PaddingSource(), pads_short=True, drop_last=False)
+    padding_record: dict[int, Any] = {}
+    list(ranks.take(batches(2, 2), LastMark(), None, lambda state, ended: None, 0, padding_record))
+    assert padding_record == {1: (2,)}
 
 
 def test_the_state_of_a_batch_is_that_after_it() -> None:
@@ -110,27 +116,29 @@ def test_the_state_of_a_batch_is_that_after_it() -> None:
         read.append(-1)
 
     kept: list[Any] = []
-    ranks = Join(Other([1, 1, 1]), [0, 1], FirstRound(), fills_short=True, drop_last=False)
-    for _ in ranks.take(source(), lambda: list(read), lambda *state: kept.append(state), 0, {}):
+    ranks = DatasetJoin(Other([1, 1, 1]), [0, 1], PaddingSource(), pads_short=True, drop_last=False)
+    for _ in ranks.take(source(), LastMark(), lambda: list(read), lambda *state: kept.append(state), 0, {}):
         pass
     assert kept == [([0], False), ([0, 1], False), ([0, 1, 2, -1], False)]
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (2, 1)])
-def test_a_share_that_ends_first_keeps_the_state_in_front_of_its_last_batch(sizes: tuple[int, ...]) -> None:
+def test_a_shard_that_ends_first_keeps_the_state_in_front_of_its_last_batch(sizes: tuple[int, ...]) -> None:
     read: list[int] = []
     source = (read.append(number) or batch for number, batch in enumerate(batches(*sizes)))
     kept: list[Any] = []
-    ranks = Join(Other([2, 2, 2, 2]), [0, 1], FirstRound(), fills_short=True, drop_last=False)
-    for _ in ranks.take(source, lambda: list(read), lambda *state: kept.append(state), 0, {}):
+    ranks = DatasetJoin(Other([2, 2, 2, 2]), [0, 1], PaddingSource(), pads_short=True, drop_last=False)
+    for _ in ranks.take(source, LastMark(), lambda: list(read), lambda *state: kept.append(state), 0, {}):
         pass
     assert kept == [([0], False), ([0], True), ([0], True), ([0, 1], False)]
 
 
-def test_a_share_that_had_ended_keeps_the_state_of_the_checkpoint() -> None:
+def test_a_shard_that_had_ended_keeps_the_state_of_the_checkpoint() -> None:
     kept: list[Any] = []
-    first = FirstRound([next(batches(2))])
-    ranks = Join(Other([2, 2]), [0, 1], first, fills_short=True, drop_last=False)
-    taken = ranks.take(iter(()), lambda: "now", lambda *state: kept.append(state), 5, {}, ended="before")
-    assert [batch.tolist() for batch, _ in taken] == [[0, 1], [0, 1]]
+    first = PaddingSource([next(batches(2))])
+    ranks = DatasetJoin(Other([2, 2]), [0, 1], first, pads_short=True, drop_last=False)
+    taken = ranks.take(
+        iter(()), LastMark(), lambda: "now", lambda *state: kept.append(state), 5, {}, ended="before"
+    )
+    assert [batch.tolist() for batch in taken] == [[0, 1], [0, 1]]
     assert kept == [("before", True), ("now", False)]

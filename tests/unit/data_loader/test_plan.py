@@ -12,7 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 
 from accelerate.base import ConfigurationError
 from accelerate.data_loader import IterableDatasetShard, ShardPlan, data_groups
-from accelerate.data_loader.plan import may_read_own_share, nominal_batch_size, plan
+from accelerate.data_loader.native_sharding import may_read_native_shard
+from accelerate.data_loader.plan import nominal_batch_size, plan
 
 
 class Stream(IterableDataset[int]):
@@ -42,12 +43,12 @@ STREAMED: DataLoader[Any] = DataLoader(Stream(), batch_size=4)
 @pytest.mark.parametrize(
     ("loader", "asked", "how", "batch_size"),
     [
-        (MAPPED, {"world": 1}, "leave", 4),
+        (MAPPED, {"world": 1}, "unsharded", 4),
         (MAPPED, {}, "shard", 4),
         (MAPPED, {"split": True}, "shard", 2),
         (MAPPED, {"dispatch": True}, "dispatch", 4),
-        (MAPPED, {"groups": 1}, "leave", 4),
-        (STREAMED, {"world": 1}, "leave", 4),
+        (MAPPED, {"groups": 1}, "unsharded", 4),
+        (STREAMED, {"world": 1}, "unsharded", 4),
         (STREAMED, {}, "dispatch", 4),
         (STREAMED, {"dispatch": False}, "shard", 4),
         (STREAMED, {"put_on_device": False}, "shard", 4),
@@ -56,7 +57,7 @@ STREAMED: DataLoader[Any] = DataLoader(Stream(), batch_size=4)
         (SHARED, {"dispatch": True}, "dispatch", 4),
         (SHARED, {"world": 3}, "dispatch", 4),
         (SHARED, {"group": 1}, "dispatch", 4),
-        (DataLoader(IterableDatasetShard(Stream(), 4), batch_size=4), {"world": 1}, "leave", 4),
+        (DataLoader(IterableDatasetShard(Stream(), 4), batch_size=4), {"world": 1}, "unsharded", 4),
         (DataLoader([1], batch_size=None), {}, "shard", None),
         (DataLoader([1], batch_sampler=[[0]]), {"split": True}, "shard", None),
     ],
@@ -65,7 +66,7 @@ def test_the_method_of_sharding_is_chosen(
     loader: DataLoader[Any], asked: dict[str, Any], how: str, batch_size: int | None
 ) -> None:
     decided = decide(loader, **asked)
-    assert (decided.how, decided.batch_size) == (how, batch_size)
+    assert (decided.mode, decided.batch_size) == (how, batch_size)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_the_method_of_sharding_is_chosen(
         (MAPPED, {"dispatch": True}, True),
         (STREAMED, {}, True),
         (STREAMED, {"dispatch": False}, True),
-        (STREAMED, {"own_share": "it has shards"}, True),
+        (STREAMED, {"native_shard": "it has shards"}, True),
     ],
 )
 def test_only_batch_samplers_may_end_unevenly(
@@ -86,7 +87,7 @@ def test_only_batch_samplers_may_end_unevenly(
 
 def test_plans_are_printed_in_words() -> None:
     assert str(decide(MAPPED)) == "shard, part 0 of 2 (by the batch sampler)"
-    assert str(decide(MAPPED, world=1)) == "leave (one process)"
+    assert str(decide(MAPPED, world=1)) == "unsharded (one process)"
     assert str(decide(SHARED)) == "shard, part 0 of 2 (the dataset is sharded already)"
     assert "dispatch_batches=False" in str(decide(STREAMED))
 
@@ -183,4 +184,4 @@ def test_when_the_share_of_the_dataset_may_be_read(
     dataset = Stream()
     setattr(dataset, name, shards)
     loader = DataLoader(dataset, batch_size=4, drop_last=drop_last)
-    assert may_read_own_share(loader, 2, given=given, dispatch=dispatch) is allowed
+    assert may_read_native_shard(loader, 2, given=given, dispatch=dispatch) is allowed

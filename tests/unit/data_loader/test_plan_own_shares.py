@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset
 
-from accelerate.data_loader import is_the_same_everywhere, own_share
+from accelerate.data_loader import is_the_same_everywhere, native_shard
 from accelerate.ops import Transport
 
 
@@ -64,13 +64,13 @@ def pipeline(*stages: str) -> Any:
 
 def test_shards_are_assigned_to_the_groups() -> None:
     whole = Shards([[0, 1], [2], [3, 4, 5]])
-    shares = [own_share(whole, 2, group) for group in range(2)]
+    shares = [native_shard(whole, 2, group) for group in range(2)]
     assert [list(share.dataset) for share in shares if share] == [[0, 1, 3, 4, 5], [2]]
-    assert all(share and not share.is_given and "3 shards" in share.why for share in shares)
+    assert all(share and not share.is_given and "3 shards" in share.reason for share in shares)
 
 
 def test_fewer_shards_than_groups_are_not_assigned() -> None:
-    assert own_share(Shards([[0], [1]]), 3, 0) is None
+    assert native_shard(Shards([[0], [1]]), 3, 0) is None
 
 
 def test_plain_iterables_share_nothing() -> None:
@@ -80,13 +80,13 @@ def test_plain_iterables_share_nothing() -> None:
         def __iter__(self) -> Iterator[int]:
             return iter(())
 
-    assert own_share(Plain(), 2, 0) is None
+    assert native_shard(Plain(), 2, 0) is None
 
 
 @pytest.mark.parametrize(("stages", "splits"), [(("urls", "split_by_node"), True), (("urls",), False)])
 def test_pipelines_that_split_by_node_are_shared_out_already(stages: tuple[str, ...], splits: bool) -> None:
     dataset = pipeline(*stages)
-    share = own_share(dataset, 2, 1)
+    share = native_shard(dataset, 2, 1)
     assert (share is not None) == splits
     assert share is None or (share.dataset is dataset and share.is_given)
 

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from accelerate.base import ConfigurationError
 from accelerate.data_loader import prepare_data_loader
-from accelerate.data_loader.rank_aware import find_claims, nested_samplers
+from accelerate.data_loader.rank_aware import find_rank_attributes, nested_samplers
 from accelerate.data_loader.stream_check import digest, reads_rank
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -49,7 +49,7 @@ def distributed(num_replicas: int, rank: int) -> Any:
 @pytest.mark.parametrize("rank", range(4))
 def test_data_parallel_ranks_of_a_mesh_are_those_of_the_sampler(rank: int) -> None:
     loader = prepare(distributed(2, rank // 2), 4, rank, torch_device_mesh=Mesh(rank))
-    assert loader.plan.how == "already_sharded"
+    assert loader.plan.mode == "already_sharded"
     assert [x for batch in loader for x in batch.tolist()] == DATA[rank // 2 :: 2]
 
 
@@ -62,7 +62,7 @@ def test_global_ranks_do_not_fit_a_mesh(num_replicas: int, rank: int) -> None:
 @pytest.mark.parametrize(("processes", "already_sharded"), [(1, None), (1, True), (2, False)])
 def test_one_process_and_false_keep_the_plan(processes: int, already_sharded: bool | None) -> None:
     loader = prepare(distributed(4, 0), processes, 0, already_sharded=already_sharded)
-    assert loader.plan.how == ("leave" if processes == 1 else "shard")
+    assert loader.plan.mode == ("unsharded" if processes == 1 else "shard")
 
 
 class Other:
@@ -95,12 +95,12 @@ class Other:
     ],
 )
 def test_ranks_are_found_in_nested_samplers(sampler: Any, claims: list[tuple[int, int]]) -> None:
-    assert [(claim.size, claim.rank) for claim in find_claims(nested_samplers(sampler))] == claims
+    assert [(claim.size, claim.rank) for claim in find_rank_attributes(nested_samplers(sampler))] == claims
 
 
 def test_other_attributes_that_do_not_fit_are_no_error() -> None:
     loader = prepare(Other(world_size=4, rank=1))
-    assert loader.plan.how == "shard"
+    assert loader.plan.mode == "shard"
 
 
 class Stream(IterableDataset[int]):
@@ -188,5 +188,5 @@ def test_processes_without_a_process_group_read_their_own_shards(rank: int, disp
         dispatch_batches=dispatch,
         put_on_device=True,
     )
-    assert loader.plan.how == "dataset_shards"
+    assert loader.plan.mode == "dataset_shards"
     assert [x for batch in loader for x in batch.tolist()] == [[0, 1], [2], [3, 4, 5]][rank]

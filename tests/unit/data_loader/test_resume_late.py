@@ -16,11 +16,11 @@ from accelerate.base import CheckpointError
 from accelerate.data_loader import (
     Offset,
     ResumePoint,
+    make_resumed_loader,
     prepare_data_loader,
     resume,
     skip_first_batches,
-    start_late,
-    start_where_saved,
+    skip_prepared,
 )
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -103,7 +103,7 @@ def resumed(loader: Any, seen: int, groups: int = 1, consumed: int | None = None
 
 
 def test_batches_already_given_are_skipped() -> None:
-    late = start_late(make(Stream()), 3)
+    late = skip_prepared(make(Stream()), 3)
     assert [batch.tolist() for batch in late][0] == [6, 7]
 
 
@@ -112,7 +112,7 @@ def test_another_number_of_groups_resumes_after_the_samples_of_all_groups() -> N
     parts = []
     for rank in range(2):
         loader = prepare_data_loader(DataLoader(data, batch_size=BATCH), torch.device("cpu"), 2, rank)
-        late = start_late(resumed(loader, 2, groups=3, consumed=6), 2)
+        late = skip_prepared(resumed(loader, 2, groups=3, consumed=6), 2)
         parts += [value for batch in late for value in batch.tolist()]
     assert sorted(parts) == list(range(12, 20))
 
@@ -121,7 +121,7 @@ def test_another_number_of_groups_reads_the_rest_of_a_stream() -> None:
     parts = []
     for rank in range(2):
         loader = make(Stream(), 2, rank, dispatch_batches=False)
-        late = start_late(resumed(loader, 1, groups=3, consumed=3), 1)
+        late = skip_prepared(resumed(loader, 1, groups=3, consumed=3), 1)
         parts += [value for batch in late for value in batch.tolist()]
     assert sorted(set(parts)) == list(range(6, 20))
 
@@ -132,7 +132,7 @@ def test_batches_of_another_size_resume_after_the_same_samples(
 ) -> None:
     """`seen` rounds of `groups` batches of `rows` samples were given; batches have two samples now."""
     loader = prepare_data_loader(DataLoader(Counted(20), batch_size=BATCH), torch.device("cpu"), 1, 0)
-    late = start_late(resumed(loader, seen, groups, seen * groups, rows_in_batch=rows), seen)
+    late = skip_prepared(resumed(loader, seen, groups, seen * groups, rows_in_batch=rows), seen)
     assert [value for batch in late for value in batch.tolist()] == list(range(first, 20))
     assert len(late) == (20 - first) // BATCH
 
@@ -140,14 +140,14 @@ def test_batches_of_another_size_resume_after_the_same_samples(
 def test_batches_that_do_not_begin_there_are_refused() -> None:
     loader = resumed(make(Counted(20)), 3, rows_in_batch=3)
     with pytest.raises(CheckpointError, match=r"9 of its samples were given in batches of 3.*no batch of 2"):
-        start_late(loader, 3)
+        skip_prepared(loader, 3)
 
 
 def test_shards_of_a_dataset_do_not_resume_with_another_batch_size() -> None:
-    loader = resumed(make(Counted(20)), 2, own_shares=True, rows_in_batch=4)
-    loader.plan = replace(loader.plan, how="dataset_shards")
+    loader = resumed(make(Counted(20)), 2, has_own_shards=True, rows_in_batch=4)
+    loader.plan = replace(loader.plan, mode="dataset_shards")
     with pytest.raises(CheckpointError, match="batches of 4 and not of 2, and the batches of shards"):
-        start_late(loader, 2)
+        skip_prepared(loader, 2)
 
 
 def test_batches_of_another_size_resume_from_a_checkpoint() -> None:
@@ -162,7 +162,7 @@ def test_batches_of_another_size_resume_from_a_checkpoint() -> None:
 
 
 def test_a_finished_epoch_has_no_more_batches() -> None:
-    assert list(start_late(resumed(make(Stream()), 10, is_over=True), 10)) == []
+    assert list(skip_prepared(resumed(make(Stream()), 10, is_over=True), 10)) == []
 
 
 @pytest.mark.parametrize(
@@ -171,13 +171,13 @@ def test_a_finished_epoch_has_no_more_batches() -> None:
 def test_only_a_stateful_loader_resumes_by_itself(seen: int, stateful: bool, resumes: bool) -> None:
     loader = resumed(make(Counted(20)), seen)
     loader.use_stateful_dataloader = stateful
-    assert (start_where_saved(loader) is not None) == resumes
-    assert start_where_saved(make(Counted(20))) is None
+    assert (make_resumed_loader(loader) is not None) == resumes
+    assert make_resumed_loader(make(Counted(20))) is None
 
 
 def test_a_late_start_shares_what_is_not_changed() -> None:
     loader = make(Stream())
-    late: Any = start_late(loader, 4)
+    late: Any = skip_prepared(loader, 4)
     assert (late.skip_batches, loader.skip_batches) == (4, 0)
     assert late.dataset is loader.dataset
     assert late.position is loader.position

@@ -72,7 +72,7 @@ def test_any_integer_is_a_valid_seed(size: int) -> None:
 def test_a_shard_records_where_its_fillers_are() -> None:
     shard = BatchSamplerShard(in_order(10, 4), 2, 1)
     assert list(shard) == [[4, 5, 6, 7], [2, 3, 4, 5]]
-    assert shard.fillers == {1: (2, 0)}
+    assert shard.padding_record == {1: (2, 0)}
     assert shard.total_length == 3
     assert list(BatchSamplerShard(in_order(16, 4), 2, 1)) == [[4, 5, 6, 7], [12, 13, 14, 15]]
 
@@ -80,17 +80,17 @@ def test_a_shard_records_where_its_fillers_are() -> None:
 def test_fillers_belong_to_one_pass() -> None:
     shard = BatchSamplerShard(in_order(5, 2), 2, 0)
     first = iter(shard)
-    fillers = shard.fillers
+    padding_record = shard.padding_record
     list(shard)
-    assert fillers == {}
+    assert padding_record == {}
     list(first)
-    assert fillers == shard.fillers == {1: (1, 0)}
+    assert padding_record == shard.padding_record == {1: (1, 0)}
 
 
 def test_more_processes_than_samples() -> None:
     shards = [BatchSamplerShard(in_order(2, 3), 3, rank) for rank in range(3)]
     assert [list(shard) for shard in shards] == [[[0, 1, 0]], [[1, 0, 1]], [[0, 1, 0]]]
-    assert all(shard.fillers == {0: (2, 0, 0)} for shard in shards)
+    assert all(shard.padding_record == {0: (2, 0, 0)} for shard in shards)
 
 
 def test_one_process_neutralises_the_shard() -> None:
@@ -98,7 +98,7 @@ def test_one_process_neutralises_the_shard() -> None:
     shard.num_processes, shard.process_index = 1, 0
     assert list(shard) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert len(shard) == 3
-    assert shard.fillers == {}
+    assert shard.padding_record == {}
 
 
 def test_batches_that_cannot_be_split_are_refused() -> None:
@@ -114,7 +114,7 @@ def test_batches_of_varying_sizes_are_unchanged() -> None:
     batches = [[0], [1, 2, 3], [4, 5]]
     shards = [BatchSamplerShard(batches, 2, rank) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[[0], [4, 5]], [[1, 2, 3], [0]]]
-    assert shards[0].fillers == {0: (1, 3), 1: (2, 0)}
+    assert shards[0].padding_record == {0: (1, 3), 1: (2, 0)}
     assert shards[0].batch_size is None
 
 
@@ -134,7 +134,7 @@ class Grouped(BatchSampler):
 def test_the_real_batch_size_overrides_a_declared_one() -> None:
     shards = [BatchSamplerShard(Grouped(), 2, rank) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[[0, 1], [6]], [[2, 3, 4, 5], [7, 8, 9]]]
-    assert shards[0].fillers == {0: (2, 4), 1: (1, 3)}
+    assert shards[0].padding_record == {0: (2, 4), 1: (1, 3)}
 
 
 def test_skip_passes_over_batches() -> None:
@@ -150,4 +150,4 @@ def test_single_items_are_assigned_like_batches() -> None:
     shards = [SamplerShard(SequentialSampler(range(5)), 2, rank, even_batches=True) for rank in range(2)]
     assert [list(shard) for shard in shards] == [[0, 2, 4], [1, 3, 0]]
     assert [len(shard) for shard in shards] == [3, 3]
-    assert shards[1].fillers == {2: (1, 0)}
+    assert shards[1].padding_record == {2: (1, 0)}

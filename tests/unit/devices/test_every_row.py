@@ -12,7 +12,8 @@ import torch
 from accelerate.base import DistributedType, RNGType
 from accelerate.big_modeling import get_max_memory
 from accelerate.devices import BACKENDS, CPU, MPS, XLA, hardware_table
-from accelerate.launch import Machine, worker_environment
+from accelerate.launch import Machine
+from accelerate.launch.layout import worker_environment
 from accelerate.precision import MixedPrecision
 from accelerate.rng import _state_access, set_seed
 from accelerate.settings import FLAG, Layer, merge_layers

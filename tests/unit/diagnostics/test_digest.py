@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from accelerate.diagnostics import CAUSES, MAX_LINES, find_cause, format_screen, is_informative, write_report
-from accelerate.launch import Exits, Failure, Outcome
+from accelerate.launch import Failure, Outcome
+from accelerate.launch.failures import Exits
 
 BASE = Failure(
     rank=1,

@@ -13,7 +13,9 @@ import psutil
 import pytest
 
 from accelerate.diagnostics import SignalRecorder
-from accelerate.launch import ENTRY, REQUESTS, ChildExit, ChildTerminator, RequestRecorder, blocked, run_child
+from accelerate.launch import run_child
+from accelerate.launch.children import REQUESTS, ChildExit, ChildTerminator, RequestRecorder, blocked
+from accelerate.launch.failures import ENTRY
 
 RUN = """
 import sys

@@ -10,19 +10,9 @@ from pathlib import Path
 import pytest
 
 from accelerate.base import patch_environment
-from accelerate.data_loader import Failure as Sent
-from accelerate.launch import (
-    Exits,
-    Failure,
-    Kind,
-    Outcome,
-    collect,
-    count_of,
-    find_first,
-    find_suspects,
-    record_digest,
-    shortened,
-)
+from accelerate.data_loader import ReaderFailure as Sent
+from accelerate.launch import Failure, Kind, Outcome, collect, count_of, find_first, record_digest, shortened
+from accelerate.launch.failures import Exits, find_suspects
 from accelerate.monitoring import End, RecordWriter, find_records
 
 

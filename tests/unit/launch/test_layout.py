@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from accelerate.devices import CUDA, NPU
-from accelerate.launch import Machine, device_ids, worker_environment
-from accelerate.launch.layout import _describe_rank, choose_threads
+from accelerate.launch import Machine, device_ids
+from accelerate.launch.layout import _describe_rank, choose_threads, worker_environment
 from accelerate.settings import FLAG, Layer, merge_layers
 
 

@@ -14,18 +14,15 @@ from accelerate.base.errors import ConfigurationError
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import (
     AGENT,
-    ENTRY,
     FOLDER_VARIABLE,
-    VERBOSE_VARIABLE,
     LaunchPlan,
     Target,
-    accelerate_command,
     env_var_path_add,
-    folder_of,
     local_command,
     record_failures,
-    torchrun_arguments,
 )
+from accelerate.launch.failures import ENTRY, VERBOSE_VARIABLE
+from accelerate.launch.plan import accelerate_command, folder_of, torchrun_arguments
 from accelerate.settings import FLAG, Layer, Option, all_options, flags, merge_layers
 from accelerate.settings.sections import RendezvousSection
 

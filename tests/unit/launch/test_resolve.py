@@ -11,7 +11,9 @@ import pytest
 
 from accelerate.base import ConfigurationError, LaunchError
 from accelerate.devices import CPU, CUDA
-from accelerate.launch import CHOSEN, LaunchPlan, Machine, Target, check_engine, resolve_plan
+from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
+from accelerate.launch.layout import CHOSEN
+from accelerate.launch.resolve import check_engine
 from accelerate.settings import FLAG, Layer, config_file, merge_layers
 
 SAMPLES = Path(__file__).parents[2] / "samples" / "configs"

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from accelerate.base import ConfigurationError, clear_environment, current, patch_environment
-from accelerate.launch import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, PrepareForLaunch
+from accelerate.launch import FOLDER_VARIABLE, PrepareForLaunch
+from accelerate.launch.failures import ENTRY, VERBOSE_VARIABLE
 
 WITNESS = """
 import __main__, pickle, sys

@@ -3,7 +3,8 @@
 import pytest
 
 from accelerate.base import ConfigurationError, DDPCommunicationHookType, DynamoBackend
-from accelerate.plugins import at_least, member, one_of
+from accelerate.plugins import at_least, one_of
+from accelerate.plugins.checks import member
 
 
 def test_a_known_choice_is_returned() -> None:

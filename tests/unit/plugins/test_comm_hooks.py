@@ -10,7 +10,8 @@ import pytest
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from accelerate.base import DDPCommunicationHookType as Kind
-from accelerate.plugins import HOOKS, WRAPPERS, DistributedDataParallelKwargs, rename_hook
+from accelerate.plugins import DistributedDataParallelKwargs
+from accelerate.plugins.comm_hooks import HOOKS, WRAPPERS, rename_hook
 
 
 class Registry:

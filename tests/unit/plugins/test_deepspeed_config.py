@@ -8,7 +8,8 @@ import json
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.plugins import AutoValues, HfDeepSpeedConfig, leaves, same_value, without_auto
+from accelerate.plugins import AutoValues, HfDeepSpeedConfig
+from accelerate.plugins.deepspeed_config import leaves, same_value, without_auto
 from accelerate.settings import read_config, refuse_config
 
 CONFIG = {

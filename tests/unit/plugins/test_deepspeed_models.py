@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from accelerate.base import packages
-from accelerate.plugins import config_to_build, register_with_transformers
+from accelerate.plugins.deepspeed_config import config_to_build, register_with_transformers
 
 
 def test_a_configuration_is_made_complete_enough_to_build_a_model():

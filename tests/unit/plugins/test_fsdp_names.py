@@ -15,7 +15,9 @@ from torch.distributed.fsdp import (
 )
 
 from accelerate.base import ConfigurationError, constants
-from accelerate.plugins import VERSIONS, fsdp_versions as choices, read_flag
+from accelerate.plugins import fsdp_versions as choices
+from accelerate.plugins.checks import read_flag
+from accelerate.plugins.fsdp_versions import VERSIONS
 
 
 @pytest.mark.parametrize(("value", "expected"), [("Yes", True), (True, True), ("0", False), (False, False)])

@@ -18,8 +18,8 @@ from accelerate.plugins import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
     KwargsHandler,
-    fill,
 )
+from accelerate.plugins.checks import fill
 
 
 @pytest.mark.parametrize(

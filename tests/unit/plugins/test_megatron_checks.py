@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.plugins import MegatronLMPlugin, find_wrong_network, find_wrong_sizes, read_backend
+from accelerate.plugins import MegatronLMPlugin, find_wrong_network, find_wrong_sizes
+from accelerate.plugins.megatron import read_backend
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.settings import CustomArgumentParser, add_sections, all_options, clean_option, flags
+from accelerate.settings import CustomArgumentParser, all_options, clean_option, flags
+from accelerate.settings.flags import add_sections
 
 GOLDEN = Path(__file__).parents[2] / "api" / "golden" / "launch_flags.json"
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from accelerate.settings import migrate, retired_variables
+from accelerate.settings import retired_variables
+from accelerate.settings.migrations import migrate
 
 
 @pytest.mark.parametrize(

@@ -8,11 +8,11 @@ import pytest
 
 from accelerate.base import patch_environment
 from accelerate.commands.accelerate_cli import make_cli_parser
-from accelerate.settings import (
+from accelerate.settings import CustomArgumentParser
+from accelerate.settings.parser import (
     BOLD,
     CYAN,
     YELLOW,
-    CustomArgumentParser,
     colored,
     nearest,
     unknown_command,

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from accelerate.base import ConfigurationError
-from accelerate.settings import ADVANCED, SECTIONS, Check, LinePrompt, Questionnaire, all_options, as_mapping
+from accelerate.settings import SECTIONS, Questionnaire, all_options, as_mapping
+from accelerate.settings.questions import ADVANCED, Check, LinePrompt
 
 
 class Script:

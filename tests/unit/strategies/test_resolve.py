@@ -68,11 +68,11 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
     [
         (request(2, {"sp_size": 2}), "sp_size=2: .* set cp_size"),
         (with_engine(mesh={"tp_size": 2}), "tp_size=2: .*tensor_parallel.autotp_size"),
-        (with_engine(mesh={"cp_size": 2}), "cp_size=2: DeepSpeed's engine shares sequences"),
+        (with_engine(mesh={"cp_size": 2}), "cp_size=2: DeepSpeed's engine shards sequences"),
         (with_engine(fsdp=FullyShardedDataParallelPlugin()), "deepspeed_plugin and fsdp_plugin both"),
         (request(2, {"tp_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
-        (request(None, {"dp_shard_size": 2}), "dp_shard_size=2: nothing says .* Pass fsdp_plugin"),
+        (request(None, {"dp_shard_size": 2}), "dp_shard_size=2: no plugin .* Pass fsdp_plugin"),
         (request(2, {"dp_replicate_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(1, {"dp_shard_size": 2}), "sharding_strategy=FULL_SHARD: FSDP 1 takes a mesh for hybrid"),
     ],

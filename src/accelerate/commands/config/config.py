@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import os
 from dataclasses import replace
+from typing import Any
 
 from accelerate.base import ComputeEnvironment as ComputeEnvironment, expanded
 from accelerate.commands.config.cluster import Suggestions, get_cluster_input as get_cluster_input, suggest
@@ -15,7 +16,7 @@ from accelerate.commands.config.config_utils import add_config_file, add_subcomm
 from accelerate.commands.config.default import default_command_parser
 from accelerate.commands.config.sagemaker import get_sagemaker_input as get_sagemaker_input
 from accelerate.commands.config.update import update_command_parser
-from accelerate.commands.utils import CustomArgumentParser, entry_point, parser_of
+from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 from accelerate.settings import (
     SCHEMA_FILE,
     ClusterConfig,
@@ -109,20 +110,23 @@ def schema_command(args: argparse.Namespace) -> None:
     print(SCHEMA_FILE)
 
 
-@parser_of("config", description, config_command)
-def config_command_parser(parser: CustomArgumentParser) -> None:
+def config_command_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate config``, added to `subparsers` if given."""
+    parser = make_parser("config", description, config_command, subparsers)
     add_config_file(parser)
+    return parser
 
 
-@parser_of("config", description, config_command)
-def get_config_parser(parser: CustomArgumentParser) -> None:
-    add_config_file(parser)
+def get_config_parser(subparsers: Any = None) -> CustomArgumentParser:
+    """Returns the parser of ``accelerate config``, with its subcommands."""
+    parser = config_command_parser(subparsers)
     parent = argparse.ArgumentParser(add_help=False)
     children = parser.add_subparsers(title="subcommands", dest="subcommand")
     default_command_parser(children, [parent])
     update_command_parser(children, [parent])
     add_config_file(add_subcommand(children, [parent], "show", SHOW, show_config_command))
     add_subcommand(children, [parent], "schema", SCHEMA, schema_command, SCHEMA.partition(",")[0] + ".")
+    return parser
 
 
 main = entry_point(get_config_parser, __name__)

@@ -62,21 +62,22 @@ class Launcher:
 
 
 LAUNCHERS = {
-    "local": "LocalLauncher",
-    "elastic": "ElasticLauncher",
-    "mpi": "MpiLauncher",
-    "slurm": "SlurmLauncher",
-    "sbatch": "SbatchLauncher",
-    "deepspeed": "DeepSpeedLauncher",
-    "tpu": "TpuLauncher",
-    "tpu_pod": "TpuPodLauncher",
-    "sagemaker": "SageMakerLauncher",
+    "local": "elastic.LocalLauncher",
+    "elastic": "elastic.ElasticLauncher",
+    "mpi": "hostfile.MpiLauncher",
+    "slurm": "slurm.SlurmLauncher",
+    "sbatch": "slurm.SbatchLauncher",
+    "deepspeed": "hostfile.DeepSpeedLauncher",
+    "tpu": "tpu.TpuLauncher",
+    "tpu_pod": "tpu.TpuPodLauncher",
+    "sagemaker": "sagemaker.SageMakerLauncher",
 }
-"""Name in a plan -> name of its class, which is imported on first use."""
+"""Name in a plan -> file of this package and name of its class, which is imported on first use."""
 
 
 def launcher_named(name: str) -> Launcher:
-    launcher: Launcher = getattr(import_module(__package__), LAUNCHERS[name])()
+    file, _, class_name = LAUNCHERS[name].partition(".")
+    launcher: Launcher = getattr(import_module(f"{__package__}.{file}"), class_name)()
     return launcher
 
 

@@ -16,7 +16,7 @@ from accelerate.launch.children import run_child
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, env_var_path_add, local_command
 from accelerate.settings import Settings
-from accelerate.settings.sections import DeepSpeedSection
+from accelerate.settings.sections import DeepSpeedSection, LaunchSection, MpirunSection, RendezvousSection
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 INHERITED = ("PYTHONPATH",)
@@ -83,14 +83,14 @@ class MpiLauncher(Launcher):
 
     def amend(self, settings: Settings, machine: Machine) -> Settings:
         """Sets the number of nodes and the address of the first one from the host file."""
-        path = settings.values["mpirun_hostfile"]
+        path = str(settings[MpirunSection].mpirun_hostfile)
         hosts = hosts_of(machine.read_file(path))
         if not hosts:
             raise wrong_value("--mpirun_hostfile", path, "it names no host", "Write one host in each line")
         if not settings.given("num_machines"):
             settings = settings.replaced(path, num_machines=len(hosts))
-        several = settings.values["num_machines"] > 1
-        if settings.values["main_process_ip"] or not several:
+        several = settings[LaunchSection].num_machines > 1
+        if settings[RendezvousSection].main_process_ip or not several:
             return settings
         if hosts[0] in LOOPBACK:
             fix = "Pass the address by which the others reach this machine"
@@ -105,7 +105,7 @@ class MpiLauncher(Launcher):
         words = [
             "mpirun",
             *(dialect.as_root if machine.is_root else ()),
-            *(dialect.hostfile, settings.values["mpirun_hostfile"]),
+            *(dialect.hostfile, str(settings[MpirunSection].mpirun_hostfile)),
             *("-n", str(plan.processes)),
             *(word.format(plan.local_processes) for word in dialect.per_machine),
             *dialect.binding,
@@ -143,7 +143,7 @@ class DeepSpeedLauncher(Launcher):
 
     def amend(self, settings: Settings, machine: Machine) -> Settings:
         """Checks the requirements of each launcher, and counts the hosts of the host file."""
-        section, values = settings[DeepSpeedSection], settings.values
+        section, rendezvous = settings[DeepSpeedSection], settings[RendezvousSection]
         launcher = section.deepspeed_multinode_launcher
         if section.deepspeed_inclusion_filter and section.deepspeed_exclusion_filter:
             raise ConfigurationError(
@@ -156,13 +156,13 @@ class DeepSpeedLauncher(Launcher):
             raise wrong_value("filter", filters, reason, "Leave the hosts out of the host file instead")
         if section.deepspeed_hostfile:
             settings = _count(settings, section, machine.read_file(section.deepspeed_hostfile))
-        if launcher not in KNOWS_ADDRESS and not values["main_process_ip"]:
+        if launcher not in KNOWS_ADDRESS and not rendezvous.main_process_ip:
             fix = "Pass the address of the machine of rank 0"
             raise wrong_value("--main_process_ip", None, f"the launcher {launcher} needs it", fix)
-        if launcher != NO_SSH and values["machine_rank"]:
+        if launcher != NO_SSH and rendezvous.machine_rank:
             fix = "Call it once, on one machine, without --machine_rank"
             reason = f"the launcher {launcher} starts all machines"
-            raise wrong_value("--machine_rank", values["machine_rank"], reason, fix)
+            raise wrong_value("--machine_rank", rendezvous.machine_rank, reason, fix)
         return settings
 
     def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Command:
@@ -195,7 +195,7 @@ def _count(settings: Settings, section: DeepSpeedSection, text: str) -> Settings
         settings = settings.replaced(path, num_machines=max(1, len(hosts_of(text))))
     launcher = section.deepspeed_multinode_launcher
     slots = sum(int(count) for count in SLOTS.findall(text))
-    total = settings.values["num_processes"]
+    total = settings[LaunchSection].num_processes
     if launcher not in ALL_SLOTS or not slots or total == slots:
         return settings
     if total not in (None, -1):

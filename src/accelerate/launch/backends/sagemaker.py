@@ -19,7 +19,7 @@ from accelerate.launch.backends.base import Launcher
 from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target
 from accelerate.settings import Settings, env
-from accelerate.settings.sections import DynamoSection, PrecisionSection, SageMakerSection
+from accelerate.settings.sections import DynamoSection, LaunchSection, PrecisionSection, SageMakerSection
 
 ESTIMATOR = "sagemaker.huggingface.HuggingFace"
 DATA_PARALLEL = {"smdistributed": {"dataparallel": {"enabled": True}}}
@@ -101,7 +101,8 @@ def estimator_arguments(settings: Settings, target: Target, machine: Machine) ->
     """Returns the arguments of the estimator, where ``additional_args`` of the file take precedence."""
     job = settings[SageMakerSection]
     _check(job, target)
-    kind = str(settings.values["distributed_type"] or "NO").upper()
+    launch = settings[LaunchSection]
+    kind = str(launch.distributed_type or "NO").upper()
     kind = "NO" if kind == "FALSE" else kind  # YAML parses an unquoted NO as false
     if kind == "MODEL_PARALLEL":
         fix = "Use NO or DATA_PARALLEL"
@@ -122,7 +123,7 @@ def estimator_arguments(settings: Settings, target: Target, machine: Machine) ->
         "pytorch_version": None if has_image else job.pytorch_version,
         "py_version": None if has_image else job.py_version,
         "base_job_name": job.base_job_name,
-        "instance_count": settings.values["num_machines"],
+        "instance_count": launch.num_machines,
         "instance_type": job.ec2_instance_type,
         "debugger_hook_config": False,
         "distribution": DATA_PARALLEL if kind == "DATA_PARALLEL" else None,

@@ -16,6 +16,7 @@ from accelerate.launch.layout import where
 from accelerate.launch.machine import Machine, run_key
 from accelerate.launch.plan import LaunchPlan, accelerate_command
 from accelerate.settings import ENVIRONMENT, FLAG, Settings
+from accelerate.settings.sections import LaunchSection, RendezvousSection, SlurmSection
 
 ALLOCATION = "SLURM allocation"
 SLURM_OPTIONS = ("slurm", "submit", "slurm_options", "slurm_script")
@@ -33,17 +34,18 @@ class SlurmLauncher(Launcher):
         facts = machine.environ or {}
         nodes = _read_count(facts, "SLURM_JOB_NUM_NODES", "SLURM_NNODES") or 1
         values: dict[str, object] = {}
-        machines = settings.values["num_machines"]
+        launch, rendezvous = settings[LaunchSection], settings[RendezvousSection]
+        machines = launch.num_machines
         if settings.source("num_machines") not in (FLAG, ENVIRONMENT):
             machines = values["num_machines"] = nodes
         elif machines > nodes:
             fix = "Leave it out, or ask SLURM for more"
             raise wrong_value("--num_machines", machines, f"the allocation has {nodes}", fix)
-        if settings.values["main_process_ip"] is None:
+        if rendezvous.main_process_ip is None:
             values["main_process_ip"] = slurm.first_host(facts.get("SLURM_JOB_NODELIST", ""))
-        if settings.values["main_process_port"] is None:
+        if rendezvous.main_process_port is None:
             values["main_process_port"] = slurm.port_of_step(facts)
-        if settings.values["num_processes"] in (None, -1):  # one for each device, otherwise one for each task
+        if launch.num_processes in (None, -1):  # one for each device, otherwise one for each task
             local = _read_count(facts, "SLURM_GPUS_ON_NODE", "SLURM_NTASKS_PER_NODE") or machine.devices
             values["num_processes"] = machines * local
         return settings.replaced(ALLOCATION, **values)
@@ -78,7 +80,7 @@ class SlurmLauncher(Launcher):
 
 
 def _options(settings: Settings) -> list[str]:
-    text = settings.values["slurm_options"]
+    text = settings[SlurmSection].slurm_options
     try:
         return shlex.split(text)
     except ValueError as error:
@@ -119,7 +121,7 @@ class SbatchLauncher(Launcher):
             *(f"#SBATCH {option}" for option in [*defaults, *_join_values(_options(settings))]),
             f"exec {shlex.join(words)}",
         ]
-        path = str(Path(settings.values["slurm_script"] or f"{name}.sbatch"))
+        path = str(Path(settings[SlurmSection].slurm_script or f"{name}.sbatch"))
         return Command(("sbatch", "--parsable", path), files={path: "\n".join(lines) + "\n"})
 
     def run(self, plan: LaunchPlan) -> int:

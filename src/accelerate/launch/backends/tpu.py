@@ -16,16 +16,16 @@ from accelerate.launch.machine import Machine
 from accelerate.launch.plan import LaunchPlan, Target, accelerate_command, local_command
 from accelerate.launch.script import PrepareForLaunch
 from accelerate.settings import FLAG, Settings
-from accelerate.settings.sections import TpuSection
+from accelerate.settings.sections import LaunchSection, PrecisionSection, TpuSection
 
 POD_MODULE = "torch_xla.distributed.xla_dist"
 
 
-def precision_variables(downcast: bool, mixed_precision: str) -> dict[str, str]:
-    """Returns the variables for bfloat16 on XLA, which with `downcast` also replaces float64."""
-    if mixed_precision != "bf16":
+def precision_variables(settings: Settings) -> dict[str, str]:
+    """Returns the variables for bfloat16 on XLA, which with `downcast_bf16` also replaces float64."""
+    if settings[PrecisionSection].mixed_precision != "bf16":
         return {}
-    return {"XLA_DOWNCAST_BF16" if downcast else "XLA_USE_BF16": "1"}
+    return {"XLA_DOWNCAST_BF16" if settings[TpuSection].downcast_bf16 else "XLA_USE_BF16": "1"}
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class TpuLauncher(Launcher):
         if plan.target.kind == "program":
             fix = "Pass a Python script with such a function, or -m with a module"
             raise wrong_value("--no_python", True, "on TPU each process calls a function of the script", fix)
-        values = settings.values
+        launch = settings[LaunchSection]
         return TpuDetails(
-            function=values["main_training_function"],
-            processes=1 if values["num_processes"] == 1 else None,
-            variables=precision_variables(values["downcast_bf16"], values["mixed_precision"]),
+            function=launch.main_training_function,
+            processes=1 if launch.num_processes == 1 else None,
+            variables=precision_variables(settings),
         )
 
     def command(self, plan: LaunchPlan) -> list[str]:

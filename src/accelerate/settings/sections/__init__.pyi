@@ -14,8 +14,11 @@ from accelerate.settings.sections.launch import (
 from accelerate.settings.sections.precision import (
     BACKENDS as BACKENDS,
     PRECISIONS as PRECISIONS,
+    AmaxComputeAlgorithm as AmaxComputeAlgorithm,
     DynamoSection as DynamoSection,
+    FP8Format as FP8Format,
     Fp8Section as Fp8Section,
+    OptLevel as OptLevel,
     PrecisionSection as PrecisionSection,
 )
 from accelerate.settings.sections.strategies import (

@@ -6,13 +6,16 @@ from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 from accelerate.base import TORCH_DYNAMO_MODES, DynamoBackend, shown, str_to_bool
 from accelerate.settings.option import Section, as_bit, option, optional, true_or_false, upper
 from accelerate.settings.sections.launch import RESOURCES
 
 PRECISIONS = ("no", "fp16", "bf16", "fp8")
+FP8Format: TypeAlias = Literal["HYBRID", "E4M3", "E5M2"]
+AmaxComputeAlgorithm: TypeAlias = Literal["max", "most_recent"]
+OptLevel: TypeAlias = Literal["O1", "O2"]
 
 
 def _three_choices(text: str) -> tuple[bool, bool, bool]:
@@ -33,11 +36,11 @@ class PrecisionSection(Section):
 
     mixed_precision: str = option(
         "no",
-        "Number format of the forward pass: no (as the model is), fp16, bf16 or fp8.",
+        "Mixed precision of the forward: no (dtype of the model), fp16, bf16 or fp8.",
         choices=PRECISIONS,
         flag_default=None,
         aliases=("MIXED_PRECISION",),
-        ask="Which number format?",
+        ask="Which mixed precision?",
     )
 
 
@@ -58,6 +61,7 @@ class Fp8Section(Section):
 
     title = "FP8 Arguments"
     file_key = "fp8_config"
+    field_prefix = "fp8_"
     switch = "--mixed_precision fp8"
     key_prefix = "fp8_"
     env_prefix = "ACCELERATE_"
@@ -83,8 +87,9 @@ class Fp8Section(Section):
     fp8_format: str = _te_option(
         "HYBRID",
         "Transformer Engine: E4M3, E5M2, or HYBRID (E4M3 forward, E5M2 backward).",
-        choices=("HYBRID", "E4M3", "E5M2"),
+        choices=get_args(FP8Format),
         key="fp8_format",
+        field="fp8_format",
         spell=upper,
         ask="Which FP8 format?",
     )
@@ -97,7 +102,7 @@ class Fp8Section(Section):
     fp8_amax_compute_algo: str = _te_option(
         "most_recent",
         "Transformer Engine: scaling from the largest or the most recent maximum.",
-        choices=("max", "most_recent"),
+        choices=get_args(AmaxComputeAlgorithm),
         key="amax_compute_algorithm",
         ask=True,
     )
@@ -114,7 +119,7 @@ class Fp8Section(Section):
     fp8_opt_level: str = option(
         "O2",
         "MS-AMP: how much is kept in FP8: O1 (communication) or O2 (optimizer states too).",
-        choices=("O1", "O2"),
+        choices=get_args(OptLevel),
         key="optimization_level",
         ask="How much is kept in FP8 (O1: communication, O2: optimizer states too)?",
         when=lambda answers: answers["fp8_backend"] == "msamp",
@@ -145,6 +150,7 @@ class DynamoSection(Section):
 
     title = RESOURCES
     file_key = "dynamo_config"
+    field_prefix = "dynamo_"
     env_prefix = "ACCELERATE_"
 
     dynamo_backend: str = option(
@@ -162,8 +168,10 @@ class DynamoSection(Section):
         choices=tuple(TORCH_DYNAMO_MODES),
         ask="What does torch.compile optimise for?",
     )
-    dynamo_use_fullgraph: bool = _detail(False, "Refuse models that do not compile to one graph.", ask=True)
-    dynamo_use_dynamic: bool = _detail(False, "Compile for changing shapes.", ask=True)
+    dynamo_use_fullgraph: bool = _detail(
+        False, "Refuse models that do not compile to one graph.", field="fullgraph", ask=True
+    )
+    dynamo_use_dynamic: bool = _detail(False, "Compile for changing shapes.", field="dynamic", ask=True)
     dynamo_use_regional_compilation: bool = _detail(
         False, "Compile each repeated block once instead of the whole model.", ask=True
     )

@@ -134,6 +134,7 @@ class DeepSpeedSection(Section):
     deepspeed_moe_layer_cls_names: str | None = _zero3_option(
         "Class names of mixture-of-experts layers that ZeRO-3 must not enter, separated by commas.",
         env="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+        field="transformer_moe_cls_names",
         spell=unless_empty,
         ask="Class names of mixture-of-experts layers that ZeRO-3 must not enter (empty for none)?",
         advanced=True,
@@ -149,6 +150,7 @@ class FsdpSection(Section):
 
     title = "FSDP Arguments"
     file_key = "fsdp_config"
+    field_prefix = "fsdp_"
     switch = "--use_fsdp"
     env_prefix = ""
     takes_words = True
@@ -159,12 +161,13 @@ class FsdpSection(Section):
         1,
         "Version of FSDP: 1 or 2.",
         choices=("1", "2"),
+        field="fsdp_version",
         flag_default="1",
         flag_type=str,
         ask="Which version of FSDP?",
     )
     fsdp_offload_params: bool = option(
-        False, "Keep parameters and gradients on the CPU (true or false).", ask=True
+        False, "Keep parameters and gradients on the CPU (true or false).", field="cpu_offload", ask=True
     )
     fsdp_min_num_params: int = option(
         100_000_000,
@@ -196,6 +199,7 @@ class FsdpSection(Section):
     fsdp_transformer_layer_cls_to_wrap: str | None = optional(
         "TRANSFORMER_BASED_WRAP: class names of the layers that become units, separated by commas.",
         env="FSDP_TRANSFORMER_CLS_TO_WRAP",
+        field="transformer_cls_names_to_wrap",
         ask="Which layer classes become units (separated by commas, empty: what the model says)?",
         when=lambda answers: answers["fsdp_auto_wrap_policy"] == "TRANSFORMER_BASED_WRAP",
     )
@@ -248,6 +252,7 @@ class MegatronSection(Section):
 
     title = "Megatron-LM Arguments"
     file_key = "megatron_lm_config"
+    field_prefix = "megatron_lm_"
     switch = "--use_megatron_lm"
     env_prefix = ""
     takes_words = True
@@ -320,6 +325,7 @@ class MegatronSection(Section):
 class _MeshSection(Section):
     title = "ParallelismConfig Arguments"
     file_key = "parallelism_config"
+    field_prefix = "parallelism_config_"
     switch = "--use_parallelism_config"
     env_prefix = ""
 
@@ -389,7 +395,9 @@ class SequenceParallelSection(_MeshSection):
         True, "Sequences have different lengths (true or false).", flag_type=true_or_false
     )
     parallelism_config_sp_attn_implementation: str = option(
-        "sdpa", "Attention used with sequence parallelism: sdpa, flash_attention_2 or flash_attention_3."
+        "sdpa",
+        "Attention used with sequence parallelism: sdpa, flash_attention_2 or flash_attention_3.",
+        offers=("sdpa", "flash_attention_2", "flash_attention_3"),
     )
 
     @classmethod

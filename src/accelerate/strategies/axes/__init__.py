@@ -1,4 +1,4 @@
-"""Axes of the mesh along which ranks work on the same batch."""
+"""Axes of the device mesh along which ranks work on the same batch."""
 
 from accelerate.base import attach
 

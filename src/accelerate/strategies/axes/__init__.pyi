@@ -1,9 +1,13 @@
+from accelerate.strategies.axes.base import Axes as Axes, Axis as Axis
 from accelerate.strategies.axes.context import ContextAxis as ContextAxis
-from accelerate.strategies.axes.sequence import (
-    Axis as Axis,
-    SequenceAxis as SequenceAxis,
+from accelerate.strategies.axes.resolve import resolve_axes as resolve_axes
+from accelerate.strategies.axes.tensor import (
+    TensorAxis as TensorAxis,
+    plan_of as plan_of,
+    shard_layers as shard_layers,
+)
+from accelerate.strategies.axes.ulysses import (
+    UlyssesAxis as UlyssesAxis,
     check_attention as check_attention,
     loader_class as loader_class,
-    resolve_sequence_axis as resolve_sequence_axis,
 )
-from accelerate.strategies.axes.tensor import plan_of as plan_of, share_layers as share_layers

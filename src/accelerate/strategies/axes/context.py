@@ -1,11 +1,11 @@
-"""Context parallelism: the processes of one axis share each sequence.
+"""Context parallelism by torch, in which the ranks of an axis have shards of each sequence.
 
 Source: https://docs.pytorch.org/tutorials/unstable/context_parallel.html
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -15,57 +15,53 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.overrides import TorchFunctionMode
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, StateError, wrong_value
+from accelerate.base import ConfigurationError, wrong_value
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
-from accelerate.strategies.axes.masks import attend, check_masks, sharded
-from accelerate.strategies.axes.sequence import Axis
+from accelerate.strategies.axes.base import Axis
+from accelerate.strategies.axes.masks import attend, check_masks, checks_enabled
 
 logger = get_logger(__name__)
 
 CALL = "accelerator.maybe_context_parallel"
 _SEQUENCE_DIM = 2
-PARTS = 2
-"""Pieces of a sequence on each rank, one from either end, for later positions attend to more others."""
+CHUNKS = 2
+"""Chunks of a sequence on each rank, one from each end, because later positions attend to more positions."""
 
 
 class ContextAxis(Axis):
-    """Splits sequences over the ranks of an axis, and lets attention reach over all of them."""
+    """Axis along which sequences are sharded, with attention over all of its ranks."""
 
     splits_buffers = True
 
     def __init__(self, mesh: Any, handler: Any) -> None:
         self._mesh = mesh
         self._handler = handler
-        self._is_prepared = False
 
-    def transform(self, models: Iterable[nn.Module], micro_batch_size: int = 1) -> None:
-        """Let models check their attention while sequences are sharded, and compute it without a mask."""
-        self._is_prepared = True
-        for model in models:
-            check_masks(model)
+    def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
+        """Adds hooks that check the attention of a model while sequences are sharded."""
+        check_masks(model)
+        return model
 
-    def batch(
+    def split_batch(
         self,
         buffers: Sequence[Tensor] | None = None,
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: set[Tensor] | None = None,
     ) -> AbstractContextManager[None]:
-        """Return torch's context, in which attention reaches over all ranks of the axis."""
+        """Returns torch's context, in which buffers are sharded and attention is over all ranks."""
         from torch.distributed.tensor.experimental import context_parallel
 
-        if not self._is_prepared:
-            raise StateError("maybe_context_parallel() comes after prepare(): prepare the model first.")
-        given, dims = _listed("buffers", buffers), _listed("buffer_seq_dims", buffer_seq_dims)
+        tensors, dims = _checked_list("buffers", buffers), _checked_list("buffer_seq_dims", buffer_seq_dims)
         mesh = self._mesh["cp"]
-        _check_buffers(given, dims, mesh.size())
+        _check_buffers(tensors, dims, mesh.size())
         if of_device(torch.device(mesh.device_type)).is_host:
             register_cpu_kernels()
         torch_private.set_rotate_method(self._handler.cp_comm_strategy)
-        split = context_parallel(
-            mesh, buffers=given, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
+        context = context_parallel(
+            mesh, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers=set(no_restore_buffers or ())
         )
-        return _within(split, given, dims)
+        return _with_checked_attention(context, tensors, dims)
 
 
 def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
@@ -77,33 +73,33 @@ def _check_buffers(buffers: list[Tensor], dims: list[int], size: int) -> None:
     if len(buffers) != len(dims):
         reason = f"it has {len(dims)} entries for {len(buffers)} buffers"
         raise wrong_value("buffer_seq_dims", dims, reason, "Give the sequence dimension of each buffer")
-    pieces = PARTS * size
+    chunks = CHUNKS * size
     for buffer, dim in zip(buffers, dims, strict=True):
         if not -buffer.ndim <= dim < buffer.ndim:
             reason = f"a buffer has shape {list(buffer.shape)}"
             raise wrong_value("buffer_seq_dims", dim, reason, "Name one of its dims")
-        if buffer.shape[dim] % pieces:
+        if buffer.shape[dim] % chunks:
             reason = (
-                f"a sequence of {buffer.shape[dim]} is not cut evenly in {pieces} pieces, {PARTS} for each"
+                f"a sequence of {buffer.shape[dim]} is not divisible into {chunks} chunks, {CHUNKS} for each"
             )
-            reason += f" of the {size} processes that share it"
+            reason += f" of the {size} ranks of the axis"
             raise wrong_value(
-                "buffers", list(buffer.shape), reason, f"Pad sequences to a multiple of {pieces}"
+                "buffers", list(buffer.shape), reason, f"Pad sequences to a multiple of {chunks}"
             )
 
 
-def _listed(name: str, given: Any) -> list[Any]:
-    if isinstance(given, (Tensor, int)):
-        kind = type(given).__name__
+def _checked_list(name: str, values: Any) -> list[Any]:
+    if isinstance(values, (Tensor, int)):
+        kind = type(values).__name__
         raise wrong_value(name, kind, "there may be several, so it takes a list", f"Write {name}=[...]")
-    return list(given or ())
+    return list(values or ())
 
 
-class _AnyAttention(TorchFunctionMode):
-    """Lets attention reach over all processes however a model has imported the function.
+class _ImportedAttention(TorchFunctionMode):
+    """Mode that replaces `scaled_dot_product_attention` also where a model has imported it by its name.
 
-    torch replaces `torch.nn.functional.scaled_dot_product_attention` inside its context; code that has
-    imported the function by its name would attend to the part of this process only, without a word.
+    torch replaces the attribute of `torch.nn.functional` inside its context. Code that has imported the
+    function by its name would attend to the shard of this rank only, without an error.
     """
 
     calls = 0
@@ -119,20 +115,22 @@ class _AnyAttention(TorchFunctionMode):
 
 
 @contextmanager
-def _within(split: AbstractContextManager[Any], buffers: list[Tensor], dims: list[int]) -> Iterator[None]:
-    attention = _AnyAttention()
-    with sharded(buffers, dims), split, torch_private.attention_replaced(attend), attention:
+def _with_checked_attention(
+    context: AbstractContextManager[Any], buffers: list[Tensor], dims: list[int]
+) -> Iterator[None]:
+    attention = _ImportedAttention()
+    with checks_enabled(buffers, dims), context, torch_private.attention_replaced(attend), attention:
         yield
     if not attention.calls:
         logger.warning_once(
-            f"Nothing inside {CALL} called torch's scaled_dot_product_attention: each process attends to "
-            "its own part of the sequences only. Choose attention by that function; for transformers' models "
+            f"Nothing inside {CALL} called torch's scaled_dot_product_attention: each rank attends to its "
+            "own shard of the sequences only. Choose attention by that function; for transformers' models "
             "that is attn_implementation='sdpa'."
         )
 
 
 def register_cpu_kernels() -> None:
-    """Enter the CPU's kernels in torch's table of kernels that context parallelism supports."""
+    """Adds the CPU kernels to torch's table of kernels that context parallelism supports."""
     table = torch_private.attention_handlers
     if table is None:
         raise ConfigurationError(
@@ -144,7 +142,7 @@ def register_cpu_kernels() -> None:
 
 
 def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    """`(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None)`."""
+    """Computes ring attention, with the arguments of the CPU kernel."""
     query, key, value, *rest = args
     options = {**dict(zip(("dropout_p", "is_causal"), rest, strict=False)), **kwargs}
     if options.pop("attn_mask", None) is not None:
@@ -158,7 +156,7 @@ def _attend(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 def _attend_backward(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    """`(grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask, scale)`."""
+    """Computes the backward pass of ring attention, with the arguments of the CPU kernel."""
     gradient, query, key, value, output, sums, dropout, is_causal = args[:8]
     mesh = query.device_mesh
     results = torch_private.ring_attention_backward(

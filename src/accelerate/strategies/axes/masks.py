@@ -1,6 +1,7 @@
-"""The attention that context parallelism computes: causal, over the whole sequence, without a mask.
+"""Checks that a model computes causal attention over whole sequences, as context parallelism does.
 
-Modules of a model that ask for another attention raise an error while a sequence is sharded.
+`ContextAxis` adds the checks to a model as hooks, which raise an error for another attention while sequences
+are sharded, and replaces torch's attention by `attend`.
 """
 
 from __future__ import annotations
@@ -23,47 +24,47 @@ WINDOWS = {
     "sliding": ("sliding_window", "sliding_window_size", "local_attention"),
     "chunked": ("attention_chunk_size",),
 }
-"""Kind of a layer -> fields, of a layer or a config, with the number of positions that it attends to."""
+"""Kind of a layer -> fields of a layer or a config that are the number of positions that it attends to."""
 COMPUTED = ("full_attention", "attention", "dense", "sparse", "moe")
-"""Kinds of layers in `layer_types` that attend to all positions, or to none."""
+"""Kinds of layers in `layer_types` that attend to all positions, or do not compute attention."""
 
 
-class Sequences:
-    """The sequences that are sharded at this moment, in this process."""
+class ShardedSequences:
+    """Sequences of this process that are sharded now."""
 
-    length: int | None = None  # of the whole sequences; None while none is sharded
-    whole: Mapping[int, Tensor] = {}  # copies of buffers before they were sharded, by identity
-    checked: dict[tuple[int, ...], Any]  # identities -> tensors, which are kept alive
+    length: int | None = None  # length of the whole sequences, or None while none is sharded
+    unsharded: Mapping[int, Tensor] = {}  # id of a buffer -> its copy from before it was sharded
+    checked: dict[tuple[int, ...], Any]  # ids of checked tensors -> the tensors, which are kept alive
     layer: tuple[str, Any] | None = None  # name and config of the attention layer that is in its forward
 
     def __init__(self) -> None:
         self.checked = {}
 
 
-class Window(NamedTuple):
-    """How many positions a layer attends to, and the field that says so."""
+class AttentionWindow(NamedTuple):
+    """Number of positions that a layer attends to, and the field that it is read from."""
 
     field: str
     size: int
 
 
 @contextmanager
-def sharded(buffers: Iterable[Tensor], dims: Iterable[int]) -> Iterator[None]:
-    """Check the attention of models inside the block, in which buffers of these sequences are sharded."""
+def checks_enabled(buffers: Iterable[Tensor], dims: Iterable[int]) -> Iterator[None]:
+    """Enables the checks of models inside the block, in which the buffers are sharded."""
     buffers = list(buffers)
-    sequences = services.of_process(Sequences)
+    sequences = services.of_process(ShardedSequences)
     sequences.length = max(buffer.shape[dim] for buffer, dim in zip(buffers, dims, strict=True))
     may_be_checked = [buffer for buffer in buffers if buffer.ndim > 3 or not buffer.is_floating_point()]
-    sequences.whole = {id(buffer): buffer.clone() for buffer in may_be_checked}
+    sequences.unsharded = {id(buffer): buffer.clone() for buffer in may_be_checked}
     sequences.checked, sequences.layer = {}, None
     try:
         yield
     finally:
-        sequences.length, sequences.whole, sequences.checked = None, {}, {}
+        sequences.length, sequences.unsharded, sequences.checked = None, {}, {}
 
 
 def check_masks(model: nn.Module) -> None:
-    """Let the modules of a model raise an error for attention that is not computed, by forward pre-hooks."""
+    """Adds forward pre-hooks that raise an error for attention that context parallelism does not compute."""
     for name, module in model.named_modules():
         if _is_attention(name, module):
             hook: Callable[..., Any] = partial(_check_layer, name, _config_of(module) or _config_of(model))
@@ -107,8 +108,8 @@ def _refuse(name: str, problem: str, fix: str = FIX, reason: str = REASON) -> Co
 # Layers
 
 
-def window_of(layer: nn.Module, config: Any) -> Window | None:
-    """Return the window of an attention layer; None for one that attends to whole sequences."""
+def window_of(layer: nn.Module, config: Any) -> AttentionWindow | None:
+    """Returns the window of an attention layer, or None if it attends to whole sequences."""
     index, kinds = getattr(layer, "layer_idx", None), getattr(config, "layer_types", None)
     if kinds and isinstance(index, int) and index < len(kinds):
         kind = kinds[index]
@@ -116,7 +117,7 @@ def window_of(layer: nn.Module, config: Any) -> Window | None:
             return None
         fields = next((fields for part, fields in WINDOWS.items() if part in kind), ())
         windows = _windows(layer, fields) or _windows(config, fields)
-        return windows[0] if windows else Window(f"layer_types[{index}]={kind!r}", 0)
+        return windows[0] if windows else AttentionWindow(f"layer_types[{index}]={kind!r}", 0)
     if getattr(layer, "is_sliding", None) is False or _uses_no_window(config, index):
         return None
     for fields in WINDOWS.values():
@@ -126,10 +127,10 @@ def window_of(layer: nn.Module, config: Any) -> Window | None:
     return None
 
 
-def _windows(holder: Any, fields: Iterable[str]) -> list[Window]:
+def _windows(holder: Any, fields: Iterable[str]) -> list[AttentionWindow]:
     sizes = {field: getattr(holder, field, None) for field in fields}
     return [
-        Window(f"{field}={size}", size)
+        AttentionWindow(f"{field}={size}", size)
         for field, size in sizes.items()
         if isinstance(size, int) and not isinstance(size, bool) and size > 0
     ]
@@ -145,8 +146,8 @@ def _uses_no_window(config: Any, index: int | None) -> bool:
 def _check_layer(
     name: str, config: Any, layer: nn.Module, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]] | None:
-    """Refuse other attention; otherwise let a layer be causal without its mask, which is that of a shard."""
-    sequences = services.of_process(Sequences)
+    """Raises an error for other attention, and otherwise replaces the mask, which is that of a shard."""
+    sequences = services.of_process(ShardedSequences)
     length = sequences.length
     if length is None:
         return None
@@ -158,7 +159,7 @@ def _check_layer(
         raise _refuse(name, problem, f"{FIX}; a window that is no shorter than the sequence is fine")
     chosen = getattr(config, "_attn_implementation", None)
     if chosen not in (None, "sdpa"):
-        problem = f"computes attention by {chosen!r}, which does not reach over the ranks"
+        problem = f"computes attention by {chosen!r}, which does not attend over all ranks"
         raise _refuse(name, problem, "Load the model with attn_implementation='sdpa'")
     if kwargs.get("is_causal") is False or getattr(layer, "is_causal", True) is False:
         raise _refuse(name, "attends to later positions, too (is_causal=False)")
@@ -178,12 +179,12 @@ def _check_layer(
 
 
 def _leave_layer(layer: nn.Module, args: Any, output: Any) -> None:
-    services.of_process(Sequences).layer = None
+    services.of_process(ShardedSequences).layer = None
 
 
 def _first_time(*tensors: Tensor | None) -> bool:
-    """Return whether these tensors have not been checked yet inside this block."""
-    sequences, key = services.of_process(Sequences), tuple(map(id, tensors))
+    """Returns whether these tensors have not been checked yet inside this block."""
+    sequences, key = services.of_process(ShardedSequences), tuple(map(id, tensors))
     if key in sequences.checked:
         return False
     sequences.checked[key] = tensors
@@ -191,7 +192,7 @@ def _first_time(*tensors: Tensor | None) -> bool:
 
 
 def _is_allowed(mask: Tensor) -> Tensor:
-    """Return where a mask lets a position attend to another one."""
+    """Returns a tensor that is True where a mask lets a position attend to another one."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(torch.float16).min / 2
 
 
@@ -207,7 +208,7 @@ def _is_biased(mask: Tensor) -> bool:
 
 
 def is_causal_mask(mask: Tensor) -> bool:
-    """Return whether a mask of shape [..., queries, keys] is the one of causal attention."""
+    """Returns whether a mask of shape [..., queries, keys] is the one of causal attention."""
     if mask.ndim < 2 or mask.shape[-1] != mask.shape[-2]:
         return False
     allowed, size = _is_allowed(mask), mask.shape[-1]
@@ -226,8 +227,8 @@ def _check_inputs(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Refuse padding before tokens, packed sequences, masks that are not causal, and missing positions."""
-    sequences = services.of_process(Sequences)
+    """Raises an error for left padding, packed sequences, other masks, and missing positions."""
+    sequences = services.of_process(ShardedSequences)
     if sequences.length is None:
         return
     given = {**dict(zip(names, args, strict=False)), **kwargs}
@@ -235,14 +236,18 @@ def _check_inputs(
     masks, positions = given.get("attention_mask"), given.get("position_ids")
     for mask in masks.values() if isinstance(masks, Mapping) else [masks]:
         if isinstance(mask, Tensor) and _first_time(mask):
-            _check_mask(name, sequences.whole.get(id(mask), mask))
+            _check_mask(name, sequences.unsharded.get(id(mask), mask))
     _check_presence(name, names, counts_positions, positions)
     if positions is None:
         return
     mask = masks if isinstance(masks, Tensor) and masks.ndim == 2 else None
-    if isinstance(positions, Tensor) and id(positions) in sequences.whole and _first_time(positions, mask):
-        real = None if mask is None else sequences.whole.get(id(mask), mask)
-        _check_positions(name, sequences.whole[id(positions)], real)
+    if (
+        isinstance(positions, Tensor)
+        and id(positions) in sequences.unsharded
+        and _first_time(positions, mask)
+    ):
+        real = None if mask is None else sequences.unsharded.get(id(mask), mask)
+        _check_positions(name, sequences.unsharded[id(positions)], real)
 
 
 def _check_presence(name: str, names: list[str], counts_positions: bool, positions: Any) -> None:
@@ -294,10 +299,10 @@ _NAMES = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 def causal_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of scaled_dot_product_attention that is causal and has no mask.
+    """Returns the arguments of a call of scaled_dot_product_attention that is causal and has no mask.
 
     Raises:
-        ConfigurationError: the call computes another attention.
+        ConfigurationError: The call computes another attention.
     """
     given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
     mask = given.pop("attn_mask", None)
@@ -315,7 +320,7 @@ def causal_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[s
 
 def _caller() -> tuple[str, Any]:
     """Returns the name and the config of the layer that calls torch's function, as far as they are known."""
-    return services.of_process(Sequences).layer or ("scaled_dot_product_attention", None)
+    return services.of_process(ShardedSequences).layer or ("scaled_dot_product_attention", None)
 
 
 def _refuse_dropout(rate: float) -> ConfigurationError:
@@ -331,7 +336,7 @@ def _refuse_dropout(rate: float) -> ConfigurationError:
 def attend(attention: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Computes causal attention in shapes that the kernels of ring attention take.
 
-    They take heads of one size; zeros at the end of shorter heads change neither scores nor results.
+    They take heads of one size. Zeros at the end of shorter heads change neither scores nor results.
 
     Args:
         attention: Function of torch inside `context_parallel`, which attends over all ranks.
@@ -339,7 +344,7 @@ def attend(attention: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapp
         kwargs: Its keyword arguments.
 
     Raises:
-        ConfigurationError: the call computes another attention, or one that no kernel computes.
+        ConfigurationError: The call computes another attention, or torch has no kernel for it.
     """
     given = causal_arguments(args, kwargs)
     query, key, value = heads = [given.pop(name) for name in _NAMES[:3]]
@@ -353,7 +358,7 @@ def attend(attention: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapp
     if key.shape[1] == value.shape[1] == 1 < query.shape[1]:
         given["enable_gqa"] = True  # kernels take one head for all queries under this name only
     try:
-        return attention(*(_fill_up(part, max(sizes)) for part in heads), **given)[..., : value.shape[-1]]
+        return attention(*(_pad(part, max(sizes)) for part in heads), **given)[..., : value.shape[-1]]
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise
@@ -368,7 +373,7 @@ def _shapes(heads: Iterable[Tensor]) -> str:
     return ", ".join(str(list(part.shape)) for part in heads)
 
 
-def _fill_up(part: Tensor, size: int) -> Tensor:
+def _pad(part: Tensor, size: int) -> Tensor:
     missing = size - part.shape[-1]
-    filled = nn.functional.pad(part, (0, missing)) if missing else part
-    return filled if filled.stride(-1) == 1 else filled.contiguous()
+    padded = nn.functional.pad(part, (0, missing)) if missing else part
+    return padded if padded.stride(-1) == 1 else padded.contiguous()

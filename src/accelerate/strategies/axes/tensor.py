@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks along one axis share the layers of a model, by its plan.
+"""Tensor parallelism, in which the weights of layers are sharded over the ranks of an axis.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 """
@@ -14,21 +14,35 @@ from torch import nn
 
 from accelerate.base import PreparationError, listed
 from accelerate.logging import get_logger
+from accelerate.strategies.axes.base import Axis
 from accelerate.weights import find_tied_parameters, retie_parameters
 
 logger = get_logger(__name__)
 
 AXIS = "tp"
-WHOLE = "replicate"
-"""The style of modules that each rank has whole."""
+REPLICATED = "replicate"
+"""Style of modules that are replicated on each rank."""
 SHARDED_IN_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "embedding_rowwise")
-"""Styles that shard the first dimension of a weight: modules of these may have the same weight."""
+"""Styles that shard the first dimension of a weight. Only modules of these styles may be tied."""
 
 
-def share_layers(model: nn.Module, mesh: Any) -> None:
-    """Split the layers in the plan of a model over the axis "tp" of a mesh, in place.
+class TensorAxis(Axis):
+    """Axis along which the weights of layers are sharded."""
 
-    Without a mesh, or such an axis in it, the model stays as it is; so does one that is split already.
+    def __init__(self, mesh: Any) -> None:
+        self.size = mesh[AXIS].size()
+        self._mesh = mesh
+
+    def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
+        """Replaces the parameters in the plan of a model by DTensors."""
+        shard_layers(model, self._mesh)
+        return model
+
+
+def shard_layers(model: nn.Module, mesh: Any) -> None:
+    """Shards the layers in the plan of a model in place, over the axis "tp" of a mesh.
+
+    A model that is sharded already is not changed, nor is any model if the mesh is None or has no such axis.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
@@ -46,24 +60,24 @@ def _styles() -> dict[str, Callable[[], Any]]:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     gathered_output = partial(ColwiseParallel, output_layouts=Replicate())
-    whole_input = partial(RowwiseParallel, input_layouts=Replicate())
+    replicated_input = partial(RowwiseParallel, input_layouts=Replicate())
     return {
         "colwise": ColwiseParallel,
         "rowwise": RowwiseParallel,
         **dict.fromkeys(("colwise_rep", "colwise_gather_output", "embedding_colwise"), gathered_output),
-        **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), whole_input),
+        **dict.fromkeys(("rowwise_rep", "rowwise_split_input", "embedding_rowwise"), replicated_input),
         "sequence_parallel": SequenceParallel,
-        # of heads [batch, sequence, heads, features], each rank having its heads
+        # Shards the heads of [batch, sequence, heads, features].
         "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
 
 
 def plan_of(model: nn.Module) -> dict[str, Any]:
-    """Return the names of the modules of a model that are shared, with torch's style for each.
+    """Returns the names of the modules of a model to shard, with torch's style for each.
 
-    The plan of a model, `tp_plan`, has patterns of module names, in which `*` matches one part, and a style
-    for each: "colwise", "rowwise" or a variant of them, or one of torch's. Modules that share a parameter
-    with one outside of the plan are left out: they are whole on each rank, which gives the same results.
+    The plan of a model, `tp_plan`, has patterns of module names, in which `*` matches one component, and a
+    style for each, which is "colwise", "rowwise" or a variant of them, or a `ParallelStyle` of torch. Modules
+    that are tied to one outside of the plan are replicated instead, which gives the same results.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = type(model).__name__
@@ -74,12 +88,12 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
         )
     if not plan:
         raise PreparationError(
-            f"{kind} does not say how its layers are shared between processes. Give it a plan before "
+            f"{kind} has no plan of how its layers are sharded over the ranks. Give it a plan before "
             "`prepare`, such as model.tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, or "
             "set tp_size=1."
         )
     names = [name for name, _ in model.named_modules()]
-    patterns = {pattern: style for pattern, style in plan.items() if style != WHOLE}
+    patterns = {pattern: style for pattern, style in plan.items() if style != REPLICATED}
     matched = {
         name: style for pattern, style in patterns.items() for name in names if _matches(name, pattern)
     }
@@ -90,16 +104,18 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
         )
     tied = _tied_outside(model, matched)
     if tied:
-        logger.info(f"{listed(tied)} share parameters with modules outside of the tp_plan and stay whole.")
-    shared = {name: style for name, style in matched.items() if name not in tied}
+        logger.info(
+            f"{listed(tied)} share parameters with modules outside of the tp_plan and are replicated."
+        )
+    sharded = {name: style for name, style in matched.items() if name not in tied}
     styles = _styles()
-    for name, style in shared.items():
+    for name, style in sharded.items():
         if isinstance(style, str) and style not in styles:
             raise PreparationError(
                 f"The tp_plan of {kind} has {style!r} for {name}: the styles by name are "
                 f"{', '.join(styles)}. Use one of them, or a torch.distributed.tensor.parallel.ParallelStyle."
             )
-    return {name: styles[style]() if isinstance(style, str) else style for name, style in shared.items()}
+    return {name: styles[style]() if isinstance(style, str) else style for name, style in sharded.items()}
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -108,11 +124,11 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def _tied_outside(model: nn.Module, matched: Mapping[str, Any]) -> list[str]:
-    """Return the matched modules that share a parameter with a module that is not."""
-    whole: set[str] = set()
+    """Returns the matched modules that are tied to a module that cannot be sharded in the same way."""
+    replicated: set[str] = set()
     for names in find_tied_parameters(model):
         owners = {name.rpartition(".")[0] for name in names}
-        # all owners of a tied parameter have to be sharded in the same way: along their rows
+        # All owners of a tied parameter have to be sharded in the same way, along their rows.
         if any(matched.get(owner) not in SHARDED_IN_ROWS for owner in owners):
-            whole |= owners
-    return [name for name in matched if name in whole]
+            replicated |= owners
+    return [name for name in matched if name in replicated]

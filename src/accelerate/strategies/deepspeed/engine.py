@@ -1,4 +1,8 @@
-"""DeepSpeed's engine, optimizer and scheduler as training loops call them and as checkpoints have them."""
+"""Wrappers, placeholders and checkpoints of a DeepSpeed engine, its optimizer and its scheduler.
+
+Training scripts pass the placeholders to `prepare` and call the wrappers that it returns. The strategy uses
+`EnginePart` for checkpoints, and `full_state_dict` and `gathered_parameters` for whole weights.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import Topology, step_clock
 from accelerate.strategies.base import payloads_of_engine
-from accelerate.strategies.session import Kind
+from accelerate.strategies.bundle import Kind
 
 logger = get_logger(__name__)
 
@@ -27,60 +31,67 @@ _DEEPSPEED = ("DeepSpeed", "deepspeed_plugin=DeepSpeedPlugin(...)")
 
 
 class DeepSpeedEngineWrapper:
-    """One engine: backward passes, and the step that its last backward pass of a window owes.
+    """Runs the backward passes and the optimizer steps of an engine.
 
-    The step is taken by `backward` here, and by the training loop's `clip_grad_norm_` or `optimizer.step()`
-    where the `Accelerator` calls `compute_gradients`.
+    `backward` runs the step after the last micro-batch. With the `Accelerator`, which calls
+    `compute_gradients`, the step runs when the training loop calls `clip_grad_norm_` or `optimizer.step()`.
 
     Args:
-        engine: as `deepspeed.initialize` returns it.
+        engine: The engine that `deepspeed.initialize` returned.
 
     Attributes:
-        owes_step: whether gradients are complete and no step has been taken yet.
+        is_step_pending: Whether gradients are complete and the step has not run yet.
     """
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
-        self.owes_step = False
+        self.is_step_pending = False
 
     def backward(self, loss: Tensor, sync_gradients: bool = True, **kwargs: Any) -> None:
-        """Compute gradients, and step when they are complete.
+        """Computes gradients, and runs the step if they are complete.
 
         Args:
-            loss: 0-d tensor; the engine divides it by its accumulation steps.
-            sync_gradients: whether this is the last backward pass of a window.
-            **kwargs: passed to the engine's `backward`.
+            loss: 0-d tensor, which the engine divides by its accumulation steps.
+            sync_gradients: Whether this is the last micro-batch of the step.
+            **kwargs: Passed to the `backward` of the engine.
         """
         self.compute_gradients(loss, sync_gradients, **kwargs)
         self.finish_step()
 
     def compute_gradients(self, loss: Tensor, sync_gradients: bool, **kwargs: Any) -> None:
-        """Compute gradients; the step comes later."""
+        """Computes gradients without running the step."""
         self.finish_step()
         self.engine.set_gradient_accumulation_boundary(is_boundary=sync_gradients)
         self.engine.backward(loss, **kwargs)
-        self.owes_step = sync_gradients
+        self.is_step_pending = sync_gradients
 
     def finish_step(self) -> None:
-        """Take the step that is owed; nothing when none is."""
-        if self.owes_step:
-            self.owes_step = False
+        """Runs the step if it is pending."""
+        if self.is_step_pending:
+            self.is_step_pending = False
             self.engine.step()
 
     def get_global_grad_norm(self) -> Any:
-        """Return the norm that the gradients of the last step had over all ranks, as a number."""
+        """Returns the global norm of the gradients of the last step, as a number."""
         norm = self.engine.get_global_grad_norm()
         return norm.item() if hasattr(norm, "item") else norm
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Take the step that is owed with gradients whose norm is at most `max_norm`; infinity only measures.
+        """Runs the pending step with clipped gradients, and returns their norm before clipping.
 
-        DeepSpeed clips while it steps, by the 2-norm. A norm in its configuration counts instead of
-        `max_norm`. Return the norm before clipping; NaN where no step has been taken yet.
+        DeepSpeed clips during the step, by the 2-norm.
+
+        Args:
+            max_norm: Largest norm, or infinity to clip nothing. A limit in DeepSpeed's configuration takes
+                precedence.
+            norm_type: 2.
+
+        Returns:
+            A 0-d tensor, which is NaN before the first step.
         """
         if float(norm_type) != 2.0:
             raise wrong_value("norm_type", norm_type, "DeepSpeed clips by the 2-norm", "Leave it at 2")
-        if self.owes_step:
+        if self.is_step_pending:
             limit = self._limit(float(max_norm))
             if not hasattr(self.engine.optimizer, "clip_grad"):  # float32 without ZeRO
                 return self._clip_gradients(limit)
@@ -89,79 +100,78 @@ class DeepSpeedEngineWrapper:
         norm = self.get_global_grad_norm()
         return torch.tensor(math.nan if norm is None else float(norm))
 
-    def _limit(self, asked: float) -> float:
-        """Return the largest norm of gradients, 0 for none."""
+    def _limit(self, max_norm: float) -> float:
+        """Returns the limit of the configuration or else `max_norm`, or 0 for no clipping."""
         configured = float(self.engine.config.get("gradient_clipping") or 0.0)
-        if configured and math.isfinite(asked) and asked != configured:
+        if configured and math.isfinite(max_norm) and max_norm != configured:
             logger.warning_once(
-                f"clip_grad_norm_ was called with max_norm={asked}, and DeepSpeed's configuration has "
-                f"gradient_clipping={configured}, which counts. Set it to 'auto' to let max_norm count."
+                f"clip_grad_norm_ was called with max_norm={max_norm}, and DeepSpeed's configuration has "
+                f"gradient_clipping={configured}, which takes precedence. Set it to 'auto' to use max_norm."
             )
-        return configured or (asked if math.isfinite(asked) else 0.0)
+        return configured or (max_norm if math.isfinite(max_norm) else 0.0)
 
     def _clip_gradients(self, limit: float) -> Tensor:
-        """Clip the gradients of an engine whose parameters have them, whole, until the step."""
+        """Clips gradients before the step, for an engine that keeps whole gradients in its parameters."""
         parameters = list(self.engine.module.parameters())
         norm: Tensor = torch.nn.utils.clip_grad_norm_(parameters, limit or math.inf)
         config = self.engine._config
-        usual = config.gradient_clipping
-        config.gradient_clipping = 0.0  # DeepSpeed's own limit is 1 where none is configured
+        configured = config.gradient_clipping
+        config.gradient_clipping = 0.0  # DeepSpeed's default is 1
         self.finish_step()
-        config.gradient_clipping = usual
+        config.gradient_clipping = configured
         return norm
 
 
 class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
-    """DeepSpeed's optimizer: the engine steps, and clears gradients.
+    """Optimizer of an engine, which runs the steps and clears the gradients.
 
     Args:
-        optimizer: of an engine.
+        optimizer: The optimizer of an engine.
 
     Attributes:
-        take_step: takes the step that the engine owes; None where the engine steps by itself.
+        run_step: Runs the pending step of the engine. None if the engine steps in `backward`.
     """
 
-    belongs_to_engine = True
-    """Whether the engine saves it and loads it."""
+    belongs_to_engine = True  # the engine saves and loads it
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, device_placement=False, scaler=None)
-        self.take_step: Callable[[], None] | None = None
+        self.run_step: Callable[[], None] | None = None
         self.__has_overflow__ = hasattr(self.optimizer, "overflow")
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine clears gradients when it steps."""
+        """Does nothing, because the engine clears gradients in its step."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take the step that the engine owes; nothing while gradients accumulate.
+        """Runs the pending step of the engine, or does nothing while gradients accumulate.
 
         Args:
-            closure: cannot be called by an engine.
+            closure: None, because an engine supports no closure.
         """
         if closure is not None:
             raise wrong_value("closure", closure, "DeepSpeed's engine steps without one", "Leave it out")
         if self.gradient_state.sync_gradients:
             before, updates = step_clock.begin_step(), self.num_updates
-            if self.take_step is not None:
-                self.take_step()
+            if self.run_step is not None:
+                self.run_step()
             self.num_updates += not self.step_was_skipped
             step_clock.end_step(before, id(self), self.num_updates - updates, self.num_updates)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because a gradient was infinite or not a number."""
+        """True if the last step was skipped because a gradient was infinite or NaN."""
         return bool(self.__has_overflow__ and self.optimizer.overflow)  # type: ignore[attr-defined]
 
 
 class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
-    """A scheduler that the engine steps.
+    """Scheduler of an engine, which steps it.
 
     Args:
-        scheduler: of an engine.
-        optimizers: the prepared optimizers that it belongs to.
+        scheduler: The scheduler of an engine.
+        optimizers: The prepared optimizers of the scheduler.
     """
 
-    belongs_to_engine = True
+    belongs_to_engine = True  # the engine saves and loads it
 
     def __init__(
         self, scheduler: Any, optimizers: AcceleratedOptimizer | Sequence[AcceleratedOptimizer]
@@ -169,17 +179,17 @@ class DeepSpeedSchedulerWrapper(AcceleratedScheduler):
         super().__init__(scheduler, optimizers)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine steps it with its optimizer."""
+        """Does nothing, because the engine steps the scheduler."""
 
 
 class DummyOptim:
-    """A placeholder for the optimizer of DeepSpeed's configuration in `prepare`.
+    """Placeholder in `prepare` for the optimizer of DeepSpeed's configuration.
 
     Args:
-        params: parameters, or groups of them, that are trained.
-        lr: learning rate, where the configuration has "auto".
-        weight_decay: likewise.
-        **kwargs: further parameters of the optimizer, likewise, such as `betas`.
+        params: Parameters or parameter groups to train.
+        lr: Learning rate, if the configuration has "auto".
+        weight_decay: Weight decay, if the configuration has "auto".
+        **kwargs: Other values for "auto", such as `betas`.
     """
 
     placeholder_for: ClassVar[Kind] = Kind.OPTIMIZER
@@ -192,23 +202,23 @@ class DummyOptim:
         self.kwargs = kwargs
 
     def __getattr__(self, name: str) -> Any:
-        """Say what to do where this is taken for an optimizer, by torch's schedulers for example."""
+        """Raises an error with a fix when the placeholder is used as an optimizer."""
         raise AttributeError(
             f"DummyOptim has no {name}: DeepSpeed builds the optimizer in `prepare`. For a scheduler of "
-            "torch pass DummyScheduler(optimizer, lr_scheduler_callable=...) to it, which builds one then."
+            "torch pass DummyScheduler(optimizer, lr_scheduler_callable=...) to `prepare`, which builds it."
         )
 
 
 class DummyScheduler:
-    """A placeholder for the scheduler of DeepSpeed's configuration in `prepare`.
+    """Placeholder in `prepare` for the scheduler of DeepSpeed's configuration.
 
     Args:
-        optimizer: the optimizer whose learning rate it sets.
-        total_num_steps: its length, where the configuration has "auto"; counted like that of any scheduler
-            that is prepared.
-        warmup_num_steps: likewise.
-        lr_scheduler_callable: builds a scheduler for an optimizer, where the configuration has none.
-        **kwargs: further parameters of the scheduler, such as `warmup_min_lr`.
+        optimizer: The optimizer of the scheduler.
+        total_num_steps: Total number of steps, if the configuration has "auto". They are counted as for any
+            prepared scheduler.
+        warmup_num_steps: Number of warm-up steps, if the configuration has "auto".
+        lr_scheduler_callable: Builds the scheduler for an optimizer, if the configuration has none.
+        **kwargs: Other values for "auto", such as `warmup_min_lr`.
     """
 
     placeholder_for: ClassVar[Kind] = Kind.SCHEDULER
@@ -230,12 +240,15 @@ class DummyScheduler:
 
 
 UNIVERSAL = "_universal"
-"""What follows the name of an engine's folder for the same in DeepSpeed's universal layout."""
+"""Suffix of the folder with the universal checkpoint of an engine."""
 
 
 @dataclass(frozen=True)
 class EnginePart:
-    """Model, optimizer and scheduler of one engine, in a folder of their own, as DeepSpeed lays it out."""
+    """Model, optimizer and scheduler of one engine in a checkpoint.
+
+    DeepSpeed writes them to a folder of their own, in its own format.
+    """
 
     index: int
     engine: Any
@@ -244,16 +257,16 @@ class EnginePart:
 
     @property
     def name(self) -> str:
-        """The folder, which DeepSpeed calls a tag."""
+        """The name of the folder, which is a tag of DeepSpeed."""
         return number(MODEL_NAME, self.index, "")
 
-    def collect(self, leads: bool = True) -> list[Payload]:
-        """Let DeepSpeed write its files, on all ranks together; return those that this rank seals."""
+    def collect(self, writes_common: bool = True) -> list[Payload]:
+        """Writes the files of DeepSpeed on all ranks, and returns those that this rank checksums."""
         assert self.folder is not None
         if self.engine.zero_nvme_offload_optimizer():
             logger.warning_once(
-                "DeepSpeed saves optimizer states on NVMe and does not bring them back: this checkpoint will "
-                "not load. Keep them on the CPU (offload_optimizer_device='cpu') in runs that are to go on."
+                "DeepSpeed saves optimizer states on NVMe and does not restore them: this checkpoint will "
+                "not load. Keep them on the CPU (offload_optimizer_device='cpu') in runs that are resumed."
             )
         first = self.index == 0
         before = set(files_under(self.folder))
@@ -263,15 +276,15 @@ class EnginePart:
         return payloads_of_engine(written, self.topology)
 
     def read(self, options: Load) -> Change:
-        """Return what lets DeepSpeed load its files, on all ranks together."""
+        """Returns the change that loads the files of DeepSpeed on all ranks."""
         if self.engine.zero_nvme_offload_optimizer():
             raise CheckpointError(
-                f"{options.folder / self.name} cannot go on with optimizer states on NVMe, which DeepSpeed "
-                "does not bring back: it would step with new ones. Keep them on the CPU "
-                "(offload_optimizer_device='cpu') in runs that are to go on; parameters may stay on NVMe."
+                f"{options.folder / self.name} cannot be loaded with optimizer states on NVMe, which "
+                "DeepSpeed does not restore: it would step with new ones. Keep them on the CPU "
+                "(offload_optimizer_device='cpu') in runs that are resumed; parameters may stay on NVMe."
             )
-        find_tag = self._universal if self.engine.load_universal_checkpoint() else self._own
-        tag = find_tag(options.folder)
+        is_universal = self.engine.load_universal_checkpoint()
+        tag = self._find_universal(options.folder) if is_universal else self._find_sharded(options.folder)
 
         def apply() -> None:
             strict = options.model.get("strict", True)
@@ -281,66 +294,70 @@ class EnginePart:
                     raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")
             options.confirm()
 
-        return Change(apply, f"DeepSpeed's engine ({tag})", stage=Stage.LAST)
+        return Change(apply, f"DeepSpeed's engine ({tag})", stage=Stage.COLLECTIVE)
 
-    def _universal(self, folder: Path) -> str:
-        """Return the tag of the universal checkpoint: beside DeepSpeed's own one, or in its place."""
+    def _find_universal(self, folder: Path) -> str:
+        """Returns the tag of the universal checkpoint, beside the sharded one or instead of it."""
         tags = (f"{self.name}{UNIVERSAL}", self.name)
         existing = next((tag for tag in tags if (folder / tag / "zero").is_dir()), None)
         if existing is None:
             raise CheckpointError(
                 f"{folder} holds no universal checkpoint, which checkpoint.load_universal in DeepSpeed's "
-                f"configuration asks for. Make one: {self._conversion(folder)}"
+                f"configuration requires. Create it: {self._conversion(folder)}"
             )
         return existing
 
     def _conversion(self, folder: Path) -> str:
+        """Returns the command that creates the universal checkpoint."""
         path = folder / self.name
         return (
             f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder {path} "
             f"--output_folder {path}{UNIVERSAL}"
         )
 
-    def _own(self, folder: Path) -> str:
-        """Return the tag of DeepSpeed's own checkpoint; refuse shards of another number of processes."""
+    def _find_sharded(self, folder: Path) -> str:
+        """Returns the tag of the sharded checkpoint, which must have the world size of this run."""
         if not (folder / self.name).is_dir():
             raise CheckpointError(
                 f"{folder} holds no {self.name}, in which DeepSpeed keeps an engine. It was saved "
                 "by a run without DeepSpeed, or with fewer models: choose another checkpoint, or load its "
                 "weights into the model before `prepare`."
             )
-        # Files of optimizer states: one for each process that shares them.
+        # one file of optimizer states per rank
         shards = len(list((folder / self.name).glob("*zero_pp_rank_*_optim_states.pt")))
         if shards in (0, self.topology.size) or self.engine.zero_elastic_checkpoint():
             return self.name
         raise CheckpointError(
-            f"{folder / self.name} was saved by {shards} processes, between which ZeRO shares optimizer "
-            f"states, and this run has {self.topology.size}. Start {shards}; or turn it into a universal "
-            f"checkpoint by `{self._conversion(folder)}`, and set checkpoint.load_universal to true in "
+            f"{folder / self.name} was saved by {shards} processes, over which ZeRO shards optimizer "
+            f"states, and this run has {self.topology.size}. Start {shards}; or convert it to a universal "
+            f"checkpoint with `{self._conversion(folder)}`, and set checkpoint.load_universal to true in "
             "DeepSpeed's configuration."
         )
 
 
-def whole_state(engine: Any) -> dict[str, Any]:
-    """Return the state of an engine's model on the CPU, with shards gathered on rank 0; on all ranks."""
+def full_state_dict(engine: Any) -> dict[str, Any]:
+    """Returns the state dict of the model of an engine on the CPU, with shards gathered on rank 0.
+
+    Called on all ranks.
+    """
     if engine.zero_optimization_partition_weights():
         if not engine.zero_gather_16bit_weights_on_model_save():
             raise ConfigurationError(
                 "The model is sharded (ZeRO stage 3), and DeepSpeed's configuration does not let it "
                 "be gathered. Set zero3_save_16bit_model=True, or "
                 "zero_optimization.stage3_gather_16bit_weights_on_model_save to true there; or save shards "
-                "by `save_state`, and join them by the zero_to_fp32.py in the checkpoint."
+                "with `save_state`, and merge them with the zero_to_fp32.py in the checkpoint."
             )
         return dict(engine._zero3_consolidated_16bit_state_dict() or {})
     if getattr(engine, "autotp_size", int)() > 1:
         return dict(engine._consolidated_16bit_state_dict() or {})
-    return copy_tied(engine.module.state_dict())
+    return copy_to_cpu(engine.module.state_dict())
 
 
-def copy_tied(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state with each tensor copied to the CPU; names of one tensor keep sharing one.
+def copy_to_cpu(state: dict[str, Any]) -> dict[str, Any]:
+    """Returns a state dict with a copy of each tensor on the CPU, in which tied tensors stay tied.
 
-    An engine lays parameters side by side in one buffer, of which each would otherwise take the whole.
+    The parameters of an engine are views of one buffer, which would otherwise be saved with each of them.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
 
@@ -357,7 +374,7 @@ def copy_tied(state: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def gathered_parameters(model: nn.Module) -> Iterator[None]:
-    """Have whole parameters on each rank inside the block, where forwards need no other rank."""
+    """Gathers all parameters inside the block, where a forward needs no other rank."""
     shards = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
     if not shards:
         yield

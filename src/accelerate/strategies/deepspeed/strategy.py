@@ -19,27 +19,29 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import ZERO_STAGES, Layout
 from accelerate.plugins import restore_auto
 from accelerate.precision import Precision
+from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_split_model
+from accelerate.strategies.base import Parameters, Strategy, refuse_split_model
+from accelerate.strategies.bundle import Bundle, Kind, as_list, is_prepared
 from accelerate.strategies.deepspeed import building
 from accelerate.strategies.deepspeed.building import (
     MICRO,
     STEPS,
-    Given,
+    EngineInputs,
     batch_sizes_of,
-    computes_in_fp8,
-    problems_of,
 )
+from accelerate.strategies.deepspeed.checks import problems_of, uses_msamp
 from accelerate.strategies.deepspeed.engine import (
     DeepSpeedEngineWrapper,
     DeepSpeedOptimizerWrapper,
     DeepSpeedSchedulerWrapper,
     DummyScheduler,
     EnginePart,
+    full_state_dict,
     gathered_parameters,
-    whole_state,
 )
-from accelerate.strategies.session import Bundle, Context, Kind, as_list
+from accelerate.strategies.request import Context
+from accelerate.strategies.state import Fill, StrategyState
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
@@ -59,10 +61,36 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
         waiting += [following for following, _ in node.next_functions if following is not None]
 
 
+class DeepSpeedState(StrategyState):
+    """State of engines, which save and load their models and optimizers."""
+
+    def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
+        if not self.strategy.has_engine(model):
+            return None
+        return EnginePart(index, model, self.context.topology, folder)
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        if not self.strategy.has_engine(model):
+            super().load_weights(model, state, fill)
+            return
+        raise ConfigurationError(
+            "The weights of a DeepSpeed engine are loaded with the engine: pass a checkpoint of "
+            "`save_state`, or load weights into the model before `prepare`."
+        )
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state on the CPU; shards are gathered on the main process only."""
+        inner = self._inner(model)
+        if inner is model:
+            return super().state_dict(model, unwrap=unwrap)
+        return full_state_dict(model)
+
+
 class DeepSpeed(Strategy):
     """Training by engines: one for each model that is trained, built from the plugin that is selected."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.DEEPSPEED
+    state_class: ClassVar[type[StrategyState]] = DeepSpeedState
     holds_gradients = False
     holds_whole_models = False
     loader_mesh: Any = None  # DeepSpeed's adapter divides samples between processes that share sequences
@@ -70,24 +98,24 @@ class DeepSpeed(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engines: list[DeepSpeedEngineWrapper] = []
-        self.replicas = context.topology.size // self.sequences.size
+        self.replicas = context.topology.size // self.axes.sequence.size
         self.known_sizes: list[int] = []
         self._forget_call()
-        self.backward = self._backward
         building.begin(context)
 
     def _forget_call(self) -> None:
         # What the engine of a `prepare` call is built from, its optimizer and scheduler, and their wrappers.
-        self.given = Given(None)
+        self.given = EngineInputs()
+        self.bundle = Bundle(())
         self.built: tuple[Any, Any] = (None, None)
         self.wrappers: list[DeepSpeedOptimizerWrapper] = []
 
     def choose_precision(self) -> Precision:
         """Return the null format, since the engine casts; with FP8 the one that converts layers."""
-        by_engine = computes_in_fp8(self.plugin.deepspeed_config)
+        by_engine = uses_msamp(self.plugin.deepspeed_config)
         if self.context.request.mixed_precision != PrecisionType.FP8 or by_engine:
             return Precision(self.context.mixed_precision)
-        return self.format_named(PrecisionType.FP8)
+        return self.resolve_precision(PrecisionType.FP8)
 
     @property
     def plugin(self) -> Any:
@@ -118,39 +146,34 @@ class DeepSpeed(Strategy):
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "and an engine takes a model that is whole or not placed yet")
 
-    def prepare(self, bundle: Bundle) -> Bundle:
-        """Prepare loaders, then build the engine from model, optimizer and scheduler together."""
-        preparer = self.session.preparer
-        bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
-        sizes = batch_sizes_of(bundle.of(Kind.LOADER))
-        schedulers = (obj for obj in bundle.of(Kind.SCHEDULER) if isinstance(obj, DummyScheduler))
+    @contextmanager
+    def preparing(self, bundle: Bundle) -> Iterator[None]:
+        """Context manager in which the engine is built from model, optimizer and scheduler together."""
         optimizer = next(iter(bundle.new(Kind.OPTIMIZER)), None)
         if isinstance(optimizer, torch.optim.Optimizer):
             building.drop_empty_groups(optimizer, bundle.new(Kind.SCHEDULER))
-        self.given = Given(None, optimizer, next(schedulers, None), sizes)
+        schedulers = (obj for obj in bundle.of(Kind.SCHEDULER) if isinstance(obj, DummyScheduler))
+        self.given = EngineInputs(None, optimizer, next(schedulers, None))
+        self.bundle = bundle
         try:
-            bundle.replace(Kind.MODEL, preparer.prepare_model)
-            bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
-            bundle.replace(
-                Kind.SCHEDULER, lambda scheduler, _: preparer.prepare_scheduler(self._stepped(scheduler))
-            )
+            yield
         finally:
+            self.known_sizes += self._batch_sizes()
             self._forget_call()
-            self.known_sizes += sizes
-        if self.sequences.size > 1 and bundle.models:
-            model = bundle.models[0]
-            bundle.replace(Kind.LOADER, lambda loader, _: self.sequences.transform_loader(loader, model))
-        return bundle
 
-    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
+    def _batch_sizes(self) -> list[int]:
+        """Returns the batch sizes of the loaders that this call has prepared."""
+        return batch_sizes_of(loader for loader in self.bundle.of(Kind.LOADER) if is_prepared(loader))
+
+    def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Return an engine for a model that comes with its optimizer, or whose weights are shared; another is
         placed and cast as an engine would, and not trained."""
         if evaluation:
-            return super().prepare_model(model, to_device=to_device, evaluation=True)
+            return super().wrap_model(model, to_device=to_device, evaluation=True)
         plugin = self.plugin
         if self.given.optimizer is None and not plugin.hf_ds_config.is_zero3():
             device = self.context.device if to_device else None
-            return self.compile(building.run_only(model, device, plugin.deepspeed_config))
+            return self.compile(building.cast_without_engine(model, device, plugin.deepspeed_config))
         # Accumulate as the configuration says where the user does not: a client may fill it in late.
         restore_auto(plugin.deepspeed_config, plugin.filled)
         steps, gradients = str(plugin.get_value(STEPS)), self.context.gradients
@@ -163,11 +186,12 @@ class DeepSpeed(Strategy):
         given = replace(
             self.given,
             model=model,
+            batch_sizes=self._batch_sizes(),
             known_sizes=self.known_sizes,
             smallest=plugin.is_train_batch_min,
             accumulation=gradients.num_steps,
             replicas=self.replicas,
-            pace=self.context.topology.size if by_process else 1,
+            scheduler_steps=self.context.topology.size if by_process else 1,
         )
         return self._build(model, building.complete(plugin, given))
 
@@ -179,9 +203,9 @@ class DeepSpeed(Strategy):
         self.plugin.set_moe_leaf_modules(model)
         if is_of_torch:
             optimizer = building.choose_optimizer(optimizer, config)
-        self.sequences.transform([model], config.get(MICRO, 1))
+        model = self.axes.sequence.transform_model(model, config.get(MICRO, 1))
         engine, self.built = building.build_engine(
-            model, optimizer, self.given.scheduler, deepcopy(config), self.sequences.groups
+            model, optimizer, self.given.scheduler, deepcopy(config), self.axes.sequence.groups
         )
         building.compile_engine(engine, self.context.request.dynamo)
         if optimizer is not None:
@@ -190,7 +214,7 @@ class DeepSpeed(Strategy):
             self.engines.append(wrapped)
         return engine  # type: ignore[no-any-return]
 
-    def prepare_optimizer(self, optimizer: Any, *, to_device: bool) -> AcceleratedOptimizer:
+    def wrap_optimizer(self, optimizer: Any, *, to_device: bool) -> AcceleratedOptimizer:
         """Return the optimizer of the engine that was just built from `optimizer`."""
         if self.built[0] is None:
             raise PreparationError(
@@ -198,20 +222,22 @@ class DeepSpeed(Strategy):
                 "both. Call prepare(model, optimizer, ...) with all of them."
             )
         wrapper = DeepSpeedOptimizerWrapper(self.built[0])
-        wrapper.take_step = self.engines[-1].finish_step
+        wrapper.run_step = self.engines[-1].finish_step
         self.wrappers = [wrapper]
         return wrapper
 
-    def _stepped(self, scheduler: Any) -> Any:
-        """Return a scheduler as the engine has it: stepped by the engine, or setting the engine's rates."""
+    def wrap_scheduler(
+        self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
+    ) -> AcceleratedScheduler:
+        """Returns the scheduler of the engine, or one that sets the learning rates of the engine."""
         if isinstance(scheduler, DummyScheduler):
             return DeepSpeedSchedulerWrapper(self.built[1], self.wrappers)
-        inner = building.innermost(self.built[0])
+        inner = building.torch_optimizer_of(self.built[0])
         if inner is not None and getattr(scheduler, "optimizer", None) is self.given.optimizer:
             torch_private.set_scheduler_optimizer(scheduler, inner)
-        return scheduler
+        return super().wrap_scheduler(scheduler, step_with_optimizer, split_batches)
 
-    def _backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Compute gradients by the engine whose model gave the loss; the accelerator has divided it."""
         engine = self.engines[0] if len(self.engines) == 1 else self._engine_of(loss)
         synchronises = self.context.gradients.sync_gradients
@@ -259,29 +285,9 @@ class DeepSpeed(Strategy):
                 stack.enter_context(gathered_parameters(model))
             yield
 
-    def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
-        if not self._has_engine(model):
-            return None
-        return EnginePart(index, model, self.context.topology, folder)
-
-    def _has_engine(self, model: nn.Module) -> bool:
+    def has_engine(self, model: nn.Module) -> bool:
+        """Returns whether a model is an engine with an optimizer."""
         return any(model is wrapper.engine for wrapper in self.engines)
-
-    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        if not self._has_engine(model):
-            super().load_weights(model, state, fill)
-            return
-        raise ConfigurationError(
-            "The weights of a DeepSpeed engine are loaded with the engine: pass a checkpoint of "
-            "`save_state`, or load weights into the model before `prepare`."
-        )
-
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state on the CPU; shards are gathered on the main process only."""
-        inner = self.unwrap(model, keep_compiled=False)
-        if inner is model:
-            return super().state_dict(model, unwrap=unwrap)
-        return whole_state(model)
 
     def release(self) -> None:
         self.engines.clear()

@@ -4,6 +4,7 @@ from accelerate.strategies.fsdp.checkpoint import (
     save_fsdp_model as save_fsdp_model,
     save_fsdp_optimizer as save_fsdp_optimizer,
 )
+from accelerate.strategies.fsdp.exchange import gradient_sync as gradient_sync
 from accelerate.strategies.fsdp.merge import (
     SAFETENSORS as SAFETENSORS,
     merge_fsdp_weights as merge_fsdp_weights,
@@ -12,7 +13,7 @@ from accelerate.strategies.fsdp.norms import (
     clip_values as clip_values,
     gradient_norm as gradient_norm,
     groups_of as groups_of,
-    local_parts as local_parts,
+    local_gradients as local_gradients,
     scale_down as scale_down,
 )
 from accelerate.strategies.fsdp.parameters import (
@@ -36,10 +37,10 @@ from accelerate.strategies.fsdp.sharding import (
     fsdp2_apply_ac as fsdp2_apply_ac,
     fsdp2_prepare_auto_wrap_policy as fsdp2_prepare_auto_wrap_policy,
     fsdp2_prepare_model as fsdp2_prepare_model,
-    holdings as holdings,
     keep_master_weights as keep_master_weights,
     offload_policy as offload_policy,
     outermost_wrappers as outermost_wrappers,
+    parameters_by_unit as parameters_by_unit,
     recompute as recompute,
     split_by_dtype as split_by_dtype,
 )

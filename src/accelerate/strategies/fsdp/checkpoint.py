@@ -1,6 +1,6 @@
-"""One sharded model or optimizer in a folder, and its state dict, under the signatures that others call.
+"""Functions that save and load one FSDP model or optimizer, which Trainer and other libraries call.
 
-A whole run is saved by `Accelerator.save_state`, which also verifies what it loads.
+`Accelerator.save_state` saves a whole run, and verifies checksums when it is loaded.
 """
 
 from __future__ import annotations
@@ -20,11 +20,20 @@ from accelerate.base import (
     OPTIMIZER_NAME,
     CheckpointError,
     replace_files,
-    sync_file,
     wrong_value,
 )
-from accelerate.checkpointing import MODEL, OPTIMIZER, Change, Load, shard_files, shard_index, weights_change
-from accelerate.ops import current_transport, run_on_all_ranks, run_on_rank_0
+from accelerate.checkpointing import (
+    MODEL,
+    OPTIMIZER,
+    Change,
+    Load,
+    Request,
+    folder_of,
+    shard_files,
+    shard_index,
+    weights_change,
+)
+from accelerate.ops import run_on_all_ranks, run_on_rank_0
 from accelerate.plugins import version_of
 from accelerate.strategies.fsdp.strategies import saves_shards
 from accelerate.weights import read_torch, write_torch
@@ -42,27 +51,29 @@ def save_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Write the weights of a prepared model to a folder, in the form that the plugin says; on all ranks.
+    """Writes the weights of a prepared model to a folder, in the state dict type of the plugin.
+
+    Called on all ranks.
 
     Args:
-        fsdp_plugin: its `state_dict_type` is looked at: whole weights go to `pytorch_model_fsdp.bin`, shards
-            to the folder `pytorch_model_fsdp_0`.
-        accelerator: the run.
-        model: prepared.
-        output_dir: made where it does not exist.
-        model_index: place of the model among those of the run.
-        adapter_only: write the weights of the adapter of a PEFT model only.
-        use_dcp: taken for compatibility: shards are written without plans that all processes make together.
+        fsdp_plugin: Plugin with the `state_dict_type`. Full weights are written to `pytorch_model_fsdp.bin`,
+            and shards to the folder `pytorch_model_fsdp_0`.
+        accelerator: Accelerator of the run.
+        model: Prepared model.
+        output_dir: Folder, which is created if necessary.
+        model_index: Index of the model.
+        adapter_only: Whether only the adapter of a PEFT model is written.
+        use_dcp: Not used.
 
     Raises:
-        CheckpointError: something could not be written; on all ranks. What was there before is unchanged.
+        CheckpointError: A file could not be written, on any rank. Previous files are unchanged.
     """
-    strategy, folder = accelerator._runtime.strategy, Path(output_dir)
+    strategy, folder = accelerator._runtime.strategy.state, Path(output_dir)
     if saves_shards(fsdp_plugin):
         state = strategy.model_shards(model).state()
         chosen = chosen_names(model, [key[1] for key in state], adapter_only)
         content = {(MODEL, name): state[MODEL, own] for name, own in chosen.items()}
-        _write_shards(folder / checkpointing.folder_of(MODEL, model_index), content)
+        _write_shards(accelerator, "save_fsdp_model", folder / folder_of(MODEL, model_index), content)
         return
     whole = strategy.state_dict(model, unwrap=True)
     chosen = chosen_names(model, list(whole), adapter_only)
@@ -79,34 +90,36 @@ def load_fsdp_model(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> Any:
-    """Load what `save_fsdp_model` wrote into a prepared model, of any layout; on all ranks.
+    """Loads weights that `save_fsdp_model` wrote into a prepared model of any layout.
+
+    Called on all ranks.
 
     Args:
-        fsdp_plugin: says which form is taken where a folder has both.
-        accelerator: the run.
-        model: prepared.
-        input_dir: the folder, or that of the shards itself.
-        model_index: place of the model among those of the run.
-        adapter_only: the weights are those of the adapter of a PEFT model.
-        use_dcp: taken for compatibility.
+        fsdp_plugin: Plugin whose `state_dict_type` selects the format if the folder has both.
+        accelerator: Accelerator of the run.
+        model: Prepared model.
+        input_dir: Folder, or its folder of shards.
+        model_index: Index of the model.
+        adapter_only: Whether the weights are those of the adapter of a PEFT model.
+        use_dcp: Not used.
 
     Returns:
-        `missing_keys` and `unexpected_keys`, as `load_state_dict` does.
+        Result with `missing_keys` and `unexpected_keys`, as that of `load_state_dict`.
 
     Raises:
-        ConfigurationError: the folder holds no such weights.
-        CheckpointError: they are damaged, or fit another model; on all ranks. Nothing was changed.
+        ConfigurationError: The folder has no such weights.
+        CheckpointError: They are damaged or do not fit the model, on any rank. The model is unchanged.
     """
-    strategy = accelerator._runtime.strategy
-    owner = strategy.model_shards(model)
-    own = {str(key[1]) for key in owner.state()}
-    names = chosen_names(model, list(own), adapter_only)
+    strategy = accelerator._runtime.strategy.state
+    sharded = strategy.model_shards(model)
+    live_names = {str(key[1]) for key in sharded.state()}
+    names = chosen_names(model, list(live_names), adapter_only)
     options = Load(Path(input_dir), model={"strict": not adapter_only})
     path = _find(fsdp_plugin, Path(input_dir), MODEL, model_index)
     if path.is_dir():
         index = run_on_all_ranks(lambda: shard_index.read(path, MODEL))
         paths = {(MODEL, names.get(key[1], key[1])): file for key, file in index.paths.items()}
-        _load_shards(replace(index, paths=paths), owner, options)
+        _load_shards(replace(index, paths=paths), sharded, options)
         stored = {str(name) for _, name in paths}
     else:
         state = run_on_all_ranks(lambda: _read_whole(path, names))
@@ -118,7 +131,7 @@ def load_fsdp_model(
         _apply(lambda: weights_change(load, model, strategy.live_weights(model), state, path, options))
         stored = set(state)
     wanted = set(names.values())
-    return torch_private.IncompatibleKeys(sorted(wanted - stored), sorted(stored - own))
+    return torch_private.IncompatibleKeys(sorted(wanted - stored), sorted(stored - live_names))
 
 
 def save_fsdp_optimizer(
@@ -130,26 +143,28 @@ def save_fsdp_optimizer(
     optimizer_index: int = 0,
     use_dcp: bool = True,
 ) -> None:
-    """Write the state of a prepared optimizer to a folder, in the form that the plugin says; on all ranks.
+    """Writes the state of a prepared optimizer to a folder, in the state dict type of the plugin.
 
-    States are written by the names of parameters: whole ones to `optimizer.bin`, shards to `optimizer_0`.
+    Called on all ranks. The keys are names of parameters. Full states are written to `optimizer.bin`, and
+    shards to the folder `optimizer_0`.
 
     Args:
-        fsdp_plugin: its `state_dict_type` is looked at.
-        accelerator: the run.
-        optimizer: prepared.
-        model: the prepared model that it steps.
-        output_dir: made where it does not exist.
-        optimizer_index: place of the optimizer among those of the run.
-        use_dcp: taken for compatibility: shards are written without plans that all processes make together.
+        fsdp_plugin: Plugin with the `state_dict_type`.
+        accelerator: Accelerator of the run.
+        optimizer: Prepared optimizer.
+        model: Prepared model with its parameters.
+        output_dir: Folder, which is created if necessary.
+        optimizer_index: Index of the optimizer.
+        use_dcp: Not used.
 
     Raises:
-        CheckpointError: something could not be written; on all ranks. What was there before is unchanged.
+        CheckpointError: A file could not be written, on any rank. Previous files are unchanged.
     """
-    strategy, folder = accelerator._runtime.strategy, Path(output_dir)
+    strategy, folder = accelerator._runtime.strategy.state, Path(output_dir)
     if saves_shards(fsdp_plugin):
         state = strategy.optimizer_shards(optimizer, [model]).state()
-        _write_shards(folder / checkpointing.folder_of(OPTIMIZER, optimizer_index), state)
+        name = folder_of(OPTIMIZER, optimizer_index)
+        _write_shards(accelerator, "save_fsdp_optimizer", folder / name, state)
         return
     (owner,) = strategy.optimizer_owners([optimizer], gather=True)
     names = strategy.parameter_names(optimizer, [model])
@@ -167,40 +182,42 @@ def load_fsdp_optimizer(
     adapter_only: bool = False,
     use_dcp: bool = True,
 ) -> None:
-    """Load what `save_fsdp_optimizer` wrote into a prepared optimizer, of any layout; on all ranks.
+    """Loads a state that `save_fsdp_optimizer` wrote into a prepared optimizer of any layout.
+
+    Called on all ranks.
 
     Args:
-        fsdp_plugin: says which form is taken where a folder has both.
-        accelerator: the run.
-        optimizer: prepared.
-        model: the prepared model that it steps.
-        input_dir: the folder, or that of the shards itself.
-        optimizer_index: place of the optimizer among those of the run.
-        adapter_only: taken for compatibility: an optimizer has states of what it steps only.
-        use_dcp: taken for compatibility.
+        fsdp_plugin: Plugin whose `state_dict_type` selects the format if the folder has both.
+        accelerator: Accelerator of the run.
+        optimizer: Prepared optimizer.
+        model: Prepared model with its parameters.
+        input_dir: Folder, or its folder of shards.
+        optimizer_index: Index of the optimizer.
+        adapter_only: Not used, because an optimizer only has states of the parameters that it steps.
+        use_dcp: Not used.
 
     Raises:
-        ConfigurationError: the folder holds no such state.
-        CheckpointError: it is damaged, or that of another optimizer; on all ranks. Nothing was changed.
+        ConfigurationError: The folder has no such state.
+        CheckpointError: It is damaged or does not fit the optimizer, on any rank. The optimizer is unchanged.
     """
-    strategy, folder = accelerator._runtime.strategy, Path(input_dir)
+    strategy, folder = accelerator._runtime.strategy.state, Path(input_dir)
     path = _find(fsdp_plugin, folder, OPTIMIZER, optimizer_index)
     if path.is_dir():
-        owner = strategy.optimizer_shards(optimizer, [model])
-        _load_shards(run_on_all_ranks(lambda: shard_index.read(path, OPTIMIZER)), owner, Load(folder))
+        sharded = strategy.optimizer_shards(optimizer, [model])
+        _load_shards(run_on_all_ranks(lambda: shard_index.read(path, OPTIMIZER)), sharded, Load(folder))
         return
     (whole,) = strategy.optimizer_owners([optimizer], gather=False)
     names = strategy.parameter_names(optimizer, [model])
-    part = checkpointing.StatePart(path.name, checkpointing.ByOrder(whole, lambda: names), is_optimizer=True)
+    part = checkpointing.OptimizerPart(path.name, whole, lambda: names)
     _apply(lambda: part.read(Load(path.parent)))
 
 
 def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:
-    """Return the folder of shards or the file; the form that the plugin says, where there are both."""
+    """Returns the folder of shards or the file, or the one that the plugin selects if there are both."""
     if (folder / shard_index.NAME).is_file():
         return folder
     name = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}[kind]
-    shards, whole = checkpointing.folder_of(kind, index), checkpointing.number(name, index, ".bin")
+    shards, whole = folder_of(kind, index), checkpointing.number(name, index, ".bin")
     markers = {f"{shards}/{shard_index.NAME}": shards, whole: whole}
     paths = [folder / path for marker, path in markers.items() if (folder / marker).is_file()]
     if not paths:
@@ -210,7 +227,7 @@ def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:
 
 
 def _write_whole(path: Path, content: Any) -> None:
-    """Write one file with `torch.save` on the first rank; called on all ranks."""
+    """Writes one file with `torch.save` on rank 0, on which all ranks wait."""
 
     def write() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -220,46 +237,33 @@ def _write_whole(path: Path, content: Any) -> None:
     run_on_rank_0(write)
 
 
-def _write_shards(target: Path, state: shard_files.State) -> None:
-    """Write a folder of shards under a hidden name, and rename it when all ranks have written theirs."""
-    transport = current_transport()
-    payload = shard_files.payload(target.name, transport.rank, state)
-    own = run_on_rank_0(partial(checkpointing.plan_staging_folder, target))
-    staging: checkpointing.StagingFolder = transport.broadcast_object(own, 0)
-
-    def write() -> Any:
-        path = staging.folder / Path(payload.name).name
-        report = payload.write(payload.content, path)
-        sync_file(path)
-        return report
-
-    def publish(reports: Sequence[Any]) -> None:
-        assert payload.finish is not None
-        payload.finish(staging.folder, reports)
-        written = {path.name for path in staging.folder.iterdir()}
-        staging.publish()
-        for path in staging.target.glob("__*_0.distcp"):
-            if path.name not in written:  # of a run with more processes
+def _write_shards(accelerator: Any, operation: str, target: Path, state: shard_files.State) -> None:
+    """Writes a folder of shards, which replaces an older one when all ranks have written their files."""
+    checkpoints = accelerator._runtime.checkpoints
+    checkpoints.background.wait()
+    rank, size = accelerator.process_index, accelerator.num_processes
+    payload = shard_files.payload("", rank, state)
+    request = Request(target, checkpoints.timeout, operation=operation, has_manifest=False)
+    saver = checkpoints.begin(request)
+    saver.write([payload])
+    folder = saver.commit()
+    if rank == 0:
+        current = {f"__{number}_0.distcp" for number in range(size)}
+        for path in folder.glob("__*_0.distcp"):
+            if path.name not in current:  # of a run with more ranks
                 path.unlink()
 
-    try:
-        run_on_rank_0(staging.open)
-        reports = transport.gather_object(run_on_all_ranks(write))
-        run_on_rank_0(partial(publish, reports))
-    finally:
-        if own is not None:
-            own.discard()
 
-
-def _load_shards(index: checkpointing.ShardIndex, owner: checkpointing.ShardOwner, options: Load) -> None:
+def _load_shards(index: checkpointing.ShardIndex, sharded: checkpointing.ShardedState, options: Load) -> None:
     def plan() -> Change:
-        return owner.plan(shard_files.read(index, owner.targets(index, options), options.reading), options)
+        values = shard_files.read(index, sharded.targets(index, options), options.reading)
+        return sharded.plan(values, options)
 
     _apply(plan)
 
 
 def _apply(plan: Callable[[], Change]) -> None:
-    """Plan a change and apply it, unless a rank fails; called on all ranks."""
+    """Applies a change on all ranks if all ranks have planned it without an error."""
 
     def agree(failure: str) -> None:
         def fail() -> None:
@@ -279,12 +283,14 @@ def _read_whole(path: Path, names: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> Any:
-    """Return the state of a model, or that of its adapter; on all ranks.
+    """Returns the state dict of a model, or of its adapter.
+
+    Called on all ranks.
 
     Args:
-        model: prepared or not.
-        adapter_only: leave out everything but the adapter of a PEFT model.
-        sd_options: torch's `StateDictOptions`; None takes `model.state_dict()`.
+        model: Prepared or plain model.
+        adapter_only: Whether only the adapter of a PEFT model is returned.
+        sd_options: `StateDictOptions` of torch, or None for `model.state_dict()`.
     """
     if sd_options is None:
         state = model.state_dict()
@@ -298,16 +304,18 @@ def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_optio
 def _set_model_state_dict(
     model: nn.Module, state_dict: Mapping[str, Any], adapter_only: bool = False, sd_options: Any = None
 ) -> Any:
-    """Load a state into a model, or into its adapter; on all ranks.
+    """Loads a state dict into a model, or into its adapter.
+
+    Called on all ranks.
 
     Args:
-        model: prepared or not.
-        state_dict: as `_get_model_state_dict` returns it.
-        adapter_only: it is that of the adapter of a PEFT model.
-        sd_options: torch's `StateDictOptions`; None calls `model.load_state_dict`.
+        model: Prepared or plain model.
+        state_dict: Result of `_get_model_state_dict`.
+        adapter_only: Whether it is that of the adapter of a PEFT model.
+        sd_options: `StateDictOptions` of torch, or None for `model.load_state_dict`.
 
     Returns:
-        `missing_keys` and `unexpected_keys`.
+        Result with `missing_keys` and `unexpected_keys`.
     """
     names = chosen_names(model, list(model.state_dict()), adapter_only)
     state = {names.get(name, name): value for name, value in state_dict.items()}
@@ -320,7 +328,7 @@ def _set_model_state_dict(
 
 
 def _prepare_sd_options(fsdp_plugin: Any) -> Any:
-    """Return torch's `StateDictOptions` that suit a plugin; None for FSDP 1, whose modules have their own."""
+    """Returns the `StateDictOptions` for a plugin, or None for FSDP 1, whose modules have their own."""
     if not version_of(fsdp_plugin).takes_state_dict_options:
         return None
     from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -331,7 +339,7 @@ def _prepare_sd_options(fsdp_plugin: Any) -> Any:
 
 
 def chosen_names(model: nn.Module, names: Sequence[str], adapter_only: bool) -> dict[str, str]:
-    """Return name in a file -> name in the model, of what is saved or loaded."""
+    """Returns the name in the model of each tensor that is saved or loaded, by its name in the file."""
     inner: Any = extract_model_from_parallel(model)
     if not adapter_only or not is_peft_model(inner):
         return {name: name for name in names}

@@ -1,8 +1,8 @@
-"""States of models and optimizers under FSDP 1: whole, or the elements in each rank's flat parameters.
+"""Full and sharded states of models and optimizers under FSDP 1.
 
-torch's own sharded state dicts gather each unit over the process group; here no process talks to another. A
-range of elements is cut into boxes of the whole tensor, so that any other layout can read it. Files of whole
-states are those of every other layout.
+A sharded state has the elements of the flat parameters on this rank. The sharded state dicts of torch gather
+each unit with collectives, but here no rank communicates. A range of elements is split into boxes of the
+whole tensor, so that any other layout can load it. `FullySharded` in `v1.py` returns these classes.
 """
 
 from __future__ import annotations
@@ -32,43 +32,50 @@ from accelerate.strategies.fsdp.strategies import GatheredOptimizer
 from accelerate.weights import is_extra
 
 Names = Sequence[Sequence[str]]
-"""For each group of an optimizer the names of its parameters, in the order that they had."""
+"""Names of the parameters in each group of an optimizer, in their original order."""
 
 
 @contextmanager
-def whole_states(root: FSDP, offload: bool, first_only: bool = False) -> Iterator[None]:
-    """Let the states of a model and of its optimizers be whole inside the block, maybe on rank 0 only.
+def full_state_dicts(root: FSDP, offload: bool, first_only: bool = False) -> Iterator[None]:
+    """Sets full state dicts for a model and its optimizers inside the block.
 
-    They may come to the CPU; on a CPU torch crashes when there is nothing to offload.
+    Args:
+        root: Outermost unit.
+        offload: Whether they are moved to the CPU, which fails in torch if they are there already.
+        first_only: Whether only rank 0 gets them.
     """
     options = {"offload_to_cpu": offload, "rank0_only": first_only}
     with warnings.catch_warnings():
-        # what torch recommends instead leaves a state on one rank of all machines
+        # the API that torch recommends returns a full state on rank 0 of all nodes only
         warnings.filterwarnings("ignore", r"FSDP\.state_dict_type", FutureWarning)
-        torchs_own = ("When using ``NO_SHARD``", "`_get_pg_default_device` will be", "Multiple backends are")
-        for text in torchs_own:
+        texts = ("When using ``NO_SHARD``", "`_get_pg_default_device` will be", "Multiple backends are")
+        for text in texts:
             warnings.filterwarnings("ignore", text, UserWarning)
-        of_models, of_optimizers = FullStateDictConfig(**options), FullOptimStateDictConfig(**options)
-        with FSDP.state_dict_type(root, StateDictType.FULL_STATE_DICT, of_models, of_optimizers):
+        model_config, optimizer_config = FullStateDictConfig(**options), FullOptimStateDictConfig(**options)
+        with FSDP.state_dict_type(root, StateDictType.FULL_STATE_DICT, model_config, optimizer_config):
             yield
 
 
 @dataclass(eq=False)
 class WholeFlatOptimizer(GatheredOptimizer):
-    """Saves and loads an optimizer that steps the flat parameters of one model."""
+    """Full state of an optimizer that steps the flat parameters of one model."""
 
     root: FSDP
     names: Names
     offload: bool
     needs_all_ranks: ClassVar[bool] = True
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load this rank's part of a whole state; called on all ranks."""
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Verifies the shapes of a whole state, because torch shards a tensor of any shape."""
         flat = [name for group in self.names for name in group]
-        shapes = whole_shapes(self.root)  # torch shards a tensor of any shape
+        shapes = whole_shapes(self.root)
         for index, values in state["state"].items():
             shape = tuple(shapes[flat[index]].shape)
             checkpointing.check_shapes(f"The state of {flat[index]}", values, shape)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads the part of a full state that is on this rank, on all ranks."""
+        flat = [name for group in self.names for name in group]
         named = {
             "state": {flat[index]: dict(values) for index, values in state["state"].items()},
             "param_groups": [
@@ -76,14 +83,17 @@ class WholeFlatOptimizer(GatheredOptimizer):
                 for group, names in zip(state["param_groups"], self.names, strict=True)
             ],
         }
-        with whole_states(self.root, self.offload):
+        with full_state_dicts(self.root, self.offload):
             own = FSDP.optim_state_dict_to_load(self.root, self.optimizer.optimizer, named)
         self.optimizer.load_state_dict(own)
 
 
 def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, keep: bool) -> dict[str, Any]:
-    """Return the whole state of an optimizer in its order of parameters, empty unless kept; on all ranks."""
-    with whole_states(root, offload):
+    """Returns the full state of an optimizer by numbers of parameters, or an empty one unless `keep`.
+
+    Called on all ranks.
+    """
+    with full_state_dicts(root, offload):
         named = FSDP.optim_state_dict(root, optimizer.optimizer)
     numbers = count()
     groups = [
@@ -91,7 +101,7 @@ def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, k
         for group, members in zip(named["param_groups"], names, strict=True)
     ]
     states = {
-        index: {  # torch gives all parameters of a unit one tensor with the count of steps
+        index: {  # all parameters of a unit share the tensor of the step in torch
             key: value.clone() if isinstance(value, Tensor) and value.ndim == 0 else value
             for key, value in named["state"][name].items()
         }
@@ -103,34 +113,34 @@ def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, k
 
 @dataclass(frozen=True)
 class LocalRange:
-    """The elements of one parameter that are on this rank."""
+    """Elements of one parameter that are on this rank."""
 
-    names: tuple[str, ...]  # all names of the parameter, without wrappers; the usual one first
+    names: tuple[str, ...]  # all names of the parameter without wrappers, the usual one first
     shape: checkpointing.Shape
     start: int  # number of its first element on this rank
     values: Tensor
-    stepped: Tensor  # what an optimizer steps: the parameter itself, or the flat one that it is a part of
+    stepped: Tensor  # tensor that an optimizer steps, the parameter itself or the flat parameter
     total: int  # elements of `stepped` on this rank
-    at: int  # where those of the parameter begin in them
-    copies: tuple[int, int]  # number of processes with the same elements, and of this one among them
+    at: int  # position of the parameter in them
+    replicas: tuple[int, int]  # number of ranks with the same elements, and index of this rank among them
 
-    def to_shards(self, values: Tensor, turn: int) -> LocalShards:
-        """Return elements as local shards of the parameter; processes that have them save them by turns."""
+    def to_shards(self, values: Tensor, position: int) -> LocalShards:
+        """Returns elements as local shards of the parameter, which the replicas take turns in saving."""
         shards = checkpointing.shards_of_range(values, self.shape, self.start)
-        return LocalShards(self.shape, values.dtype, shards, self.owns(turn))
+        return LocalShards(self.shape, values.dtype, shards, self.owns(position))
 
-    def owns(self, turn: int) -> bool:
-        """Whether this process saves its elements."""
-        num_copies, number = self.copies
-        return number == turn % num_copies
+    def owns(self, position: int) -> bool:
+        """Returns whether this rank saves its elements."""
+        num_replicas, index = self.replicas
+        return index == position % num_replicas
 
     def narrow(self, flat: Tensor) -> Tensor:
-        """Return what belongs to the parameter of a tensor with one element for each of `stepped`."""
+        """Returns the elements of the parameter in a tensor of the size of `stepped`."""
         return flat.view(-1).narrow(0, self.at, self.values.numel())
 
 
 def local_ranges(root: nn.Module) -> Iterator[LocalRange]:
-    """Iterate over the local ranges of all parameters in units, also of those without an element here."""
+    """Iterates over the local ranges of all parameters in units, including empty ranges."""
     for prefix, unit in torch_private.flat_units(root):
         unit.reshard()
         shard, own, all_names = unit.shard, unit.originals, _names_in(unit, prefix)
@@ -150,7 +160,7 @@ def local_ranges(root: nn.Module) -> Iterator[LocalRange]:
 
 
 def _names_in(unit: torch_private.FlatUnit, prefix: str) -> list[tuple[str, ...]]:
-    """Return the names of each parameter in a unit, several for a tied one."""
+    """Returns the names of each parameter in a unit, several for a tied parameter."""
     prefix = f"{prefix}." if prefix else ""
     names = {name: [name] for name in (clean_name(prefix + name) for name in unit.names)}
     for tied in unit.tied:
@@ -160,7 +170,7 @@ def _names_in(unit: torch_private.FlatUnit, prefix: str) -> list[tuple[str, ...]
 
 
 def _outside_units(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Any]]:
-    """Iterate over what a model saves and no unit holds: buffers, ignored parameters, extra state."""
+    """Iterates over buffers, ignored parameters and extra state, which no unit shards."""
     for prefix, module in root.named_modules():
 
         def full(name: str, prefix: str = prefix) -> str:
@@ -177,7 +187,7 @@ def _outside_units(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Any]
 
 
 def whole_shapes(root: FSDP) -> dict[str, Any]:
-    """Return what whole weights of a model have by name, without values; in any order of memory."""
+    """Returns tensors with the names, shapes and dtypes of the full weights, without values."""
     shapes: dict[str, Any] = {}
     for prefix, unit in torch_private.flat_units(root):
         for names, shape in zip(_names_in(unit, prefix), unit.shapes, strict=True):
@@ -186,27 +196,29 @@ def whole_shapes(root: FSDP) -> dict[str, Any]:
 
 
 class FlatModuleShards(checkpointing.ModuleShards):
-    """The weights of a model under FSDP 1, whose outermost unit is `module`."""
+    """Weights of a model under FSDP 1, whose outermost unit is `module`."""
 
     def state(self) -> dict[KeyPath, Any]:
         state: dict[str, Any] = {}
-        for turn, local in enumerate(local_ranges(self.module)):
-            state.update(dict.fromkeys(local.names, local.to_shards(local.values, turn)))
+        for position, local in enumerate(local_ranges(self.module)):
+            state.update(dict.fromkeys(local.names, local.to_shards(local.values, position)))
         state.update(_outside_units(self.module, set(state)))
         return {(MODEL, name): value for name, value in state.items()}
 
     def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
-        return Change(partial(self._load, values), f"{MODEL} under FSDP 1", stage=checkpointing.Stage.LAST)
+        return Change(
+            partial(self._load, values), f"{MODEL} under FSDP 1", stage=checkpointing.Stage.COLLECTIVE
+        )
 
     @torch.no_grad()
     def _load(self, values: Mapping[KeyPath, Any]) -> None:
         current = self.state()
         for key, value in values.items():
             if is_extra(key[1]):
-                _owner_of(self.module, key[1]).set_extra_state(checkpointing.rejoin(value))
+                _owner_of(self.module, key[1]).set_extra_state(checkpointing.to_tensor(value))
                 continue
             own = current[key]
-            shards = own.shards if isinstance(own, LocalShards) else checkpointing.whole(own).shards
+            shards = own.shards if isinstance(own, LocalShards) else checkpointing.single_shard(own).shards
             for target, read in zip(shards, value.shards, strict=True):
                 target.tensor.copy_(read.tensor.view_as(target.tensor))
 
@@ -216,14 +228,14 @@ def _has_extra_state(module: nn.Module) -> bool:
 
 
 def _owner_of(root: nn.Module, name: str) -> Any:
-    """Return the module that has an extra state, also under wrappers."""
+    """Returns the module with an extra state, also under wrappers."""
     path = name.rpartition(".")[0]
     return next(m for prefix, m in root.named_modules() if clean_name(prefix) == path and _has_extra_state(m))
 
 
 @dataclass(frozen=True)
 class FlatOptimizerShards:
-    """The state of an optimizer of one model under FSDP 1."""
+    """State of an optimizer of one model under FSDP 1."""
 
     optimizer: Any
     module: FSDP
@@ -235,11 +247,11 @@ class FlatOptimizerShards:
         saved = self.optimizer.state_dict()
         numbers = self._numbers()
         state: dict[KeyPath, Any] = {}
-        for turn, local in enumerate(local_ranges(self.module)):
+        for position, local in enumerate(local_ranges(self.module)):
             values = saved[STATE].get(numbers.get(id(local.stepped)), {})
             if local.values.numel():
                 for key, value in values.items():
-                    state[OPTIMIZER, STATE, local.names[0], key] = _state_of(local, value, turn)
+                    state[OPTIMIZER, STATE, local.names[0], key] = _to_saved(local, value, position)
         return {**state, **checkpointing.group_paths(saved[GROUPS], self.names)}
 
     def targets(self, index: checkpointing.ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
@@ -253,7 +265,7 @@ class FlatOptimizerShards:
 
     def _target(self, key: KeyPath, local: LocalRange | None, stored: Tensor | None) -> LocalShards | None:
         if stored is None or local is None or local.shape != tuple(stored.shape) or key[3] == "step":
-            return checkpointing.memory_for(stored)
+            return checkpointing.allocate_target(stored)
         flat = (id(local.stepped), key[3])
         if flat not in self._read:
             self._read[flat] = torch.zeros(local.total, dtype=stored.dtype)
@@ -267,12 +279,12 @@ class FlatOptimizerShards:
             if key[1] == STATE:
                 flat = self._read.get((id(ranges[key[2]].stepped), key[3]))
                 own = states.setdefault(numbers[key[2]], {})
-                own[key[3]] = checkpointing.rejoin(value) if flat is None else flat
+                own[key[3]] = checkpointing.to_tensor(value) if flat is None else flat
         groups = checkpointing.loaded_groups(self.optimizer, values, numbers)
         return checkpointing.optimizer_change(self.optimizer, states, groups, options)
 
     def _numbers(self) -> dict[int, int]:
-        """Return the numbers of what the optimizer steps, by identity."""
+        """Returns the numbers of the tensors that the optimizer steps, by identity."""
         stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
         return {id(parameter): index for index, parameter in enumerate(stepped)}
 
@@ -282,11 +294,11 @@ class FlatOptimizerShards:
         return {name: local for local in ranges for name in local.names}
 
 
-def _state_of(local: LocalRange, value: Any, turn: int) -> LocalShards | checkpointing.Value:
-    """Return what is saved of a value that an optimizer keeps for a parameter."""
-    first = local.start == 0 and local.owns(turn)
+def _to_saved(local: LocalRange, value: Any, position: int) -> LocalShards | checkpointing.PlainValue:
+    """Returns the part of a value of an optimizer's state that this rank saves."""
+    first = local.start == 0 and local.owns(position)
     if not isinstance(value, Tensor):
-        return checkpointing.Value(value, first)
+        return checkpointing.PlainValue(value, first)
     if value.ndim and value.numel() == local.total:
-        return local.to_shards(local.narrow(value.detach()), turn)
-    return checkpointing.whole(value.detach(), first)
+        return local.to_shards(local.narrow(value.detach()), position)
+    return checkpointing.single_shard(value.detach(), first)

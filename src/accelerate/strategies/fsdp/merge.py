@@ -1,4 +1,8 @@
-"""A sharded checkpoint -> files of whole weights, a few gigabytes at a time."""
+"""Merge of a sharded checkpoint into files of full weights.
+
+`merge_fsdp_weights` is public, and `accelerate merge-weights` calls it. It reads and writes one file of the
+result at a time, so that a model larger than the memory can be merged.
+"""
 
 from __future__ import annotations
 
@@ -24,18 +28,18 @@ from accelerate.base import (
     replace_files,
     wrong_value,
 )
-from accelerate.checkpointing import MODEL, KeyPath, ShardIndex, shard_files, shard_index, whole
+from accelerate.checkpointing import MODEL, KeyPath, ShardIndex, shard_files, shard_index, single_shard
 from accelerate.weights import write_whole_tensors
 
 DEFAULT_SHARD_BYTES = 5 * 10**9
-"""Largest file written, and with it the memory that is taken; a larger tensor is a file of its own."""
+"""Largest size of a file, except for files with a single larger tensor."""
 
 Tensors = dict[KeyPath, Tensor]
 """Tensors of a sharded checkpoint by their keys in its index, on the meta device."""
 
 
 Format = tuple[str, str, Callable[[dict[str, Tensor], Path], None]]
-"""The pattern of file names, the name of the index, and the function that writes a file."""
+"""Pattern of the file names, name of the index, and function that writes a file."""
 
 SAFETENSORS: Format = (
     SAFE_WEIGHTS_PATTERN_NAME,
@@ -52,22 +56,22 @@ def merge_fsdp_weights(
     safe_serialization: bool = True,
     remove_checkpoint_dir: bool = False,
 ) -> None:
-    """Merge a sharded checkpoint of a model into whole weights; called on all ranks, rank 0 works.
+    """Merges the sharded checkpoint of a model into full weights.
 
-    The tensors are read and written a file at a time, so that memory is needed for one file of the result and
-    not for the model. Files appear under their names when all are written.
+    Called on all ranks or in a single process. Rank 0 reads and writes one file of the result at a time, so
+    that the memory for one file is sufficient. The files get their names after all of them are written.
 
     Args:
-        checkpoint_dir: folder that `torch.distributed.checkpoint` wrote, or the folder of a whole checkpoint
-            that holds it as ``pytorch_model_fsdp_0``.
-        output_path: folder for the result; it is made.
-        safe_serialization: write safetensors; else what `torch.save` writes.
-        remove_checkpoint_dir: remove the sharded checkpoint afterwards.
+        checkpoint_dir: Folder that `torch.distributed.checkpoint` wrote, or a folder of `save_state` that
+            contains it as ``pytorch_model_fsdp_0``.
+        output_path: Folder for the result, which is created.
+        safe_serialization: Whether to write safetensors instead of pickle files. Default: True.
+        remove_checkpoint_dir: Whether to remove the sharded checkpoint afterwards. Default: False.
 
     Raises:
-        ConfigurationError: there is no sharded checkpoint of a model, or the output is in its folder and the
-            folder is to be removed.
-        CheckpointError: a file of it is missing, cut off or damaged; it is named.
+        ConfigurationError: There is no sharded checkpoint of a model, or the output is in the folder that is
+            to be removed.
+        CheckpointError: A file of the checkpoint, which is named, is missing, truncated or damaged.
     """
     source, target = Path(checkpoint_dir), Path(output_path)
     if remove_checkpoint_dir and target.resolve().is_relative_to(source.resolve()):
@@ -75,19 +79,19 @@ def merge_fsdp_weights(
         raise wrong_value(
             "output_path", str(target.resolve()), reason, "Choose a folder outside the checkpoint"
         )
-    joined = dist.is_available() and dist.is_initialized()
-    if not joined or dist.get_rank() == 0:
+    is_distributed = dist.is_available() and dist.is_initialized()
+    if not is_distributed or dist.get_rank() == 0:
         _merge(source, target, SAFETENSORS if safe_serialization else PICKLE)
         if remove_checkpoint_dir:
             shutil.rmtree(source)
-    if joined:
+    if is_distributed:
         dist.barrier()
 
 
-def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
+def _merge(source: Path, target: Path, file_format: Format, shard_bytes: int = DEFAULT_SHARD_BYTES) -> None:
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    pattern, index_name, save = form
+    pattern, index_name, save = file_format
     index = _read_index(source)
     keys = {_name(key): key for key in index.paths}
     tensors = {name: stored for name, key in keys.items() if (stored := index.stored(key)) is not None}
@@ -115,9 +119,9 @@ def _merge(source: Path, target: Path, form: Format, shard_bytes: int = DEFAULT_
 
 
 def _read_index(source: Path) -> ShardIndex:
-    """Read which tensors the checkpoint in a folder, or in that of a whole checkpoint, has."""
+    """Reads the index of the sharded checkpoint in a folder or in its subfolder."""
     for folder in (source, source / f"{FSDP_MODEL_NAME}_0"):
-        if os.path.isfile(folder / shard_index.NAME):  # False for a name that is too long, too
+        if os.path.isfile(folder / shard_index.NAME):  # also False for a name that is too long
             return shard_index.read(folder, MODEL)
     reason = f"this is no folder with a sharded checkpoint: it has no file {shard_index.NAME}"
     raise wrong_value("checkpoint_directory", str(source), reason, "Name the folder with the model's shards")
@@ -129,5 +133,5 @@ def _name(key: KeyPath) -> str:
 
 def _load(index: ShardIndex, group: Tensors) -> dict[str, Tensor]:
     memory = {key: torch.empty_like(tensor, device="cpu") for key, tensor in group.items()}
-    shard_files.read(index, {key: whole(tensor) for key, tensor in memory.items()}, {})
+    shard_files.read(index, {key: single_shard(tensor) for key, tensor in memory.items()}, {})
     return {_name(key): tensor for key, tensor in memory.items()}

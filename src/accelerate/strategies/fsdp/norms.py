@@ -1,4 +1,7 @@
-"""Norms and bounds of gradients that are sharded over several meshes, replicated, or plain."""
+"""Clipping of gradients that are DTensors on several meshes, replicated, or plain tensors.
+
+`torch.nn.utils` clips gradients on one mesh only. The strategies call these functions on all ranks.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +16,16 @@ from accelerate.base import wrong_value
 
 Parameters = Iterable[Tensor]
 Groups = tuple[dist.ProcessGroup, ...]
-"""The groups of ranks over which a parameter is sharded; none for a replicated one."""
+"""Process groups over which a parameter is sharded, which is empty for a replicated one."""
 
 
-def local_parts(parameters: Parameters) -> list[Tensor]:
-    """Return the local shards of the gradients that exist; writing to them changes the gradients.
+def local_gradients(parameters: Parameters) -> list[Tensor]:
+    """Returns the local shards of all gradients, which share memory with the gradients.
 
-    The backward pass leaves some gradients replicated, or as partial sums: these get the placements of their
-    parameters first, in place, so all ranks call this.
+    Called on all ranks. Gradients that the backward left replicated or as partial sums are redistributed to
+    the placements of their parameters first, in place.
     """
-    parts = []
+    shards = []
     for parameter in parameters:
         gradient = parameter.grad
         if isinstance(gradient, DTensor) and isinstance(parameter, DTensor):
@@ -30,12 +33,12 @@ def local_parts(parameters: Parameters) -> list[Tensor]:
                 parameter.grad = gradient = gradient.redistribute(placements=parameter.placements)
             gradient = gradient.to_local()
         if gradient is not None:
-            parts.append(gradient)
-    return parts
+            shards.append(gradient)
+    return shards
 
 
 def groups_of(parameter: Tensor) -> Groups:
-    """Return the groups of ranks over which a distributed tensor is sharded."""
+    """Returns the process groups over which a parameter is sharded."""
     if not isinstance(parameter, DTensor):
         return ()
     mesh = parameter.device_mesh
@@ -50,14 +53,22 @@ def gradient_norm(
     device: torch.device,
     find_groups: Callable[[Tensor], Groups] = groups_of,
 ) -> Tensor:
-    """Return the p-norm of all gradients together, as if each were whole: a 0-d float32 tensor.
+    """Returns the global p-norm of all gradients, as a 0-d float32 tensor.
 
-    Called on all ranks, with the same parameters in the same order; gradients may be missing. There is one
-    collective for each set of groups, however many gradients there are.
+    Called on all ranks with the same parameters in the same order. Gradients may be None. The number of
+    collectives is the number of different sets of process groups.
+
+    Args:
+        parameters: Parameters with gradients.
+        norm_type: p, which may be infinity.
+        device: Device of the result.
+        find_groups: Returns the process groups over which a parameter is sharded.
     """
     if norm_type <= 0:
-        raise wrong_value("norm_type", norm_type, "it is no p of a p-norm", "Give a number above 0, or inf")
-    # A rank without gradients must call the same collectives as the others: parameters decide which.
+        raise wrong_value(
+            "norm_type", norm_type, "it is not the p of a p-norm", "Use a number above 0, or inf"
+        )
+    # The parameters determine the collectives, because gradients may be None on some ranks.
     by_groups: dict[tuple[str, ...], tuple[Groups, list[Tensor]]] = {}
     for parameter in parameters:
         groups = find_groups(parameter)
@@ -66,7 +77,7 @@ def gradient_norm(
     is_max = norm_type == float("inf")
     powers = [torch.zeros((), device=device)]
     for groups, members in by_groups.values():
-        shards = [shard for shard in local_parts(members) if shard.numel()]
+        shards = [shard for shard in local_gradients(members) if shard.numel()]
         power = torch.zeros((), device=device)
         if shards:
             norm = torch.nn.utils.get_total_norm(shards, norm_type).to(device=device, dtype=torch.float32)
@@ -80,17 +91,17 @@ def gradient_norm(
 
 @torch.no_grad()
 def scale_down(parameters: Parameters, norm: Tensor, max_norm: float) -> None:
-    """Scale gradients so that a norm they have together is at most `max_norm`, in place."""
+    """Scales gradients in place so that their global norm, given as `norm`, is at most `max_norm`."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     by_device: dict[torch.device, list[Tensor]] = {}
-    for part in local_parts(parameters):
-        by_device.setdefault(part.device, []).append(part)
-    for device, parts in by_device.items():
-        torch._foreach_mul_(parts, factor.to(device))
+    for shard in local_gradients(parameters):
+        by_device.setdefault(shard.device, []).append(shard)
+    for device, shards in by_device.items():
+        torch._foreach_mul_(shards, factor.to(device))
 
 
 @torch.no_grad()
 def clip_values(parameters: Tensor | Parameters, clip_value: float) -> None:
-    """Cut each gradient element to the range from `-clip_value` to `clip_value`, in place."""
-    for part in local_parts([parameters] if isinstance(parameters, Tensor) else parameters):
-        part.clamp_(-clip_value, clip_value)
+    """Clamps each gradient element to the range from `-clip_value` to `clip_value`, in place."""
+    for shard in local_gradients([parameters] if isinstance(parameters, Tensor) else parameters):
+        shard.clamp_(-clip_value, clip_value)

@@ -1,4 +1,7 @@
-"""Parameters of a sharded model: their names, the optimizers that step them, and values from rank 0."""
+"""Names of the parameters of a sharded model, the optimizers that step them, and weights from rank 0.
+
+The strategies in this package call these functions while they shard a model.
+"""
 
 from __future__ import annotations
 
@@ -19,27 +22,33 @@ Value = TypeVar("Value")
 
 
 def clean_name(name: str) -> str:
-    """Return the name that a tensor has without wrappers."""
+    """Returns the name of a tensor without wrappers."""
     return ".".join(part for part in name.split(".") if part not in torch_private.WRAPPED)
 
 
 def fsdp2_canonicalize_names(named_params: Mapping[str, Value]) -> dict[str, Value]:
-    """Return parameters under the names that they have without wrappers.
+    """Returns parameters by their names without wrappers.
 
     Args:
-        named_params: name -> parameter, or anything else.
+        named_params: Parameters, or any other values, by name.
     """
     return {clean_name(name): value for name, value in named_params.items()}
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return all parameters of a model by clean name; tied ones under each of their names."""
+    """Returns all parameters of a model by name without wrappers, tied ones by each of their names."""
     return fsdp2_canonicalize_names(dict(model.named_parameters(remove_duplicate=False)))
 
 
 def names_by_group(optimizer: Any, named: Sequence[Mapping[str, nn.Parameter]]) -> list[list[list[str]]]:
-    """Return for each group of an optimizer, for each parameter, all names that it has in some models,
-    the usual one first; with the number of the model where it steps several."""
+    """Returns the names of each parameter of each group of an optimizer, the usual one first.
+
+    They begin with the number of the model if the optimizer steps several models.
+
+    Args:
+        optimizer: Optimizer.
+        named: Parameters by name of each model.
+    """
     names: dict[int, list[str]] = {}
     stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     several = sum(any(id(p) in stepped for p in parameters.values()) for parameters in named) > 1
@@ -58,15 +67,15 @@ def names_by_group(optimizer: Any, named: Sequence[Mapping[str, nn.Parameter]]) 
 def fsdp2_switch_optimizer_parameters(
     optimizer: torch.optim.Optimizer, mapping: Mapping[Tensor, Tensor]
 ) -> None:
-    """Let an optimizer step other parameters in the places of its own.
+    """Replaces parameters of an optimizer.
 
     Args:
-        optimizer: has taken no step yet.
-        mapping: parameter that it holds -> the one that takes its place; others stay. Where several are
-            replaced by the same one, it is stepped once.
+        optimizer: Optimizer that has not taken a step.
+        mapping: New parameter by old parameter. Other parameters are unchanged. A new parameter for several
+            old ones is stepped once.
 
     Raises:
-        PreparationError: one parameter would be in two groups.
+        PreparationError: One parameter would be in two groups.
     """
     seen: set[int] = set()
     for group in optimizer.param_groups:
@@ -76,15 +85,15 @@ def fsdp2_switch_optimizer_parameters(
 def get_parameters_from_modules(
     modules: Iterable[nn.Module] | str | None, model: nn.Module, device: Any
 ) -> set[nn.Parameter]:
-    """Return the parameters of some modules of a model, moved to a device.
+    """Returns the parameters of some modules of a model, moved to a device.
 
     Args:
-        modules: the modules, or a regular expression that matches their whole names; None for none.
-        model: the model they are in.
-        device: of the parameters; None leaves them where they are.
+        modules: Modules, or a regular expression that matches their full names, or None for no modules.
+        model: Model with the modules.
+        device: Device of the parameters. None does not move them.
 
     Raises:
-        ConfigurationError: that is no regular expression.
+        ConfigurationError: The regular expression is invalid.
     """
     if modules is None:
         return set()
@@ -97,7 +106,7 @@ def get_parameters_from_modules(
 
 
 def check_ignored(modules: Iterable[nn.Module] | str | None, model: nn.Module) -> None:
-    """Refuse modules to ignore that a model does not have."""
+    """Raises for ignored modules that a model does not have."""
     if isinstance(modules, str):
         if not _modules_by_name(modules, model):
             reason = f"it matches the whole name of no module in {type(model).__name__}"
@@ -123,17 +132,17 @@ def _modules_by_name(expression: str, model: nn.Module) -> list[nn.Module]:
 
 
 class ParameterRemapper:
-    """Records where optimizers hold the parameters of a model, while sharding gives it new ones.
+    """Positions of the parameters of a model in its optimizers, while sharding replaces them.
 
-    Its optimizers, prepared or not, release the old parameters until they get the new ones: otherwise the
-    whole model would stay in memory. Optimizers of other models are left alone.
+    The optimizers, prepared or not, release the old parameters until they get the new ones. Otherwise the
+    whole model would stay in memory. Optimizers of other models are unchanged.
     """
 
     def __init__(self, model: nn.Module, optimizers: Iterable[Any]) -> None:
-        # a tied parameter goes by its first name
+        # the first name of a tied parameter
         names = {id(p): name for name, p in reversed(named_parameters(model).items())}
         self._old = WeakIdKeyDictionary({p: names[id(p)] for p in model.parameters()})
-        # Optimizer -> for each group its members: names of this model's parameters, or other parameters.
+        # Members of each group by optimizer: names of parameters of this model, or other parameters.
         self._members: dict[Any, list[list[Any]]] = {}
         self._states: dict[Any, dict[str, dict[str, Any]] | None] = {}
         for optimizer in (getattr(optimizer, "optimizer", optimizer) for optimizer in optimizers):
@@ -154,7 +163,7 @@ class ParameterRemapper:
             group["params"] = []
 
     def rejoin(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Give the optimizers the new parameters."""
+        """Adds the new parameters to the optimizers."""
         for optimizer, groups in self._members.items():
             seen: set[int] = set()
             for group, members in zip(optimizer.param_groups, groups, strict=True):
@@ -169,12 +178,12 @@ class ParameterRemapper:
                 _put(optimizer, group, new, seen)
             for name, state in (self._states[optimizer] or {}).items():
                 optimizer.state[parameters[name]] = {
-                    key: value.like(parameters[name]) if isinstance(value, _Constant) else value
+                    key: value.like(parameters[name]) if isinstance(value, _ConstantTensor) else value
                     for key, value in state.items()
                 }
 
     def names_by_group(self) -> dict[Any, list[list[str]]]:
-        """Return for each optimizer of this model alone the names that each group had, in order."""
+        """Returns the names in each group, by optimizer, of the optimizers that step only this model."""
         return {
             optimizer: groups
             for optimizer, groups in self._members.items()
@@ -182,15 +191,15 @@ class ParameterRemapper:
         }
 
     def replaced(self, parameters: Mapping[str, nn.Parameter]) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
-        """Iterate over those old parameters that are still in use, with the new ones."""
+        """Iterates over the old parameters that are still in use, with the new ones."""
         for old, name in list(self._old.items()):  # type: ignore[no-untyped-call]
             new = parameters.get(name)
             if new is not None:
                 yield old, new
 
 
-class _Constant(NamedTuple):
-    """A state of the shape of its parameter, with the same value everywhere."""
+class _ConstantTensor(NamedTuple):
+    """State of the shape of its parameter with one value for all elements."""
 
     value: float
     dtype: torch.dtype
@@ -200,8 +209,10 @@ class _Constant(NamedTuple):
 
 
 def _constant_states(optimizer: Any, names: Mapping[int, str]) -> dict[str, dict[str, Any]] | None:
-    """Return the states that an optimizer has made for a model's parameters when it was built, as Adagrad
-    does, by name; None if they depend on elements. Called on all ranks: those of rank 0 count."""
+    """Returns the states that an optimizer has created in its constructor, such as Adagrad, on rank 0.
+
+    Called on all ranks. It is None if the states differ between elements.
+    """
     states = {names[id(p)]: (p.shape, state) for p, state in optimizer.state.items() if id(p) in names}
     if not states:
         return {}
@@ -223,11 +234,18 @@ def _is_constant(value: Any, shape: torch.Size) -> bool:
 def _read_constant(value: Any, shape: torch.Size) -> Any:
     if not isinstance(value, Tensor) or value.shape != shape or not value.numel():
         return value
-    return _Constant(value.flatten()[0].item(), value.dtype)
+    return _ConstantTensor(value.flatten()[0].item(), value.dtype)
 
 
 def _put(optimizer: Any, group: dict[str, Any], parameters: list[Any], seen: set[int]) -> None:
-    """Let a group of an optimizer step some parameters, each once; `seen` are those of its other groups."""
+    """Sets the parameters of a group of an optimizer, each once.
+
+    Args:
+        optimizer: Optimizer.
+        group: One of its groups.
+        parameters: New parameters.
+        seen: Identities of the parameters of the other groups, to which those of this group are added.
+    """
     unique = {id(parameter): parameter for parameter in parameters}
     if seen & set(unique):
         raise PreparationError(
@@ -240,24 +258,27 @@ def _put(optimizer: Any, group: dict[str, Any], parameters: list[Any], seen: set
     group["params"] = list(unique.values())
 
 
-# Weights that only rank 0 has read
+# Weights that only rank 0 has loaded
 
 MAIN = 0
-"""The rank that has read the weights."""
+"""Rank that has loaded the weights."""
 
 
 def enable_fsdp_ram_efficient_loading() -> None:
-    """Tell libraries that load weights that only rank 0 shall read them."""
+    """Sets the variables that tell libraries to load weights on rank 0 only."""
     environ.assign({EFFICIENT_LOADING: "True", "ACCELERATE_USE_FSDP": "True"})
 
 
 def disable_fsdp_ram_efficient_loading() -> None:
-    """Tell libraries that load weights that every rank shall read them."""
+    """Sets the variable that tells libraries to load weights on all ranks."""
     environ.assign({EFFICIENT_LOADING: "False"})
 
 
 class MainWeights:
-    """The weights of rank 0, taken out of a model that goes to the meta device; other ranks drop theirs."""
+    """Weights of rank 0 of a model that is moved to the meta device.
+
+    The weights of other ranks are dropped.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -268,7 +289,7 @@ class MainWeights:
         empty_model(model)
 
     def restore_buffers(self, device: torch.device) -> None:
-        """Restore the buffers that no state dict holds from rank 0."""
+        """Restores the buffers that are not in the state dict from rank 0."""
         for name, buffer in self._buffers.items():
             value = buffer if buffer.device.type != "meta" else torch.empty_like(buffer, device=device)
             owner, _, attribute = name.rpartition(".")
@@ -277,12 +298,12 @@ class MainWeights:
 
 
 def empty_model(model: nn.Module) -> None:
-    """Put all tensors of a model on the meta device; tied ones stay tied."""
+    """Moves all tensors of a model to the meta device, where tied ones stay tied."""
     _replace_tensors(model, lambda value: _like(value, torch.empty_like(value, device="meta")))
 
 
 def _replace_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Replace each parameter and buffer by what `change` returns for it, tied ones by the same tensor."""
+    """Replaces each parameter and buffer by the result of `change`, tied ones by the same tensor."""
     changed: dict[Tensor, Any] = {}
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
@@ -294,23 +315,25 @@ def _replace_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) -> No
 
 
 def _like(value: Tensor, tensor: Tensor) -> Tensor:
-    """Return a tensor as a parameter if another one is."""
+    """Returns a tensor as a parameter if another one is a parameter."""
     return nn.Parameter(tensor, value.requires_grad) if isinstance(value, nn.Parameter) else tensor
 
 
 def fsdp2_load_full_state_dict(
     accelerator: Any, model: nn.Module, full_sd: Mapping[str, Tensor], cpu_offload: bool = False
 ) -> None:
-    """Fill a sharded model from the whole weights of rank 0, one tensor at a time; called on all ranks.
+    """Loads the full weights of rank 0 into a sharded model, one tensor at a time.
+
+    Called on all ranks.
 
     Args:
-        accelerator: the run.
-        model: sharded; its tensors may be on the meta device.
-        full_sd: whole tensors by name; those of ranks other than 0 are not looked at.
-        cpu_offload: whether parameters stay on the CPU.
+        accelerator: Accelerator of the run.
+        model: Sharded model, whose tensors may be on the meta device.
+        full_sd: Full tensors by name. Those of ranks other than 0 are not used.
+        cpu_offload: Whether parameters stay on the CPU.
 
     Raises:
-        PreparationError: rank 0 lacks a tensor, or has one of another shape; on all ranks.
+        PreparationError: A tensor is missing on rank 0, or has another shape. Raised on all ranks.
     """
     transport = current_transport()
     is_main = transport.rank == MAIN
@@ -347,7 +370,10 @@ def _check_whole(targets: Mapping[str, Tensor], specs: Mapping[str, Any]) -> Non
 
 
 def distribute_like(value: Any, like: Tensor) -> Any:
-    """Return the shard of a whole tensor, distributed like another of its shape; anything else as it is."""
+    """Returns the shard of a full tensor, distributed like another tensor of its shape.
+
+    Other values are returned unchanged.
+    """
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if not isinstance(like, DTensor) or not isinstance(value, Tensor) or value.shape != like.shape:
@@ -356,7 +382,7 @@ def distribute_like(value: Any, like: Tensor) -> Any:
 
 
 def send_from_main(model: nn.Module, device: torch.device) -> None:
-    """Give all ranks the whole weights of rank 0, tensor by tensor; those on the meta device get memory."""
+    """Broadcasts the full weights of rank 0, and allocates memory for tensors on the meta device."""
     transport = current_transport()
 
     @torch.no_grad()
@@ -372,15 +398,15 @@ def send_from_main(model: nn.Module, device: torch.device) -> None:
 def ensure_weights_retied(
     param_init_fn: Callable[[nn.Module], None], model: nn.Module, device: torch.device
 ) -> Callable[[nn.Module], None]:
-    """Return a function that gives values to a module's parameters, and keeps tied ones tied.
+    """Returns a function that initializes the parameters of a module and keeps tied ones tied.
 
     Args:
-        param_init_fn: gives values to the parameters of one module on the meta device.
-        model: its parameters are tied as they shall be.
-        device: of the parameters; the function moves them there.
+        param_init_fn: Function that initializes the parameters of one module on the meta device.
+        model: Model with tied parameters.
+        device: Device of the parameters after initialization.
 
     Returns:
-        What FSDP 1 takes as `param_init_fn`.
+        Function for the argument `param_init_fn` of FSDP 1.
     """
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
@@ -389,11 +415,11 @@ def ensure_weights_retied(
     ties = {owner: group for group in owners.values() if len(group) > 1 for owner in group}
     first: dict[int, nn.Parameter] = {}
 
-    def initialise(module: nn.Module) -> None:
+    def initialize(module: nn.Module) -> None:
         param_init_fn(module)
         for name, parameter in module.named_parameters(recurse=False):
             group = ties.get((module, name))
             if group is not None:
                 module._parameters[name] = first.setdefault(id(group), parameter)
 
-    return initialise
+    return initialize

@@ -1,4 +1,8 @@
-"""Shard a model: which modules become units, recomputation, and FSDP 2 with loading from rank 0."""
+"""Units of FSDP, and sharding of a model with FSDP 2.
+
+A unit is a module whose parameters are gathered and freed together. Both FSDP strategies call `plan_units` to
+choose the units and `recompute` for activation checkpointing; FSDP 2 calls `fsdp2_prepare_model`.
+"""
 
 from __future__ import annotations
 
@@ -26,49 +30,51 @@ from accelerate.strategies.fsdp.parameters import (
     named_parameters,
 )
 
-# torch.distributed.fsdp takes a second to import, and names of this file are public: so inside functions.
+# torch.distributed.fsdp takes a second to import, so functions import it.
 Model = TypeVar("Model", bound=nn.Module)
 
 logger = get_logger(__name__)
 
 
 def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
-    """Shard a model in place with FSDP 2; called on all ranks.
+    """Shards a model in place with FSDP 2.
+
+    Called on all ranks.
 
     Args:
-        accelerator: the run; its `state.fsdp_plugin` says how.
-        model: a module; one that is sharded already is returned as it is.
+        accelerator: Has `state.fsdp_plugin`.
+        model: The model. If it is sharded already, it is returned without a change.
 
     Returns:
-        The same module, with distributed tensors as parameters.
+        The same module, with DTensors as parameters.
 
     Raises:
-        PreparationError: the model cannot be sharded.
+        PreparationError: The model cannot be sharded.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    from accelerate.strategies.axes import share_layers
+    from accelerate.strategies.axes import shard_layers
 
-    if issubclass(type(model), FSDPModule):  # the class that torch gave it
+    if issubclass(type(model), FSDPModule):  # the class that fully_shard sets
         return model
     plugin = accelerator.state.fsdp_plugin
-    streams = plugin.cpu_ram_efficient_loading
-    # Ignored parameters are moved before anything goes to the meta device; the rest follows unit by unit.
-    ignored, chosen, exact = plan_units(
+    loads_from_rank0 = plugin.cpu_ram_efficient_loading
+    # Ignored parameters are moved before the model is moved to the meta device.
+    ignored, chosen, in_float32 = plan_units(
         plugin,
         model,
         accelerator.mixed_precision,
-        None if streams else accelerator.device,
+        None if loads_from_rank0 else accelerator.device,
         getattr(accelerator, "scaler_handler", None),
     )
-    units = split_by_dtype(model, [*exact, *chosen], ignored)
+    units = split_by_dtype(model, [*in_float32, *chosen], ignored)
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
-    weights = MainWeights(model) if streams else None
-    share_layers(model, accelerator.torch_device_mesh)
+    weights = MainWeights(model) if loads_from_rank0 else None
+    shard_layers(model, accelerator.torch_device_mesh)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
     parameters = named_parameters(model)
-    _shard(accelerator, model, units, {parameters[name] for name in names_of_ignored}, set(exact))
+    _shard(accelerator, model, units, {parameters[name] for name in names_of_ignored}, set(in_float32))
     if weights is not None:
         fsdp2_load_full_state_dict(
             accelerator, model, weights.state, isinstance(plugin.cpu_offload, CPUOffloadPolicy)
@@ -80,7 +86,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
 def plan_units(
     plugin: Any, model: nn.Module, mixed_precision: str, device: torch.device | None, scaler: Any = None
 ) -> tuple[set[nn.Parameter], list[nn.Module], list[nn.Module]]:
-    """Return a model's ignored parameters, maybe moved to a device, its units, and those in float32."""
+    """Returns the ignored parameters of a model, its units, and its modules that compute in float32."""
     keeps_fp16 = scaler is not None and scaler.allow_fp16_gradients
     if mixed_precision != "no":
         keep_master_weights(model, keeps_fp16)
@@ -89,13 +95,13 @@ def plan_units(
     names = [name for name, p in model.named_parameters() if p.requires_grad and p in ignored]
     if names:
         logger.warning(
-            f"{len(names)} parameters of {type(model).__name__} train and are in ignored_modules, so no rank "
-            f"averages their gradients over ranks: {listed(names)}. Freeze them, or do not ignore them."
+            f"{len(names)} parameters of {type(model).__name__} train and are in ignored_modules, so their "
+            f"gradients are not averaged over ranks: {listed(names)}. Freeze them, or do not ignore them."
         )
     chosen = choose_units(plugin, model)
     policy = plugin.mixed_precision_policy
     is_low = policy is not None and policy.param_dtype not in (None, torch.float32)
-    return ignored, chosen, kept_in_float32(model, chosen) if is_low else []
+    return ignored, chosen, find_float32_modules(model, chosen) if is_low else []
 
 
 def _shard(
@@ -103,51 +109,52 @@ def _shard(
     model: nn.Module,
     units: Iterable[nn.Module],
     ignored: set[nn.Parameter],
-    exact: set[nn.Module],
+    in_float32: set[nn.Module],
 ) -> None:
+    """Calls `fully_shard` for the units and the model."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     plugin = accelerator.state.fsdp_plugin
     mesh = _sharding_mesh(accelerator)
     policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
-    shared: dict[str, Any] = {
+    options: dict[str, Any] = {
         "mesh": mesh,
         "offload_policy": offload_policy(plugin.cpu_offload, mesh),
         "ignored_params": ignored or None,
     }
-    # among units that compute by another policy
-    in_float32 = dataclasses.replace(
+    # float32 modules receive inputs from units with another dtype
+    float32_policy = dataclasses.replace(
         policy, param_dtype=torch.float32, output_dtype=policy.param_dtype, cast_forward_inputs=True
     )
     wrappers = outermost_wrappers(model)
     for unit in units:
         fully_shard(
             wrappers.get(unit, unit),
-            mp_policy=in_float32 if unit in exact else policy,
+            mp_policy=float32_policy if unit in in_float32 else policy,
             reshard_after_forward=plugin.reshard_after_forward,
-            **shared,
+            **options,
         )
     if accelerator.mixed_precision != "no":  # models return float32 under every mixed precision
         policy = dataclasses.replace(policy, output_dtype=torch.float32)
-    # Freeing the outermost unit after forward is of no use: backward begins with it. None lets torch see.
+    # The backward begins with the outermost unit, so it is not freed after forward: None is this default.
     reshard = None if plugin.reshard_after_forward else False
-    fully_shard(model, mp_policy=policy, reshard_after_forward=reshard, **shared)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=reshard, **options)
 
 
 def _sharding_mesh(accelerator: Any) -> DeviceMesh:
-    """Return the mesh over which parameters are sharded (its last axis) and replicated (the one before)."""
+    """Returns the mesh whose last dimension shards parameters and whose first of two replicates them."""
     mesh = accelerator.torch_device_mesh
     if mesh is None:
         size = accelerator.state.num_processes
         return init_device_mesh(accelerator.device.type, (size,), mesh_dim_names=("dp_shard",))
     with warnings.catch_warnings():
-        # torch has no other way yet to a mesh of one axis and the union of two
+        # torch has no other way yet to select a dimension and a flattened dimension
         warnings.filterwarnings("ignore", "Slicing a flattened dim", UserWarning)
         return mesh[tuple(accelerator.state.parallelism_config.fsdp_dim_names)]  # type: ignore[no-any-return]
 
 
 def offload_policy(policy: Any, mesh: DeviceMesh) -> Any:
-    """Return an offload policy that works on the devices of a mesh: CPUs have no memory to pin for."""
+    """Returns the offload policy, without pinned memory if the mesh is on the CPU."""
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     if isinstance(policy, CPUOffloadPolicy) and of_device(torch.device(mesh.device_type)).is_host:
@@ -156,7 +163,7 @@ def offload_policy(policy: Any, mesh: DeviceMesh) -> Any:
 
 
 def keep_master_weights(model: nn.Module, keeps_fp16: bool = False) -> None:
-    """Turn trainable parameters of low precision to float32, in place: updates would be lost in them."""
+    """Converts trainable parameters of low precision to float32, in place, for precise updates."""
     dtypes = (torch.bfloat16,) if keeps_fp16 else (torch.float16, torch.bfloat16)
     low = {name: p for name, p in model.named_parameters() if p.requires_grad and p.dtype in dtypes}
     for parameter in low.values():
@@ -164,16 +171,16 @@ def keep_master_weights(model: nn.Module, keeps_fp16: bool = False) -> None:
     if low:
         logger.warning(
             f"{len(low)} trainable parameters of {type(model).__name__} are kept in float32 and computed in "
-            f"the number format of the run: {listed(list(low))}."
+            f"the dtype of the mixed precision: {listed(list(low))}."
         )
 
 
 def fsdp2_apply_ac(accelerator: Any, model: Model) -> Model:
-    """Let the units of a model recompute their activations in backward, in place.
+    """Applies activation checkpointing to the units of a model, in place.
 
     Args:
-        accelerator: the run; its `state.fsdp_plugin` says which modules are units.
-        model: not sharded yet.
+        accelerator: Has `state.fsdp_plugin`, which defines the units.
+        model: A model that is not sharded yet.
 
     Returns:
         The same module.
@@ -185,14 +192,14 @@ def fsdp2_apply_ac(accelerator: Any, model: Model) -> Model:
             f"activation_checkpointing has no effect on {type(model).__name__}: it is one unit. Set "
             "auto_wrap_policy, so that there are units to recompute."
         )
-    # A CPU's activations are already where offloading would put them.
+    # Activations on the CPU need no offloading.
     offload = plugin.activation_checkpointing_offload and not of_device(accelerator.device).is_host
     recompute(model, units, offload)
     return model
 
 
 def recompute(model: nn.Module, units: Iterable[nn.Module], offload: bool = False) -> None:
-    """Wrap modules inside a model, at all of their names, so that they recompute in backward."""
+    """Applies activation checkpointing to modules inside a model, under all of their names."""
     torch_wrappers = torch_private.checkpoint_wrapper
     wrapped: dict[nn.Module, nn.Module] = {}
     wrap: Callable[[nn.Module], nn.Module] = partial(
@@ -203,13 +210,13 @@ def recompute(model: nn.Module, units: Iterable[nn.Module], offload: bool = Fals
     for module in list(model.modules()):
         if isinstance(module, torch_wrappers.ActivationWrapper):
             continue
-        for name, child in list(module._modules.items()):  # named_children() leaves out second names
+        for name, child in list(module._modules.items()):  # named_children() yields a tied module once
             if child in wrapped:
                 setattr(module, name, wrapped[child])
 
 
 def outermost_wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return for each module that recomputes its outermost wrapper."""
+    """Returns the outermost wrapper of each module with activation checkpointing."""
     wrappers: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         inner = module
@@ -221,11 +228,14 @@ def outermost_wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:
 
 
 def fsdp2_prepare_auto_wrap_policy(fsdp2_plugin: Any, model: nn.Module) -> Callable[[nn.Module], bool] | None:
-    """Return what tells whether a module of a model is a unit; None when there are no units.
+    """Returns a function that decides whether a module of a model is a unit.
 
     Args:
-        fsdp2_plugin: a `FullyShardedDataParallelPlugin`.
-        model: not wrapped yet.
+        fsdp2_plugin: A `FullyShardedDataParallelPlugin`.
+        model: A model that is not wrapped yet.
+
+    Returns:
+        None if the plugin has no policy.
     """
     policy = _policy_of(fsdp2_plugin, model)
     if policy is None:
@@ -242,11 +252,11 @@ def _policy_of(plugin: Any, model: nn.Module) -> Any:
 # Units
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-"""Modules that are never called, so nothing would fetch their parameters."""
+"""Modules without a forward, whose parameters would not be gathered."""
 
 
-class Holding(NamedTuple):
-    """A parameter that a unit holds, with the module that has it and its name in the whole model."""
+class UnitParameter(NamedTuple):
+    """Parameter of a unit, with its module and its name in the model."""
 
     module: nn.Module
     name: str
@@ -254,9 +264,9 @@ class Holding(NamedTuple):
 
 
 def choose_units(plugin: Any, model: nn.Module) -> list[nn.Module]:
-    """Return the modules of a model that become units besides the model itself, inner ones first.
+    """Returns the modules of a model that become units besides the model itself, inner ones first.
 
-    Modules that share a tied parameter with the rest of the model stay in one unit with it.
+    A module with a parameter that is tied to the rest of the model becomes no unit.
     """
     policy = _policy_of(plugin, model)
     candidates = [unit for unit in find_units(model, policy) if not isinstance(unit, _CONTAINERS)]
@@ -264,52 +274,52 @@ def choose_units(plugin: Any, model: nn.Module) -> list[nn.Module]:
     split = {id(unit) for unit in candidates if _splits_tied(unit, tied)}
     if split:
         logger.info(
-            f"{len(split)} modules of {type(model).__name__} share parameters with the rest of it and are no "
-            "units of their own."
+            f"{len(split)} modules of {type(model).__name__} have parameters that are tied to the rest of "
+            "it, and become no units."
         )
     if policy is not None and not candidates:
         logger.warning(
             f"auto_wrap_policy finds no module in {type(model).__name__}: it is sharded as one unit, which "
-            "takes the most memory. Name its layers in transformer_cls_names_to_wrap, or set min_num_params."
+            "needs the most memory. Name its layers in transformer_cls_names_to_wrap, or set min_num_params."
         )
     return [unit for unit in candidates if id(unit) not in split]
 
 
-def kept_in_float32(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that transformers' models want in float32 in all number formats."""
-    wanted = {
+def find_float32_modules(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns the modules that a model of transformers keeps in float32 in mixed precision."""
+    names = {
         name
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         for name in getattr(model, attribute, None) or ()
     }
-    exact: dict[str, nn.Module] = {}
+    in_float32: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        inside = any(name.startswith(f"{outer}.") for outer in exact)
-        if wanted & set(name.split(".")) and not inside and next(module.parameters(), None) is not None:
-            exact[name] = module
+        inside = any(name.startswith(f"{outer}.") for outer in in_float32)
+        if names & set(name.split(".")) and not inside and next(module.parameters(), None) is not None:
+            in_float32[name] = module
     tied = _owners_of_tied(model)
     wrong = [
         name
-        for name, module in exact.items()
+        for name, module in in_float32.items()
         if _splits_tied(module, tied) or set(units) & set(module.modules())
     ]
     if wrong:
         raise PreparationError(
-            f"{type(model).__name__} keeps {listed(wrong)} in float32, which hold units or share parameters "
-            "with the rest of the model. Name single layers, such as norms."
+            f"{type(model).__name__} keeps {listed(wrong)} in float32, which contain units or parameters "
+            "that are tied to the rest of the model. Name single layers, such as norms."
         )
-    return list(exact.values())
+    return list(in_float32.values())
 
 
-def holdings(
+def parameters_by_unit(
     model: nn.Module, units: Iterable[nn.Module], ignored: Iterable[nn.Parameter] = ()
-) -> Iterator[list[Holding]]:
-    """Iterate over what each unit holds itself, the model being the last one."""
+) -> Iterator[list[UnitParameter]]:
+    """Yields the parameters of each unit, and then those of the model that are in no unit."""
     prefixes, ignored = {module: name for name, module in model.named_modules()}, set(ignored)
     for unit in [*units, model]:
-        inside = unit.named_modules(memo={*units, model} - {unit})  # which leaves out those of other units
+        inside = unit.named_modules(memo={*units, model} - {unit})  # skips the modules of other units
         yield [
-            Holding(module, f"{prefixes[module]}.{name}".lstrip("."), parameter)
+            UnitParameter(module, f"{prefixes[module]}.{name}".lstrip("."), parameter)
             for _, module in inside
             for name, parameter in module.named_parameters(recurse=False)
             if parameter not in ignored
@@ -319,39 +329,41 @@ def holdings(
 def split_by_dtype(
     model: nn.Module, units: list[nn.Module], ignored: Iterable[nn.Parameter] = ()
 ) -> list[nn.Module]:
-    """Return units of which none trains parameters of two dtypes: odd modules become units of their own."""
-    odd: list[nn.Module] = []
-    for held in holdings(model, units, ignored):
-        trained = [holding for holding in held if holding.parameter.requires_grad]
+    """Returns units with one dtype each, to which modules with another dtype are added as units."""
+    added: list[nn.Module] = []
+    for parameters in parameters_by_unit(model, units, ignored):
+        trained = [p for p in parameters if p.parameter.requires_grad]
         sizes: Counter[torch.dtype] = Counter()
-        for holding in trained:
-            sizes[holding.parameter.dtype] += holding.parameter.numel()
+        for _, _, parameter in trained:
+            sizes[parameter.dtype] += parameter.numel()
         if len(sizes) > 1:
-            usual = sizes.most_common(1)[0][0]
-            odd += _odd_modules(model, trained, usual)
-    if odd:
-        logger.info(f"{len(odd)} modules are units of their own, for they have another dtype than the rest.")
-    return [*odd, *units]
+            added += _modules_of_other_dtypes(model, trained, sizes.most_common(1)[0][0])
+    if added:
+        logger.info(f"{len(added)} modules become units because their dtype is not that of the rest.")
+    return [*added, *units]
 
 
-def _odd_modules(model: nn.Module, trained: list[Holding], usual: torch.dtype) -> list[nn.Module]:
-    wanted = {id(h.module): h.module for h in trained if h.parameter.dtype != usual}
-    mixed = [h.name for h in trained if id(h.module) in wanted and h.parameter.dtype == usual]
+def _modules_of_other_dtypes(
+    model: nn.Module, trained: list[UnitParameter], main_dtype: torch.dtype
+) -> list[nn.Module]:
+    """Returns the modules with another dtype, or raises an error if they cannot become units."""
+    modules = {id(p.module): p.module for p in trained if p.parameter.dtype != main_dtype}
+    mixed = [p.name for p in trained if id(p.module) in modules and p.parameter.dtype == main_dtype]
     tied = _owners_of_tied(model)
-    split = [h.name for h in trained if id(h.module) in wanted and id(h.parameter) in tied]
-    if mixed or split or id(model) in wanted:
-        dtypes = sorted({str(h.parameter.dtype).removeprefix("torch.") for h in trained})
-        at_fault = mixed or split or [h.name for h in trained if h.module is model]
+    split = [p.name for p in trained if id(p.module) in modules and id(p.parameter) in tied]
+    if mixed or split or id(model) in modules:
+        dtypes = sorted({str(p.parameter.dtype).removeprefix("torch.") for p in trained})
+        wrong = mixed or split or [p.name for p in trained if p.module is model]
         raise PreparationError(
             f"{type(model).__name__} trains parameters of several dtypes ({', '.join(dtypes)}) in one "
-            f"module, near {listed(at_fault)}, and a unit of FSDP has one. Cast them to one dtype, freeze "
+            f"module, near {listed(wrong)}, and a unit of FSDP has one. Cast them to one dtype, freeze "
             "those of the other, or train with mixed_precision, which keeps all in float32."
         )
-    return list(wanted.values())
+    return list(modules.values())
 
 
 def _owners_of_tied(model: nn.Module) -> dict[int, set[int]]:
-    """Return for each tied parameter the modules that have it, all by identity."""
+    """Returns the modules of each tied parameter, all by `id`."""
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -360,6 +372,6 @@ def _owners_of_tied(model: nn.Module) -> dict[int, set[int]]:
 
 
 def _splits_tied(unit: nn.Module, tied: dict[int, set[int]]) -> bool:
-    """Whether a unit has some but not all of the modules that share a parameter."""
+    """Returns whether a tied parameter is in modules inside and outside of a unit."""
     inside = {id(module) for module in unit.modules()}
     return any(modules & inside and modules - inside for modules in tied.values())

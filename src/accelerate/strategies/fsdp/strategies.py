@@ -25,13 +25,58 @@ from accelerate.checkpointing import refuse_unnamed_state
 from accelerate.ops import to_full_tensor
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
-from accelerate.strategies.axes import share_layers
-from accelerate.strategies.base import Fill, Parameters, Strategy, refuse_sharded_model, refuse_split_model
-from accelerate.strategies.ddp import exchanging
+from accelerate.strategies.axes import TensorAxis
+from accelerate.strategies.base import Parameters, Strategy, refuse_sharded_model, refuse_split_model
+from accelerate.strategies.bundle import Bundle, Kind, as_list
+from accelerate.strategies.fsdp.exchange import gradient_sync
 from accelerate.strategies.fsdp.norms import Groups, clip_values, gradient_norm, groups_of, scale_down
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
-from accelerate.strategies.session import Bundle, Context, Kind, as_list
+from accelerate.strategies.request import Context
+from accelerate.strategies.state import Fill, StrategyState
+
+
+class FsdpState(StrategyState):
+    """State whose whole form is kept on the first rank of each node only."""
+
+    @property
+    def keeps_whole_states(self) -> bool:
+        """Whether this process keeps gathered states: the first one of each machine, which writes them."""
+        return self.context.topology.local_rank == 0
+
+    @property
+    def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin is a live object
+        """Whether states are saved in shards, as the plugin says."""
+        plugin = self.strategy.plugin
+        return plugin is not None and saves_shards(plugin)
+
+
+class DistributedTensorState(FsdpState):
+    """State of models and optimizers with DTensors."""
+
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        return [
+            WholeOptimizer(optimizer, gather_state(optimizer, self.keeps_whole_states) if gather else None)
+            for optimizer in optimizers
+        ]
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        inner = self._inner(model)
+        targets = inner.state_dict(keep_vars=True)
+        fill(inner, {name: distribute_like(value, targets.get(name, value)) for name, value in state.items()})
+
+    @torch.no_grad()
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state, gathered tensor by tensor, on the CPU of each machine's first process."""
+        source = self._inner(model) if unwrap else model
+        state: dict[str, Any] = {}
+        gathered: dict[int, Tensor] = {}  # tied tensors stay one
+        for name, value in source.state_dict(keep_vars=True).items():
+            if id(value) not in gathered:
+                whole = to_full_tensor(value) if isinstance(value, DTensor) else value
+                gathered[id(value)] = whole.detach().cpu() if self.keeps_whole_states else whole.new_empty(0)
+            state[name] = gathered[id(value)]
+        return state if self.keeps_whole_states else {}
 
 
 class Sharded(Strategy, ABC):
@@ -42,6 +87,7 @@ class Sharded(Strategy, ABC):
     """
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.FSDP
+    state_class: ClassVar[type[StrategyState]] = FsdpState
     holds_whole_models = False
 
     def __init__(self, context: Context) -> None:
@@ -56,16 +102,6 @@ class Sharded(Strategy, ABC):
     def plugin(self) -> Any:
         """The user's plugin: a live object, read when a model is prepared; None without FSDP."""
         return getattr(AcceleratorState(), "fsdp_plugin", None)
-
-    @property
-    def keeps_whole_states(self) -> bool:
-        """Whether this process keeps gathered states: the first one of each machine, which writes them."""
-        return self.context.topology.local_rank == 0
-
-    @property
-    def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin is a live object
-        """Whether states are saved in shards, as the plugin says."""
-        return self.plugin is not None and saves_shards(self.plugin)
 
     @property
     def frees_after_forward(self) -> bool:
@@ -90,13 +126,13 @@ class Sharded(Strategy, ABC):
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "and only whole models are shared between processes")
 
-    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
+    def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Return `model` sharded, or whole for evaluation; units come to the device by themselves."""
         if evaluation:
-            return super().prepare_model(model, to_device=to_device, evaluation=True)
-        return self.wrap(self.convert(model))
+            return super().wrap_model(model, to_device=to_device, evaluation=True)
+        return self.parallelize(self.convert(model))
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def parallelize(self, model: nn.Module) -> nn.Module:
         """Return the sharded model; repeated blocks are compiled before, a whole model afterwards."""
         host, here = torch.empty(0, device="cpu"), torch.empty(0, device=self.context.device)
         on_meta = any(parameter.is_meta for parameter in model.parameters())
@@ -150,29 +186,7 @@ class Sharded(Strategy, ABC):
 class DistributedTensors(Sharded):
     """What does not depend on the dimensions of the mesh over which tensors are distributed."""
 
-    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        return [
-            WholeOptimizer(optimizer, gather_state(optimizer, self.keeps_whole_states) if gather else None)
-            for optimizer in optimizers
-        ]
-
-    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        inner = self.unwrap(model, keep_compiled=False)
-        targets = inner.state_dict(keep_vars=True)
-        fill(inner, {name: distribute_like(value, targets.get(name, value)) for name, value in state.items()})
-
-    @torch.no_grad()
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state, gathered tensor by tensor, on the CPU of each machine's first process."""
-        source = self.unwrap(model, keep_compiled=False) if unwrap else model
-        state: dict[str, Any] = {}
-        gathered: dict[int, Tensor] = {}  # tied tensors stay one
-        for name, value in source.state_dict(keep_vars=True).items():
-            if id(value) not in gathered:
-                whole = to_full_tensor(value) if isinstance(value, DTensor) else value
-                gathered[id(value)] = whole.detach().cpu() if self.keeps_whole_states else whole.new_empty(0)
-            state[name] = gathered[id(value)]
-        return state if self.keeps_whole_states else {}
+    state_class = DistributedTensorState
 
 
 class FullyShard(DistributedTensors):
@@ -183,8 +197,8 @@ class FullyShard(DistributedTensors):
     def split(self, model: nn.Module) -> nn.Module:
         """Return the very model, with distributed tensors as parameters."""
         self._check_unsharded(model)
-        session = self.session
-        shard = partial(session.functions().fsdp2_prepare_model, session.preparer, model)
+        context = self.context
+        shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
         return self.follow(model, shard, named_parameters)
 
     def _check_unsharded(self, model: nn.Module) -> None:
@@ -236,7 +250,7 @@ class FullyShard(DistributedTensors):
                 unit.reshard()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return exchanging(model, on=False)
+        return gradient_sync(model, enabled=False)
 
 
 class TensorParallel(DistributedTensors):
@@ -246,26 +260,25 @@ class TensorParallel(DistributedTensors):
 
     def split(self, model: nn.Module) -> nn.Module:
         self.place(model)
-        return self.follow(model, lambda: self._share(model), named_parameters)
+        return self.follow(model, lambda: self._shard_layers(model), named_parameters)
 
-    def _share(self, model: nn.Module) -> nn.Module:
-        share_layers(model, self.context.mesh)
-        return model
+    def _shard_layers(self, model: nn.Module) -> nn.Module:
+        return self.axes.tensor.transform_model(model)
 
 
 class CopiedTensorParallel(TensorParallel):
     """Groups of processes share each layer; the backward pass averages gradients over the groups."""
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return exchanging(model, on=False)
+        return gradient_sync(model, enabled=False)
 
-    def _share(self, model: nn.Module) -> nn.Module:
+    def _shard_layers(self, model: nn.Module) -> nn.Module:
         """Let FSDP 2 average: to shard over one process is to hold a copy."""
-        mesh, shared = self.context.mesh, self.context.mesh["tp"].size()
-        shape = (mesh.size() // shared, 1, shared)
+        mesh, size = self.context.mesh, self.axes.tensor.size
+        shape = (mesh.size() // size, 1, size)
         mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("copies", "one", "tp"))
         units = split_by_dtype(model, [], set())
-        share_layers(model, mesh)
+        model = TensorAxis(mesh).transform_model(model)
         for unit in (*units, model):
             fully_shard(unit, mesh=mesh["copies", "one"], reshard_after_forward=False)
         return model

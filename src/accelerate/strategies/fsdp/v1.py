@@ -22,10 +22,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, listed
-from accelerate.checkpointing import ShardOwner
+from accelerate.checkpointing import ShardedState
 from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
-from accelerate.strategies.base import Fill, refuse_sharded_model
+from accelerate.strategies.base import refuse_sharded_model
+from accelerate.strategies.bundle import parameter_ids
 from accelerate.strategies.fsdp import flat_states
 from accelerate.strategies.fsdp.norms import Groups
 from accelerate.strategies.fsdp.parameters import (
@@ -36,20 +37,97 @@ from accelerate.strategies.fsdp.parameters import (
     names_by_group,
     send_from_main,
 )
-from accelerate.strategies.fsdp.sharding import Holding, holdings, plan_units, recompute
-from accelerate.strategies.fsdp.strategies import Sharded
-from accelerate.strategies.session import Context, parameter_ids
+from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units, recompute
+from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
+from accelerate.strategies.request import Context
+from accelerate.strategies.state import Fill
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
+
+
+class FlatState(FsdpState):
+    """State of models and optimizers with flat parameters."""
+
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        return [self._owner(optimizer, gather) for optimizer in optimizers]
+
+    def _owner(self, optimizer: Any, gather: bool) -> Any:
+        stepped = self._find_root(optimizer)
+        if stepped is None:
+            return optimizer
+        of, keep = (*stepped, self._offloads), self.keeps_whole_states
+        state = flat_states.gather_flat_state(optimizer, *of, keep) if gather else None
+        return flat_states.WholeFlatOptimizer(optimizer, state, *of)
+
+    def _find_root(self, optimizer: Any) -> tuple[FSDP, flat_states.Names] | None:
+        """Return the model that an optimizer steps, with the names of the parameters; None without units."""
+        stepped = parameter_ids([optimizer])
+        roots = [root for root in self.strategy.roots if any(id(p) in stepped for p in root.parameters())]
+        if not roots:
+            return None
+        if len(roots) > 1:
+            raise ConfigurationError(
+                f"{type(optimizer.optimizer).__name__} steps the parameters of {len(roots)} models, and "
+                "states of such optimizers cannot be saved or loaded with FSDP 1. Give each model an "
+                "optimizer of its own, or set fsdp_version=2."
+            )
+        return roots[0], self.strategy.names.get(optimizer.optimizer) or _names_of(optimizer, roots[0])
+
+    @property
+    def _offloads(self) -> bool:
+        return bool(not of_device(self.context.device).is_host)
+
+    def model_shards(self, model: nn.Module) -> ShardedState:
+        root = root_of(model)
+        return super().model_shards(model) if root is None else flat_states.FlatModuleShards(root)
+
+    def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
+        root = root_of(model)
+        return super().live_weights(model) if root is None else flat_states.whole_shapes(root)
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardedState:
+        stepped = self._find_root(optimizer)
+        if stepped is None:
+            return super().optimizer_shards(optimizer, models)
+        return flat_states.FlatOptimizerShards(optimizer, *stepped)
+
+    def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
+        """Return the names that the parameters had before they were joined, in the order they had."""
+        stepped = self._find_root(optimizer)
+        if stepped is None:
+            return super().parameter_names(optimizer, models)
+        return [[[name] for name in group] for group in stepped[1]]
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        root = root_of(model)
+        if root is None:
+            super().load_weights(model, state, fill)
+            return
+        with flat_states.full_state_dicts(root, self._offloads):
+            fill(root, state)
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Return the whole state on the CPU of each machine's first process; names are without wrappers."""
+        root = root_of(model)
+        if root is None:
+            return super().state_dict(model, unwrap=unwrap)
+        topology = self.context.topology
+        with flat_states.full_state_dicts(
+            root, self._offloads, first_only=topology.size == topology.local_size
+        ):
+            state = root.state_dict()
+            return state if self.keeps_whole_states else {}
 
 
 class FullySharded(Sharded):
     """Sharding by FSDP 1."""
 
+    state_class = FlatState
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self._groups = WeakIdKeyDictionary()
-        self._roots: WeakSet[FSDP] = WeakSet()
+        self.roots: WeakSet[FSDP] = WeakSet()
 
     @property
     def frees_after_forward(self) -> bool:
@@ -69,19 +147,19 @@ class FullySharded(Sharded):
         for module in exact:
             module.register_forward_hook(partial(_in_dtype, plugin.mixed_precision_policy.param_dtype))
         units = [*exact, *chosen]
-        for held in holdings(model, units, ignored):
+        for held in parameters_by_unit(model, units, ignored):
             self._check_unit(model, held)
         sharded = self.follow(model, partial(self._shard, model, units, exact), joined_parameters)
         for _, unit in torch_private.flat_units(sharded):
             if unit.group is not None and unit.is_sharded:
                 stepped = [unit.flat] if unit.originals is None else unit.originals
                 self._groups.update(dict.fromkeys(stepped, (unit.group,)))
-        self._roots.add(sharded)  # type: ignore[arg-type]
+        self.roots.add(sharded)  # type: ignore[arg-type]
         if plugin.activation_checkpointing:
             recompute(sharded, chosen)
         return sharded
 
-    def _check_unit(self, model: nn.Module, held: list[Holding]) -> None:
+    def _check_unit(self, model: nn.Module, held: list[UnitParameter]) -> None:
         """Refuse what torch cannot join into one parameter."""
         dtypes = {str(h.parameter.dtype).removeprefix("torch.") for h in held}
         if len(dtypes) > 1:
@@ -161,74 +239,6 @@ class FullySharded(Sharded):
     def groups_of(self, parameter: Tensor) -> Groups:
         groups: Groups = self._groups.get(parameter, ())  # type: ignore[no-untyped-call]
         return groups
-
-    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        return [self._owner(optimizer, gather) for optimizer in optimizers]
-
-    def _owner(self, optimizer: Any, gather: bool) -> Any:
-        stepped = self._find_root(optimizer)
-        if stepped is None:
-            return optimizer
-        of, keep = (*stepped, self._offloads), self.keeps_whole_states
-        state = flat_states.gather_flat_state(optimizer, *of, keep) if gather else None
-        return flat_states.WholeFlatOptimizer(optimizer, state, *of)
-
-    def _find_root(self, optimizer: Any) -> tuple[FSDP, flat_states.Names] | None:
-        """Return the model that an optimizer steps, with the names of the parameters; None without units."""
-        stepped = parameter_ids([optimizer])
-        roots = [root for root in self._roots if any(id(p) in stepped for p in root.parameters())]
-        if not roots:
-            return None
-        if len(roots) > 1:
-            raise ConfigurationError(
-                f"{type(optimizer.optimizer).__name__} steps the parameters of {len(roots)} models, and "
-                "states of such optimizers cannot be saved or loaded with FSDP 1. Give each model an "
-                "optimizer of its own, or set fsdp_version=2."
-            )
-        return roots[0], self.names.get(optimizer.optimizer) or _names_of(optimizer, roots[0])
-
-    @property
-    def _offloads(self) -> bool:
-        return bool(not of_device(self.context.device).is_host)
-
-    def model_shards(self, model: nn.Module) -> ShardOwner:
-        root = root_of(model)
-        return super().model_shards(model) if root is None else flat_states.FlatModuleShards(root)
-
-    def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
-        root = root_of(model)
-        return super().live_weights(model) if root is None else flat_states.whole_shapes(root)
-
-    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardOwner:
-        stepped = self._find_root(optimizer)
-        if stepped is None:
-            return super().optimizer_shards(optimizer, models)
-        return flat_states.FlatOptimizerShards(optimizer, *stepped)
-
-    def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
-        """Return the names that the parameters had before they were joined, in the order they had."""
-        stepped = self._find_root(optimizer)
-        if stepped is None:
-            return super().parameter_names(optimizer, models)
-        return [[[name] for name in group] for group in stepped[1]]
-
-    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        root = root_of(model)
-        if root is None:
-            super().load_weights(model, state, fill)
-            return
-        with flat_states.whole_states(root, self._offloads):
-            fill(root, state)
-
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Return the whole state on the CPU of each machine's first process; names are without wrappers."""
-        root = root_of(model)
-        if root is None:
-            return super().state_dict(model, unwrap=unwrap)
-        topology = self.context.topology
-        with flat_states.whole_states(root, self._offloads, first_only=topology.size == topology.local_size):
-            state = root.state_dict()
-            return state if self.keeps_whole_states else {}
 
 
 def root_of(model: nn.Module) -> FSDP | None:

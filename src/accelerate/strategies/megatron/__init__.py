@@ -1,6 +1,7 @@
 """Training with Megatron-LM.
 
-Source: https://github.com/NVIDIA/Megatron-LM (`megatron.core` and `megatron.training`)"""
+Source: https://github.com/NVIDIA/Megatron-LM (`megatron.core` and `megatron.training`)
+"""
 
 from accelerate.base import attach
 

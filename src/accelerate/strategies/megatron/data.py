@@ -1,4 +1,8 @@
-"""What steps of Megatron-LM read and report: loaders, batches on the ranks that share them, and losses."""
+"""Input and output of the steps of Megatron-LM.
+
+The strategy prepares the loaders. The engine pads batches, broadcasts them to the ranks of a model replica,
+splits them into micro-batches, and combines and logs the losses that the micro-batches report.
+"""
 
 from __future__ import annotations
 
@@ -26,21 +30,23 @@ _LISTS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 
 
 class MegatronLMDummyDataLoader:
-    """A placeholder for data that Megatron-LM reads itself: pass three, for training, validation and test.
+    """Placeholder in `prepare` for a loader of the datasets of Megatron-LM.
+
+    Pass three of them to `prepare`, for training, validation and test.
 
     Args:
-        **dataset_kwargs: arguments of Megatron-LM about data: `data_path`, `splits_string`, `seq_length`,
-            `micro_batch_size`, and any others.
+        **dataset_kwargs: Arguments of Megatron-LM for its data: `data_path`, `splits_string`, `seq_length`,
+            `micro_batch_size`, and others.
 
     Attributes:
-        dataset_args: those arguments.
+        dataset_args: These arguments.
     """
 
     def __init__(self, **dataset_kwargs: Any) -> None:
         self.dataset_args: dict[str, Any] = dict(dataset_kwargs)
 
     def set_megatron_data_args(self) -> None:
-        """Hand the arguments to the plugin of the run."""
+        """Sets the arguments on the plugin of the run."""
         plugin = AcceleratorState().megatron_lm_plugin
         args = dict(self.dataset_args)
         if "splits_string" in args:
@@ -52,14 +58,14 @@ class MegatronLMDummyDataLoader:
         plugin.megatron_lm_default_args.update(args, megatron_dataset_flag=True)
 
     def get_train_valid_test_datasets_provider(self, accelerator: Any) -> Callable[..., Any]:
-        """Return the function that builds the three datasets."""
+        """Returns the function that builds the three datasets."""
         plugin = accelerator.state.megatron_lm_plugin
         provider: Any = plugin.custom_megatron_datasets_provider_function or build_datasets
-        provider.is_distributed = True  # Megatron-LM asks for it
+        provider.is_distributed = True  # Megatron-LM checks it
         return provider  # type: ignore[no-any-return]
 
     def build_train_valid_test_data_iterators(self, accelerator: Any) -> tuple[Any, Any, Any]:
-        """Return what training, validation and test read; None where this process reads nothing."""
+        """Returns the iterators for training, validation and test, or None on ranks that read no data."""
         provider = self.get_train_valid_test_datasets_provider(accelerator)
         args = library.get_args()
         consumed = getattr(args, "consumed_samples", None) or [0, 0]
@@ -70,8 +76,10 @@ class MegatronLMDummyDataLoader:
 
 
 class MegatronBatches:
-    """Batches of Megatron-LM's datasets, each with the micro-batches of one step; empty where this process
-    reads no micro-batches, as the engine fetches them from the rank that reads."""
+    """Iterator over batches of a dataset of Megatron-LM, each with all micro-batches of a step.
+
+    The batches are empty on ranks that read no data, to which the engine broadcasts them.
+    """
 
     _is_accelerate_prepared = True
 
@@ -91,8 +99,11 @@ class MegatronBatches:
 
 
 class RankGrid:
-    """Coordinates of this process in the groups of Megatron-LM: the part of `torch.distributed.DeviceMesh`
-    that says which ranks share a batch. A mesh would open the same groups a second time."""
+    """Shape and coordinate of this rank in the process groups of Megatron-LM.
+
+    It has the methods of `torch.distributed.DeviceMesh` that loaders use to shard batches. A `DeviceMesh`
+    would create the same groups a second time.
+    """
 
     mesh_dim_names = ("pp", "dp", "cp", "tp")
 
@@ -111,15 +122,14 @@ class RankGrid:
 
 
 def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
-    """Return a loader whose batches are those of one step, sharded between copies of the model.
+    """Returns a loader whose batches have all micro-batches of a step, sharded over data-parallel ranks.
 
     Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        dataloader: torch's, or a placeholder for Megatron-LM's data.
+        accelerator: Has `state.megatron_lm_plugin`.
+        dataloader: A loader of torch, or a placeholder for a loader of Megatron-LM.
 
     Returns:
-        A prepared loader; three of them, for training, validation and test, for a
-        placeholder.
+        A prepared loader. For a placeholder a tuple of three, for training, validation and test.
     """
     if not isinstance(dataloader, MegatronLMDummyDataLoader):
         return accelerator.prepare_data_loader(dataloader)
@@ -128,8 +138,8 @@ def prepare_data_loader(accelerator: Any, dataloader: Any) -> Any:
     return tuple(MegatronBatches(source, number) for source in sources)
 
 
-def with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
-    """Return a loader like another one, with larger batches."""
+def with_batch_size(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
+    """Returns a loader of the same samples with another batch size."""
     if loader.batch_size == size:
         return loader
     refuse_batch_sampler(loader)
@@ -139,74 +149,75 @@ def with_batches_of(loader: DataLoader[Any], size: int) -> DataLoader[Any]:
 
 
 def refuse_batch_sampler(loader: DataLoader[Any]) -> None:
-    """Raise where a batch sampler of the user's own makes the batches."""
+    """Raises a `ConfigurationError` for a loader with a custom batch sampler."""
     if loader.batch_size is None:
         raise wrong_value(
             "batch_size",
             None,
-            "this loader does not say how many samples its batches have, and a step takes "
+            "the loader does not define how many samples its batches have, and a step runs "
             "num_micro_batches micro-batches of one size",
             "Build the loader with batch_size and a sampler",
         )
 
 
 _DECODER = ("labels", "decoder_input_ids", "decoder_attention_mask")
-"""Tensors as long as the decoder's sequences, in models that have an encoder too."""
+"""Tensors with the sequence length of the decoder, in models with an encoder."""
 
 Batch = dict[str, Tensor]
 
 
 class BatchShape:
-    """Rows and columns of the batches of a run, by Megatron-LM's arguments."""
+    """Shape of the batches of a run, computed from the arguments of Megatron-LM."""
 
     def __init__(self, args: Any) -> None:
         self.micro_batch_size: int = args.micro_batch_size
         self.rows: int = args.micro_batch_size * args.num_micro_batches
-        # Stages of a pipeline, and ranks that share sequences, agree on the shape beforehand.
-        shares = args.sequence_parallel or args.context_parallel_size > 1
-        self.is_fixed: bool = shares or args.pipeline_model_parallel_size > 1
-        # Columns by name of the tensor; others have those of "input_ids".
+        # Pipeline stages, and ranks that shard sequences, need to know the shape in advance.
+        shards_sequences = args.sequence_parallel or args.context_parallel_size > 1
+        self.is_fixed: bool = shards_sequences or args.pipeline_model_parallel_size > 1
+        # Sequence length by name of the tensor; other tensors have that of "input_ids".
         encoder = getattr(args, "encoder_seq_length", None) or args.seq_length
         self.lengths: dict[str, int | None] = {"input_ids": encoder}
         if args.model_type_name == "t5":
             self.lengths.update(dict.fromkeys(_DECODER, getattr(args, "decoder_seq_length", None)))
 
-    def fill(self, batch: Batch) -> Batch:
-        """Return a batch padded to its shape, where the shape is fixed."""
+    def pad(self, batch: Batch) -> Batch:
+        """Returns a batch padded to the shape, if the shape is fixed."""
         if not self.is_fixed:
             return batch
         padded: Batch = {}
         for name, tensor in batch.items():
             length = self.lengths.get(name, self.lengths["input_ids"])
-            columns = _padded(name, tensor, 1, length) if tensor.ndim > 1 else tensor
-            padded[name] = _padded(name, columns, 0, self.rows)
+            columns = _pad_dim(name, tensor, 1, length) if tensor.ndim > 1 else tensor
+            padded[name] = _pad_dim(name, columns, 0, self.rows)
         return padded
 
-    def cut(self, batch: Batch) -> list[Batch]:
-        """Return the micro-batches of a batch; the last one may be smaller where the shape is not fixed."""
+    def split(self, batch: Batch) -> list[Batch]:
+        """Returns the micro-batches of a batch, the last of which may be smaller."""
         rows = next(iter(batch.values())).shape[0]
         starts = range(0, rows, self.micro_batch_size)
         return [{k: v[start : start + self.micro_batch_size] for k, v in batch.items()} for start in starts]
 
 
-def _padded(name: str, tensor: Tensor, dim: int, size: int | None) -> Tensor:
+def _pad_dim(name: str, tensor: Tensor, dim: int, size: int | None) -> Tensor:
     if size is None or tensor.shape[dim] == size:
         return tensor
     if tensor.shape[dim] > size:
-        what, fix = "it has more samples", "Prepare the loader that gives these batches"
+        what, fix = "it has more samples", "Prepare the loader of these batches"
         if dim:
             what, setting = "sequences are longer", "seq_length (encoder_seq_length, decoder_seq_length)"
             fix = f"Set {setting} of MegatronLMPlugin to the longest one"
-        reason = f"{what} than the {size} that all ranks have agreed on"
+        reason = f"{what} than the {size} of the fixed batch shape"
         raise wrong_value(name, list(tensor.shape), reason, fix)
     pads = [0, 0] * (tensor.ndim - dim - 1) + [0, size - tensor.shape[dim]]
     return F.pad(tensor, pads, value=IGNORED if name == "labels" else 0)
 
 
-def share_batch(batch: Batch, device: torch.device) -> Batch:
-    """Return one batch on all ranks that make up a copy of the model: that of their first one. Collators that
-    draw random numbers would otherwise give each of them another one, and only some read Megatron-LM's own
-    data."""
+def broadcast_batch(batch: Batch, device: torch.device) -> Batch:
+    """Returns the batch of the first rank of a model replica on all ranks of the replica.
+
+    Collate functions may use random numbers, and only some ranks read the data of Megatron-LM.
+    """
     groups = library.core("parallel_state")
     batch = {name: tensor.to(device) for name, tensor in batch.items()}
     for group in (groups.get_context_parallel_group(), groups.get_model_parallel_group()):
@@ -217,33 +228,35 @@ def share_batch(batch: Batch, device: torch.device) -> Batch:
 
 
 def _broadcast(tensors: Batch, source: int, group: Any, device: torch.device) -> Batch:
-    """Return the tensors of one rank on all ranks of a group, which need not know their names and shapes."""
+    """Returns the tensors of one rank on all ranks of a group, which do not know their shapes."""
     specs: list[Any] = [{name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}]
     torch.distributed.broadcast_object_list(specs, source, group=group)
-    shared: Batch = {}
+    is_source = torch.distributed.get_rank() == source
+    received: Batch = {}
     for name, (shape, dtype) in specs[0].items():
-        is_here = torch.distributed.get_rank() == source
-        shared[name] = (
-            tensors[name].contiguous() if is_here else torch.empty(shape, dtype=dtype, device=device)
+        received[name] = (
+            tensors[name].contiguous() if is_source else torch.empty(shape, dtype=dtype, device=device)
         )
-        torch.distributed.broadcast(shared[name], source, group=group)
-    return shared
+        torch.distributed.broadcast(received[name], source, group=group)
+    return received
 
 
 # Reports
 
 LOGITS = "logits"
-_NUMBER = " (batches)"
-_SUM_AND_NUMBER = 2
+_SUM_AND_COUNT = 2
+"""Number of elements of a value that is the pair of a sum and a count."""
 
 Report = dict[str, Tensor]
+Totals = dict[str, tuple[Any, int]]
+"""Sum and number of the values of each loss."""
 
 
 def combine_reports(reports: list[Report], groups: Any) -> dict[str, Any]:
-    """Return the report of a step from those of its micro-batches; none on stages without the head.
+    """Returns the report of a step from those of its micro-batches.
 
-    Pairs of sum and number become the mean over all copies of the model, single values the mean over
-    micro-batches, and logits stay one after the other.
+    It is empty on pipeline stages without the head. Pairs of a sum and a count are reduced to the mean over
+    all data-parallel ranks, single values to the mean over the micro-batches, and logits are concatenated.
     """
     if not reports:
         return {}
@@ -254,17 +267,17 @@ def _combine_values(name: str, values: list[Tensor], groups: Any) -> Tensor:
     if name == LOGITS:
         return torch.cat(values)
     stacked = torch.stack([value.reshape(-1).float() for value in values])
-    if stacked.shape[1] != _SUM_AND_NUMBER:
+    if stacked.shape[1] != _SUM_AND_COUNT:
         return stacked.mean()
     pair = stacked.sum(0)
     torch.distributed.all_reduce(pair, group=groups.get_data_parallel_group(with_context_parallel=True))
     return pair[0] / pair[1].clamp(min=1)
 
 
-def share_outputs(
+def broadcast_outputs(
     report: dict[str, Any], groups: Any, device: torch.device, with_logits: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return loss and logits of the last stage of a pipeline on all stages; called on all ranks."""
+    """Returns the loss and logits of the last pipeline stage on all stages."""
     losses = [value for name, value in report.items() if name != LOGITS]
     loss = torch.stack(losses).sum() if losses else torch.zeros((), device=device)
     logits = report.get(LOGITS)
@@ -277,23 +290,23 @@ def share_outputs(
     return loss, _broadcast({} if logits is None else {LOGITS: logits}, last, group, device)[LOGITS]
 
 
-class Losses:
-    """Sums what steps report and logs it, on the last rank, where the losses are."""
+class LossLog:
+    """Sums the reports of steps and logs their means, on the ranks of the last pipeline stage."""
 
     def __init__(self, args: Any) -> None:
         self.args = args
         self.writer = library.training("global_vars").get_tensorboard_writer()
-        self.totals: dict[str, Any] = {}
+        self.totals: Totals = {}
 
-    def add(self, totals: dict[str, Any], report: dict[str, Any]) -> None:
-        """Add a report to sums."""
+    def add(self, totals: Totals, report: dict[str, Any]) -> None:
+        """Adds a report to the sums in `totals`."""
         for name, value in report.items():
             if name != LOGITS:
-                totals[name] = totals.get(name, 0.0) + value.detach()
-                totals[name + _NUMBER] = totals.get(name + _NUMBER, 0) + 1
+                total, count = totals.get(name, (0.0, 0))
+                totals[name] = (total + value.detach(), count + 1)
 
-    def log_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> dict[str, Any]:
-        """Log a step of training at the interval of the run; return the sums since the last one logged."""
+    def log_step(self, engine: Any, report: dict[str, Any], zeros: Any) -> Totals:
+        """Logs a training step at the interval of the run, and returns the sums since the last log."""
         self.add(self.totals, report)
         iteration = engine.iteration
         if self.writer is not None and iteration % self.args.tensorboard_log_interval == 0:
@@ -321,8 +334,8 @@ class Losses:
             if value is not None:
                 self.writer.add_scalar(name, value, engine.iteration)
 
-    def log_evaluation(self, iteration: int, totals: dict[str, Any]) -> None:
-        """Log the means of an evaluation, and their perplexity."""
+    def log_evaluation(self, iteration: int, totals: Totals) -> None:
+        """Logs the means of an evaluation and their perplexity."""
         values = means(totals)
         self._log(f"evaluation after iteration {iteration}", values)
         if self.writer is None:
@@ -332,31 +345,32 @@ class Losses:
             if getattr(self.args, "log_validation_ppl_to_tensorboard", False):
                 self.writer.add_scalar(f"{name} validation ppl", perplexity(value), iteration)
 
-    def _log(self, when: str, values: dict[str, float]) -> None:
+    def _log(self, title: str, values: dict[str, float]) -> None:
         texts = [f"{name} {value:.6g} (ppl {perplexity(value):.6g})" for name, value in values.items()]
         if texts:
-            logger.info(f"{when}: {', '.join(texts)}", main_process_only=False)
+            logger.info(f"{title}: {', '.join(texts)}", main_process_only=False)
 
 
-def means(totals: dict[str, Any]) -> dict[str, float]:
-    """Return the means of sums."""
-    names = [name for name in totals if not name.endswith(_NUMBER)]
-    return {name: float(totals[name]) / totals[name + _NUMBER] for name in names}
+def means(totals: Totals) -> dict[str, float]:
+    """Returns the mean of each sum in `totals`."""
+    return {name: float(total) / count for name, (total, count) in totals.items()}
 
 
 def perplexity(loss: float) -> float:
-    """Return the exponential of a loss; at most e^20, so that it can be plotted."""
+    """Returns the exponential of a loss, at most e^20, so that it can be plotted."""
     return math.exp(min(20.0, loss))
 
 
 def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Return the means of losses over all copies of the model; called on all ranks of a stage.
+    """Returns the means of losses over all data-parallel ranks.
+
+    Called on all ranks of a pipeline stage.
 
     Args:
         losses: 0-d tensors.
 
     Returns:
-        As many values, without gradients.
+        A 1-d tensor with one mean per loss, without gradients.
     """
     group = library.core("parallel_state").get_data_parallel_group(with_context_parallel=True)
     averaged = torch.stack([loss.detach().reshape(()).float() for loss in losses])
@@ -365,12 +379,12 @@ def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """Return the values of all copies of the model, each once, along the first dimension.
+    """Returns the values of all data-parallel ranks, concatenated along the first dimension.
 
-    Ranks that make up one copy have the same values, and all of them get the result.
+    The ranks of one model replica have the same values, and all of them receive the result.
 
     Args:
-        tensor: nested tensors; 0-d ones count as one row.
+        tensor: Nested tensors. A 0-d tensor is one row.
     """
     group = library.core("parallel_state").get_data_parallel_group()
 

@@ -1,4 +1,8 @@
-"""MegatronEngine, which steps a model with its optimizer and scheduler, and the wrappers of those two."""
+"""Engine, wrappers, placeholders and checkpoints for models that Megatron-LM trains.
+
+`prepare` returns the engine instead of the model, and the wrappers instead of optimizer and scheduler. A call
+of the engine is a whole training step.
+"""
 
 from __future__ import annotations
 
@@ -18,36 +22,36 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import Topology, step_clock
 from accelerate.strategies.base import payloads_of_engine
+from accelerate.strategies.bundle import Kind
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import (
     Batch,
     BatchShape,
-    Losses,
+    LossLog,
+    broadcast_batch,
+    broadcast_outputs,
     combine_reports,
-    share_batch,
-    share_outputs,
 )
 from accelerate.strategies.megatron.steps import AbstractTrainStep, BertTrainStep, GPTTrainStep, T5TrainStep
-from accelerate.strategies.session import Kind
 
 logger = get_logger(__name__)
 
 
 class MegatronEngine(nn.Module):
-    """Calls Megatron-LM's schedules: in training, one call is a whole step.
+    """Module that trains and evaluates with the pipeline schedules of Megatron-LM.
 
-    Such a step runs all micro-batches forward and backward, clips gradients, and steps optimizer and
-    scheduler. Called on all ranks.
+    In training mode, a call runs the forward and backward of all micro-batches, clips gradients, and steps
+    optimizer and scheduler. It is called on all ranks.
 
     Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        model: the parts of the model on this process.
-        optimizer: Megatron-LM's.
-        scheduler: Megatron-LM's.
+        accelerator: Has `state.megatron_lm_plugin`.
+        model: The model chunks of this rank.
+        optimizer: The optimizer of Megatron-LM.
+        scheduler: The scheduler of Megatron-LM.
 
     Attributes:
-        iteration: steps of training so far.
-        grad_norm: norm of the gradients of the last step, before clipping; None where it was not measured.
+        iteration: Number of training steps so far.
+        grad_norm: Norm of the gradients of the last step before clipping, or None if it was not computed.
     """
 
     def __init__(self, accelerator: Any, model: list[nn.Module], optimizer: Any, scheduler: Any) -> None:
@@ -59,18 +63,18 @@ class MegatronEngine(nn.Module):
         self.scheduler = scheduler
         self.device: torch.device = accelerator.device
         self.shape = BatchShape(self.args)
-        self.train_step_handler = _build_step(accelerator, self.args)
+        self.train_step_handler = _build_train_step(accelerator, self.args)
         self.optimizer.skipped_iter = False
-        # Steps and operations of a checkpoint that Megatron-LM has loaded by its own arguments.
+        # Megatron-LM may have loaded a checkpoint that its own arguments name.
         self.iteration = self.args.iteration = int(getattr(self.args, "iteration", None) or 0)
         self.grad_norm: float | None = None
-        read = getattr(self.args, "num_floating_point_operations_so_far", None)
-        self.num_floating_point_operations_so_far = read or 0
+        operations = getattr(self.args, "num_floating_point_operations_so_far", None)
+        self.num_floating_point_operations_so_far = operations or 0
         self.total_loss_dict: dict[str, Any] = {}
         self.eval_total_loss_dict: dict[str, Any] = {}
         self.report_memory_flag = True
         self.module_config = self.get_module_config()
-        self._losses = Losses(self.args)
+        self._losses = LossLog(self.args)
         self._groups = library.core("parallel_state")
         self._utils = library.training("utils")
         self._run = library.core("pipeline_parallel").get_forward_backward_func()
@@ -79,32 +83,32 @@ class MegatronEngine(nn.Module):
 
     @property
     def base_model(self) -> nn.Module:
-        """The first part of the model on this process."""
+        """The first model chunk of this rank."""
         return self.module[0]
 
     def get_module_config(self) -> Any:
-        """Return the configuration of the model, with what the schedules need of optimizer and wrappers."""
+        """Returns the configuration of the model, with the functions that the schedules call."""
         config = library.core("utils").get_model_config(self.module[0])
         config.grad_scale_func = self.optimizer.scale_loss
         config.timers = library.training("global_vars").get_timers()
         config.finalize_model_grads_func = library.core("distributed").finalize_model_grads
 
-        # A field of the configuration, the method of the parts that it takes, and the arguments that ask.
+        # A field of the configuration, the method of the chunks for it, and the arguments that enable it.
         for field, method, flags in (
             ("no_sync_func", "no_sync", ("overlap_grad_reduce",)),
             ("grad_sync_func", "start_grad_sync", ("overlap_grad_reduce", "align_grad_reduce")),
             ("param_sync_func", "start_param_sync", ("overlap_param_gather", "align_param_gather")),
         ):
             if all(getattr(self.args, flag, False) for flag in flags):
-                methods = [getattr(part, method) for part in self.module]
+                methods = [getattr(chunk, method) for chunk in self.module]
                 setattr(config, field, methods[0] if len(methods) == 1 else methods)
         return config
 
     def train(self, mode: bool = True) -> MegatronEngine:
-        """Switch to training, or away from it; what was evaluated before is logged first.
+        """Sets training or evaluation mode, and logs the losses of the evaluation when it ends.
 
         Args:
-            mode: whether to train.
+            mode: True for training mode.
         """
         if mode and getattr(self, "eval_total_loss_dict", None):
             self.log_eval_results()
@@ -112,35 +116,36 @@ class MegatronEngine(nn.Module):
         return self
 
     def get_batch_data_iterator(self, batch_data: Batch) -> tuple[Any, int]:
-        """Return what the schedules read of a batch, and how many micro-batches that is.
+        """Returns the data iterators for the schedules, and the number of micro-batches.
 
         Args:
-            batch_data: tensors with one row per sample, by name; the same on all ranks of a copy of the
-                model.
+            batch_data: Tensors by name, with one row per sample. They are the same on all ranks of a model
+                replica.
 
         Raises:
-            ConfigurationError: there is nothing in it.
+            ConfigurationError: The batch is empty.
         """
-        shared = share_batch(batch_data, self.device)
-        if not shared:
+        batch = broadcast_batch(batch_data, self.device)
+        if not batch:
             fix = "Call it with those of a batch by name: model(**batch)"
             raise wrong_value("batch", batch_data, "the model was called without tensors", fix)
-        batches = self.shape.cut(self.shape.fill(shared))
-        readers = [iter(batches) for _ in self.module]  # each part of the model reads them
-        return readers if len(readers) > 1 else readers[0], len(batches)
+        batches = self.shape.split(self.shape.pad(batch))
+        iterators = [iter(batches) for _ in self.module]  # one for each model chunk
+        return iterators if len(iterators) > 1 else iterators[0], len(batches)
 
     def train_step(self, **batch_data: Tensor) -> tuple[dict[str, Any], bool, float | None, Any]:
-        """Run all micro-batches of a batch and step optimizer and scheduler.
+        """Runs all micro-batches of a batch, and steps optimizer and scheduler.
 
         Args:
-            **batch_data: tensors with one row per sample.
+            **batch_data: Tensors with one row per sample.
 
         Returns:
-            What the last stage reports, by name (nothing on others); whether the step was left out because
-            gradients were not finite; their norm; how many of them were zero, where that is counted.
+            The report of the last pipeline stage (empty on other stages), whether the step was skipped
+            because of non-finite gradients, the norm of the gradients, and the number of zero gradients if
+            it is counted.
         """
-        for part in self.module:
-            part.zero_grad_buffer()  # type: ignore[operator]  # Megatron-LM's wrapper
+        for chunk in self.module:
+            chunk.zero_grad_buffer()  # type: ignore[operator]  # of Megatron-LM's wrapper
         self.optimizer.zero_grad()
         report, number = self._forward_backward(batch_data, forward_only=False)
         successful, norm, zeros = self.optimizer.step()
@@ -151,13 +156,13 @@ class MegatronEngine(nn.Module):
         return report, not successful, norm, zeros
 
     def eval_step(self, **batch_data: Tensor) -> dict[str, Any]:
-        """Run all micro-batches of a batch forward.
+        """Runs the forward of all micro-batches of a batch.
 
         Args:
-            **batch_data: tensors with one row per sample.
+            **batch_data: Tensors with one row per sample.
 
         Returns:
-            What the last stage reports, by name; nothing on others.
+            The report of the last pipeline stage, which is empty on other stages.
         """
         with torch.no_grad():
             return self._forward_backward(batch_data, forward_only=True)[0]
@@ -177,15 +182,17 @@ class MegatronEngine(nn.Module):
         return combine_reports(reports, self._groups), number
 
     def forward(self, **batch_data: Tensor) -> Any:
-        """Take one step of training, or evaluate one batch; called on all ranks.
+        """Runs a training step, or evaluates a batch, depending on the mode.
+
+        Called on all ranks.
 
         Args:
-            **batch_data: tensors with one row per sample.
+            **batch_data: Tensors with one row per sample.
 
         Returns:
-            An object with `loss`, the mean over all copies of the model, and `logits` where the plugin asks
-            for them; the loss alone where the model was configured without `return_dict`. The same on all
-            ranks that make up a copy.
+            An object with `loss`, the mean over all data-parallel ranks, and `logits` if the plugin has
+            `return_logits`. A tensor or a tuple of both if the model is configured without `return_dict`. The
+            result is the same on all ranks of a model replica.
         """
         if self.training:
             report, skipped, self.grad_norm, zeros = self.train_step(**batch_data)
@@ -198,22 +205,26 @@ class MegatronEngine(nn.Module):
         else:
             report = self.eval_step(**batch_data)
             self._losses.add(self.eval_total_loss_dict, report)
-        loss, logits = share_outputs(report, self._groups, self.device, self.args.return_logits)
+        loss, logits = broadcast_outputs(report, self._groups, self.device, self.args.return_logits)
         if not self.args.model_return_dict:
             return loss if logits is None else (loss, logits)
         return self.train_step_handler.model_output_class(loss=loss, logits=logits)
 
     def log_eval_results(self) -> None:
-        """Log the mean of all losses evaluated since the last call, and their perplexity; called on all
-        ranks."""
+        """Logs the means of the evaluation losses since the last call, and their perplexity.
+
+        Called on all ranks.
+        """
         self._losses.log_evaluation(self.iteration, self.eval_total_loss_dict)
         self.eval_total_loss_dict = {}
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
-        """Save model, optimizer, scheduler and generators by Megatron-LM's own function; on all ranks.
+        """Saves model, optimizer, scheduler and random generators in the format of Megatron-LM.
+
+        Called on all ranks.
 
         Args:
-            output_dir: the folder.
+            output_dir: Folder of the checkpoint.
         """
         self.args.save = str(output_dir)
         library.training("checkpointing").save_checkpoint(
@@ -225,13 +236,15 @@ class MegatronEngine(nn.Module):
         )
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
-        """Load what `save_checkpoint` saved; called on all ranks.
+        """Loads a checkpoint of `save_checkpoint`.
+
+        Called on all ranks.
 
         Args:
-            input_dir: the folder.
+            input_dir: Folder of the checkpoint.
 
         Raises:
-            CheckpointError: there is no checkpoint in it.
+            CheckpointError: The folder has no checkpoint.
         """
         checkpointing = library.training("checkpointing")
         if not checkpointing.checkpoint_exists(str(input_dir)):
@@ -240,7 +253,7 @@ class MegatronEngine(nn.Module):
                 "save_state of a run with Megatron-LM has written."
             )
         self.args.load = str(input_dir)
-        # Megatron-LM loads only where no samples were read, and adds up the steps of schedules.
+        # Megatron-LM loads only if no samples have been read, and adds the steps to those of the scheduler.
         for name in ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples"):
             setattr(self.args, name, 0)
         self.scheduler.num_steps = 0
@@ -251,7 +264,8 @@ class MegatronEngine(nn.Module):
             self.optimizer.reload_model_params()
 
 
-def _build_step(accelerator: Any, args: Any) -> AbstractTrainStep:
+def _build_train_step(accelerator: Any, args: Any) -> AbstractTrainStep:
+    """Returns the custom train step of the plugin, or the one of the model family."""
     plugin = accelerator.state.megatron_lm_plugin
     custom = plugin.custom_train_step_class
     step: AbstractTrainStep
@@ -265,26 +279,26 @@ def _build_step(accelerator: Any, args: Any) -> AbstractTrainStep:
 
 
 FOLDER = "megatron"
-"""The folder of Megatron-LM's files in a checkpoint."""
+"""Name of the folder of Megatron-LM in a checkpoint."""
 
 
 @dataclass(frozen=True)
 class MegatronPart:
-    """Model, optimizer and scheduler as a part of a checkpoint, in Megatron-LM's own files."""
+    """Model, optimizer and scheduler in a checkpoint, in the format of Megatron-LM."""
 
     engine: Any
     topology: Topology
     folder: Path | None = None
 
-    def collect(self, leads: bool = True) -> list[Payload]:
-        """Let Megatron-LM write its files, on all ranks together; return those that this rank seals."""
+    def collect(self, writes_common: bool = True) -> list[Payload]:
+        """Writes the files of Megatron-LM on all ranks, and returns those that this rank checksums."""
         assert self.folder is not None
         self.engine.save_checkpoint(self.folder / FOLDER)
         names = files_under(self.folder / FOLDER)
         return payloads_of_engine([f"{FOLDER}/{name}" for name in names], self.topology)
 
     def read(self, options: Load) -> Change:
-        """Return what lets Megatron-LM load its files, on all ranks together."""
+        """Returns the change that loads the files of Megatron-LM on all ranks."""
 
         def apply() -> None:
             with options.fitting(FOLDER, "engine"):
@@ -296,17 +310,17 @@ class MegatronPart:
                 f"{options.folder} holds no {FOLDER}, in which Megatron-LM keeps model and optimizer. It was "
                 "saved by a run without Megatron-LM: choose another checkpoint."
             )
-        return Change(apply, f"Megatron-LM's engine ({FOLDER})", stage=Stage.LAST)
+        return Change(apply, f"Megatron-LM's engine ({FOLDER})", stage=Stage.COLLECTIVE)
 
 
 class MegatronLMDummyScheduler:
-    """A placeholder for a scheduler that Megatron-LM builds, and says how long it runs.
+    """Placeholder in `prepare` for the scheduler that Megatron-LM builds.
 
     Args:
-        optimizer: the one it is for.
-        total_num_steps: steps of the whole training, counted in batches of one process.
-        warmup_num_steps: steps over which the learning rate rises first, counted likewise.
-        **kwargs: kept, for scripts that look them up.
+        optimizer: The optimizer of the scheduler.
+        total_num_steps: Number of training steps, counted in batches of one rank.
+        warmup_num_steps: Number of steps of the linear warm-up, counted in batches of one rank.
+        **kwargs: Stored for scripts that read them, without effect.
     """
 
     placeholder_for: ClassVar[Kind] = Kind.SCHEDULER
@@ -322,7 +336,7 @@ class MegatronLMDummyScheduler:
 
 
 class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
-    """Megatron-LM's optimizer: a call of the engine has stepped it and cleared its gradients."""
+    """Optimizer of Megatron-LM, which a call of the engine steps and whose gradients it clears."""
 
     belongs_to_engine: bool = True
 
@@ -330,26 +344,26 @@ class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
         super().__init__(optimizer, device_placement=False, scaler=None)
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Do nothing: the engine has done it."""
+        """Does nothing, because the engine has done it."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count the step that the engine has done."""
+        """Counts the step that the engine has run."""
         before, updates = step_clock.begin_step(), self.num_updates
         self.num_updates += not self.step_was_skipped
         step_clock.end_step(before, id(self), self.num_updates - updates, self.num_updates)
 
     @property
     def step_was_skipped(self) -> bool:
-        """Whether the last step was left out because gradients were not finite."""
+        """True if the last step was skipped because of non-finite gradients."""
         return bool(getattr(self.optimizer, "skipped_iter", False))
 
 
 class MegatronLMSchedulerWrapper(AcceleratedScheduler):
-    """Megatron-LM's scheduler: a call of the engine has stepped it.
+    """Scheduler of Megatron-LM, which a call of the engine steps.
 
     Args:
-        scheduler: Megatron-LM's.
-        optimizers: the prepared one it is for.
+        scheduler: The scheduler of Megatron-LM.
+        optimizers: The prepared optimizer of the scheduler.
     """
 
     belongs_to_engine: bool = True
@@ -358,8 +372,8 @@ class MegatronLMSchedulerWrapper(AcceleratedScheduler):
         super().__init__(scheduler, optimizers)
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Do nothing: the engine has done it."""
+        """Does nothing, because the engine has done it."""
 
     def get_last_lr(self) -> list[float]:
-        """Return the learning rate of each parameter group."""
+        """Returns the learning rate of each parameter group."""
         return [group["lr"] for group in self.optimizers[0].param_groups]

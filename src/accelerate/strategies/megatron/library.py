@@ -1,4 +1,8 @@
-"""Megatron-LM itself: its modules and what is missing of them, its start, its models and datasets."""
+"""Access to the installed Megatron-LM.
+
+The functions check its requirements, initialize it with the arguments of the plugin, and build its models,
+optimizers and datasets. The strategy calls them on all ranks, in this order.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ logger = get_logger(__name__)
 _FIXES = {
     "megatron.core": "Install it with `pip install megatron-core`",
     "megatron.training": (
-        "Install megatron-core 0.17 or newer, which has it and wants Python 3.12, or clone "
+        "Install megatron-core 0.17 or newer, which includes it and requires Python 3.12, or clone "
         "https://github.com/NVIDIA/Megatron-LM and put the clone on PYTHONPATH"
     ),
 }
@@ -31,28 +35,28 @@ _FIXES = {
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 BLACKWELL = 10
-"""The first of NVIDIA's GPUs, by compute capability, that keeps the order of kernels in several queues."""
+"""First major compute capability of GPUs that keep the order of kernels in several queues."""
 
 
 def core(name: str) -> Any:
-    """Return a module of `megatron.core`."""
+    """Returns a module of `megatron.core`."""
     return import_module(f"megatron.core.{name}")
 
 
 def training(name: str) -> Any:
-    """Return a module of `megatron.training`."""
+    """Returns a module of `megatron.training`."""
     return import_module(f"megatron.training.{name}")
 
 
 def get_args() -> Any:
-    """Return the arguments of the running Megatron-LM, a namespace."""
+    """Returns the arguments of Megatron-LM as a namespace, after `initialize`."""
     return training("global_vars").get_args()
 
 
 def find_missing(plugin: Any) -> list[str]:
-    """Return what this machine lacks for Megatron-LM, one line each."""
+    """Returns one line for each requirement of Megatron-LM that this node does not meet."""
     engine, apex = exists("transformer_engine"), exists("apex")
-    shares = (plugin.context_parallel_size or 1) > 1
+    uses_context_parallel = (plugin.context_parallel_size or 1) > 1
     problems = [f"{name} cannot be imported. {fix}" for name, fix in _FIXES.items() if not exists(name)]
     if not torch.cuda.is_available():
         problems.append(
@@ -63,7 +67,7 @@ def find_missing(plugin: Any) -> list[str]:
             "sequence_parallelism=True: the layers for it are in Transformer Engine and in Apex, and neither "
             "can be imported. Install Transformer Engine"
         )
-    if shares and not engine:
+    if uses_context_parallel and not engine:
         problems.append(
             f"context_parallel_size={plugin.context_parallel_size}: the layers for it are in Transformer "
             "Engine, which cannot be imported. Install it"
@@ -75,24 +79,26 @@ def find_missing(plugin: Any) -> list[str]:
         )
     if plugin.use_custom_fsdp and not exists("einops"):
         problems.append("use_custom_fsdp=True: Megatron's own FSDP needs einops. Run `pip install einops`")
-    return problems or _wrong_queues(bool(plugin.use_custom_fsdp), shares or (plugin.tp_degree or 1) > 1)
+    needs_one_queue = uses_context_parallel or (plugin.tp_degree or 1) > 1
+    return problems or _check_queues(bool(plugin.use_custom_fsdp), needs_one_queue)
 
 
-def _wrong_queues(own_fsdp: bool, shares: bool) -> list[str]:
-    """Return what is wrong with the number of queues by which kernels come to a GPU."""
+def _check_queues(uses_megatron_fsdp: bool, needs_one_queue: bool) -> list[str]:
+    """Returns one line if the number of hardware queues for kernels is wrong."""
     number = environ.current().get(QUEUES)
-    if own_fsdp and number == "1":
-        return [f"{QUEUES}=1: use_custom_fsdp wants kernels to come in several queues. Unset it"]
-    if own_fsdp or not shares or number == "1" or torch.cuda.get_device_capability()[0] >= BLACKWELL:
+    if uses_megatron_fsdp and number == "1":
+        return [f"{QUEUES}=1: use_custom_fsdp needs several queues for kernels. Unset it"]
+    is_ordered = number == "1" or torch.cuda.get_device_capability()[0] >= BLACKWELL
+    if uses_megatron_fsdp or not needs_one_queue or is_ordered:
         return []
     return [
-        f"{QUEUES}={number}: Megatron-LM shares layers and sequences on this GPU only where kernels come in "
-        "one queue. Set it to 1 before the program starts; `accelerate launch --use_megatron_lm` does"
+        f"{QUEUES}={number}: tensor and context parallelism of Megatron-LM need one queue for kernels on "
+        "this GPU. Set it to 1 before the program starts; `accelerate launch --use_megatron_lm` does"
     ]
 
 
 def exists(name: str) -> bool:
-    """Whether a module can be imported."""
+    """Returns whether a module can be imported."""
     try:
         return find_spec(name) is not None
     except ModuleNotFoundError:  # its parent is missing
@@ -106,7 +112,7 @@ _KERNELS: tuple[tuple[str, str, Any], ...] = (
     ("fused_weight_gradient_mlp_cuda", "gradient_accumulation_fusion", False),
     ("scaled_masked_softmax_cuda", "masked_softmax_fusion", False),
 )
-"""Modules that may be missing, and the values of the arguments by which Megatron-LM does without them."""
+"""Optional modules, and for each an argument with its value for Megatron-LM without the module."""
 
 _SET_LATER = frozenset(
     {
@@ -129,10 +135,10 @@ _SET_LATER = frozenset(
         "consumed_samples",
     }
 )
-"""Arguments that Megatron-LM's parser does not know, and we or it read later."""
+"""Arguments that the parser of Megatron-LM does not have, and that are read later."""
 
-_SEEDS_BETWEEN_STAGES = 100
-_SEEDS_BETWEEN_COPIES = 10  # both are Megatron-LM's, so that runs can be compared
+_SEED_STRIDE_PIPELINE = 100
+_SEED_STRIDE_DATA = 10  # both are those of Megatron-LM, so that runs can be compared
 
 
 def initialize(
@@ -140,31 +146,32 @@ def initialize(
     extra_args_provider: Callable[[Any], Any] | None = None,
     args_defaults: Mapping[str, Any] | None = None,
 ) -> None:
-    """Start Megatron-LM; called on all ranks, once in a process.
+    """Initializes Megatron-LM with the arguments of the plugin.
 
-    Its arguments come from the plugin alone: the command line is the script's.
+    Called on all ranks, once per process. Megatron-LM does not read the command line, which is that of the
+    script.
 
     Args:
-        accelerator: has `state.megatron_lm_plugin`, with the sizes of model and batches.
-        extra_args_provider: adds arguments to Megatron-LM's parser.
-        args_defaults: values of arguments that the plugin does not set.
+        accelerator: Has `state.megatron_lm_plugin`, with the sizes of model and batches.
+        extra_args_provider: Adds arguments to the parser of Megatron-LM.
+        args_defaults: Values of arguments that the plugin does not set.
 
     Raises:
-        StateError: it runs already.
+        StateError: Megatron-LM is initialized already.
     """
     if core("parallel_state").model_parallel_is_initialized():
         raise StateError(
-            "Megatron-LM runs in this process already, and keeps its state there. Prepare everything in "
+            "Megatron-LM runs in this process already, and its state cannot be reset. Prepare everything in "
             "one call of `prepare`, and start another process for another run."
         )
     plugin, arguments = accelerator.state.megatron_lm_plugin, training("arguments")
     script = sys.argv
-    sys.argv = script[:1]  # the parser reads it, and the flags are the script's own
+    sys.argv = script[:1]  # the parser reads it, and the flags are those of the script
     try:
         args = arguments.parse_args(extra_args_provider, ignore_unknown_args=True)
     finally:
         sys.argv = script
-    _lay_over(args, {**(args_defaults or {}), **plugin.megatron_lm_default_args})
+    _set_arguments(args, {**(args_defaults or {}), **plugin.megatron_lm_default_args})
     args.rank, args.world_size = accelerator.process_index, accelerator.num_processes
     args.local_rank = accelerator.local_process_index
     arguments.validate_args(args)
@@ -175,9 +182,12 @@ def initialize(
 
 
 def finish_mpu_init() -> None:
-    """Set up the process groups of Megatron-LM and seed all generators; called on all ranks."""
+    """Creates the process groups of Megatron-LM and seeds all random generators.
+
+    Called on all ranks.
+    """
     args, groups = get_args(), core("parallel_state")
-    if not torch.distributed.is_initialized():  # one process, which needs a group all the same
+    if not torch.distributed.is_initialized():  # Megatron-LM needs a group for one process, too
         torch.distributed.init_process_group(
             "nccl" if torch.cuda.is_available() and torch.distributed.is_nccl_available() else "gloo",
             store=torch.distributed.HashStore(),  # type: ignore[attr-defined]
@@ -190,9 +200,9 @@ def finish_mpu_init() -> None:
         if getattr(args, "use_tp_pp_dp_mapping", False):
             given["order"] = "tp-cp-ep-pp-dp"
         groups.initialize_model_parallel(**given)
-    seed = args.seed + _SEEDS_BETWEEN_STAGES * groups.get_pipeline_model_parallel_rank()
+    seed = args.seed + _SEED_STRIDE_PIPELINE * groups.get_pipeline_model_parallel_rank()
     if args.data_parallel_random_init:
-        seed += _SEEDS_BETWEEN_COPIES * groups.get_data_parallel_rank()
+        seed += _SEED_STRIDE_DATA * groups.get_data_parallel_rank()
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -209,14 +219,14 @@ def model_provider_func(
     add_decoder: bool = True,
     **options: Any,
 ) -> nn.Module:
-    """Build the part of the model that this process trains, as the arguments describe it.
+    """Builds the model of this pipeline stage from the arguments.
 
     Args:
-        pre_process: whether the part has the embeddings.
-        post_process: whether it has the head.
-        add_encoder: whether it has the encoder.
-        add_decoder: whether it has the decoder.
-        **options: further ones that versions of Megatron-LM pass (`config`, `vp_stage`, `pg_collection`).
+        pre_process: Whether the stage has the embeddings.
+        post_process: Whether the stage has the head.
+        add_encoder: Whether the stage has the encoder.
+        add_decoder: Whether the stage has the decoder.
+        **options: Options that some versions of Megatron-LM pass (`config`, `vp_stage`, `pg_collection`).
     """
     args = get_args()
     builder = _BUILDERS.get(args.model_type_name)
@@ -247,19 +257,21 @@ def model_provider_func(
 
 
 def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[list[nn.Module], Any, Any]:
-    """Let Megatron-LM build its model, optimizer and scheduler; called on all ranks.
+    """Builds the model, optimizer and scheduler of Megatron-LM.
+
+    Called on all ranks.
 
     Returns:
-        The parts of the model on this process, its optimizer and its scheduler.
+        The model chunks of this rank, the optimizer and the scheduler.
     """
     plugin, package = accelerator.state.megatron_lm_plugin, training("training")
     given = {
         "model_provider_func": plugin.custom_model_provider_function or model_provider_func,
         "model_type": core("enums").ModelType.encoder_or_decoder,
-    }  # by name: versions differ in their order
+    }  # passed by name, because versions differ in their order
     if plugin.custom_prepare_model_function is not None:
-        parts = plugin.custom_prepare_model_function()
-        model = list(parts) if isinstance(parts, (list, tuple)) else [parts]
+        chunks = plugin.custom_prepare_model_function()
+        model = list(chunks) if isinstance(chunks, (list, tuple)) else [chunks]
     elif plugin.no_wd_decay_cond is not None or plugin.scale_lr_cond is not None:
         model = package.get_model(**given)
     else:
@@ -269,9 +281,9 @@ def prepare_model_optimizer_scheduler(accelerator: Any) -> tuple[list[nn.Module]
 
 
 def prepare_optimizer(accelerator: Any, model: list[nn.Module]) -> Any:
-    """Return Megatron-LM's optimizer for a model that is wrapped already."""
+    """Returns the optimizer of Megatron-LM for the wrapped model chunks of this rank."""
     built = training("training").get_megatron_optimizer_config(get_args())
-    # Newer versions return what differs from parameter to parameter apart.
+    # Newer versions return a pair of the configuration and its overrides for some parameters.
     config, overrides = built if isinstance(built, tuple) else (built, None)
     overrides = _with_conditions(accelerator.state.megatron_lm_plugin, overrides)
     further = {} if overrides is None else {"config_overrides": overrides}
@@ -279,37 +291,38 @@ def prepare_optimizer(accelerator: Any, model: list[nn.Module]) -> Any:
 
 
 def _with_conditions(plugin: Any, overrides: dict[Any, Any] | None) -> dict[Any, Any] | None:
-    """Return what differs from parameter to parameter, with what the user's own conditions say."""
+    """Returns the overrides of the optimizer configuration with those for the conditions of the plugin."""
     conditions: dict[Any, Any] = {}
     if plugin.no_wd_decay_cond is not None:
         overrides = {key: value for key, value in (overrides or {}).items() if "wd_mult" not in value}
-        conditions[_key(plugin, "no_wd_decay_cond")] = {"wd_mult": 0.0}
+        conditions[_parameter_key(plugin, "no_wd_decay_cond")] = {"wd_mult": 0.0}
     if plugin.scale_lr_cond is not None:
         args, factor = get_args(), plugin.lr_mult
         rates = {"max_lr": args.lr * factor, "min_lr": args.min_lr * factor}
-        conditions[_key(plugin, "scale_lr_cond")] = rates
+        conditions[_parameter_key(plugin, "scale_lr_cond")] = rates
     return {**(overrides or {}), **conditions} if conditions else overrides
 
 
-def _key(plugin: Any, name: str) -> Any:
-    """Return Megatron-LM's key for the parameters that meet a condition of the plugin."""
+def _parameter_key(plugin: Any, name: str) -> Any:
+    """Returns the key of Megatron-LM for parameters that meet a condition of the plugin."""
     module, condition = core("optimizer.optimizer_config"), getattr(plugin, name)
     predicate = module.ParamWithNamePredicate(name, lambda parameter, path: condition(path, parameter))
     return module.ParamKey(with_name_predicate=predicate)
 
 
 def prepare_scheduler(accelerator: Any, optimizer: Any, scheduler: Any) -> Any:
-    """Return the scheduler of Megatron-LM for an optimizer of its own.
+    """Returns the scheduler of Megatron-LM for its optimizer.
 
     Args:
-        accelerator: has `state.megatron_lm_plugin`.
-        optimizer: Megatron-LM's.
-        scheduler: what the user gave; the plugin has its lengths already.
+        accelerator: Has `state.megatron_lm_plugin`.
+        optimizer: The optimizer of Megatron-LM.
+        scheduler: The scheduler of the user, whose lengths are in the plugin already.
     """
     return training("training").get_optimizer_param_scheduler(optimizer)
 
 
-def _lay_over(args: Any, values: Mapping[str, Any]) -> None:
+def _set_arguments(args: Any, values: Mapping[str, Any]) -> None:
+    """Sets arguments of Megatron-LM, with fallbacks for optional modules that are not installed."""
     known = _SET_LATER
     if "use_custom_fsdp" in values and hasattr(args, "use_megatron_fsdp"):  # its newer name
         args.use_megatron_fsdp = values["use_custom_fsdp"]
@@ -320,21 +333,21 @@ def _lay_over(args: Any, values: Mapping[str, Any]) -> None:
     backend = values.get("attention_backend")
     if isinstance(backend, str):
         args.attention_backend = core("transformer.enums").AttnBackend[backend]
-    if backend == "local":  # Megatron-LM refuses these kernels without both
+    if backend == "local":  # these kernels need both arguments
         args.spec = values.get("spec", ["local"])
         args.transformer_impl = values.get("transformer_impl", "local")
     if values.get("use_custom_fsdp") and "ckpt_format" not in values:
-        args.ckpt_format = "fsdp_dtensor"  # the only one that Megatron's own FSDP has
+        args.ckpt_format = "fsdp_dtensor"  # the only format of Megatron's own FSDP
     for module, name, value in _KERNELS:
         if name not in values and not exists(module):
             setattr(args, name, value)
     if unknown:
         logger.warning(
-            f"This Megatron-LM has no arguments {', '.join(unknown)}: they are set, and maybe never read."
+            f"This Megatron-LM has no arguments {', '.join(unknown)}: they are set, and may have no effect."
         )
 
 
-# Models and datasets of each family
+# Models and datasets of each model family
 
 
 def _build_gpt(args: Any, config: Any, uses_engine: bool, common: dict[str, Any]) -> Any:
@@ -392,11 +405,11 @@ _DATASETS = {
     "bert": ("bert_dataset", "BERTMaskedWordPieceDataset"),
     "t5": ("t5_dataset", "T5MaskedWordPieceDataset"),
 }
-"""Family -> module and class of its datasets; the class of their configuration ends in "Config"."""
+"""Model family -> module and class of its datasets, whose configuration class ends in "Config"."""
 
 
 def build_datasets(train_val_test_num_samples: list[int], vp_stage: int | None = None) -> Any:
-    """Build the datasets for training, validation and test; called on all ranks."""
+    """Builds the datasets for training, validation and test, on all ranks."""
     args = get_args()
     if args.model_type_name not in _DATASETS:
         reason = f"there are datasets for {', '.join(_DATASETS)}"
@@ -408,12 +421,12 @@ def build_datasets(train_val_test_num_samples: list[int], vp_stage: int | None =
     if name == "GPTDataset" and getattr(args, "mock_data", False):
         name = "MockGPTDataset"
 
-    def reads() -> bool:
+    def reads_data() -> bool:
         is_end = groups.is_pipeline_first_stage() or groups.is_pipeline_last_stage()
         return bool(is_end and groups.get_tensor_model_parallel_rank() == 0)
 
     builder = core("datasets.blended_megatron_dataset_builder").BlendedMegatronDatasetBuilder
-    return builder(getattr(module, name), train_val_test_num_samples, reads, config).build()
+    return builder(getattr(module, name), train_val_test_num_samples, reads_data, config).build()
 
 
 def _dataset_options(args: Any) -> dict[str, Any]:
@@ -431,7 +444,7 @@ def _dataset_options(args: Any) -> dict[str, Any]:
     if args.model_type_name == "gpt":
         names = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
         options.update({name: getattr(args, name) for name in names})
-        return {**options, "create_attention_mask": False}  # the train step makes it
+        return {**options, "create_attention_mask": False}  # the train step computes it
     is_t5 = args.model_type_name == "t5"
     options.update(
         masking_max_ngram=10 if is_t5 else 3,

@@ -1,4 +1,9 @@
-"""Train steps of all families of models: from batches to losses, as Megatron-LM's schedules call them."""
+"""Train steps of GPT, BERT and T5 for the schedules of Megatron-LM.
+
+The schedules of Megatron-LM call the `forward_step` of a train step for each micro-batch. It reads the
+micro-batch, runs the model, and returns the output and its loss function. Scripts may pass a train step of
+their own to the plugin.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,7 @@ from accelerate.base import is_transformers_available
 from accelerate.strategies.megatron import library
 
 IGNORED = -100
-"""The label of tokens that do not count."""
+"""Label of tokens that are not part of the loss."""
 
 _NAMES = ("tokens", "labels", "loss_mask", "attention_mask", "position_ids")
 
@@ -26,13 +31,13 @@ Loss = tuple[Any, ...]
 
 
 class AbstractTrainStep(ABC):
-    """Turns batches into losses, as Megatron-LM's schedules call it.
+    """Interface of the train steps that the schedules of Megatron-LM call.
 
-    A subclass sets `get_batch`, `loss_func` and `forward_step` to what the three methods return, and
+    A subclass sets `get_batch`, `loss_func` and `forward_step` to the results of the three methods, and
     `model_output_class`.
 
     Args:
-        name: of the family.
+        name: Name of the train step.
     """
 
     get_batch: Callable[[Iterator[Batch]], Any]
@@ -46,31 +51,32 @@ class AbstractTrainStep(ABC):
 
     @abstractmethod
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        """Return the function that takes a micro-batch from an iterator, as the model wants it.
+        """Returns the function that reads the next micro-batch of an iterator.
 
         Args:
-            accelerator: has `state.megatron_lm_plugin`.
-            megatron_dataset_flag: whether batches are those of Megatron-LM's datasets.
+            accelerator: Has `state.megatron_lm_plugin`.
+            megatron_dataset_flag: Whether the batches are those of datasets of Megatron-LM.
         """
 
     @abstractmethod
     def get_forward_step_func(self) -> Callable[..., Any]:
-        """Return the function that runs the model on the next micro-batch.
+        """Returns the function that runs the model on the next micro-batch.
 
-        It takes an iterator and the model, and returns the output and the function of it that gives the loss.
+        Its arguments are an iterator and the model. It returns the output of the model and the function that
+        computes the loss of that output.
         """
 
     @abstractmethod
     def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
-        """Return the function that computes the loss of an output on the last stage of the pipeline.
+        """Returns the function that computes the loss of an output on the last pipeline stage.
 
-        It returns the loss summed over tokens, their number, and tensors to report by name: pairs of sum and
-        number, or means.
+        It returns the loss summed over tokens, the number of tokens, and a report: tensors by name, which are
+        pairs of a sum and a count, or means.
         """
 
 
-class Output(dict[str, Any]):
-    """What a step returns: values by name, also as attributes and by number."""
+class StepOutput(dict[str, Any]):
+    """Output of a step, with values by name, attribute and index, for use without transformers."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -83,16 +89,15 @@ class Output(dict[str, Any]):
 
 
 def output_class(name: str) -> Callable[..., Any]:
-    """Return the class of outputs by its name in transformers; without transformers, a class of our own."""
+    """Returns an output class of transformers, or `StepOutput` if transformers is not installed."""
     if not is_transformers_available():
-        return Output
-    kind: Callable[..., Any] = getattr(import_module("transformers.modeling_outputs"), name)
-    return kind
+        return StepOutput
+    cls: Callable[..., Any] = getattr(import_module("transformers.modeling_outputs"), name)
+    return cls
 
 
 def sum_over_tokens(loss_mask: Tensor, losses: Tensor, name: str) -> Loss:
-    """Return the loss of a micro-batch as Megatron-LM takes it: the sum over tokens whose mask is 1, their
-    number, and both to report."""
+    """Returns the summed loss of tokens with mask 1, the number of these tokens, and a report of both."""
     mask = loss_mask.reshape(-1).float()
     total = torch.sum(losses.reshape(-1).float() * mask)
     number = mask.sum().detach().to(torch.int)
@@ -101,7 +106,7 @@ def sum_over_tokens(loss_mask: Tensor, losses: Tensor, name: str) -> Loss:
 
 
 def _losses_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the loss of each token from logits, samples x tokens x this rank's part of the vocabulary."""
+    """Returns the loss of each token from logits of shape (samples, tokens, vocabulary shard)."""
     entropy = library.core("tensor_parallel").vocab_parallel_cross_entropy
     by_token = logits.transpose(0, 1).float().contiguous()
     losses: Tensor = entropy(by_token, labels.transpose(0, 1).contiguous())
@@ -109,25 +114,26 @@ def _losses_from_logits(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def _with_logits(loss: Loss, logits: Tensor) -> Loss:
-    """Report logits over the whole vocabulary, without gradients; called on all ranks that share it."""
+    """Adds the logits, gathered over the vocabulary shards and detached, to the report of a loss."""
     *values, report = loss
     gather = library.core("tensor_parallel").gather_from_tensor_model_parallel_region
     return (*values, {**report, "logits": gather(logits.detach())})
 
 
-def _cut_for_context(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of each sequence for this process, where several share them."""
+def _shard_sequences(batch: dict[str, Any]) -> dict[str, Any]:
+    """Returns the shard of each sequence for this context-parallel rank."""
     group = library.core("parallel_state").get_context_parallel_group()
     if torch.distributed.get_world_size(group) == 1:
         return batch
-    divide = library.core("utils").get_batch_on_this_cp_rank
-    arguments = {"cp_group": group, "is_hybrid_cp": False}  # versions differ in what they take
-    known = signature(divide).parameters
-    cut: dict[str, Any] = divide(batch, **{name: value for name, value in arguments.items() if name in known})
-    return cut
+    shard = library.core("utils").get_batch_on_this_cp_rank
+    options = {"cp_group": group, "is_hybrid_cp": False}
+    known = signature(shard).parameters  # versions have different parameters
+    return shard(batch, **{name: value for name, value in options.items() if name in known})  # type: ignore[no-any-return]
 
 
 class _FamilyTrainStep(AbstractTrainStep):
+    """Base class of the train steps of the model families."""
+
     def __init__(self, name: str, accelerator: Any, args: Any, output: str) -> None:
         super().__init__(name)
         self.returns_logits: bool = args.return_logits
@@ -135,23 +141,24 @@ class _FamilyTrainStep(AbstractTrainStep):
         self.get_batch = self.get_batch_func(accelerator, plugin.megatron_dataset_flag)
         self.model_output_class = output_class(output)
 
-    # Subclasses: return the parts of a batch in the order of the model.
     @abstractmethod
-    def _read_labels(self, batch: Batch) -> tuple[Any, ...]: ...
+    def _read_batch(self, batch: Batch) -> tuple[Any, ...]:
+        """Returns the tensors for the step from a batch with the names of transformers."""
+
     @abstractmethod
-    def _read_megatron(self, batch: Batch) -> tuple[Any, ...]: ...
+    def _read_megatron_batch(self, batch: Batch) -> tuple[Any, ...]:
+        """Returns the tensors for the step from a batch of a dataset of Megatron-LM."""
 
     def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable[..., Any]:
-        read = self._read_megatron if megatron_dataset_flag else self._read_labels
+        read = self._read_megatron_batch if megatron_dataset_flag else self._read_batch
         custom: Callable[..., Any] | None = accelerator.state.megatron_lm_plugin.custom_get_batch_function
         return custom or (lambda data_iterator: read(next(data_iterator)))
 
 
 class _TokenTrainStep(_FamilyTrainStep):
-    """What the steps of models that predict tokens have in common."""
+    """Base class of the train steps of models that predict tokens."""
 
-    label_argument: str
-    """The argument by which the model takes labels."""
+    label_argument: str  # the argument of the model for labels
 
     def __init__(self, name: str, accelerator: Any, args: Any, output: str) -> None:
         super().__init__(name, accelerator, args, output)
@@ -159,17 +166,18 @@ class _TokenTrainStep(_FamilyTrainStep):
         self.forward_step = self.get_forward_step_func()
 
     @abstractmethod
-    def _arrange(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor, Tensor]: ...
+    def _split_inputs(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor, Tensor]:
+        """Returns the arguments of the model, the labels and the loss mask."""
 
     def get_loss_func(self, accelerator: Any) -> Callable[..., Loss]:
-        """Return the function that gives the loss of a mask and the losses of tokens."""
+        """Returns the function that computes the loss from a mask and the losses of tokens."""
         custom: Callable[..., Loss] | None = accelerator.state.megatron_lm_plugin.custom_loss_function
         return custom or partial(sum_over_tokens, name="lm loss")
 
     def get_forward_step_func(self) -> Callable[..., Any]:
 
         def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
-            inputs, labels, loss_mask = self._arrange(self.get_batch(data_iterator))
+            inputs, labels, loss_mask = self._split_inputs(self.get_batch(data_iterator))
             if self.returns_logits:
                 return model(*inputs), partial(self._loss_of_logits, loss_mask, labels)
             losses = model(*inputs, **{self.label_argument: labels})
@@ -182,10 +190,10 @@ class _TokenTrainStep(_FamilyTrainStep):
 
 
 class GPTTrainStep(_TokenTrainStep):
-    """The step of GPT, Llama, and others of their kind.
+    """Train step of GPT, Llama and other decoder models.
 
-    Batches have `input_ids`, and may have `labels` (not shifted, -100 where a token does not count) and
-    `attention_mask`; those of Megatron-LM's datasets have `tokens`, `labels` and `loss_mask`.
+    Batches have `input_ids`, and may have `labels` (not shifted, -100 for tokens that are ignored) and
+    `attention_mask`. Batches of datasets of Megatron-LM have `tokens`, `labels` and `loss_mask`.
     """
 
     label_argument = "labels"
@@ -198,34 +206,34 @@ class GPTTrainStep(_TokenTrainStep):
         self.eod_mask_loss: bool = args.eod_mask_loss
         super().__init__("GPTTrainStep", accelerator, args, "CausalLMOutputWithCrossAttentions")
 
-    def _arrange(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor, Tensor]:
+    def _split_inputs(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor, Tensor]:
         tokens, labels, loss_mask, attention_mask, position_ids = batch
         return (tokens, position_ids, attention_mask), labels, loss_mask
 
-    def _read_labels(self, batch: Batch) -> tuple[Any, ...]:
+    def _read_batch(self, batch: Batch) -> tuple[Any, ...]:
         tokens, kept = batch["input_ids"], batch.get("attention_mask")
         labels = batch.get("labels")
         if labels is None:
             labels = tokens if kept is None else tokens.masked_fill(kept == 0, IGNORED)
         last = torch.full_like(labels[:, :1], IGNORED)
         following = torch.cat([labels[:, 1:], last], dim=1)
-        return self._complete(tokens, following.clamp(min=0), (following != IGNORED).float(), kept)
+        return self._with_masks(tokens, following.clamp(min=0), (following != IGNORED).float(), kept)
 
-    def _read_megatron(self, batch: Batch) -> tuple[Any, ...]:
-        if "text" in batch:  # one token more than a sequence has
+    def _read_megatron_batch(self, batch: Batch) -> tuple[Any, ...]:
+        if "text" in batch:  # has one token more than a sequence
             text = batch["text"].long()
             tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
-            return self._complete(tokens, labels, torch.ones_like(labels).float())
-        return self._complete(batch["tokens"].long(), batch["labels"].long(), batch["loss_mask"].float())
+            return self._with_masks(tokens, labels, torch.ones_like(labels).float())
+        return self._with_masks(batch["tokens"].long(), batch["labels"].long(), batch["loss_mask"].float())
 
-    def _complete(
+    def _with_masks(
         self, tokens: Tensor, labels: Tensor, loss_mask: Tensor, kept: Tensor | None = None
     ) -> tuple[Any, ...]:
-        """Return tokens, labels, loss mask, attention mask and positions; `kept` is 0 for filler."""
+        """Returns tokens, labels, loss mask, attention mask and positions, with `kept` 0 for padding."""
         ends = torch.zeros_like(tokens) if self.eod_token is None else (tokens == self.eod_token).long()
         if self.eod_mask_loss:
             loss_mask = loss_mask * (ends == 0)
-        hidden = hide_later(tokens.shape[1], tokens.device)
+        hidden = causal_mask(tokens.shape[1], tokens.device)
         if kept is not None:
             hidden = hidden | (kept == 0)[:, None, None, :]
         document = ends.cumsum(1) - ends
@@ -233,19 +241,19 @@ class GPTTrainStep(_TokenTrainStep):
             hidden = hidden | (document[:, None, :, None] != document[:, None, None, :])
         positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         if self.reset_position_ids:
-            positions = positions - begin_of_documents(document)
+            positions = positions - document_starts(document)
         parts = (tokens, labels, loss_mask, hidden, positions)
-        batch = _cut_for_context(dict(zip(_NAMES, parts, strict=True)))
+        batch = _shard_sequences(dict(zip(_NAMES, parts, strict=True)))
         return tuple(batch[name] for name in _NAMES)
 
 
-def hide_later(length: int, device: torch.device) -> Tensor:
-    """Return 1 x 1 x tokens x tokens, True where a token must not attend: to those after it."""
+def causal_mask(length: int, device: torch.device) -> Tensor:
+    """Returns a mask of shape (1, 1, tokens, tokens) that is True for later tokens, which are masked."""
     return torch.ones(1, 1, length, length, dtype=torch.bool, device=device).triu(1)
 
 
-def begin_of_documents(document: Tensor) -> Tensor:
-    """Return the position at which each token's document begins, from rising numbers of the documents."""
+def document_starts(document: Tensor) -> Tensor:
+    """Returns the position of the first token of each token's document, from ascending document numbers."""
     positions = torch.arange(document.shape[1], device=document.device).expand_as(document)
     is_first = torch.ones_like(document, dtype=torch.bool)
     is_first[:, 1:] = document[:, 1:] != document[:, :-1]
@@ -253,10 +261,10 @@ def begin_of_documents(document: Tensor) -> Tensor:
 
 
 class T5TrainStep(_TokenTrainStep):
-    """The step of T5.
+    """Train step of T5.
 
-    Batches have `input_ids` and `labels` (-100 where a token does not count), and may have `attention_mask`
-    and `decoder_input_ids`; those of Megatron-LM's datasets have `text_enc`, `text_dec`, `labels`,
+    Batches have `input_ids` and `labels` (-100 for tokens that are ignored), and may have `attention_mask`
+    and `decoder_input_ids`. Batches of datasets of Megatron-LM have `text_enc`, `text_dec`, `labels`,
     `loss_mask`, `enc_mask` and `dec_mask`.
     """
 
@@ -269,50 +277,51 @@ class T5TrainStep(_TokenTrainStep):
 
     @staticmethod
     def attn_mask_postprocess(attention_mask: Tensor) -> Tensor:
-        """Return where tokens of an encoder must not attend: to filler.
+        """Returns the self-attention mask of the encoder.
 
         Args:
-            attention_mask: samples x tokens, 1 for tokens and 0 for filler.
+            attention_mask: Tensor of shape (samples, tokens), with 1 for tokens and 0 for padding.
 
         Returns:
-            Samples x 1 x tokens x tokens, True where it is hidden.
+            A tensor of shape (samples, 1, tokens, tokens) that is True for padding, which is masked.
         """
         kept = attention_mask != 0
         return ~(kept[:, None, :, None] & kept[:, None, None, :])
 
     @staticmethod
     def get_decoder_mask(seq_length: int, device: torch.device) -> Tensor:
-        """Return where tokens of a decoder must not attend: to later ones.
+        """Returns the self-attention mask of the decoder.
 
         Args:
-            seq_length: tokens of the decoder.
-            device: of the result.
+            seq_length: Number of tokens of the decoder.
+            device: Device of the result.
 
         Returns:
-            1 x 1 x tokens x tokens, True where it is hidden.
+            A tensor of shape (1, 1, tokens, tokens) that is True for later tokens, which are masked.
         """
-        return hide_later(seq_length, device)
+        return causal_mask(seq_length, device)
 
     @staticmethod
     def get_enc_dec_mask(attention_mask: Tensor, dec_seq_length: int, device: torch.device) -> Tensor:
-        """Return where tokens of a decoder must not attend in the encoder: to filler.
+        """Returns the cross-attention mask of the decoder.
 
         Args:
-            attention_mask: samples x tokens of the encoder, 1 for tokens and 0 for filler.
-            dec_seq_length: tokens of the decoder.
-            device: of the result.
+            attention_mask: Tensor of shape (samples, encoder tokens), with 1 for tokens and 0 for padding.
+            dec_seq_length: Number of tokens of the decoder.
+            device: Device of the result.
 
         Returns:
-            Samples x 1 x tokens of the decoder x tokens of the encoder, True where it is hidden.
+            A tensor of shape (samples, 1, decoder tokens, encoder tokens) that is True for padding, which is
+            masked.
         """
-        filler = (attention_mask == 0).to(device)[:, None, None, :]
-        return filler.expand(-1, 1, dec_seq_length, -1)
+        padding = (attention_mask == 0).to(device)[:, None, None, :]
+        return padding.expand(-1, 1, dec_seq_length, -1)
 
-    def _arrange(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor, Tensor]:
+    def _split_inputs(self, batch: tuple[Any, ...]) -> tuple[tuple[Any, ...], Tensor, Tensor]:
         tokens, decoder_tokens, loss_mask, labels, *masks = batch
         return (tokens, decoder_tokens, *masks), labels, loss_mask
 
-    def _read_labels(self, batch: Batch) -> tuple[Any, ...]:
+    def _read_batch(self, batch: Batch) -> tuple[Any, ...]:
         tokens, labels = batch["input_ids"], batch["labels"]
         known = labels.clamp(min=0)
         decoder_tokens = batch.get("decoder_input_ids")
@@ -322,7 +331,7 @@ class T5TrainStep(_TokenTrainStep):
         masks = self._masks(batch.get("attention_mask", torch.ones_like(tokens)), decoder_tokens)
         return tokens, decoder_tokens, (labels != IGNORED).float(), known, *masks
 
-    def _read_megatron(self, batch: Batch) -> tuple[Any, ...]:
+    def _read_megatron_batch(self, batch: Batch) -> tuple[Any, ...]:
         decoder_tokens = batch["text_dec"].long()
         return (
             batch["text_enc"].long(),
@@ -333,8 +342,8 @@ class T5TrainStep(_TokenTrainStep):
         )
 
     def _masks(self, kept: Tensor, decoder_tokens: Tensor) -> tuple[Any, Any, Any]:
-        """Return the masks of encoder, decoder and cross attention."""
-        if self.uses_engine:  # it has a form of its own, and hides later tokens by itself
+        """Returns the masks of encoder, decoder and cross attention."""
+        if self.uses_engine:  # it has other shapes, and masks later tokens by itself
             hidden = (kept == 0)[:, None, None, :]
             nothing = torch.zeros_like(decoder_tokens, dtype=torch.bool)[:, None, None, :]
             return hidden, None, (nothing, hidden)
@@ -347,11 +356,11 @@ class T5TrainStep(_TokenTrainStep):
 
 
 class BertTrainStep(_FamilyTrainStep):
-    """The step of BERT: pretraining with masked tokens and pairs of sentences, or classification.
+    """Train step of BERT, for pretraining with masked tokens and sentence pairs or for classification.
 
-    Batches have `input_ids`, and may have `attention_mask`, `token_type_ids`, `labels` (-100 where a token is
-    not predicted) and `next_sentence_label`; those of Megatron-LM's datasets have `text`, `types`, `labels`,
-    `is_random`, `loss_mask` and `padding_mask`. Classification needs a model of the user's own.
+    Batches have `input_ids`, and may have `attention_mask`, `token_type_ids`, `labels` (-100 for tokens that
+    are not predicted) and `next_sentence_label`. Batches of datasets of Megatron-LM have `text`, `types`,
+    `labels`, `is_random`, `loss_mask` and `padding_mask`. Classification needs a custom model.
     """
 
     def __init__(self, accelerator: Any, args: Any) -> None:
@@ -360,9 +369,9 @@ class BertTrainStep(_FamilyTrainStep):
         self.loss_func = self.get_loss_func(accelerator, args.pretraining_flag, args.num_labels)
         self.forward_step = self.get_forward_step_func(args.pretraining_flag, args.bert_binary_head)
 
-    # Both return tokens, types, order, loss mask, labels and padding mask.
+    # Both methods return tokens, types, sentence order, loss mask, labels and padding mask.
 
-    def _read_labels(self, batch: Batch) -> tuple[Any, ...]:
+    def _read_batch(self, batch: Batch) -> tuple[Any, ...]:
         tokens = batch["input_ids"]
         labels = batch.get("labels", torch.full_like(tokens, IGNORED))
         return (
@@ -374,7 +383,7 @@ class BertTrainStep(_FamilyTrainStep):
             batch.get("attention_mask", torch.ones_like(tokens)),
         )
 
-    def _read_megatron(self, batch: Batch) -> tuple[Any, ...]:
+    def _read_megatron_batch(self, batch: Batch) -> tuple[Any, ...]:
         return (
             batch["text"].long(),
             batch["types"].long(),
@@ -384,29 +393,29 @@ class BertTrainStep(_FamilyTrainStep):
             batch["padding_mask"].long(),
         )
 
-    def get_loss_func(  # type: ignore[override]  # as scripts call it
+    def get_loss_func(  # type: ignore[override]  # scripts call it with these arguments
         self, accelerator: Any, pretraining_flag: bool, num_labels: int
     ) -> Callable[..., Loss]:
-        """Return the function that gives the loss.
+        """Returns the function that computes the loss.
 
         Args:
-            accelerator: has `state.megatron_lm_plugin`.
-            pretraining_flag: whether tokens are predicted, and not classes.
-            num_labels: number of classes; 1 for a regression.
+            accelerator: Has `state.megatron_lm_plugin`.
+            pretraining_flag: True for pretraining, False for classification.
+            num_labels: Number of classes, 1 for a regression.
         """
         custom: Callable[..., Loss] | None = accelerator.state.megatron_lm_plugin.custom_loss_function
         return custom or (
             _pretraining_loss if pretraining_flag else partial(_classification_loss, num_labels)
         )
 
-    def get_forward_step_func(  # type: ignore[override]  # as scripts call it
+    def get_forward_step_func(  # type: ignore[override]  # scripts call it with these arguments
         self, pretraining_flag: bool, bert_binary_head: bool
     ) -> Callable[..., Any]:
-        """Return the function that runs the model.
+        """Returns the function that runs the model.
 
         Args:
-            pretraining_flag: whether tokens are predicted, and not classes.
-            bert_binary_head: whether the model tells if one sentence follows the other.
+            pretraining_flag: True for pretraining, False for classification.
+            bert_binary_head: Whether the model predicts the order of sentence pairs.
         """
 
         def forward_step(data_iterator: Iterator[Batch], model: Any) -> tuple[Any, Callable[..., Loss]]:
@@ -430,7 +439,7 @@ class BertTrainStep(_FamilyTrainStep):
 
 
 def _pretraining_loss(loss_mask: Tensor, sentence_order: Tensor, output: Any) -> Loss:
-    """Return the mean over masked tokens plus that over pairs of sentences, weighted by the tokens."""
+    """Returns the mean loss of masked tokens plus that of sentence pairs, scaled by the number of tokens."""
     losses, order_logits = output
     mask = loss_mask.reshape(-1).float()
     parts = {"lm loss": (torch.sum(losses.reshape(-1).float() * mask), mask.sum())}
@@ -456,7 +465,7 @@ def _classification_loss(num_labels: int, labels: Tensor, logits: Tensor) -> Los
 
 
 def _weighted(parts: dict[str, tuple[Tensor, Tensor]]) -> Loss:
-    """Return the sum of means, weighted by the number of the first; each part is a sum and its number."""
+    """Returns the sum of the mean losses, scaled by the first count, from pairs of a sum and a count."""
     number = next(iter(parts.values()))[1].clamp(min=1.0)
     means = [total / count.clamp(min=1.0) for total, count in parts.values()]
     report = {name: torch.stack([total.detach(), count]) for name, (total, count) in parts.items()}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,15 +23,17 @@ from accelerate.plugins import (
     find_wrong_values,
 )
 from accelerate.precision import Precision
+from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import AcceleratorState
-from accelerate.strategies.base import Fill, Parameters, Strategy
+from accelerate.strategies.base import Parameters, Strategy
+from accelerate.strategies.bundle import Bundle, Kind, mark_prepared
 from accelerate.strategies.megatron import library
 from accelerate.strategies.megatron.data import (
     MegatronLMDummyDataLoader,
     RankGrid,
     prepare_data_loader,
     refuse_batch_sampler,
-    with_batches_of,
+    with_batch_size,
 )
 from accelerate.strategies.megatron.engine import (
     MegatronEngine,
@@ -40,7 +42,8 @@ from accelerate.strategies.megatron.engine import (
     MegatronLMSchedulerWrapper,
     MegatronPart,
 )
-from accelerate.strategies.session import Bundle, Context, Kind, mark_prepared
+from accelerate.strategies.request import Context
+from accelerate.strategies.state import Fill, StrategyState
 
 logger = get_logger(__name__)
 
@@ -165,10 +168,24 @@ def _sample(loaders: Sequence[Any]) -> Any:
     return None
 
 
+class MegatronState(StrategyState):
+    """State of the engine, which saves and loads model and optimizer."""
+
+    def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
+        return MegatronPart(self.strategy.require_engine(), self.context.topology, folder)
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        raise _in_parts("load_state_dict", "load_checkpoint of the prepared model")
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        raise _in_parts("A whole state", "save_checkpoint of the prepared model, or save_state")
+
+
 class MegatronLM(Strategy):
     """Megatron-LM builds a model like the user's, with an optimizer like the user's, and trains it."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
+    state_class: ClassVar[type[StrategyState]] = MegatronState
     holds_whole_models = False
 
     loader_mesh: Any = None
@@ -177,7 +194,6 @@ class MegatronLM(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.engine: MegatronEngine | None = None
-        self.backward = lambda loss, **kwargs: None  # the call of the model was a whole step
 
     def choose_precision(self) -> Precision:
         return Precision(self.context.mixed_precision)
@@ -203,26 +219,23 @@ class MegatronLM(Strategy):
             listed = "".join(f"\n  - {problem.rstrip('.')}." for problem in problems)
             raise PreparationError(f"Megatron-LM cannot train this run, {len(problems)} reasons:{listed}")
 
-    def prepare(self, bundle: Bundle) -> Bundle:
-        """Start Megatron-LM and replace the user's objects by what it has built."""
-        preparer = self.session.preparer
+    @contextmanager
+    def preparing(self, bundle: Bundle) -> Iterator[None]:
+        """Context manager that starts Megatron-LM, which builds model, optimizer and scheduler."""
+        accelerator = self.context.accelerator
         if self.engine is None:
-            library.initialize(preparer)
+            library.initialize(accelerator)
             self.loader_mesh = RankGrid()
-            self.engine = MegatronEngine(preparer, *library.prepare_model_optimizer_scheduler(preparer))
-        bundle.replace(Kind.LOADER, preparer.prepare_data_loader)
+            self.engine = MegatronEngine(accelerator, *library.prepare_model_optimizer_scheduler(accelerator))
         numbers = [i for i, obj in enumerate(bundle.objects) if isinstance(obj, MegatronLMDummyDataLoader)]
-        if numbers:  # Megatron-LM's loaders come in this order: training, validation, test
-            loaders = prepare_data_loader(preparer, bundle.objects[numbers[0]])
+        if numbers:  # Megatron-LM's loaders are in the order training, validation, test
+            loaders = prepare_data_loader(accelerator, bundle.objects[numbers[0]])
             for number, loader in zip(numbers, loaders, strict=False):
                 bundle.objects[number] = mark_prepared(loader)
-        bundle.replace(Kind.MODEL, preparer.prepare_model)
-        bundle.replace(Kind.OPTIMIZER, preparer.prepare_optimizer)
-        scheduler = MegatronLMSchedulerWrapper(self.engine.scheduler, bundle.optimizers)
-        bundle.replace(Kind.SCHEDULER, lambda _, __: preparer.prepare_scheduler(scheduler))
-        return bundle
+        yield
 
-    def _engine(self) -> MegatronEngine:
+    def require_engine(self) -> MegatronEngine:
+        """Returns the engine, or raises an error before it is built."""
         if self.engine is None:
             raise PreparationError(
                 "Megatron-LM prepares model, optimizer, scheduler and loaders together: pass them to one "
@@ -232,22 +245,30 @@ class MegatronLM(Strategy):
 
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Return a loader whose batches have all micro-batches of a step."""
-        self._engine()
-        return with_batches_of(loader, self.plugin.micro_batch_size * self.plugin.num_micro_batches)
+        self.require_engine()
+        return with_batch_size(loader, self.plugin.micro_batch_size * self.plugin.num_micro_batches)
 
     def check_model(self, model: nn.Module) -> None:
-        self._engine()
+        self.require_engine()
 
-    def prepare_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
+    def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Return the engine, which has a model like the user's, with weights of its own."""
         logger.warning_once(
             "Megatron-LM builds a model like the one that was passed, and its weights are new: to start from "
             "other weights, convert them to a checkpoint of Megatron-LM and call `load_checkpoint`."
         )
-        return self._engine()
+        return self.require_engine()
 
-    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
-        return MegatronLMOptimizerWrapper(self._engine().optimizer)
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
+        return MegatronLMOptimizerWrapper(self.require_engine().optimizer)
+
+    def wrap_scheduler(
+        self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
+    ) -> AcceleratedScheduler:
+        return MegatronLMSchedulerWrapper(self.require_engine().scheduler, self.session.prepared.optimizers)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Does nothing, because the forward of the model was a whole step."""
 
     def unwrap(self, model: nn.Module, *, keep_fp32: bool = True, keep_compiled: bool = True) -> nn.Module:
         """Return the engine itself: there is no module of the user's in it."""
@@ -267,21 +288,12 @@ class MegatronLM(Strategy):
                 f"Megatron-LM clips gradients by itself, to gradient_clipping={limit} of MegatronLMPlugin: "
                 f"max_norm={max_norm} has no effect."
             )
-        norm = self._engine().grad_norm
+        norm = self.require_engine().grad_norm
         return torch.tensor(math.nan) if norm is None else torch.as_tensor(norm)
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         reason = "Megatron-LM clips the norm of gradients, not their values"
         raise wrong_value("clip_value", clip_value, reason, "Set gradient_clipping of MegatronLMPlugin")
-
-    def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
-        return MegatronPart(self._engine(), self.context.topology, folder)
-
-    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        raise _in_parts("load_state_dict", "load_checkpoint of the prepared model")
-
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        raise _in_parts("A whole state", "save_checkpoint of the prepared model, or save_state")
 
     def release(self) -> None:
         """Release the engine; Megatron-LM's groups stay open, as they belong to the process."""

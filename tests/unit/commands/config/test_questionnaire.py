@@ -107,7 +107,7 @@ def test_in_a_terminal_with_arrow_keys(terminal: Terminal, tmp_path: Path) -> No
     terminal.type("\b" * 4 + "2" + ENTER)
     terminal.expect("How many machines take part?")
     terminal.type(ENTER)
-    terminal.expect("Which number format?")
+    terminal.expect("Which mixed precision?")
     terminal.type(DOWN + DOWN + ENTER)  # no, fp16, bf16
     terminal.expect("advanced settings")
     terminal.type("n")
@@ -130,7 +130,7 @@ def test_the_last_page_can_end_without_writing(terminal: Terminal, tmp_path: Pat
         terminal.type(ENTER)
     terminal.expect("Run on CPU only")
     terminal.type("y")
-    terminal.expect("Which number format?")
+    terminal.expect("Which mixed precision?")
     terminal.type(ENTER)
     terminal.expect("advanced settings")
     terminal.type("n")
@@ -297,7 +297,7 @@ def test_every_training_method_gives_a_file_that_loads_and_launches(
 ) -> None:
     answers = {
         "Which training strategy": way,
-        "number format": precision,
+        "mixed precision": precision,
         "How many machines": "2",
         "address": "10.0.0.1",
     }

@@ -3,7 +3,8 @@ from __future__ import annotations
 import pytest
 
 from accelerate.launch import LaunchPlan, Target
-from accelerate.launch.backends import LAUNCHERS, Launcher, launcher_for
+from accelerate.launch.backends import Launcher, launcher_for
+from accelerate.launch.backends.base import LAUNCHERS
 
 TARGET = Target("script", "a.py")
 

@@ -10,7 +10,8 @@ import pytest
 
 from accelerate.base import ConfigurationError, patch_environment
 from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
-from accelerate.launch.backends import FILE_VARIABLE, hostfile, launcher_for, variable_file
+from accelerate.launch.backends import hostfile, launcher_for
+from accelerate.launch.backends.hostfile import FILE_VARIABLE, variable_file
 from accelerate.settings import FLAG, Layer, merge_layers
 
 RUNNER = [sys.executable, "-m", "deepspeed.launcher.runner", "--hostfile", "hosts"]

@@ -17,8 +17,10 @@ import pytest
 from torch.distributed import DistNetworkError, DistStoreError
 
 from accelerate.base import ConfigurationError, LaunchError
-from accelerate.launch import FORWARDED, GRACE_VARIABLE, REQUESTS, Failure, LaunchPlan, Target, exit_code
-from accelerate.launch.backends import ATTEMPTS, ElasticLauncher, LocalLauncher, Ranks, elastic
+from accelerate.launch import GRACE_VARIABLE, Failure, LaunchPlan, Target
+from accelerate.launch.backends import elastic
+from accelerate.launch.backends.elastic import ATTEMPTS, ElasticLauncher, LocalLauncher, Ranks
+from accelerate.launch.children import FORWARDED, REQUESTS, exit_code
 
 PLAN = LaunchPlan("elastic", Target("script", "a.py"), processes=2)
 TAKEN = DistNetworkError("The server socket has failed to listen. name: EADDRINUSE")

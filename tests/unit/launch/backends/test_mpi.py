@@ -7,7 +7,8 @@ import pytest
 
 from accelerate.base import ConfigurationError
 from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
-from accelerate.launch.backends import dialect_of, hosts_of, launcher_for
+from accelerate.launch.backends import launcher_for
+from accelerate.launch.backends.hostfile import dialect_of, hosts_of
 from accelerate.settings import FLAG, Layer, merge_layers
 
 VERSIONS = {

@@ -12,7 +12,8 @@ import pytest
 
 from accelerate.base import LaunchError, patch_environment
 from accelerate.launch import LaunchPlan, Target, get_free_port
-from accelerate.launch.backends import check_reach, elastic
+from accelerate.launch.backends import elastic
+from accelerate.launch.backends.elastic import check_reach
 
 PLAN = LaunchPlan("elastic", Target("script", "a.py"), processes=4, machines=2, machine=1)
 

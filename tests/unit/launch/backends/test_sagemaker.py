@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from accelerate.base import ConfigurationError, LaunchError, MissingPackageError, clear_environment, current
+from accelerate.commands import namespace
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import (
     LaunchPlan,
@@ -16,7 +17,6 @@ from accelerate.launch import (
     Target,
     as_json,
     as_text,
-    namespace,
     resolve_plan,
 )
 from accelerate.launch.backends import SageMakerDetails, launcher_for

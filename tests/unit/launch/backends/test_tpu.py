@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from accelerate.base import ConfigurationError, MissingPackageError, current
+from accelerate.commands import namespace
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import LaunchPlan, Machine, Target, namespace, resolve_plan
-from accelerate.launch.backends import TpuDetails, launcher_for, precision_variables
+from accelerate.launch import LaunchPlan, Machine, Target, resolve_plan
+from accelerate.launch.backends import launcher_for, precision_variables
+from accelerate.launch.backends.tpu import TpuDetails
 from accelerate.settings import FLAG, Layer, merge_layers
 
 SCRIPT = """
@@ -103,9 +105,14 @@ def test_a_program_has_no_function() -> None:
 
 
 def test_number_formats_have_their_variables() -> None:
-    assert precision_variables(False, "bf16") == {"XLA_USE_BF16": "1"}
-    assert precision_variables(True, "bf16") == {"XLA_DOWNCAST_BF16": "1"}
-    assert precision_variables(True, "no") == {}
+    def variables(downcast: bool, precision: str) -> dict[str, str]:
+        return precision_variables(
+            merge_layers(Layer(FLAG, {"downcast_bf16": downcast, "mixed_precision": precision}))
+        )
+
+    assert variables(False, "bf16") == {"XLA_USE_BF16": "1"}
+    assert variables(True, "bf16") == {"XLA_DOWNCAST_BF16": "1"}
+    assert variables(True, "no") == {}
     assert made(mixed_precision="bf16", downcast_bf16=True).detail(TpuDetails).variables == {
         "XLA_DOWNCAST_BF16": "1"
     }

@@ -14,7 +14,7 @@ from torch import nn
 
 from accelerate.base import ConfigurationError
 from accelerate.strategies.axes import ContextAxis
-from accelerate.strategies.axes.masks import attend, causal_arguments, sharded, window_of
+from accelerate.strategies.axes.masks import attend, causal_arguments, checks_enabled, window_of
 
 
 class Attention(nn.Module):
@@ -41,12 +41,12 @@ CAUSAL = torch.ones(4, 4, dtype=torch.bool).tril()
 def whole() -> Iterator[torch.Tensor]:
     """A buffer, in whose block sequences are sharded."""
     buffer = torch.arange(LENGTH).expand(2, -1).clone()
-    with sharded([buffer], [1]):
+    with checks_enabled([buffer], [1]):
         yield buffer
 
 
 def transformed(model: nn.Module) -> Any:
-    ContextAxis(None, None).transform([model])
+    ContextAxis(None, None).transform_model(model)
     return model
 
 
@@ -174,7 +174,7 @@ def test_inputs_of_models(positions: list[int] | None, mask: list[int] | None, e
         None if row is None else torch.tensor([ROW if row is None else row]) for row in (positions, mask)
     ]
     buffers = [torch.zeros(1, LENGTH), *(tensor for tensor in given if tensor is not None)]
-    with sharded(buffers, [1] * len(buffers)):
+    with checks_enabled(buffers, [1] * len(buffers)):
         for buffer in buffers:  # as torch does
             buffer.resize_(1, LENGTH // 2)
         if error is None:

@@ -65,7 +65,7 @@ def test_tied_modules_stay_whole(caplog: pytest.LogCaptureFixture) -> None:
 @pytest.mark.parametrize(
     ("plan", "message"),
     [
-        (None, "Module does not say how its layers are shared .* Give it a plan"),
+        (None, "Module has no plan of how its layers are sharded .* Give it a plan"),
         ({}, "Give it a plan"),
         ({"head": "diagonal"}, "'diagonal' for head: the styles by name are colwise, rowwise"),
     ],

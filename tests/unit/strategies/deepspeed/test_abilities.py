@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate.base import ConfigurationError, MissingPackageError
-from accelerate.strategies.deepspeed import building
+from accelerate.strategies.deepspeed import checks
 
 CPU = torch.device("cpu")
 
@@ -24,7 +24,7 @@ def hardware(monkeypatch):
     inner.get_accelerator = lambda: found
     monkeypatch.setitem(sys.modules, "deepspeed", package)
     monkeypatch.setitem(sys.modules, "deepspeed.accelerator", inner)
-    monkeypatch.setattr(building, "reaches_nvme", lambda: False)
+    monkeypatch.setattr(checks, "supports_nvme", lambda: False)
     return found
 
 
@@ -33,33 +33,33 @@ def test_supported_configurations_are_accepted(hardware):
         "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
         "fp16": {"enabled": False},
     }
-    building.check_abilities([plain, {**plain, "bf16": {"enabled": True}}], CPU)
+    checks.check_hardware([plain, {**plain, "bf16": {"enabled": True}}], CPU)
 
 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"fp16": {"enabled": True}}, "fp16.enabled=True: DeepSpeed does not compute in this format on cpu"),
+        ({"fp16": {"enabled": True}}, "fp16.enabled=True: DeepSpeed does not support this dtype on cpu"),
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "Install libaio"),
         ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "offload_param_device='nvme'"),
     ],
 )
 def test_unsupported_configurations_of_each_plugin_are_refused(hardware, config, said):
     with pytest.raises(ConfigurationError, match=said):
-        building.check_abilities([{}, config], CPU)
+        checks.check_hardware([{}, config], CPU)
 
 
 def test_other_hardware_than_that_of_the_run_is_refused(hardware):
     with pytest.raises(ConfigurationError, match="DS_ACCELERATOR='cpu'.* computes on cuda"):
-        building.check_abilities([{}], torch.device("cuda"))
+        checks.check_hardware([{}], torch.device("cuda"))
 
 
 def test_fp8_needs_ms_amp(hardware, monkeypatch):
     config = {"msamp": {"enabled": True, "opt_level": "O1"}}
-    assert building.computes_in_fp8(config)
-    assert not building.computes_in_fp8({"msamp": None})
+    assert checks.uses_msamp(config)
+    assert not checks.uses_msamp({"msamp": None})
     with pytest.raises(MissingPackageError, match="ms-amp"):
-        building.check_abilities([config], CPU)
+        checks.check_hardware([config], CPU)
 
 
 @pytest.mark.parametrize(("installed", "compatible", "reaches"), [(1, 0, True), (0, 1, True), (0, 0, False)])
@@ -69,4 +69,4 @@ def test_nvme_is_reached_by_an_extension(monkeypatch, installed, compatible, rea
     builder.AsyncIOBuilder = lambda: SimpleNamespace(is_compatible=lambda verbose: bool(compatible))
     for module in (ModuleType("deepspeed"), version, ModuleType("deepspeed.ops"), builder):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    assert building.reaches_nvme() is reaches
+    assert checks.supports_nvme() is reaches

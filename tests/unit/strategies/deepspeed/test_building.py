@@ -11,7 +11,7 @@ import torch
 from accelerate import DeepSpeedPlugin
 from accelerate.base import ConfigurationError, PreparationError, patch_environment
 from accelerate.state import Topology
-from accelerate.strategies.deepspeed import Given, building
+from accelerate.strategies.deepspeed import EngineInputs, building
 
 
 def parameters():
@@ -21,7 +21,7 @@ def parameters():
 def test_without_training_a_configuration_has_no_optimizer():
     built = {"optimizer": {"type": "Adam"}, "scheduler": {"type": "WarmupLR"}}
     plugin = DeepSpeedPlugin(hf_ds_config={**built, "zero_optimization": {"stage": 3}})
-    config = building.complete(plugin, Given(None))
+    config = building.complete(plugin, EngineInputs(None))
     assert config["zero_optimization"]["stage"] == 3
     assert not {"optimizer", "scheduler"} & set(config)
     assert "optimizer" in plugin.deepspeed_config
@@ -58,24 +58,26 @@ def test_an_optimizer_without_a_deepspeed_version_may_step_on_the_cpu(states):
 def test_a_configuration_is_completed_again_from_other_objects():
     plugin = DeepSpeedPlugin()
     optimizer = torch.optim.AdamW(parameters())
-    building.complete(plugin, Given(None, optimizer, batch_sizes=[8], replicas=2))
+    building.complete(plugin, EngineInputs(None, optimizer, batch_sizes=[8], replicas=2))
     assert plugin.deepspeed_config["train_batch_size"] == 16
-    building.complete(plugin, Given(None, optimizer, batch_sizes=[4], replicas=2))
+    building.complete(plugin, EngineInputs(None, optimizer, batch_sizes=[4], replicas=2))
     assert plugin.deepspeed_config["train_batch_size"] == 8
 
 
 def test_a_configuration_without_batch_sizes_uses_those_of_the_loader():
     plugin = DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": 1}})
-    config = building.complete(plugin, Given(None, object(), batch_sizes=[8]))
+    config = building.complete(plugin, EngineInputs(None, object(), batch_sizes=[8]))
     assert config["train_micro_batch_size_per_gpu"] == 8
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = "4"  # by hand, later
     assert (
-        building.complete(plugin, Given(None, object(), batch_sizes=[4]))["train_micro_batch_size_per_gpu"]
+        building.complete(plugin, EngineInputs(None, object(), batch_sizes=[4]))[
+            "train_micro_batch_size_per_gpu"
+        ]
         == 4
     )
     plugin.deepspeed_config["train_micro_batch_size_per_gpu"] = "many"
     with pytest.raises(ConfigurationError, match="train_micro_batch_size_per_gpu is 'many'"):
-        building.complete(plugin, Given(None, object(), batch_sizes=[4]))
+        building.complete(plugin, EngineInputs(None, object(), batch_sizes=[4]))
 
 
 def test_an_error_of_deepspeed_is_a_preparation_error(package, monkeypatch):
@@ -99,7 +101,7 @@ def test_ms_amp_builds_the_engine_where_it_is_asked_for(package, monkeypatch):
 
 def test_a_model_that_is_not_trained_leaves_the_configuration_open():
     plugin = DeepSpeedPlugin()
-    config = building.complete(plugin, Given(None, batch_sizes=[8]))
+    config = building.complete(plugin, EngineInputs(None, batch_sizes=[8]))
     assert config["train_batch_size"] == 8
     assert plugin.deepspeed_config["train_batch_size"] == "auto"
 
@@ -119,14 +121,16 @@ def test_deepspeed_gets_the_variables_of_a_rank():
 
 def test_the_innermost_optimizer_is_torchs():
     inner = torch.optim.SGD(parameters(), lr=0.1)
-    assert building.innermost(SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner))) is inner
-    assert building.innermost(SimpleNamespace()) is None
+    assert building.torch_optimizer_of(SimpleNamespace(optimizer=SimpleNamespace(optimizer=inner))) is inner
+    assert building.torch_optimizer_of(SimpleNamespace()) is None
 
 
-def test_a_model_that_is_not_trained_computes_in_the_format_of_the_run():
-    model = building.run_only(torch.nn.Linear(2, 1), torch.device("cpu"), {"bf16": {"enabled": True}})
+def test_a_model_that_is_not_trained_computes_in_the_dtype_of_the_run():
+    model = building.cast_without_engine(
+        torch.nn.Linear(2, 1), torch.device("cpu"), {"bf16": {"enabled": True}}
+    )
     assert model(torch.ones(1, 2)).dtype == torch.bfloat16
-    plain = building.run_only(torch.nn.Linear(2, 1), None, {})
+    plain = building.cast_without_engine(torch.nn.Linear(2, 1), None, {})
     assert plain(torch.ones(1, 2)).dtype == torch.float32
 
 
@@ -142,7 +146,7 @@ def test_deepspeed_takes_the_group_of_the_run(kind, variable, monkeypatch, packa
     assigned: dict[str, str] = {}
     monkeypatch.setattr(building.environ, "assign", assigned.update)
     seen = []
-    monkeypatch.setattr(building, "check_abilities", lambda configs, device: seen.append(configs))
+    monkeypatch.setattr(building, "check_hardware", lambda configs, device: seen.append(configs))
     first, second = DeepSpeedPlugin(), DeepSpeedPlugin()
     request = SimpleNamespace(deepspeed={"a": first, "b": second})
     with patch_environment(RANK="7"):

@@ -43,7 +43,7 @@ TABLE = [
     ([OTHER], [OWN], [], {}, ["SGD has 2 tensors that are no parameters of Linear"]),
     ([FROZEN], [torch.optim.SGD(FROZEN.parameters())], [], {}, ["no parameter that is trained"]),
     ([FROZEN], [STAND_IN], [], OPTIMIZER, ["no parameter that is trained"]),
-    ([PARTLY], [GROUPS], [], {"zero_optimization": {"stage": 2}}, ["(0), which ZeRO stage 2 cannot share"]),
+    ([PARTLY], [GROUPS], [], {"zero_optimization": {"stage": 2}}, ["(0), which ZeRO stage 2 cannot shard"]),
     ([PARTLY], [GROUPS], [], {"zero_optimization": {"stage": 3}}, []),
     ([MODEL], [WITH_EMPTY], [], {"zero_optimization": {"stage": 2}}, []),  # DeepSpeed drops empty groups
     ([MODEL], [ALL_EMPTY], [], {}, ["SGD has no parameters"]),

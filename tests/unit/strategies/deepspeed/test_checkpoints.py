@@ -82,15 +82,15 @@ def test_engines_are_loaded_by_their_folder(tmp_path):
     with pytest.raises(CheckpointError, match="holds no pytorch_model"):
         part.read(Load(tmp_path))
     (tmp_path / "pytorch_model").mkdir()
-    part.read(Load(tmp_path, model={"strict": False}))()
+    part.read(Load(tmp_path, model={"strict": False})).apply()
     assert engine.loaded == [(str(tmp_path), "pytorch_model", False)]
 
 
 def test_an_engine_that_finds_nothing_is_an_error(tmp_path):
     (tmp_path / "pytorch_model").mkdir()
-    apply = EnginePart(0, Engine(found=False), Topology()).read(Load(tmp_path))
+    change = EnginePart(0, Engine(found=False), Topology()).read(Load(tmp_path))
     with pytest.raises(CheckpointError, match="found nothing to load"):
-        apply()
+        change.apply()
 
 
 def test_an_engine_that_read_what_a_save_has_replaced_is_an_error(tmp_path):
@@ -98,9 +98,9 @@ def test_an_engine_that_read_what_a_save_has_replaced_is_an_error(tmp_path):
         raise CheckpointError("replaced")
 
     (tmp_path / "pytorch_model").mkdir()
-    apply = EnginePart(0, Engine(), Topology()).read(Load(tmp_path, confirm=confirm))
+    change = EnginePart(0, Engine(), Topology()).read(Load(tmp_path, confirm=confirm))
     with pytest.raises(CheckpointError, match="^replaced$"):
-        apply()
+        change.apply()
 
 
 @pytest.fixture
@@ -118,8 +118,8 @@ def test_shards_of_another_number_of_processes_are_refused_before_anything_is_lo
         EnginePart(0, engine, Topology()).read(Load(of_two))
     assert "ds_to_universal --inject_missing_state --input_folder" in str(caught.value)
     assert engine.loaded == []
-    EnginePart(0, engine, Topology(rank=1, size=2)).read(Load(of_two))()
-    EnginePart(0, Engine(elastic=True), Topology()).read(Load(of_two))()
+    EnginePart(0, engine, Topology(rank=1, size=2)).read(Load(of_two)).apply()
+    EnginePart(0, Engine(elastic=True), Topology()).read(Load(of_two)).apply()
 
 
 def test_loading_optimizer_states_on_nvme_is_refused(of_two, tmp_path, caplog, states):
@@ -140,13 +140,13 @@ def test_a_universal_checkpoint_is_written_beside_the_other_or_replaces_it(of_tw
     engine = Engine(universal=True)
     part = EnginePart(0, engine, Topology())
     with pytest.raises(
-        CheckpointError, match="holds no universal checkpoint.* Make one: python -m deepspeed"
+        CheckpointError, match="holds no universal checkpoint.* Create it: python -m deepspeed"
     ):
         part.read(Load(of_two))
     (of_two / "pytorch_model" / "zero").mkdir()
-    part.read(Load(of_two))()
+    part.read(Load(of_two)).apply()
     (of_two / "pytorch_model_universal" / "zero").mkdir(parents=True)
-    part.read(Load(of_two))()
+    part.read(Load(of_two)).apply()
     assert [tag for _, tag, _ in engine.loaded] == ["pytorch_model", "pytorch_model_universal"]
 
 

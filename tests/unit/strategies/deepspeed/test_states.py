@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from accelerate.strategies.deepspeed import copy_tied, gathered_parameters
+from accelerate.strategies.deepspeed import copy_to_cpu, gathered_parameters
 
 
 def test_views_of_one_buffer_are_copied_separately_and_tied_names_stay_tied():
     buffer = torch.arange(6.0)
     state = {"a": buffer[:2], "b": buffer[2:].view(2, 2), "c": buffer[:2], "extra": 3}
-    copied = copy_tied(state)
+    copied = copy_to_cpu(state)
     assert copied["a"] is copied["c"]
     assert copied["extra"] == 3
     assert copied["b"].untyped_storage().nbytes() == 16

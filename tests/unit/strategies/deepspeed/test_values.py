@@ -8,13 +8,21 @@ import pytest
 import torch
 
 from accelerate.base import ConfigurationError
-from accelerate.strategies.deepspeed import DummyOptim, DummyScheduler, Given, batch_sizes_of, filling_of
+from accelerate.strategies.deepspeed import (
+    DummyOptim,
+    DummyScheduler,
+    EngineInputs,
+    auto_values_of,
+    batch_sizes_of,
+)
 
 MODEL = torch.nn.Linear(1, 1)
 
 
 def filled(config, **given):
-    filling = filling_of(Given(MODEL if "model" not in given else given.pop("model"), **given), config)
+    filling = auto_values_of(
+        EngineInputs(MODEL if "model" not in given else given.pop("model"), **given), config
+    )
     filling.fill(config)
     return config, filling
 
@@ -59,7 +67,7 @@ def test_an_auto_batch_size_without_a_loader_is_an_error():
     written = {"train_micro_batch_size_per_gpu": "auto", "train_batch_size": "auto"}
     _, filling = filled(written, optimizer=object())
     assert filling.missing == ["train_micro_batch_size_per_gpu", "train_batch_size"]
-    with pytest.raises(ConfigurationError, match="give the loader to prepare, with a batch_size"):
+    with pytest.raises(ConfigurationError, match="pass the loader to prepare, with a batch_size"):
         filling.check_filled()
 
 
@@ -78,15 +86,15 @@ def test_auto_parameters_are_those_of_the_optimizer_and_others_are_left_to_deeps
     assert config["optimizer"]["params"] == {"lr": 0.1, "weight_decay": 0, "betas": (0.5, 0.9)}
 
 
-@pytest.mark.parametrize(("pace", "total", "warm"), [(1, 100, 10), (4, 25, 3)])
-def test_schedules_are_counted_in_steps_of_the_optimizer(pace, total, warm):
+@pytest.mark.parametrize(("scheduler_steps", "total", "warm"), [(1, 100, 10), (4, 25, 3)])
+def test_schedules_are_counted_in_steps_of_the_optimizer(scheduler_steps, total, warm):
     names = ("total_num_steps", "warmup_num_steps", "warmup_min_lr", "warmup_max_lr")
     optimizer = DummyOptim([], lr=0.1)
     config, _ = filled(
         {"scheduler": {"params": dict.fromkeys(names, "auto")}},
         optimizer=optimizer,
         scheduler=DummyScheduler(optimizer, total_num_steps=100, warmup_num_steps=10),
-        pace=pace,
+        scheduler_steps=scheduler_steps,
     )
     assert config["scheduler"]["params"] == {
         "total_num_steps": total,

@@ -78,7 +78,7 @@ def test_another_limit_than_the_configured_one_gives_a_warning(states, caplog):
     wrapper.compute_gradients(torch.ones(()), True)
     wrapper.clip(0.25)
     assert "max_norm=0.25" in caplog.text
-    assert "gradient_clipping=1.0, which counts" in caplog.text
+    assert "gradient_clipping=1.0, which takes precedence" in caplog.text
 
 
 def test_other_norms_are_refused():
@@ -91,7 +91,7 @@ def test_the_engine_clears_gradients_and_steps_at_the_end_of_a_window(states):
     inner = torch.optim.SGD([torch.ones(1, requires_grad=True)], lr=0.1)
     inner.overflow = True
     wrapper, taken = DeepSpeedOptimizerWrapper(inner), []
-    wrapper.take_step = lambda: taken.append(1)
+    wrapper.run_step = lambda: taken.append(1)
     inner.param_groups[0]["params"][0].grad = torch.ones(1)
     wrapper.zero_grad()
     assert inner.param_groups[0]["params"][0].grad is not None

@@ -8,7 +8,7 @@ from torch import nn
 
 from accelerate.base import ConfigurationError
 from accelerate.strategies import as_list
-from accelerate.strategies.fsdp import clip_values, gradient_norm, groups_of, local_parts, scale_down
+from accelerate.strategies.fsdp import clip_values, gradient_norm, groups_of, local_gradients, scale_down
 
 CPU = torch.device("cpu")
 
@@ -27,7 +27,7 @@ def test_the_norm_is_torch_s(norm_type: float) -> None:
     norm = gradient_norm(ours, norm_type, CPU)
     torch.testing.assert_close(norm, expected)
     scale_down(ours, norm, 1.5)
-    torch.testing.assert_close(local_parts(ours)[:2], local_parts(theirs))
+    torch.testing.assert_close(local_gradients(ours)[:2], local_gradients(theirs))
 
 
 def test_measuring_the_norm_does_not_change_gradients() -> None:
@@ -42,14 +42,14 @@ def test_the_norm_without_gradients_is_zero() -> None:
 
 
 def test_no_norm_of_type_zero() -> None:
-    with pytest.raises(ConfigurationError, match="norm_type=0: it is no p of a p-norm"):
+    with pytest.raises(ConfigurationError, match="norm_type=0: it is not the p of a p-norm"):
         gradient_norm(parameters(), 0, CPU)
 
 
 def test_values() -> None:
     ours = parameters()
     clip_values(iter(ours), 1.0)
-    assert all(part.numel() == 0 or part.abs().max() <= 1.0 for part in local_parts(ours))
+    assert all(part.numel() == 0 or part.abs().max() <= 1.0 for part in local_gradients(ours))
     clip_values(ours[0], 0.25)
     assert ours[0].grad is not None
     assert ours[0].grad.abs().max() == 0.25

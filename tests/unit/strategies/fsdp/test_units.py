@@ -12,7 +12,7 @@ from torch import nn
 from accelerate import FullyShardedDataParallelPlugin
 from accelerate.base import PreparationError
 from accelerate.state import PartialState
-from accelerate.strategies.fsdp import choose_units, holdings, split_by_dtype
+from accelerate.strategies.fsdp import choose_units, parameters_by_unit, split_by_dtype
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -54,7 +54,7 @@ def test_modules_tied_to_other_modules_are_no_units(caplog: pytest.LogCaptureFix
     net["blocks"][1].linear.weight = net["enter"].weight
     with caplog.at_level(logging.INFO):
         assert choose_units(plugin(), net) == [net["blocks"][0]]
-    assert "1 modules of ModuleDict share parameters" in caplog.text
+    assert "1 modules of ModuleDict have parameters that are tied" in caplog.text
     net["blocks"][0].linear.weight = net["blocks"][0].norm.weight  # a tie inside a unit
     assert choose_units(plugin(), net) == [net["blocks"][0]]
 
@@ -69,7 +69,10 @@ def test_containers_are_never_called_and_no_units(caplog: pytest.LogCaptureFixtu
 def test_each_parameter_is_held_once() -> None:
     net = model()
     ignored = net["enter"].bias
-    held = [[holding.name for holding in unit] for unit in holdings(net, list(net["blocks"]), [ignored])]
+    held = [
+        [parameter.name for parameter in unit]
+        for unit in parameters_by_unit(net, list(net["blocks"]), [ignored])
+    ]
     assert [sorted(names) for names in held] == [
         sorted(
             f"blocks.{index}.{name}" for name in ("norm.weight", "norm.bias", "linear.weight", "linear.bias")

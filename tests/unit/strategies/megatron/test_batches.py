@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from accelerate.base import ConfigurationError
-from accelerate.strategies.megatron import BatchShape, share_batch
+from accelerate.strategies.megatron import BatchShape, broadcast_batch
 
 from .conftest import Fake
 
@@ -36,7 +36,7 @@ def batch(rows: int, columns: int = 3) -> dict[str, torch.Tensor]:
 
 def test_free_shapes_stay() -> None:
     given = batch(3)
-    assert BatchShape(arguments()).fill(given) is given
+    assert BatchShape(arguments()).pad(given) is given
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_free_shapes_stay() -> None:
     [{"pipeline_model_parallel_size": 2}, {"sequence_parallel": True}, {"context_parallel_size": 2}],
 )
 def test_fixed_shapes_are_filled_with_what_does_not_count(fixing: dict[str, Any]) -> None:
-    filled = BatchShape(arguments(**fixing)).fill(batch(3))
+    filled = BatchShape(arguments(**fixing)).pad(batch(3))
     assert {name: tuple(tensor.shape) for name, tensor in filled.items()} == {
         "input_ids": (4, 4),
         "labels": (4, 4),
@@ -57,13 +57,13 @@ def test_fixed_shapes_are_filled_with_what_does_not_count(fixing: dict[str, Any]
 
 def test_full_batches_stay() -> None:
     given = batch(4, 4)
-    filled = BatchShape(arguments(pipeline_model_parallel_size=2)).fill(given)
+    filled = BatchShape(arguments(pipeline_model_parallel_size=2)).pad(given)
     assert all(filled[name] is given[name] for name in given)
 
 
 def test_decoders_have_a_length_of_their_own() -> None:
     args = arguments(model_type_name="t5", sequence_parallel=True, encoder_seq_length=6, decoder_seq_length=4)
-    filled = BatchShape(args).fill(batch(4))
+    filled = BatchShape(args).pad(batch(4))
     assert (filled["input_ids"].shape[1], filled["labels"].shape[1]) == (6, 4)
 
 
@@ -72,18 +72,18 @@ def test_larger_batches_are_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"input_ids=\[4, 5\]: sequences are longer than the 4.*seq_length"
     ):
-        shape.fill(batch(4, 5))
+        shape.pad(batch(4, 5))
     with pytest.raises(ConfigurationError, match="more samples than the 4"):
-        shape.fill(batch(5, 4))
+        shape.pad(batch(5, 4))
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(4, [2, 2]), (3, [2, 1]), (1, [1])])
 def test_micro_batches(rows: int, sizes: list[int]) -> None:
-    cut = BatchShape(arguments()).cut(batch(rows))
+    cut = BatchShape(arguments()).split(batch(rows))
     assert [len(each["input_ids"]) for each in cut] == sizes
 
 
 def test_one_rank_broadcasts_no_batch(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 1)
     given = batch(2)
-    assert share_batch(given, torch.device("cpu")).keys() == given.keys()
+    assert broadcast_batch(given, torch.device("cpu")).keys() == given.keys()

@@ -19,7 +19,7 @@ from accelerate.strategies.megatron import (
     build_datasets,
     prepare_data_loader,
     refuse_batch_sampler,
-    with_batches_of,
+    with_batch_size,
 )
 from accelerate.utils import MegatronLMPlugin
 
@@ -33,16 +33,16 @@ class Stream(IterableDataset[int]):
 
 def test_larger_batches_of_the_same_samples() -> None:
     loader = DataLoader(range(8), batch_size=2, shuffle=True, drop_last=True, collate_fn=list)  # type: ignore[arg-type]
-    larger = with_batches_of(loader, 4)
+    larger = with_batch_size(loader, 4)
     assert larger.sampler is loader.sampler
     assert (larger.collate_fn, larger.drop_last, len(larger)) == (list, True, 2)
     assert sorted(sum(larger, [])) == list(range(8))
-    assert with_batches_of(loader, 2) is loader
+    assert with_batch_size(loader, 2) is loader
 
 
 def test_streams_too() -> None:
     loader: DataLoader[Any] = DataLoader(Stream(), batch_size=2, collate_fn=list)
-    assert [len(batch) for batch in with_batches_of(loader, 3)] == [3, 3, 2]
+    assert [len(batch) for batch in with_batch_size(loader, 3)] == [3, 3, 2]
 
 
 def test_batches_without_a_size_are_refused() -> None:

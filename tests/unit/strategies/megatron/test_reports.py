@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from accelerate import PartialState
-from accelerate.strategies.megatron import Losses, combine_reports, means, perplexity, share_outputs
+from accelerate.strategies.megatron import LossLog, broadcast_outputs, combine_reports, means, perplexity
 
 from .conftest import Fake
 
@@ -44,7 +44,7 @@ def test_pairs_are_means_over_tokens_and_values_over_micro_batches(groups: Any) 
 
 def test_outputs_of_one_stage(groups: Any) -> None:
     report = {"a": torch.tensor(1.0), "b": torch.tensor(2.0), "logits": torch.ones(2)}
-    loss, logits = share_outputs(report, groups, torch.device("cpu"), True)
+    loss, logits = broadcast_outputs(report, groups, torch.device("cpu"), True)
     assert (float(loss), logits) == (3.0, report["logits"])
 
 
@@ -65,11 +65,11 @@ def test_stages_receive_the_outputs_of_the_last(
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast_object_list)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0 if is_last else 1)
     report = {"lm loss": sent["loss"], "logits": sent["logits"]} if is_last else {}
-    loss, logits = share_outputs(report, groups, torch.device("cpu"), True)
+    loss, logits = broadcast_outputs(report, groups, torch.device("cpu"), True)
     assert float(loss) == 3.0
     assert logits is not None
     assert logits.tolist() == sent["logits"].tolist()
-    assert share_outputs(report, groups, torch.device("cpu"), False)[1] is None
+    assert broadcast_outputs(report, groups, torch.device("cpu"), False)[1] is None
 
 
 def engine(iteration: int) -> Any:
@@ -82,7 +82,7 @@ def test_steps_are_logged_in_their_turn(fake: Fake, caplog: pytest.LogCaptureFix
     fake.writer = Writer()
     PartialState(cpu=True)
     args = Namespace(log_interval=2, tensorboard_log_interval=1, log_loss_scale_to_tensorboard=True)
-    losses = Losses(args)
+    losses = LossLog(args)
     report = {"lm loss": torch.tensor(2.0)}
     with caplog.at_level("INFO"):
         assert losses.log_step(engine(1), report, None) != {}
@@ -99,7 +99,7 @@ def test_steps_are_logged_in_their_turn(fake: Fake, caplog: pytest.LogCaptureFix
 def test_evaluations_are_logged(fake: Fake, caplog: pytest.LogCaptureFixture) -> None:
     fake.writer = Writer()
     PartialState(cpu=True)
-    losses = Losses(Namespace(log_validation_ppl_to_tensorboard=True))
+    losses = LossLog(Namespace(log_validation_ppl_to_tensorboard=True))
     totals: dict[str, Any] = {}
     for value in (1.0, 3.0):
         losses.add(totals, {"lm loss": torch.tensor(value), "logits": torch.zeros(1)})

@@ -33,14 +33,14 @@ def test_optimizers_follow_and_ties_hold(strategy: XlaReplicas) -> None:
     model = Tied()
     before = [torch.optim.SGD(model.parameters(), lr=1.0), torch.optim.SGD(model.parameters(), lr=1.0)]
     session = strategy.session
-    prepared = strategy.prepare_optimizer(before[0], to_device=False)
+    prepared = strategy.wrap_optimizer(before[0], to_device=False)
     session.prepared.optimizers.append(prepared)
     old = model.first.weight
     with session.following([before[1]]):
-        assert strategy.prepare_model(model, to_device=True, evaluation=False) is model
+        assert strategy.wrap_model(model, to_device=True, evaluation=False) is model
     assert model.first.weight is model.second.weight
     assert model.first.weight is not old
-    late = strategy.prepare_optimizer(torch.optim.SGD([old], lr=1.0), to_device=False)
+    late = strategy.wrap_optimizer(torch.optim.SGD([old], lr=1.0), to_device=False)
     expected = {id(p) for p in model.parameters()}
     for optimizer in (prepared, before[1]):
         assert {id(p) for group in optimizer.param_groups for p in group["params"]} == expected
@@ -51,7 +51,7 @@ def test_optimizers_follow_and_ties_hold(strategy: XlaReplicas) -> None:
 def test_a_model_that_stays_keeps_its_parameters(strategy: XlaReplicas) -> None:
     model = Tied()
     weight = model.first.weight
-    strategy.prepare_model(model, to_device=False, evaluation=False)
+    strategy.wrap_model(model, to_device=False, evaluation=False)
     assert model.first.weight is weight
 
 

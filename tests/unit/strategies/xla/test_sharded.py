@@ -31,7 +31,7 @@ def test_parameters_and_units_are_marked(fake: Any, asking: Any) -> None:
     strategy = XlaFullyShard(asking(2, activation_checkpointing=True, **UNITS))
     model = nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2))
     model.register_parameter("scale", nn.Parameter(torch.ones(())))
-    assert strategy.wrap(model) is model
+    assert strategy.parallelize(model) is model
     assert fake.calls == [
         ("recompute", "Linear"),
         ("recompute", "Linear"),
@@ -53,7 +53,7 @@ def test_outputs_are_marked(fake: Any, asking: Any, monkeypatch: pytest.MonkeyPa
 
     strategy = XlaFullyShard(asking(2))
     monkeypatch.setattr("accelerate.strategies.xla.iterate_tensors", lambda output: [OnXla()])
-    strategy._share_output(nn.Linear(1, 1), (), {"logits": 1})
+    strategy._shard_output(nn.Linear(1, 1), (), {"logits": 1})
     assert fake.calls == [((8, 3), ("fsdp", None))]
 
 
@@ -84,9 +84,9 @@ def wrapped(fake: Any, asking: Any) -> Any:
     sys.modules["torch_xla.distributed.fsdp"].XlaFullyShardedDataParallel = Wrapped  # type: ignore[attr-defined]
     strategy = XlaFullySharded(asking(1, sharding_strategy="SHARD_GRAD_OP", **UNITS))
     model = nn.Sequential(nn.Linear(2, 4))
-    optimizer = strategy.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), to_device=False)
+    optimizer = strategy.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=1.0), to_device=False)
     strategy.session.prepared.optimizers.append(optimizer)
-    return strategy, strategy.wrap(model), optimizer
+    return strategy, strategy.parallelize(model), optimizer
 
 
 def test_version_one_wraps_and_optimizers_follow(wrapped: Any) -> None:
@@ -114,9 +114,9 @@ def test_version_one_clips_with_the_method_of_the_model(wrapped: Any, fake: Any)
 def test_version_one_neither_saves_nor_loads(wrapped: Any) -> None:
     strategy, model, optimizer = wrapped
     for call in (
-        lambda: strategy.state_dict(model, unwrap=True),
-        lambda: strategy.load_weights(model, {}, lambda *given: None),
-        lambda: strategy.optimizer_owners([optimizer], gather=True),
+        lambda: strategy.state.state_dict(model, unwrap=True),
+        lambda: strategy.state.load_weights(model, {}, lambda *given: None),
+        lambda: strategy.state.optimizer_owners([optimizer], gather=True),
     ):
         with pytest.raises(ConfigurationError, match="Set fsdp_version=2"):
             call()

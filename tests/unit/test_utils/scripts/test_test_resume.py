@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.checkpointing import GeneratorsPart, nothing
+from accelerate.checkpointing import GeneratorsPart, no_change
 from accelerate.commands.test import RUNS, compare
 from accelerate.test_utils.scripts import test_resume as script
 
@@ -38,6 +38,6 @@ def test_every_case_resumes_exactly(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_generator_that_is_not_restored_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(script, "CASES", script.CASES[:1])
     monkeypatch.setattr(script, "EPOCHS", 2)
-    monkeypatch.setattr(GeneratorsPart, "change", lambda self, apply: nothing)
+    monkeypatch.setattr(GeneratorsPart, "change", lambda self, apply: no_change)
     (verdict,) = compare(*record(monkeypatch, tmp_path))
     assert verdict.weights != "same"

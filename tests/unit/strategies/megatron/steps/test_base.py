@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from accelerate.strategies.megatron import steps
-from accelerate.strategies.megatron.steps import Output, output_class, sum_over_tokens
+from accelerate.strategies.megatron.steps import StepOutput, output_class, sum_over_tokens
 
 
 def test_sums_and_numbers() -> None:
@@ -24,7 +24,7 @@ def test_outputs_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "is_transformers_available", lambda: False)
     output = output_class("Any")(loss=1, logits=None)
     assert (output.loss, output["loss"], output[0], output[:1]) == (1, 1, 1, [1])
-    assert isinstance(output, Output)
+    assert isinstance(output, StepOutput)
     with pytest.raises(AttributeError):
         output.other  # noqa: B018
 

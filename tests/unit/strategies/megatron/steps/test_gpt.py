@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from accelerate.strategies.megatron.steps import GPTTrainStep, begin_of_documents, hide_later
+from accelerate.strategies.megatron.steps import GPTTrainStep, causal_mask, document_starts
 
 from .conftest import accelerator, arguments
 
@@ -28,7 +28,7 @@ def test_labels_are_what_follows() -> None:
     assert tokens.equal(TOKENS)
     assert labels.tolist() == [[2, 9, 3, 4, 0]]
     assert loss_mask.tolist() == [[1, 1, 1, 1, 0]]
-    assert mask.equal(hide_later(5, torch.device("cpu")))
+    assert mask.equal(causal_mask(5, torch.device("cpu")))
     assert positions.tolist() == [[0, 1, 2, 3, 4]]
 
 
@@ -59,8 +59,8 @@ def test_ends_of_documents() -> None:
     assert mask[0, 0, 2].tolist() == [False, False, False, True, True]
 
 
-def test_begin_of_documents() -> None:
-    assert begin_of_documents(torch.tensor([[0, 0, 1, 2, 2]])).tolist() == [[0, 0, 2, 3, 3]]
+def test_document_starts() -> None:
+    assert document_starts(torch.tensor([[0, 0, 1, 2, 2]])).tolist() == [[0, 0, 2, 3, 3]]
 
 
 def test_megatrons_own_batches() -> None:

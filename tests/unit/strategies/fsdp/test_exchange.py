@@ -1,4 +1,4 @@
-"""Units of either kind exchange gradients inside the block, and not after it."""
+"""Units of both versions of FSDP synchronize gradients inside the block, and not after it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from accelerate.strategies import exchanging
+from accelerate.strategies.fsdp import gradient_sync
 
 
 class Wrapper(nn.Module):
@@ -28,9 +28,9 @@ def states(model: Any) -> list[bool]:
 
 def test_sync_of_units_is_set_and_reset() -> None:
     model = nn.Sequential(Wrapper(), InPlace(), nn.Linear(1, 1))
-    with exchanging(model):
+    with gradient_sync(model):
         assert states(model) == [True, True]
     assert states(model) == [False, False]
-    with pytest.raises(KeyError), exchanging(model):
+    with pytest.raises(KeyError), gradient_sync(model):
         raise KeyError
     assert states(model) == [False, False]

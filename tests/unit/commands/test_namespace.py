@@ -9,12 +9,17 @@ from typing import Any
 import pytest
 
 from accelerate.base import ConfigurationError, clear_environment, current
+from accelerate.commands import namespace
 from accelerate.commands.launch import launch_command_parser
-from accelerate.launch import LaunchPlan, namespace
-from accelerate.launch.backends import DeepSpeedLauncher, ElasticLauncher, Launcher, LocalLauncher
+from accelerate.launch import LaunchPlan, get_free_port
+from accelerate.launch.backends import Launcher
+from accelerate.launch.backends.elastic import ElasticLauncher, LocalLauncher
+from accelerate.launch.backends.hostfile import DeepSpeedLauncher
 
 OBSERVED = json.loads((Path(__file__).parents[2] / "samples" / "launch_environments.json").read_text())
 BUILT = {name: seen for name, seen in OBSERVED.items() if hasattr(namespace, seen["function"])}
+ADDED = {"megatron": {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}}
+"""Variables that `accelerate launch` sets, too, and that Megatron-LM requires."""
 
 
 def decided(seen: dict[str, Any]) -> argparse.Namespace:
@@ -32,7 +37,8 @@ def test_environments_are_those_of_the_interface(name: str) -> None:
         inherited = set(current())
     environment = made[1] if isinstance(made, tuple) else made
     added = {key: text for key, text in environment.items() if key not in inherited}
-    assert added == {key: text.replace("<cwd>", str(Path.cwd())) for key, text in seen["env"].items()}
+    expected = {key: text.replace("<cwd>", str(Path.cwd())) for key, text in seen["env"].items()}
+    assert added == {**expected, **ADDED.get(name, {})}
     assert environment.keys() >= inherited
 
 
@@ -73,21 +79,32 @@ def test_several_machines_give_the_simple_launcher_an_address() -> None:
     assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("host", "29500")
 
 
-def test_the_launcher_of_deepspeed_has_a_command() -> None:
+def several_nodes(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a run of DeepSpeed on two nodes."""
+    hosts = tmp_path / "hosts"
+    hosts.write_text("first slots=1\nsecond slots=1\n")
+    return {
+        "num_machines": 2,
+        "deepspeed_multinode_launcher": "pdsh",
+        "deepspeed_hostfile": str(hosts),
+        "main_process_port": get_free_port(),
+    }
+
+
+def test_the_launcher_of_deepspeed_has_a_command(tmp_path: Path) -> None:
     args = decided(OBSERVED["deepspeed"])
     assert namespace.prepare_deepspeed_cmd_env(args)[0] is None
-    more = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "hosts", "main_process_port": 5}
-    vars(args).update(num_machines=2, **more)
+    vars(args).update(several_nodes(tmp_path))
     command, variables = namespace.prepare_deepspeed_cmd_env(args)
     assert command is not None
     assert " ".join(command[1:]) == (
-        "-m deepspeed.launcher.runner --hostfile hosts --launcher pdsh --num_nodes 2 --num_gpus 1 "
-        "--master_port 5 --no_local_rank script.py --x 1"
+        f"-m deepspeed.launcher.runner --hostfile {args.deepspeed_hostfile} --launcher pdsh --num_nodes 2 "
+        f"--num_gpus 1 --master_port {args.main_process_port} --no_local_rank script.py --x 1"
     )
     assert variables["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
 
 
-def test_launchers_with_a_namespace_run_their_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launchers_with_a_namespace_run_their_plan(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     plans: list[LaunchPlan] = []
 
     def record(launcher: Launcher, plan: LaunchPlan) -> int:
@@ -97,8 +114,7 @@ def test_launchers_with_a_namespace_run_their_plan(monkeypatch: pytest.MonkeyPat
     for kind in (LocalLauncher, ElasticLauncher, DeepSpeedLauncher):
         monkeypatch.setattr(kind, "run", record)
     several = decided(OBSERVED["deepspeed"])
-    more = {"deepspeed_multinode_launcher": "pdsh", "deepspeed_hostfile": "hosts", "main_process_port": 5}
-    vars(several).update(num_machines=2, **more)
+    vars(several).update(several_nodes(tmp_path))
     calls = [
         (namespace.simple_launcher, decided(OBSERVED["simple_cpu"])),
         (namespace.multi_gpu_launcher, decided(OBSERVED["multi_gpu"])),

@@ -1,4 +1,4 @@
-"""Tests of shared sequences, against recording stand-ins."""
+"""Sequences that are sharded by DeepSpeed's attention, which recording stand-ins replace."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from accelerate.base import PreparationError
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.axes import (
     Axis,
-    SequenceAxis,
+    UlyssesAxis,
     check_attention,
     loader_class,
-    resolve_sequence_axis,
+    resolve_axes,
 )
 
 
@@ -25,11 +25,11 @@ def model(**config):
 
 def test_without_an_axis_sequences_are_whole():
     for config in (None, ParallelismConfig()):
-        axis = resolve_sequence_axis(config, None)
+        axis = resolve_axes(config, None).sequence
         assert type(axis) is Axis
         assert (axis.size, axis.groups, axis.splits_buffers) == (1, None, False)
         assert axis.transform_loader("loader", None) == "loader"
-        with axis.batch(buffers=[torch.ones(3)], buffer_seq_dims=[0]):
+        with axis.split_batch(buffers=[torch.ones(3)], buffer_seq_dims=[0]):
             pass
 
 
@@ -108,12 +108,12 @@ class Loader:
 
 
 def test_attention_is_registered_and_loaders_are_divided(deepspeed):
-    shared = resolve_sequence_axis(ParallelismConfig(sp_size=2, dp_shard_size=1), None)
-    assert isinstance(shared, SequenceAxis)
+    shared = resolve_axes(ParallelismConfig(sp_size=2, dp_shard_size=1), None).sequence
+    assert isinstance(shared, UlyssesAxis)
     given = model(_attn_implementation="sdpa", num_attention_heads=4)
     with pytest.raises(PreparationError, match="prepare the model first"):
         shared.transform_loader(Loader(), given)
-    shared.transform([given], 3)
+    assert shared.transform_model(given, 3) is given
     assert shared.groups.get_sequence_parallel_rank() == 1
     assert deepspeed[0] == {
         "model_name_or_path": given,
@@ -124,7 +124,7 @@ def test_attention_is_registered_and_loaders_are_divided(deepspeed):
         "seq_length_is_variable": True,
     }
     with pytest.raises(PreparationError, match="second model"):
-        shared.transform([given])
+        shared.transform_model(given)
     loader = Loader()
     divided = shared.transform_loader(loader, given)
     assert deepspeed[1] == {

@@ -1,0 +1,204 @@
+"""Shards of tensors that are on this rank, with their offsets in the whole tensors.
+
+`sharded.py` and the strategies convert plain tensors, distributed tensors and flat parameters to
+`LocalShards`, which `shard_files.py` writes and reads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from accelerate.ops import is_dtensor
+
+if TYPE_CHECKING:  # they take half a second to import
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+    from torch.distributed.tensor import DTensor
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape]
+"""Offsets in the whole tensor, and sizes."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Box of a tensor with its offsets in the whole tensor."""
+
+    offsets: Shape
+    tensor: Tensor
+
+
+@dataclass(frozen=True)
+class LocalShards:
+    """Shards of one tensor on this rank, with the methods by which DCP's planners read a DTensor."""
+
+    shape: Shape  # of the whole tensor
+    dtype: torch.dtype
+    shards: tuple[Shard, ...]
+    owned: bool = True  # whether this rank saves them, which one of the ranks with the same shards does
+
+    def allocate(self, dtype: torch.dtype | None = None) -> LocalShards:
+        """Returns shards of the same boxes with uninitialized memory on the CPU."""
+        kind = self.dtype if dtype is None else dtype
+        shards = tuple(
+            Shard(shard.offsets, torch.empty(shard.tensor.shape, dtype=kind, device="cpu"))
+            for shard in self.shards
+        )
+        return LocalShards(self.shape, kind, shards, self.owned)
+
+    def __create_write_items__(self, key: str, _: Any) -> list[WriteItem]:
+        return [
+            write_item(key, self.shape, self.dtype, shard.offsets, shard.tensor.shape)
+            for shard in self.shards
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [
+            ChunkStorageMetadata(torch.Size(shard.offsets), shard.tensor.shape)
+            for shard in self.shards
+            if shard.tensor.numel()
+        ]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        return next(shard.tensor for shard in self.shards if shard.offsets == tuple(index.offset or ()))
+
+
+@dataclass(frozen=True)
+class PlainValue:
+    """Value that is not a tensor."""
+
+    content: Any
+    owned: bool = True
+
+
+def write_item(
+    key: str, shape: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
+) -> WriteItem:
+    """Returns DCP's plan to write one box of a tensor."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def to_local_shards(value: Any, position: int, rank: int) -> LocalShards | PlainValue:
+    """Returns the part of a value that is on this rank.
+
+    Values that are not distributed are equal on all ranks, and rank 0 saves them.
+
+    Args:
+        value: Tensor, distributed tensor or any other value.
+        position: Position among all values. Ranks with the same shards take turns in saving them.
+        rank: This rank.
+    """
+    if isinstance(value, (LocalShards, PlainValue)):
+        return value
+    if is_dtensor(value):
+        return _of_distributed(value, position)
+    if isinstance(value, Tensor):
+        return single_shard(value.detach(), rank == 0)
+    return PlainValue(value, rank == 0)
+
+
+def single_shard(tensor: Tensor, owned: bool = True) -> LocalShards:
+    """Returns a whole tensor as one shard."""
+    return LocalShards(tuple(tensor.shape), tensor.dtype, (Shard((0,) * tensor.ndim, tensor),), owned)
+
+
+def _local_tensor(value: DTensor) -> Tensor:
+    return value.detach().to_local()  # type: ignore[no-any-return, attr-defined]
+
+
+def _of_distributed(value: DTensor, position: int) -> LocalShards:
+    mesh, local = value.device_mesh, _local_tensor(value)
+    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
+    owned = bool((mesh.mesh == 0).any()) and all(  # other meshes of the run have replicas
+        coordinate[dim] == position % mesh.size(dim)
+        for dim, placement in enumerate(value.placements)
+        if placement.is_replicate()
+    )
+    chunks = value.__create_chunk_list__() if local.numel() else []  # type: ignore[no-untyped-call]
+    shards = tuple(Shard(tuple(chunk.offsets), local) for chunk in chunks)
+    return LocalShards(tuple(value.shape), value.dtype, shards, owned)
+
+
+def to_tensor(value: Any, like: Any = None) -> Any:
+    """Returns the tensor of local shards, distributed as `like`, or any other value unchanged."""
+    if not isinstance(value, LocalShards):
+        return value
+    if not is_dtensor(like) or tuple(like.shape) != value.shape:
+        return value.shards[0].tensor
+    local = _local_tensor(like)
+    own = value.shards[0].tensor if value.shards else torch.empty(local.shape, dtype=value.dtype)
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        own.to(local.device),
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def allocate_target(stored: Tensor | None, live: Any = None) -> LocalShards | None:
+    """Returns CPU memory into which a stored tensor is read, or None for a value that is not a tensor.
+
+    Only the shards of this rank are allocated if the live tensor has the same shape as the stored one.
+    """
+    if stored is None:
+        return None
+    local = to_local_shards(live, 0, 0)
+    if isinstance(local, LocalShards) and local.shape == tuple(stored.shape):
+        return local.allocate(stored.dtype)
+    return single_shard(torch.empty_like(stored, device="cpu"))
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """Iterates over the boxes of a range of elements in row-major order."""
+    if start >= stop:
+        return
+    if len(shape) == 0:
+        yield (), ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        yield from _boxes_in_row(shape, first - 1, start, stop, row)
+        return
+    yield from _boxes_in_row(shape, first - 1, start, first * row, row)
+    if first < last:
+        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
+    yield from _boxes_in_row(shape, last, last * row, stop, row)
+
+
+def _boxes_in_row(shape: Sequence[int], index: int, start: int, stop: int, row: int) -> Iterator[Box]:
+    for offsets, sizes in boxes_of_range(shape[1:], start - index * row, stop - index * row):
+        yield (index, *offsets), (1, *sizes)
+
+
+def shards_of_range(values: Tensor, shape: Sequence[int], start: int) -> tuple[Shard, ...]:
+    """Returns a range of the elements of a tensor as shards, which are views.
+
+    Args:
+        values: Elements of the range, flat.
+        shape: Shape of the whole tensor.
+        start: Number of the first element in row-major order.
+    """
+    shards, done = [], 0
+    for offsets, sizes in boxes_of_range(shape, start, start + values.numel()):
+        count = math.prod(sizes)
+        shards.append(Shard(offsets, values[done : done + count].view(sizes)))
+        done += count
+    return tuple(shards)

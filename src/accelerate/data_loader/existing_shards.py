@@ -1,0 +1,100 @@
+"""Finds loaders that are sharded already, by their user or by their dataset.
+
+`prepare_data_loader` calls both functions on all ranks before it makes the plan of a loader.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate.data_loader.iterable_shard import IterableDatasetShard
+from accelerate.data_loader.native_sharding import (
+    NativeShard,
+    is_the_same_everywhere,
+    may_read_native_shard,
+    native_shard,
+)
+from accelerate.data_loader.plan import is_sharded
+from accelerate.data_loader.rank_aware import check_settings, match_ranks, nested_samplers
+from accelerate.data_loader.stream_check import is_of_library, match_streams
+from accelerate.logging import get_logger
+from accelerate.ops import Transport, current_transport
+
+logger = get_logger(__name__)
+
+
+def find_user_shard(
+    loader: DataLoader[Any],
+    num_processes: int,
+    groups: tuple[int, int],
+    already_sharded: bool | None,
+    dispatch: bool | None,
+) -> str | None:
+    """Returns the reason why a loader already yields the shard of its rank, or None.
+
+    Called on all ranks.
+    """
+    if num_processes == 1 or already_sharded is False or is_sharded(loader, *groups):
+        return None
+    reason = "already_sharded=True"
+    if already_sharded is None:
+        transport = reachable_transport(num_processes)
+        found = match_ranks(loader, *groups, transport)
+        source = _unknown_source(loader, dispatch) if transport is not None and groups[0] > 1 else None
+        if found is None and transport is not None and source is not None:
+            found = match_streams(source, transport)
+        if found is None:
+            return None
+        reason = found
+        logger.info(f"Each rank reads its own shard of a loader that is already sharded {reason}.")
+    return reason if groups[0] > 1 else None
+
+
+def _unknown_source(loader: DataLoader[Any], dispatch: bool | None) -> Any:
+    """Returns the iterable dataset or sampler that may read the rank in its code, or None.
+
+    Of samplers, those of dispatched loaders are returned only. The orders of others are compared during the
+    first pass, see `OrderCheck`.
+    """
+    if isinstance(loader.dataset, IterableDataset):
+        is_known = isinstance(loader.dataset, IterableDatasetShard) or is_of_library(loader.dataset)
+        return None if is_known else loader.dataset
+    samplers = nested_samplers(loader._index_sampler) if dispatch else ()
+    return next((sampler for sampler in samplers if not is_of_library(sampler)), None)
+
+
+def find_native_shard(
+    loader: DataLoader[Any],
+    num_processes: int,
+    groups: tuple[int, int],
+    dispatch: bool | None,
+    user_shard: str | None,
+    *,
+    is_checked: bool,
+) -> NativeShard | None:
+    """Returns the shard that an iterable dataset makes for this group, or None if it is not to be read.
+
+    Called on all ranks. With `is_checked`, settings that contradict a dataset that the user has sharded raise
+    an error.
+    """
+    if groups[0] == 1 or not isinstance(loader.dataset, IterableDataset):
+        return None
+    if user_shard is not None:
+        return NativeShard(loader.dataset, user_shard, True)
+    shard = native_shard(loader.dataset, *groups)
+    if shard is None:
+        return None
+    if shard.is_given and is_checked:
+        check_settings(loader, shard.reason, split=False, dispatch=dispatch)
+    if not may_read_native_shard(loader, groups[0], dispatch=dispatch, given=shard.is_given):
+        return None
+    transport = None if shard.is_given else reachable_transport(num_processes)
+    return shard if transport is None or is_the_same_everywhere(loader.dataset, transport) else None
+
+
+def reachable_transport(num_processes: int) -> Transport | None:
+    """Returns the transport to the processes that shard a loader, or None if it does not connect them."""
+    transport = current_transport()
+    return transport if transport.size == num_processes else None

@@ -1,0 +1,188 @@
+"""Copies of a prepared loader that start in the middle of an epoch.
+
+`skip_first_batches` skips batches of the same run. A loader that resumes by itself from a checkpoint, perhaps
+of a run with another number of processes or another batch size, reads through the copy of
+`make_resumed_loader`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from accelerate.base import CheckpointError
+from accelerate.data_loader.iterable_shard import IterableDatasetShard, ReadSegment
+from accelerate.data_loader.plan import UNPREPARED
+from accelerate.data_loader.position import Offset, ResumePoint
+from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard, SkipBatchSampler
+
+
+def make_resumed_loader(loader: Any) -> Any:
+    """Returns the late start with which a loader resumes by itself, or None if it begins an epoch."""
+    point: ResumePoint | None = loader.position.resume_point
+    if point is None or not point.offset.seen or loader.start.origin is not None:
+        return None
+    if not loader.use_stateful_dataloader or point.by_torchdata:
+        return None
+    return skip_prepared(loader, point.offset.seen)
+
+
+def skip_prepared(loader: Any, skipped: int) -> Any:
+    """Returns a copy of a prepared loader that skips batches at the start of each pass.
+
+    After a checkpoint was loaded, and if as many batches are skipped as the loop had taken by then, the copy
+    starts after the samples that all processes of that run had taken, also if that run had another number of
+    processes or another batch size.
+    """
+    point: ResumePoint | None = loader.position.resume_point
+    if point is None or skipped != point.offset.seen:
+        return _skip_steps(loader, skipped)
+    if point.is_over and isinstance(loader.dataset, IterableDataset):
+        return _copy_with_start(loader, offset=point.offset, is_over=True)
+    _refuse_other_shards(loader, point)
+    if point.offset.stream is not None:  # the dataset itself starts there
+        return _copy_with_start(loader, offset=point.offset, used=point.used)
+    _refuse_other_workers(loader, point)
+    used, rows = _used_segments(loader, point), loader.plan.rows_in_batch or point.rows_in_batch or 1
+    if not used:
+        return _skip_steps(loader, skipped)
+    steps, samples = map(sum, zip(*used, strict=True))
+    late = _shard_rest(loader, Offset(steps, samples // rows), used)
+    if steps < skipped:
+        late = _skip_steps(late, skipped - steps)
+        late.start = replace(late.start, origin=loader)
+    return late
+
+
+def _used_segments(loader: Any, point: ResumePoint) -> tuple[ReadSegment, ...]:
+    """Returns the segments of the epoch that were read with other groups or batch sizes."""
+    offset = _offset_in_batches_of(loader, point)
+    if point.groups == loader.plan.groups and offset == point.offset:
+        return point.used
+    rows = point.rows_in_batch or loader.plan.rows_in_batch or 1
+    steps = point.offset.seen - sum(segment.steps for segment in point.used)
+    samples = point.offset.consumed * rows - sum(segment.samples for segment in point.used)
+    return (*point.used, ReadSegment(steps, samples)) if steps else point.used
+
+
+def _refuse_other_workers(loader: Any, point: ResumePoint) -> None:
+    """Raises an error if the number of workers of an iterable dataset has changed, which yield in turn."""
+    before, now = point.num_workers, loader.num_workers
+    if before is None or max(before, 1) == max(now, 1) or not isinstance(loader.dataset, IterableDataset):
+        return
+    raise CheckpointError(
+        f"{loader!r} cannot go on in the middle of this epoch: num_workers was {before}, is {now} now, and "
+        f"gives the samples of an iterable dataset in another order. Set it to {before} until the end of the "
+        "epoch, or go on from a checkpoint between two epochs."
+    )
+
+
+def _refuse_other_shards(loader: Any, point: ResumePoint) -> None:
+    """Raises an error if groups read shards of their own, and their number has changed."""
+    has_own_shards, groups = loader.plan.has_own_shards, loader.plan.groups
+    if (point.has_own_shards, point.groups) == (has_own_shards, groups):
+        return
+    if not (has_own_shards or point.has_own_shards):
+        return
+    before = "its own shards" if point.has_own_shards else "batches of the whole"
+    raise CheckpointError(
+        f"{loader!r} cannot go on in the middle of this epoch: {point.groups} data-parallel groups read "
+        f"{before} then, and what they have left of the dataset cannot be sharded over {groups} groups. "
+        f"Go on with {point.groups} until the end of the epoch, or from a checkpoint between two epochs; "
+        "loaders with dispatch_batches=True can go on with any number."
+    )
+
+
+def _offset_in_batches_of(loader: Any, point: ResumePoint) -> Offset:
+    """Returns the offset of a checkpoint, counted in the batches of this loader."""
+    before, now = point.rows_in_batch, loader.plan.rows_in_batch
+    if before is None or now is None or before == now or point.is_over:
+        return point.offset
+    samples = point.offset.consumed * before
+    if samples % now or loader.plan.has_own_shards:
+        reason = f"no batch of {now} begins after them"
+        if loader.plan.has_own_shards:
+            reason = "the batches of shards that the dataset makes are counted, not its samples"
+        raise CheckpointError(
+            f"{loader!r} cannot go on in the middle of this epoch: {samples} of its samples were given in "
+            f"batches of {before} and not of {now}, and {reason}. Go on with batches of {before} until the "
+            "end of the epoch, or from a checkpoint between two epochs."
+        )
+    return point.offset._replace(consumed=samples // now)
+
+
+def _skip_steps(loader: Any, skipped: int) -> Any:
+    """Returns a copy that starts at a later step, in which steps keep their numbers and their padding."""
+    before = loader.start.offset
+    offset = Offset(before.seen + skipped, before.consumed + skipped * loader.plan.batches_per_step)
+    late = _copy_with_start(loader, offset=offset, keeps_padding_source=offset.seen > 0)
+    is_dispatched = loader.plan.mode == "dispatch"
+    if isinstance(loader.dataset, IterableDataset):
+        late.skip_batches += skipped
+    else:
+        # The torch loader of a dispatched loader reads the batches of all groups.
+        skipped_by_index = skipped * (loader.plan.batches_per_step if is_dispatched else 1)
+        late.base_dataloader = reorder(
+            loader.base_dataloader,
+            partial(SkipBatchSampler, skip_batches=skipped_by_index, kept=loader.num_padding_batches),
+        )
+    epoch = getattr(loader.get_sampler(), "epoch", None)
+    is_unprepared_dispatcher = is_dispatched and loader.plan.reason == UNPREPARED.reason
+    is_unprepared_shard = loader.plan == UNPREPARED and isinstance(loader.batch_sampler, BatchSamplerShard)
+    if (is_unprepared_dispatcher or is_unprepared_shard) and isinstance(epoch, int):
+        late.iteration = epoch
+    return late
+
+
+def _shard_rest(loader: Any, offset: Offset, used: tuple[ReadSegment, ...]) -> Any:
+    """Returns a copy that shards the rest of an epoch whose beginning was read by other groups."""
+    dataset, base = loader.dataset, loader.base_dataloader
+    late = _copy_with_start(loader, offset=offset, used=used)
+    if isinstance(dataset, IterableDatasetShard):
+        rest = copy(dataset)
+        rest.used = used
+        late.base_dataloader = copy_with(base, dataset=rest)
+    elif isinstance(dataset, IterableDataset):
+        late.start = replace(late.start, skip_source=offset.consumed)
+    else:
+        late.base_dataloader = reorder(base, partial(_skip_in_source, consumed=offset.consumed))
+    return late
+
+
+def _skip_in_source(index_sampler: Any, consumed: int) -> Any:
+    """Returns the sampler of a prepared loader that skips batches before they are sharded."""
+    if isinstance(index_sampler, SamplerShard):
+        items = copy(index_sampler)
+        items.shard = _skip_in_source(index_sampler.shard, consumed)
+        return items
+    if isinstance(index_sampler, BatchSamplerShard):
+        shard = copy(index_sampler)
+        shard.batch_sampler = SkipBatchSampler(index_sampler.batch_sampler, consumed)
+        return shard
+    return SkipBatchSampler(index_sampler, consumed)
+
+
+def _copy_with_start(loader: Any, **start: Any) -> Any:
+    """Returns a late start of a loader, with the same position object."""
+    late = copy(loader)
+    late.start = replace(loader.start, origin=loader, **start)
+    return late
+
+
+def reorder(loader: DataLoader[Any], change: Callable[[Any], Any]) -> DataLoader[Any]:
+    """Returns a copy of a torch loader with a changed sampler or batch sampler."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    return copy_with(loader, **{name: change(getattr(loader, name))})
+
+
+def copy_with(loader: DataLoader[Any], **attributes: Any) -> DataLoader[Any]:
+    """Returns a copy of a torch loader without its iterator, with other attributes, also read-only ones."""
+    changed = copy(loader)
+    for name, value in {"_iterator": None, **attributes}.items():
+        object.__setattr__(changed, name, value)
+    return changed

@@ -1,0 +1,124 @@
+"""Iterable datasets that shard themselves, and the states of their random generators.
+
+`prepare.py` asks here for the shard of a group before it plans a loader.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+
+from accelerate.base import wrong_value
+from accelerate.ops import Transport
+
+_DEPTH = 12
+"""Nested objects of a dataset that are searched for random generators."""
+
+
+class NativeShard(NamedTuple):
+    """Shard of a group that a dataset makes itself."""
+
+    dataset: Any
+    reason: str  # for messages
+    is_given: bool = False  # the user has sharded the dataset
+
+
+def native_shard(dataset: Any, groups: int, group: int) -> NativeShard | None:
+    """Returns the shard of one group of a dataset that shards itself, of any length, or None."""
+    library = _package_of(dataset)
+    if library == "datasets":  # streams: by their files, or by every n-th sample
+        given = getattr(dataset, "_distributed", None)
+        if given is None:
+            from datasets.distributed import split_dataset_by_node
+
+            shard = split_dataset_by_node(dataset, rank=group, world_size=groups)
+            return NativeShard(shard, "the dataset shards itself, by split_dataset_by_node")
+        if (given.rank, given.world_size) == (group, groups):
+            return NativeShard(dataset, "sharded by split_dataset_by_node", True)
+        if given.world_size > 1:
+            raise wrong_value(
+                "split_dataset_by_node",
+                f"rank={given.rank}, world_size={given.world_size}",
+                f"this process is data-parallel rank {group} of {groups}, so the shards do not fit the run",
+                f"use rank={group} and world_size={groups}, or leave the sharding to prepare; "
+                "already_sharded=True keeps the dataset of each rank as it is",
+            )
+    stages = getattr(dataset, "pipeline", None) if library == "webdataset" else None
+    stages = stages if isinstance(stages, list) else []
+    if any(getattr(stage, "__name__", None) == "split_by_node" for stage in stages):
+        return NativeShard(dataset, "sharded by split_by_node", True)
+    make_shard, num_shards = getattr(dataset, "shard", None), _num_shards(dataset)
+    if not callable(make_shard) or num_shards is None or num_shards < groups:
+        return None
+    return NativeShard(make_shard(num_shards=groups, index=group), f"the dataset has {num_shards} shards")
+
+
+def may_read_native_shard(
+    loader: DataLoader[Any], groups: int, *, dispatch: bool | None, given: bool
+) -> bool:
+    """Returns whether groups read the shards that a dataset makes, instead of sharding the whole dataset.
+
+    They always do if the user has sharded the dataset (`given`). Otherwise they do not with `drop_last`,
+    which would drop the short batch of each shard. With `dispatch=False` the number of shards must be a
+    multiple of the number of groups.
+    """
+    if given or dispatch or loader.drop_last:
+        return given and not dispatch
+    return dispatch is None or (_num_shards(loader.dataset) or 1) % groups == 0
+
+
+def is_the_same_everywhere(dataset: Any, transport: Transport) -> bool:
+    """Returns whether a dataset yields the same samples in the same order on all ranks.
+
+    Called on all ranks. The states of all random generators in the dataset, and the number of its shards, are
+    compared.
+    """
+    own = (_num_shards(dataset), generator_states(dataset))
+    return all(facts == own for facts in transport.gather_object(own))
+
+
+def _num_shards(dataset: Any) -> int | None:
+    for name in ("num_shards", "n_shards"):
+        number = getattr(dataset, name, None)
+        if isinstance(number, int):
+            return number
+    return None
+
+
+def generator_states(dataset: Any) -> list[Any]:
+    """Returns the states of the random generators in a dataset and in its objects of the same package."""
+    package = _package_of(dataset)
+    getters: dict[type, Callable[[Any], Any]] = {
+        torch.Generator: lambda generator: generator.get_state().tolist(),
+        random.Random: lambda generator: generator.getstate(),
+        np.random.Generator: lambda generator: repr(generator.bit_generator.state),
+        np.random.RandomState: lambda generator: repr(generator.get_state()),
+    }
+    visited: set[int] = set()
+
+    def walk(value: Any, depth: int) -> Iterator[Any]:
+        if depth > _DEPTH or id(value) in visited:
+            return
+        visited.add(id(value))
+        parts: Iterable[Any] = ()
+        if isinstance(value, tuple(getters)):
+            yield next(get_state(value) for kind, get_state in getters.items() if isinstance(value, kind))
+        elif isinstance(value, Mapping):
+            parts = value.values()
+        elif isinstance(value, (list, tuple)):
+            parts = value
+        elif _package_of(value) == package and hasattr(value, "__dict__"):
+            parts = vars(value).values()
+        for part in list(parts):
+            yield from walk(part, depth + 1)
+
+    return list(walk(dataset, 0))
+
+
+def _package_of(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]

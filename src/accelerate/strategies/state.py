@@ -1,0 +1,108 @@
+"""Interface of the state of a strategy: the weights and optimizer states that checkpoints save and load.
+
+`Accelerator.save_state`, `load_state`, `save_model` and `get_state_dict` call it as `strategy.state`. The
+base class is the state of one process, with whole models and optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, ShardedState
+from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
+from accelerate.strategies.fsdp import named_parameters, names_by_group
+from accelerate.strategies.request import Context
+
+Fill = Callable[[nn.Module, Mapping[str, Any]], None]
+"""Function that loads the whole weights of a module, by name."""
+
+
+class StrategyState:
+    """State of the models and optimizers that a strategy has prepared.
+
+    Args:
+        strategy: The strategy that has prepared them.
+    """
+
+    saves_shards: bool = False  # whether each rank saves its own shards of models and optimizers
+
+    def __init__(self, strategy: Any) -> None:
+        self.strategy: Any = strategy
+        self.context: Context = strategy.context
+
+    def _inner(self, model: nn.Module) -> nn.Module:
+        """Returns the module of the user in a prepared model."""
+        inner: nn.Module = self.strategy.unwrap(model, keep_compiled=False)
+        return inner
+
+    # Whole states
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        """Returns the whole state dict of a prepared model. Called on all ranks.
+
+        Args:
+            model: A prepared model.
+            unwrap: Whether the names have no prefixes of wrappers.
+        """
+        inner = self._inner(model) if unwrap else model
+        if is_any_offloaded(inner):
+            return get_state_dict_offloaded_model(inner)
+        state: dict[str, Any] = inner.state_dict()
+        return state
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        """Loads whole weights into a prepared model. Called on all ranks, which all have the weights."""
+        fill(self._inner(model), state)
+
+    def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
+        """Returns the tensors of a prepared model by name, with the shapes and dtypes of whole weights."""
+        state: Mapping[str, Any] = self._inner(model).state_dict(keep_vars=True)
+        return state
+
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        """Returns for each optimizer an object with `state_dict` and `load_state_dict` of whole states.
+
+        Args:
+            optimizers: Prepared optimizers.
+            gather: Whether to gather the states now, which is called on all ranks.
+        """
+        return list(optimizers)
+
+    # Shards
+
+    def model_shards(self, model: nn.Module) -> ShardedState:
+        """Returns the object that saves and loads this rank's shards of a model, without other ranks."""
+        return ModuleShards(self._inner(model))
+
+    def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardedState:
+        """Returns the object that saves and loads this rank's shards of an optimizer state."""
+        return OptimizerShards(optimizer, self.parameter_names(optimizer, models))
+
+    def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
+        """Returns the names of the parameters of an optimizer in some models, by group and parameter."""
+        return names_by_group(optimizer, [named_parameters(self._inner(model)) for model in models])
+
+    # Engines
+
+    def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
+        """Returns the checkpoint part of an engine, or None if model and optimizer are saved separately.
+
+        Args:
+            index: Position of the model among those in engines.
+            model: A prepared model.
+            folder: Folder to save to, or None to load.
+        """
+        return None
+
+    # Order of gradients
+
+    def gradient_order(self, model: nn.Module) -> list[int]:
+        """Returns the order of parameters on which the rounding of summed gradients depends, or no order."""
+        return []
+
+    def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
+        """Makes the next backward pass sum gradients in an order from a checkpoint. Called on all ranks."""

@@ -1,0 +1,76 @@
+from typing import Any
+
+from accelerate.torch_private.attention import (
+    attention_replaced as attention_replaced,
+)
+from accelerate.torch_private.fsdp import (
+    FLAT_PARAMETER as FLAT_PARAMETER,
+    FlatUnit as FlatUnit,
+    drop_unreduced_gradients as drop_unreduced_gradients,
+    flat_units as flat_units,
+    gradient_sync as gradient_sync,
+    run_policy as run_policy,
+    set_gradient_sync as set_gradient_sync,
+    unit_forwards_skipped as unit_forwards_skipped,
+    unreduced_gradients as unreduced_gradients,
+    uses_original_parameters as uses_original_parameters,
+)
+from accelerate.torch_private.loaders import (
+    WAIT_FOR_BATCH as WAIT_FOR_BATCH,
+    WORKER_LOOP as WORKER_LOOP,
+    count_yielded as count_yielded,
+    dataset_state as dataset_state,
+    has_dataset_state as has_dataset_state,
+    loader_progress as loader_progress,
+    loader_tasks as loader_tasks,
+    loader_workers as loader_workers,
+    requested_samples as requested_samples,
+    wrap_indices as wrap_indices,
+)
+from accelerate.torch_private.modules import (
+    WRAPPED as WRAPPED,
+    comm_hooks as comm_hooks,
+    count_recompilations as count_recompilations,
+    ddp_statistics as ddp_statistics,
+    has_gradient_hooks as has_gradient_hooks,
+    has_load_hooks as has_load_hooks,
+    is_compiled_in_place as is_compiled_in_place,
+    is_optimized_module as is_optimized_module,
+    non_persistent_buffers as non_persistent_buffers,
+    recomputed_module as recomputed_module,
+    state_dict_hooks as state_dict_hooks,
+    uncompiled as uncompiled,
+)
+from accelerate.torch_private.names import (
+    NAMES as NAMES,
+    PrivateName as PrivateName,
+)
+from accelerate.torch_private.optimizers import (
+    allow_fp16_gradients as allow_fp16_gradients,
+    reset_unscaled as reset_unscaled,
+    set_scheduler_optimizer as set_scheduler_optimizer,
+    step_replaced as step_replaced,
+)
+from accelerate.torch_private.processes import (
+    agent_hooks as agent_hooks,
+    default_to_stores_without_libuv as default_to_stores_without_libuv,
+    drop_group_references as drop_group_references,
+    flatten_mesh as flatten_mesh,
+    num_collectives as num_collectives,
+    skip_connection_messages as skip_connection_messages,
+)
+from accelerate.torch_private.tracing import (
+    arguments_of as arguments_of,
+    fake_parameters_converted as fake_parameters_converted,
+    memory_dump as memory_dump,
+    memory_recorder as memory_recorder,
+    mutated_by as mutated_by,
+    operator as operator,
+    peak_on_cpu as peak_on_cpu,
+    record_moments as record_moments,
+    replace_module_hooks as replace_module_hooks,
+    skip_frozen_gradients as skip_frozen_gradients,
+    tracked_bytes as tracked_bytes,
+)
+
+def __getattr__(name: str) -> Any: ...

@@ -1,0 +1,163 @@
+"""Private attributes of the units of FSDP 1 and FSDP 2.
+
+The FSDP strategies and their checkpoints use them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+
+FLAT_PARAMETER = "_flat_param"
+"""Name of the flat parameter of FSDP 1 in its module."""
+
+uses_original_parameters: Callable[[Any], bool] = attrgetter("_use_orig_params")
+"""Value of use_orig_params of a unit of FSDP 1, which is not a public attribute."""
+
+
+def run_policy(policy: Any, model: nn.Module) -> Any:
+    """Returns the modules that a wrapping policy of FSDP 1 selects, which torch computes only in FSDP."""
+    return policy._run_policy(model, ignored_modules=set(), root_kwargs={})
+
+
+def gradient_sync(unit: Any) -> bool | None:
+    """Returns whether a unit of FSDP 1 reduces gradients in the next backward, or None for other modules."""
+    return getattr(unit, "_sync_gradients", None)
+
+
+def set_gradient_sync(unit: Any, enabled: bool) -> None:
+    """Sets whether a unit of FSDP 1 reduces gradients, also inside of `no_sync`.
+
+    FSDP 1 has no public function to enable the reduction inside of `no_sync`.
+    """
+    unit._sync_gradients = enabled
+
+
+@contextmanager
+def unit_forwards_skipped(units: Iterable[FullyShardedDataParallel]) -> Iterator[None]:
+    """Makes units of FSDP 1 call their modules without all-gather, for use inside summon_full_params."""
+    with ExitStack() as stack:
+        for unit in units:
+            vars(unit)["forward"] = unit.module
+            stack.callback(vars(unit).pop, "forward")
+        yield
+
+
+class FlatUnit:
+    """Flat parameter of a unit of FSDP 1, whose layout is not public.
+
+    Attributes:
+        flat: The flat parameter.
+        originals: The original parameters with use_orig_params, otherwise None.
+        names: Names of the original parameters, relative to the unit.
+        shapes: Shapes of the original parameters.
+        are_contiguous: Whether each original parameter is contiguous.
+        group: Process group of the unit.
+        is_sharded: Whether the flat parameter is sharded.
+    """
+
+    def __init__(self, unit: FullyShardedDataParallel) -> None:
+        handle: Any = unit._handle
+        self._handle = handle
+        self._replicas = (
+            vars(unit).get("_inter_node_pg") if handle.uses_sharded_strategy else unit.process_group
+        )
+        self.flat: Any = handle.flat_param
+        self.originals: Sequence[nn.Parameter] | None = self.flat._params if unit._use_orig_params else None
+        self.names: Sequence[str] = self.flat._fqns
+        self.shapes: Sequence[torch.Size] = self.flat._shapes
+        self.are_contiguous: Sequence[bool] = self.flat._contiguities
+        self.group = unit.process_group
+        self.is_sharded: bool = handle.uses_sharded_strategy
+
+    @property
+    def shard(self) -> Any:
+        """Elements of the flat parameter on this rank."""
+        return getattr(self.flat, "_local_shard", self.flat).detach()
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """Number of ranks with the same elements, and the index of this rank among them."""
+        return (1, 0) if self._replicas is None else (self._replicas.size(), self._replicas.rank())
+
+    @property
+    def tied(self) -> Iterator[tuple[str, str]]:
+        """First name and each further name of tied parameters, relative to the unit."""
+        for info in self.flat._shared_param_infos:
+            yield f"{info.prim_module_name}.{info.prim_param_name}", f"{info.module_name}.{info.param_name}"
+
+    def local_range(self, index: int) -> tuple[int, int, int]:
+        """Returns the range of an original parameter on this rank.
+
+        Returns:
+            The index of its first element on this rank, the offset of that element in `shard`, and the number
+            of elements.
+        """
+        if not self.is_sharded:
+            offsets = zip(self._handle._get_flat_param_offsets(), self.flat._is_padding_mask, strict=True)
+            first, last = [span for span, is_padding in offsets if not is_padding][index]
+            return 0, first, last - first + 1
+        info = self.flat._shard_param_infos[index]
+        if not info.in_shard:
+            return 0, 0, 0
+        return info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard
+
+    def reshard(self) -> None:
+        """Frees unsharded parameters left by a forward without a backward, which a load would not change."""
+        has_run = hasattr(self.flat, "_full_param_padded")
+        if has_run and self.is_sharded and not self._handle.needs_unshard():
+            self._handle.reshard(True)
+            self._handle.post_reshard()
+
+
+def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
+    """Yields the path and the flat parameter of each unit of FSDP 1 in a module.
+
+    Units without parameters are skipped. The module may be the outermost unit.
+    """
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    for path, unit in root.named_modules():
+        if isinstance(unit, FullyShardedDataParallel) and unit._handle is not None:
+            yield path, FlatUnit(unit)
+
+
+def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
+    """Yields the FSDP 2 object of each parameter, which has its accumulated unsharded gradient."""
+    for module in model.modules():
+        if not hasattr(module, "_get_fsdp_state"):
+            continue
+        unit: Any = module
+        state = unit._get_fsdp_state()
+        groups = (
+            state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        )
+        for group in filter(None, groups):
+            yield from group.fsdp_params
+
+
+def unreduced_gradients(model: nn.Module) -> list[Tensor]:
+    """Returns the unsharded gradients of FSDP 2 that are not reduced yet, which are not public."""
+    parameters = list(_parameters_of_fsdp2(model))
+    kept = [parameter.unsharded_accumulated_grad for parameter in parameters]
+    kept += [
+        parameter._unsharded_param.grad for parameter in parameters if hasattr(parameter, "_unsharded_param")
+    ]
+    return [gradient for gradient in kept if gradient is not None]
+
+
+def drop_unreduced_gradients(model: nn.Module) -> None:
+    """Deletes the gradients that `unreduced_gradients` returns."""
+    for parameter in _parameters_of_fsdp2(model):
+        parameter.unsharded_accumulated_grad = None
+        if hasattr(parameter, "_unsharded_param"):
+            parameter._unsharded_param.grad = None

@@ -1,0 +1,71 @@
+"""Private attributes of modules, parameters and tensors.
+
+Wrappers, hooks and checkpoints use them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from operator import attrgetter, methodcaller
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+WRAPPED = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
+"""Attributes of wrappers of torch for their module, which are prefixes in the names of parameters."""
+
+
+def is_optimized_module(module: object) -> bool:
+    """Returns whether a module is the result of `torch.compile(module)`, by its type."""
+    # No module is compiled before dynamo is imported, and the import takes a second.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def uncompiled(module: Any) -> Any:
+    """Returns the module inside the wrapper of torch.compile, or the module if it is not compiled."""
+    return module._orig_mod if is_optimized_module(module) else module
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Returns whether `module.compile()` was called, which sets only a private attribute."""
+    return getattr(module, "_compiled_call_impl", None) is not None
+
+
+non_persistent_buffers: Callable[[nn.Module], set[str]] = attrgetter("_non_persistent_buffers_set")
+"""Names of the buffers of a module that are not in its state dict, which torch does not list."""
+
+recomputed_module: Callable[[Any], nn.Module] = attrgetter("_checkpoint_wrapped_module")
+"""Module inside a wrapper of `checkpoint_wrapper`, which has no public name for it."""
+
+comm_hooks: Callable[[Any], Sequence[Any]] = attrgetter("_comm_hooks")
+"""Communication hooks of a DistributedDataParallel module, which torch registers but does not list."""
+
+ddp_statistics: Callable[[Any], Any] = methodcaller("_get_ddp_logging_data")
+"""Log of the reducer of DistributedDataParallel, which is the only source of the order of gradients."""
+
+
+def state_dict_hooks(module: nn.Module) -> list[Any]:
+    """Returns the state dict hooks of a module, which torch registers but does not list."""
+    hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks, module._state_dict_hooks)
+    return [hook for registered in hooks for hook in registered.values()]
+
+
+def has_gradient_hooks(parameter: Tensor) -> bool:
+    """Returns whether a parameter has gradient hooks, which torch registers but does not list."""
+    names = ("_post_accumulate_grad_hooks", "_backward_hooks")
+    return any(getattr(parameter, name, None) for name in names)
+
+
+def has_load_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether an optimizer has hooks that change or follow `load_state_dict`."""
+    names = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return any(getattr(optimizer, name, None) for name in names)
+
+
+def count_recompilations() -> int:
+    """Returns the number of recompilations of torch.compile, or 0 if dynamo is not loaded."""
+    counts = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {})
+    return sum(count - 1 for count in counts.copy().values())

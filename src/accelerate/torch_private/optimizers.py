@@ -1,0 +1,57 @@
+"""Private attributes of gradient scalers, optimizers and schedulers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def reset_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Resets for which optimizers a GradScaler has unscaled gradients, without a call of `update`."""
+    scaler._per_optimizer_states.clear()
+
+
+@contextmanager
+def step_replaced(optimizer: Any, step: Callable[..., Any], original: Callable[..., Any]) -> Iterator[None]:
+    """Replaces the `step` of an optimizer inside the block, and sets it to `original` after the block.
+
+    A GradScaler requires the same optimizer object as in `unscale_`, and does not return whether it called
+    `step`.
+    """
+    optimizer.step = step
+    try:
+        yield
+    finally:
+        optimizer.step = original
+
+
+def allow_fp16_gradients(scaler: torch.amp.GradScaler) -> None:
+    """Allows a gradient scaler to unscale float16 gradients, for which torch has no option."""
+    scaler._unscale_grads_ = partial(_unscale_all, scaler._unscale_grads_)  # type: ignore[method-assign]
+
+
+def _unscale_all(unscale: Callable[..., Any], optimizer: Any, *scales: Tensor, **_: Any) -> Any:
+    return unscale(optimizer, *scales[:2], True)
+
+
+def set_scheduler_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Sets the optimizer of a scheduler of torch.
+
+    Schedulers of torch warn unless the step of their optimizer sets the attributes that they check.
+    """
+    if scheduler.optimizer is optimizer:
+        return
+    scheduler.optimizer = optimizer
+    step = optimizer.step
+
+    def marked_step(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # attribute that schedulers of torch check
+        return step(*args, **kwargs)
+
+    marked_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = marked_step  # type: ignore[method-assign]

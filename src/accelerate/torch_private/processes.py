@@ -1,0 +1,114 @@
+"""Private parts of process groups, stores and the elastic agent.
+
+The launcher, hang reports and retries after errors use them.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
+
+import torch.distributed as dist
+
+
+@contextmanager
+def agent_hooks(
+    start: Callable[[Any, Callable[[], None]], None], close: Callable[[int], None]
+) -> Iterator[None]:
+    """Makes the elastic agent of torch start and end the processes of this node with functions of the caller.
+
+    The agent waits for processes that do not respond, and has no public interface to end them otherwise.
+
+    Args:
+        start: Called with the context of the agent and the function that starts its processes.
+        close: Called with the number of the signal. The agent then kills the remaining processes.
+    """
+    from torch.distributed.elastic import multiprocessing
+
+    original = multiprocessing.SubprocessContext
+
+    class HookedContext(original):  # type: ignore[misc, valid-type]
+        def _start(self) -> None:
+            start(self, super()._start)
+
+        def _close(self, death_sig: signal.Signals, timeout: int = 30) -> None:
+            # On Windows the agent uses CTRL_C_EVENT, 0, which cannot be sent to a single process.
+            close(int(death_sig or signal.SIGTERM))
+            if sys.platform == "win32":
+                super()._close(signal.SIGTERM, timeout)  # ends a process immediately on Windows
+            else:
+                super()._close(signal.SIGKILL, timeout)
+
+    multiprocessing.SubprocessContext = HookedContext  # type: ignore[misc]  # where the agent reads it
+    try:
+        yield
+    finally:
+        multiprocessing.SubprocessContext = original  # type: ignore[misc]
+
+
+def default_to_stores_without_libuv() -> None:
+    """Sets the default of `use_libuv` of `TCPStore` to False.
+
+    Builds of torch for Windows have no libuv, and their elastic agent and `env://` do not pass the argument.
+    """
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    original = store.__init__
+
+    def open_store(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **{"use_libuv": False, **kwargs})
+
+    store.__init__ = open_store
+
+
+def num_collectives(group: Any) -> int | None:
+    """Returns the number of collectives that this process has issued on a process group.
+
+    Returns None for backends that are not part of torch, for which torch does not count them.
+    """
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError as error:
+        if "sequence number" in str(error):
+            return None
+        raise
+
+
+def flatten_mesh(mesh: Any, name: str) -> Any:
+    """Returns a mesh with all dimensions flattened, which is registered in the root mesh with a name."""
+    return mesh._flatten(name)
+
+
+def skip_connection_messages(stage: Any) -> None:
+    """Disables the messages that open the connections of a pipeline stage, which gloo opens by itself.
+
+    Before torch 2.11 a rank sends 8 bytes and the other one expects 4, so gloo ends the process.
+    """
+    stage._get_init_p2p_neighbors_ops = list
+
+
+def drop_group_references() -> None:
+    """Removes references to the closed default process group, except those of torch itself.
+
+    gloo closes its connections when the last reference to the group is deleted, which ends collectives on
+    other ranks that wait for this one. DistributedDataParallel modules have a reference, and an `Accelerator`
+    may keep them alive. The group is also a default argument of the functions of `torch.distributed.nn` if
+    that was first imported after the group was created.
+    """
+    from torch.nn.parallel import DistributedDataParallel
+
+    for obj in gc.get_objects():
+        if issubclass(type(obj), DistributedDataParallel):
+            for name in ("reducer", "logger", "process_group"):
+                vars(obj).pop(name, None)
+    for function in vars(sys.modules.get("torch.distributed.nn.functional", object)).values():
+        if isinstance(function, FunctionType) and function.__defaults__:
+            function.__defaults__ = tuple(
+                None if isinstance(default, dist.ProcessGroup) else default
+                for default in function.__defaults__
+            )
+    gc.collect()

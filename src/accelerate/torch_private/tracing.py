@@ -1,0 +1,150 @@
+"""Private functions for memory plans and memory profiles.
+
+They adapt torch's memory tracker, and read operators and recorded allocations.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+memory_dump: Callable[[Any], Callable[[str], None]] = attrgetter("_dump_snapshot")
+"""Function of the memory module of a device that writes its recorded allocations to a file."""
+
+
+def memory_recorder(memory: Any) -> Any:
+    """Returns the function that starts the recording of allocations, or None if the device has none.
+
+    The documentation uses its private name.
+    """
+    return getattr(memory, "_record_memory_history", None)
+
+
+def skip_frozen_gradients(tracker: Any, model: nn.Module) -> None:
+    """Makes a `MemTracker` set no gradient hooks on frozen parameters, for which torch raises an error.
+
+    Called before the tracker is entered.
+    """
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            none = RemovableHandle(OrderedDict())  # its removal does nothing
+            tracker._param_to_grad_hook_handles[parameter] = (none, none)
+
+
+def replace_module_hooks(tracker: Any, model: nn.Module) -> None:
+    """Replaces the hooks that a `MemTracker` runs around each module by hooks that only find recomputation.
+
+    Those of torch support neither `autograd.grad` nor `PackedSequence`. The hooks on gradients that they
+    register are registered here, until the next exit of the tracker.
+    """
+    modules = tracker._mod_tracker
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if modules.is_bw and tracker._ac_mod is None:
+            tracker._ac_mod, tracker._in_ac = weakref.ref(module), True
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        if tracker._ac_mod is not None and tracker._ac_mod() is module:
+            tracker._ac_mod, tracker._in_ac = None, False
+
+    modules._fw_pre_hook, modules._fw_post_hook = enter, leave
+    tracker._track_module_params_and_buffers(model)
+
+
+def record_moments(tracker: Any, record: Callable[[], None]) -> None:
+    """Makes a `MemTracker` call a function after each operator, instead of recording each module."""
+    tracker._update_peak_stats = lambda state: record()
+    tracker.get_tracker_snapshot = lambda kind="current": {}
+
+
+def tracked_bytes(tracker: Any) -> Mapping[torch.device, Mapping[str, int]]:
+    """Returns the current bytes of a `MemTracker`, by device and by kind of tensor."""
+    return tracker._curr_mem_snap  # type: ignore[no-any-return]
+
+
+def operator(name: str) -> Any:
+    """Returns an operator of torch by name, such as "_softmax.default"."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of an operator call by name, including defaults."""
+    parameters = func._schema.arguments
+    names = [parameter.name for parameter in parameters]
+    defaults = {
+        parameter.name: parameter.default_value for parameter in parameters if parameter.has_default_value()
+    }
+    return {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+
+
+def mutated_by(func: Any) -> list[str]:
+    """Returns the names of the arguments that an operator modifies."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return []
+    return [
+        argument.name
+        for argument in schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def peak_on_cpu(work: Callable[[], Any]) -> tuple[Any, int] | None:
+    """Returns the result of a function, and the peak of the bytes that its operators have allocated.
+
+    The public profiler records the same allocations, but prints messages.
+
+    Returns:
+        None if this thread is being profiled already, or torch has no such profiler.
+    """
+    module: Any = torch.autograd
+    if not hasattr(module, "_enable_profiler_legacy") or module._profiler_enabled():
+        return None
+    options = module.ProfilerConfig(
+        module.ProfilerState.CPU, False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
+    )
+    module._enable_profiler_legacy(options)
+    try:
+        result = work()
+    finally:
+        threads = module._disable_profiler_legacy()
+    allocated = peak = 0
+    for event in (event for thread in threads for event in thread if event.kind() == "memory_alloc"):
+        allocated += event.cpu_memory_usage()
+        peak = max(peak, allocated)
+    return result, peak
+
+
+@contextmanager
+def fake_parameters_converted() -> Iterator[None]:
+    """Replaces `Module._apply` inside the block, so that `Module.to` converts fake parameters.
+
+    The original swaps the tensors, which fails if there are weak references to them.
+    """
+    original = nn.Module._apply
+
+    def convert(module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        for child in module.children() if recurse else ():
+            convert(child, function)
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                with torch.no_grad():
+                    converted = function(tensor)
+                if converted is not tensor:
+                    tensor.data = converted
+        return module
+
+    nn.Module._apply = convert  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module._apply = original  # type: ignore[method-assign]
