@@ -142,6 +142,7 @@ for number in range(3000):
     print("out", number, flush=True)
     print("err", number, file=sys.stderr)
 sys.stderr.buffer.write(b"10%\r\x1b[9A\x1b[2J20%\rbytes \xff\n")
+sys.stderr.buffer.flush()
 sys.stdout.write("x" * 100_000)
 sys.exit(3 if sys.stdout.isatty() else 4)
 """

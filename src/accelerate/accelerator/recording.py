@@ -12,9 +12,8 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,7 +27,6 @@ from accelerate.accelerator.measured import local_scalar
 from accelerate.base import DistributedType, environ as variables
 from accelerate.launch import count_of
 from accelerate.monitoring import (
-    MonitorSources,
     RankExchange,
     RecordThread,
     RunMonitor,
@@ -42,7 +40,6 @@ from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
 from accelerate.state import (
     AcceleratorState,
-    StoreChannel,
     as_dataclass,
     process_group,
     run_records,
@@ -62,33 +59,14 @@ def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
     if services.find(RunMonitor) is not None:
         return
     state = runtime.state
-    reader = RunSources(runtime, environ)
     chosen = decode(DiagnosticsSection, environ).run_records
     folder = records_folder(chosen, runtime.request.project.project_dir)
     if folder is None and variables.MONITOR_FOLDER in environ:  # `accelerate launch --monitor` reads them
         folder = Path(environ[variables.MONITOR_FOLDER])
-    sources = MonitorSources(
-        start=reader.start,
-        memory=reader.memory,
-        learning_rate=reader.learning_rate,
-        num_workers=reader.num_workers,
-        batches=reader.batches,
-        recompilations=torch_private.count_recompilations,
-        connect=_connector(state) if state.num_processes > 1 else None,
-    )
+    sources = RunSources(runtime, environ)
     monitor = RunMonitor(state.process_index, state.num_processes, sources, folder, step_clock, run_records)
     services.put(RunMonitor, monitor, close=monitor.close, end=monitor.end)
     services.put(RecordThread, monitor.records)
-
-
-def _connector(state: AcceleratorState) -> Callable[[], RankExchange | None]:
-    return partial(connect_exchange, state.process_index, state.num_processes, state.is_local_main_process)
-
-
-def connect_exchange(rank: int, size: int, is_first: bool) -> RankExchange | None:
-    """Returns an exchange over the store of the process group, or None if the group has no such store."""
-    channel: StoreChannel | None = process_group.connect_channel("times", STORE_TIMEOUT)
-    return None if channel is None else RankExchange(channel, as_dataclass, rank, size, is_first)
 
 
 def _finish_at_exit() -> None:
@@ -171,6 +149,18 @@ class RunSources:
     def num_workers(self) -> int | None:
         loaders = self._prepared.loaders
         return getattr(loaders[0], "num_workers", None) if loaders else None
+
+    def recompilations(self) -> int:
+        return torch_private.count_recompilations()
+
+    def connect(self) -> RankExchange | None:
+        """Returns an exchange over the store of the process group, or None if the group has no such store."""
+        channel = process_group.connect_channel("times", STORE_TIMEOUT)
+        if channel is None:
+            return None
+        state = self._state
+        is_first = state.is_local_main_process
+        return RankExchange(channel, as_dataclass, state.process_index, state.num_processes, is_first)
 
 
 def _settings(

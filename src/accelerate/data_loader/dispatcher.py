@@ -102,7 +102,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
         if self.plan.mode == "unsharded":
             yield from self._read_alone()
             return
-        begin = step_clock.begin_pass()
+        begin = step_clock.begin_pass(self.num_workers)
         try:
             for batch in self._own_parts(current_transport()):
                 step_clock.begin_forward(ignorant_find_batch_size(batch) or 0)

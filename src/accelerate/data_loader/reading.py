@@ -89,7 +89,7 @@ def yield_batches(
     is_unsharded = loader.plan.mode == "unsharded" and loader.plan != UNPREPARED
     full: int | None = None
     is_first = True
-    begin = step_clock.begin_pass()
+    begin = step_clock.begin_pass(loader.num_workers)
     try:
         for batch in batches:
             rows = ignorant_find_batch_size(batch)

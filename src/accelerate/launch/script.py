@@ -7,7 +7,6 @@ ends it is recorded with a traceback that begins with its own lines.
 
 from __future__ import annotations
 
-import io
 import runpy
 import sys
 from collections.abc import Callable
@@ -77,21 +76,12 @@ def _script_frames(trace: TracebackType | None) -> TracebackType | None:
     return trace
 
 
-def write_whole_lines() -> None:
-    """Enables line buffering, so that lines of several ranks are not mixed."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True, write_through=False)
-
-
 def main(words: list[str]) -> None:
     """Runs the target, and exits with code 1 after an error, or with the code of the script.
 
     Other ranks that wait for this one can request its stack.
     """
     NOTES.install()
-    if environ.MONITOR_FOLDER in environ.current():
-        write_whole_lines()
     stack_dumps.offer()
     try:
         run(words)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -66,6 +67,8 @@ class RankView:
         """Reads the complete lines that were appended since the last call."""
         try:
             with open(self.path, "rb") as file:
+                if file.seek(0, os.SEEK_END) < self._offset:  # another run has replaced the file
+                    self._offset = 0
                 file.seek(self._offset)
                 lines, _, _ = file.read().rpartition(b"\n")
         except FileNotFoundError:
@@ -203,7 +206,7 @@ class RunView:
 
 
 def format_seconds(seconds: float) -> str:
-    """Formats a time as 12 s or 1:02:03."""
+    """Formats a time as seconds, or as hours, minutes and seconds."""
     return f"{seconds:.0f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 

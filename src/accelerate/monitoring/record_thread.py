@@ -81,7 +81,7 @@ class RecordThread:
         return is_done
 
     def close(self, seconds: float | None = None) -> None:
-        """Writes all records, closes the file and ends the thread; a later record starts another thread."""
+        """Writes all records, closes the file, and ends the thread until the next record."""
         if os.getpid() != self._pid:
             return
         is_done = self.flush(seconds)

@@ -57,7 +57,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Start(Record):
-    """Start or restart of a process."""
+    """First record of a process."""
 
     kind: ClassVar[str] = "start"
     rank: int

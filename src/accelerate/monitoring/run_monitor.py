@@ -12,10 +12,10 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate.monitoring.conclusions import Finding, RunFacts, conclude
 from accelerate.monitoring.rank_comparison import RankExchange, Straggler
@@ -46,27 +46,29 @@ MIN_SECONDS, MIN_STEPS = 3.0, 100
 """Minimum duration or number of steps of a run that logs a table at its end."""
 
 
-@dataclass(frozen=True)
-class MonitorSources:
-    """Functions that a monitor calls for the values of its records, mostly in its thread.
+class MonitorSources(Protocol):
+    """Source of the values of the records, which a monitor reads mostly in its thread."""
 
-    Attributes:
-        start: Returns the first record.
-        memory: Returns the current and peak bytes.
-        learning_rate: Returns a value that is recorded if it is a number or a tensor of one element.
-        num_workers: Returns the number of workers of the first loader, or None.
-        batches: Returns the number of batches of this epoch so far and in total, which are 0 if unknown.
-        recompilations: Returns how often functions were compiled again in this process.
-        connect: Opens a connection to the store for the comparison of ranks. None for one rank.
-    """
+    def start(self) -> Start:
+        """Returns the first record."""
 
-    start: Callable[[], Start]
-    memory: Callable[[], tuple[int, int]]
-    learning_rate: Callable[[], object]
-    num_workers: Callable[[], int | None]
-    batches: Callable[[], tuple[int, int]]
-    recompilations: Callable[[], int]
-    connect: Callable[[], RankExchange | None] | None = None
+    def memory(self) -> tuple[int, int]:
+        """Returns the current and peak bytes."""
+
+    def learning_rate(self) -> object:
+        """Returns a value that is recorded if it is a number or a tensor of one element."""
+
+    def num_workers(self) -> int | None:
+        """Returns the number of workers of the first loader, or None."""
+
+    def batches(self) -> tuple[int, int]:
+        """Returns the number of batches of this epoch so far and in total, which are 0 if unknown."""
+
+    def recompilations(self) -> int:
+        """Returns how often functions were compiled again in this process."""
+
+    def connect(self) -> RankExchange | None:
+        """Opens a connection to the store for the comparison of several ranks, if there is a store."""
 
 
 class RunMonitor:
@@ -75,7 +77,7 @@ class RunMonitor:
     Args:
         rank: Rank of this process.
         size: World size.
-        sources: Functions that return the values of the records.
+        sources: Source of the values of the records.
         folder: Folder of the records, or None to write no records.
         clock: Timer of the steps.
         queue: Events and checkpoints of this process that are to be recorded.
@@ -91,7 +93,7 @@ class RunMonitor:
         queue: RecordQueue,
     ) -> None:
         self.rank, self.size, self._sources, self._clock, self._queue = rank, size, sources, clock, queue
-        self.records, self._connect = RecordThread(folder, rank), sources.connect
+        self.records, self._connect = RecordThread(folder, rank), sources.connect if size > 1 else None
         self._start_time = time.time()
         self._pid = os.getpid()
         self._is_recorded, self._has_begun = folder is not None, False

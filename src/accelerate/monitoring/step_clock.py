@@ -50,8 +50,8 @@ class StepTimes:
             "backward", "collectives" (waiting for other ranks, also at the end of the backward pass),
             "optimizer", "saving" and "rest".
         samples: Number of samples of the batches of prepared loaders, or 0 if batches have no size.
-        waits: Seconds of "data" in which training waited. Passes without a step, such as an evaluation, and
-            the first batch of each pass, for which workers start, are left out.
+        waits: Seconds of "data" in which training waited. Passes without a step, such as an evaluation, are
+            not included, and neither is the first batch of each pass, or of each worker, which has to start.
         evaluation: Seconds of passes over prepared loaders without a step.
     """
 
@@ -153,7 +153,7 @@ class StepClock:
         self._waits = self._evaluation = 0.0  # in the open window
         self._data_read = 0.0  # seconds of DATA until the last batch
         self._waited = 0.0  # seconds of waiting for batches since the last step
-        self._is_first_batch = False
+        self._num_first_batches = 0  # batches of this pass that are still the first of a worker
         self.restart_numbers()
 
     def restart_numbers(self) -> None:
@@ -197,10 +197,10 @@ class StepClock:
         finally:
             self.resume(before)
 
-    def begin_pass(self) -> LoaderPass:
-        """Begins a pass over a loader, and returns the argument of `end_pass`."""
+    def begin_pass(self, num_workers: int) -> LoaderPass:
+        """Begins a pass over a loader with so many workers, and returns the argument of `end_pass`."""
         if self.switch(DATA) != OTHER_THREAD:
-            self._is_first_batch = True
+            self._num_first_batches = max(num_workers, 1)
         return LoaderPass(self.since, self.steps)
 
     def begin_forward(self, samples: int) -> None:
@@ -211,9 +211,10 @@ class StepClock:
         if self._device is not None:
             self._device.read()
         data = self._seconds[DATA]
-        if not self._is_first_batch:
+        if self._num_first_batches:
+            self._num_first_batches -= 1
+        else:
             self._waited += data - self._data_read
-        self._is_first_batch = False
         self._data_read = data
 
     def end_pass(self, begin: LoaderPass) -> None:
@@ -270,7 +271,7 @@ class StepClock:
             updates: Number of updates of the parameters, which is 0 if the step was skipped or has failed.
             number: Number of all updates by this optimizer.
         """
-        self.resume(REST)
+        self.switch(REST)
         steps = self._count_steps(optimizer, number) if updates else 0
         if not steps:
             return
@@ -295,7 +296,8 @@ class StepClock:
         them has two in a row without the leader: then it is the new leader, and both are steps.
         """
         if optimizer == self._leader:
-            self._followers.clear()
+            if self._followers:
+                self._followers.clear()
             return 1
         if self._leader and optimizer not in self._followers:
             self._followers.add(optimizer)

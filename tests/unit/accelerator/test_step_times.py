@@ -1,7 +1,8 @@
-"""`Accelerator.step_times`: what real loops are counted as."""
+"""Times of real training loops by `Accelerator.step_times`, and their conclusions."""
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
+from accelerate.monitoring import SAVING, Conclusion, RunMonitor, find_records
+from accelerate.state import AcceleratorState, services, step_clock
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -26,7 +28,8 @@ class SlowData(Dataset[torch.Tensor]):
         return 32
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(self.seconds)
+        if self.seconds:
+            time.sleep(self.seconds)
         return torch.ones(4)
 
 
@@ -102,3 +105,120 @@ def test_a_new_run_begins_with_new_times() -> None:
     train(Accelerator(cpu=True))
     AcceleratorState._reset_state(reset_partial_state=True)
     assert Accelerator(cpu=True).step_times().steps == 0
+
+
+def test_a_step_whose_closure_raises_is_not_counted() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def closure(is_broken: bool) -> torch.Tensor:
+        loss = model(torch.ones(2, 4)).sum()
+        accelerator.backward(loss)
+        if is_broken:
+            raise ValueError("broken batch")
+        return loss
+
+    optimizer.step(lambda: closure(False))
+    with pytest.raises(ValueError, match="broken batch"):
+        optimizer.step(lambda: closure(True))
+    time.sleep(0.05)
+    assert accelerator.step_times().steps == optimizer.num_updates == 1
+    assert accelerator.step_times().seconds_by["rest"] > 0.04
+
+
+def test_training_in_another_thread_is_counted() -> None:
+    accelerator = Accelerator(cpu=True)
+    thread = threading.Thread(target=train, args=(accelerator,), kwargs={"rest": 0.01})
+    thread.start()
+    thread.join()
+    times = accelerator.step_times()
+    assert times.steps == 8
+    assert times.seconds_by["rest"] >= 7 * 0.01
+
+
+def test_no_attribute_of_the_strategy_changes_while_it_trains() -> None:
+    accelerator = Accelerator(cpu=True)
+    strategy = accelerator._runtime.strategy
+    before = dict(vars(strategy))
+    train(accelerator)
+    assert all(value is before[name] for name, value in vars(strategy).items())
+
+
+def conclusions_of(folder: Path) -> list[str]:
+    """Ends the run, and returns the names of its conclusions."""
+    monitor = services.find(RunMonitor)
+    assert monitor is not None
+    monitor.finish("finished")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (records,) = find_records(folder)
+    return [record.name for record in records if isinstance(record, Conclusion)]
+
+
+class SlowStart(SlowData):
+    """Samples of which the first one takes long."""
+
+    is_started = False
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if not self.is_started:
+            self.is_started = True
+            time.sleep(1.0)
+        return torch.ones(4)
+
+
+def test_a_slow_first_batch_is_no_conclusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
+    monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    model = torch.nn.Linear(4, 1)
+    loader = DataLoader(SlowStart(0.0), batch_size=4)
+    model, optimizer, batches = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+    )
+    for batch in batches:
+        time.sleep(0.2)
+        accelerator.backward(model(batch).sum())
+        optimizer.step()
+    assert accelerator.step_times().shares["data"] > 0.2
+    assert conclusions_of(tmp_path) == []
+
+
+def test_a_slow_loader_of_an_evaluation_is_no_conclusion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
+    monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    evaluation = accelerator.prepare(DataLoader(SlowData(0.01), batch_size=4))
+    train(accelerator, rest=0.05)
+    for _ in range(2):
+        for _ in evaluation:
+            pass
+        train(accelerator, rest=0.05)
+    times = accelerator.step_times()
+    assert times.shares["data"] > 0.2
+    assert times.evaluation >= 2 * 32 * 0.01
+    assert conclusions_of(tmp_path) == []
+
+
+def test_a_slow_loader_of_training_is_a_conclusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
+    monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    for _ in range(2):
+        train(accelerator, seconds=0.01, rest=0.01)
+    assert conclusions_of(tmp_path) == ["data-bound"]
+
+
+def test_one_save_at_the_end_of_a_short_run_is_no_conclusion(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator)
+    with step_clock.phase(SAVING):
+        time.sleep(0.5)
+    accelerator.save_state(tmp_path / "one")
+    assert accelerator.step_times().shares["saving"] > 0.3
+    assert conclusions_of(tmp_path) == []

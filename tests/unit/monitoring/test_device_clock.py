@@ -287,7 +287,7 @@ def test_an_evaluation_after_training_has_no_backward_pass(device: Device) -> No
     for number in range(1, 11):
         run_step(clock, device, number, forward=0.35)
     backward = 10 * 0.1
-    begin = clock.begin_pass()
+    begin = clock.begin_pass(0)
     for _ in range(20):
         device.host(1e-4)
         clock.begin_forward(4)
@@ -319,7 +319,7 @@ def test_the_phases_always_add_up_to_the_time_of_the_host(calls: list[tuple[str,
             if name in phases:
                 clock.switch(phases[name])
             if name == "pass":
-                clock.begin_pass()
+                clock.begin_pass(0)
             before = clock.begin_step() if name == "step" else 0
             device.launch(kernel, host)
             if name == "step":

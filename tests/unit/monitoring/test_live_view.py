@@ -207,3 +207,13 @@ def test_ranks_of_a_larger_run_before_are_left_out(tmp_path: Path) -> None:
         "run", lambda: [(records.rank, records.path) for records in find_records(tmp_path)]
     ).read()
     assert ([rank.rank for rank in view.ranks], view.num_ranks) == ([0, 1], 2)
+
+
+def test_a_file_that_another_run_replaces_is_read_from_its_beginning(tmp_path: Path) -> None:
+    view = view_of(tmp_path, 0, start(0, world_size=1), window(10), window(20))
+    view.path.unlink()
+    view.read()
+    write(tmp_path, 0, start(0, world_size=1), window(5))
+    view.read()
+    assert view.window is not None
+    assert view.window.last == 5

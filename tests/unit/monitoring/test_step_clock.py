@@ -182,7 +182,7 @@ def test_waits_are_those_of_training_without_first_batches(time: Time) -> None:
     clock = StepClock()
     number = 0
     for waits, trains in (((50.0, 0.5, 0.25), True), ((9.0, 9.0), False), ((70.0, 0.25), True)):
-        begin = clock.begin_pass()
+        begin = clock.begin_pass(0)
         for wait in waits:
             time.now += wait
             clock.begin_forward(4)
@@ -198,15 +198,27 @@ def test_waits_are_those_of_training_without_first_batches(time: Time) -> None:
     assert times.seconds_by["data"] == pytest.approx(50.0 + 0.75 + 18.0 + 70.25)
 
 
+def test_the_first_batch_of_each_worker_is_no_wait(time: Time) -> None:
+    clock = StepClock()
+    begin = clock.begin_pass(3)
+    for number, wait in enumerate((9.0, 8.0, 7.0, 0.5, 0.25), 1):
+        time.now += wait
+        clock.begin_forward(4)
+        clock.end_step(clock.begin_step(), 7, 1, number)
+        clock.switch(DATA)
+    clock.end_pass(begin)
+    assert clock.times().waits == 0.75
+
+
 def test_an_evaluation_inside_of_a_pass_is_no_wait_of_training(time: Time) -> None:
     clock = StepClock()
-    begin = clock.begin_pass()
+    begin = clock.begin_pass(0)
     for number in range(1, 11):
         time.now += 0.1
         clock.begin_forward(4)
         clock.end_step(clock.begin_step(), 7, 1, number)
         if number == 5:
-            inner = clock.begin_pass()
+            inner = clock.begin_pass(0)
             for _ in range(3):
                 time.now += 5.0
                 clock.begin_forward(4)
@@ -242,7 +254,7 @@ def test_phases_of_threads_that_do_not_train_have_no_effect(time: Time) -> None:
     time.now += 1.0
 
     def call() -> None:
-        begin = clock.begin_pass()
+        begin = clock.begin_pass(0)
         clock.begin_forward(4)
         before = clock.switch(BACKWARD)
         time.now += 1.0
