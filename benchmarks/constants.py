@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 from accelerate.checkpointing import shard_files
 from accelerate.checkpointing.manifest import FileRecord, Manifest, checksum_of, read
-from accelerate.checkpointing.sharded import LocalShards, Shard
+from accelerate.checkpointing.local_shards import LocalShards, Shard
 from accelerate.data_loader import ConstantMemorySampler, SeedableRandomSampler
 from accelerate.state import StoreChannel
 

@@ -28,10 +28,10 @@ def prepared() -> tuple[Any, nn.Module, Any]:
 
 
 def names(accelerator: Any, common: bool = True) -> list[str]:
-    site: Any = SimpleNamespace(
-        is_common=common, commits=True, folder=Path("x"), request=SimpleNamespace(target="x")
+    staging: Any = SimpleNamespace(
+        is_common=common, is_owner=True, folder=Path("x"), request=SimpleNamespace(target="x")
     )
-    return [payload.name for payload in checkpoint_items.collect(accelerator._runtime, site, 0, True)]
+    return [payload.name for payload in checkpoint_items.collect(accelerator._runtime, staging, 0, True)]
 
 
 def test_states_are_unsharded_unless_the_strategy_saves_shards(monkeypatch: pytest.MonkeyPatch) -> None:

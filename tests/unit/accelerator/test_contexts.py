@@ -59,7 +59,7 @@ def test_even_batches_are_restored_after_the_block(caplog: pytest.LogCaptureFixt
         even_batches = True
 
     shard = Shard()
-    accelerator._dataloaders[0].__dict__["batch_sampler"] = shard
+    accelerator._dataloaders[0].base_dataloader.__dict__["batch_sampler"] = shard
     with _even_batches_set_to(accelerator._runtime, False):
         assert not shard.even_batches
     assert shard.even_batches

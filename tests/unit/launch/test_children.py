@@ -193,7 +193,7 @@ def test_a_script_that_never_reads_requests_runs_to_its_end(tmp_path: Path, numb
 @pytest.mark.parametrize("number", REQUESTS)
 def test_a_request_before_the_first_read_is_seen(tmp_path: Path, number: int) -> None:
     asks = (
-        "from accelerate.diagnostics import SignalRecorder\n"
+        "from accelerate.diagnostics.stopping import SignalRecorder\n"
         "notes = SignalRecorder()\nnotes.install()\n"
         "print(*(trigger.name for trigger in notes.take()), *notes.take())\n"
     )

@@ -53,7 +53,7 @@ def test_a_save_that_fails_is_recorded_with_its_error(
 
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
     train(accelerator, 10)
-    monkeypatch.setattr(saving, "_commit", commit)
+    monkeypatch.setattr(saving.Saver, "_commit_folder", commit)
     with pytest.raises(CheckpointError, match="No space left"):
         accelerator.save_state(tmp_path / "one")
     (save,) = end(tmp_path, Checkpoint)
