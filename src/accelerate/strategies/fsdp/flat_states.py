@@ -2,7 +2,7 @@
 
 A sharded state has the elements of the flat parameters on this rank. The sharded state dicts of torch gather
 each unit with collectives, but here no rank communicates. A range of elements is split into boxes of the
-whole tensor, so that any other layout can load it. `FullySharded` in `v1.py` returns these classes.
+whole tensor, so that any other layout can load it. `Fsdp1` in `v1.py` returns these classes.
 """
 
 from __future__ import annotations
