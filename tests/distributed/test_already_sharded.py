@@ -289,7 +289,7 @@ def log_of_prepare() -> list[str]:
     texts: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: texts.append(f"{record.levelname} {record.getMessage()}")  # type: ignore
-    logger = logging.getLogger("accelerate.data_loader.prepare")
+    logger = logging.getLogger("accelerate.data_loader")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     read(torch_loader())

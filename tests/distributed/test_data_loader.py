@@ -261,7 +261,7 @@ def test_an_exception_in_the_dataset_of_process_0_is_raised_everywhere(run: Run,
     for _, kind, text, _ in ranks:
         assert kind == "LookupError"
         assert "sample 11 is lost" in text
-    assert "process 0" in ranks[1][3]
+    assert "rank 0" in ranks[1][3]
     assert "in __iter__" in ranks[1][3]
 
 

@@ -160,7 +160,7 @@ def test_a_system_without_files_in_memory_makes_no_offer(monkeypatch: pytest.Mon
 
 
 def test_blocks_of_devices_never_share_memory_of_the_host() -> None:
-    route = BatchChannel(FakeTransport(None), range(2), torch.device("meta"))
-    route._share_from_now_on(dispatch_transport.LARGE)  # FakeTransport(None) would answer; no rank asks
-    assert route._memory is None
-    assert not route._may_share
+    channel = BatchChannel(FakeTransport(None), range(2), torch.device("meta"))
+    channel._share_from_now_on(dispatch_transport.LARGE)  # FakeTransport(None) would answer; no rank asks
+    assert channel._memory is None
+    assert not channel._may_share

@@ -28,10 +28,10 @@ class Pair(NamedTuple):
     y: Any
 
 
-def make_route() -> tuple[BatchChannel, SharedMemoryPool]:
-    route = BatchChannel(Alone(), range(2), torch.device("cpu"))
-    route._memory = SharedMemoryPool(os.memfd_create("test"))
-    return route, route._memory
+def make_channel() -> tuple[BatchChannel, SharedMemoryPool]:
+    channel = BatchChannel(Alone(), range(2), torch.device("cpu"))
+    channel._memory = SharedMemoryPool(os.memfd_create("test"))
+    return channel, channel._memory
 
 
 def large(**settings: Any) -> torch.Tensor:
@@ -76,9 +76,9 @@ NOT_IN_MEMORY = {
 )
 @pytest.mark.parametrize("group", [0, 1])
 def test_a_batch_is_the_same(samples: Sequence[Any], group: int) -> None:
-    route, memory = make_route()
+    channel, memory = make_channel()
     expected = default_collate(list(samples))
-    batch = SharedMemoryCollate(route, group, 2)(list(samples))
+    batch = SharedMemoryCollate(channel, group, 2)(list(samples))
     in_shared, in_slot = [], []
     for leaf, other in zip(leaves_of(batch), leaves_of(expected), strict=True):
         assert type(leaf) is type(other)
@@ -107,37 +107,37 @@ def test_a_batch_that_cannot_be_made_is_the_same_error(samples: Sequence[Any]) -
     with pytest.raises((RuntimeError, TypeError)) as expected:
         default_collate(list(samples))
     with pytest.raises(expected.type) as caught:
-        SharedMemoryCollate(make_route()[0], 0, 2)(list(samples))
+        SharedMemoryCollate(make_channel()[0], 0, 2)(list(samples))
     assert str(caught.value) == str(expected.value)
 
 
 def test_an_inference_batch_is_one() -> None:
-    route, memory = make_route()
+    channel, memory = make_channel()
     with torch.inference_mode():
-        batch = SharedMemoryCollate(route, 1, 2)([torch.rand(SIZE)] * 2)
+        batch = SharedMemoryCollate(channel, 1, 2)([torch.rand(SIZE)] * 2)
     assert batch.is_inference()
     assert memory.find(batch) is None
 
 
 def test_nothing_is_shared_before_the_memory_is_open() -> None:
-    route, _ = make_route()
-    route._memory = None
-    assert route.take(10**6) is None
-    assert SharedMemoryCollate(route, 0, 2)([torch.rand(SIZE)] * 2).shape == (2, SIZE)
+    channel, _ = make_channel()
+    channel._memory = None
+    assert channel.take(10**6) is None
+    assert SharedMemoryCollate(channel, 0, 2)([torch.rand(SIZE)] * 2).shape == (2, SIZE)
 
 
 def test_each_round_has_one_batch_in_private_memory() -> None:
-    route, memory = make_route()
-    collate = SharedMemoryCollate(route, 1, 3)
+    channel, memory = make_channel()
+    collate = SharedMemoryCollate(channel, 1, 3)
     batches = [collate([torch.rand(SIZE)] * 2) for _ in range(6)]
     assert [memory.find(batch) is None for batch in batches] == [False, True, False] * 2
 
 
 def test_a_sliced_batch_is_shared_and_the_part_of_this_rank_is_a_copy() -> None:
-    route, memory = make_route()
-    batch = SharedMemoryCollate(route, 0, 1)([{"x": torch.rand(SIZE), "y": 1}] * 4)
+    channel, memory = make_channel()
+    batch = SharedMemoryCollate(channel, 0, 1)([{"x": torch.rand(SIZE), "y": 1}] * 4)
     assert memory.find(batch["x"]) is not None
-    part = route.keep({"x": batch["x"][:2], "y": batch["y"]})
+    part = channel.keep({"x": batch["x"][:2], "y": batch["y"]})
     assert memory.find(part["x"]) is None
     assert torch.equal(part["x"], batch["x"][:2])
     assert part["y"] is batch["y"]
