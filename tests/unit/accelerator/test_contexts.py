@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator, ProfileKwargs
-from accelerate.accelerator.contexts import _even_batches_set_to
+from accelerate.accelerator.contexts import set_even_batches
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -59,12 +59,12 @@ def test_even_batches_are_restored_after_the_block(caplog: pytest.LogCaptureFixt
         even_batches = True
 
     shard = Shard()
-    accelerator._dataloaders[0].base_dataloader.__dict__["batch_sampler"] = shard
-    with _even_batches_set_to(accelerator._runtime, False):
+    accelerator._dataloaders[0].__dict__["batch_sampler"] = shard
+    with set_even_batches(accelerator._dataloaders, False):
         assert not shard.even_batches
     assert shard.even_batches
     assert "iterable datasets" in caplog.text
-    with _even_batches_set_to(accelerator._runtime, None):
+    with set_even_batches(accelerator._dataloaders, None):
         assert shard.even_batches
 
 
