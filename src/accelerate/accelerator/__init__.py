@@ -1,4 +1,4 @@
-"""The public class: `Accelerator`.
+"""Public class `Accelerator`, and names of its import path that clients replace.
 
 `prepare_data_loader` and the other names of `__all__` are looked up here when they are used, so a client that
 replaces one of them in this module takes effect. The rest is part of this import path.

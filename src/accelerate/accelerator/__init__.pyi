@@ -1,11 +1,16 @@
-from accelerate.accelerator import checkpoint_items as checkpoint_items
+from accelerate.accelerator import (
+    checkpoint_items as checkpoint_items,
+    contexts as contexts,
+    memory_plan as memory_plan,
+    metrics as metrics,
+)
+from accelerate.accelerator.accumulation import Accumulation as Accumulation
 from accelerate.accelerator.arguments import build_request as build_request
 from accelerate.accelerator.core import Accelerator as Accelerator
-from accelerate.accelerator.windows import (
-    CountedWeights as CountedWeights,
+from accelerate.accelerator.weighting import (
+    ItemWeighting as ItemWeighting,
     drop_gradients as drop_gradients,
     factor_of as factor_of,
-    forget_gradients as forget_gradients,
     read_items as read_items,
     rescale_gradients as rescale_gradients,
     sum_items as sum_items,

@@ -124,7 +124,10 @@ def _refuse_older_plugin(arguments: _Arguments, environ: Mapping[str, str]) -> N
 def _prefer_argument(
     name: str, argument: Value | None, variable: str, set_value: Value | None, notes: list[str]
 ) -> Value | None:
-    """Returns the argument, or the value of the variable if the argument is None. Notes a difference."""
+    """Returns the argument, or the value of the variable if the argument is None.
+
+    Notes a difference.
+    """
     if argument is None:
         return set_value
     if set_value not in (None, "no", argument):  # a launcher says "no" where nothing was requested

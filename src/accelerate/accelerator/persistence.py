@@ -1,10 +1,13 @@
-"""Facet of `Accelerator`: runs, models and single objects, saved and loaded."""
+"""Checkpoints of a run, with models, optimizers, schedulers, loaders and random generators.
+
+`Accelerator.save_state`, `load_state`, `save_model` and related methods delegate to `RunCheckpoints`.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,8 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from accelerate import accelerator, checkpointing, hooks, plugins, weights
+from accelerate import accelerator, checkpointing, hooks, plugins
+from accelerate.accelerator.accumulation import Accumulation
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import (
     CheckpointError,
@@ -32,48 +36,27 @@ logger = get_logger(__name__)
 Folder = str | os.PathLike[str]
 
 CHECKPOINTS = "checkpoints"
-"""The folder of numbered checkpoints in that of the project."""
+"""Folder of numbered checkpoints in the folder of the project."""
 
 
-class Persistence:
-    """Saving and loading; called on all ranks unless a method says otherwise."""
+class RunCheckpoints:
+    """Saves and loads the state of a run.
 
-    _runtime: Runtime
-    step: int
+    Called on all ranks unless a method says otherwise.
+
+    Args:
+        runtime: The run.
+        accumulation: Position within a window, which is a part of a checkpoint.
+    """
+
+    def __init__(self, runtime: Runtime, accumulation: Accumulation) -> None:
+        self._runtime = runtime
+        self._accumulation = accumulation
 
     # The whole run
 
-    def save_state(
-        self,
-        output_dir: Folder | None = None,
-        safe_serialization: bool = True,
-        *,
-        blocking: bool | None = None,
-        **save_model_func_kwargs: Any,
-    ) -> Path:
-        """Save everything that the run needs to go on, as one checkpoint; called on all ranks.
-
-        Models, optimizers, schedulers, the gradient scaler, order and position of loaders, random generators
-        of every rank, and objects given to `register_for_checkpointing`. The folder appears when all ranks
-        have written all of it; until then, and if anything fails, an older one of that name stays as it was.
-
-        Args:
-            output_dir: the folder; with `ProjectConfiguration(automatic_checkpoint_naming=True)` it is a
-                numbered one in the project's folder `checkpoints`, whatever is passed.
-            safe_serialization: whether models are written as safetensors, and not with `torch.save`.
-            blocking: False returns as soon as everything is copied, and writes in the background; None takes
-                the opposite of `ProjectConfiguration.async_save`. One save is in flight at a time; what goes
-                wrong in it is raised by the next call, `wait_for_checkpoint` or `end_training`.
-            **save_model_func_kwargs: taken for compatibility; plain and DDP models need none.
-
-        Returns:
-            The folder of the checkpoint.
-
-        Raises:
-            ConfigurationError: there is no folder to save to.
-            CheckpointError: something could not be written; on all ranks.
-            StateError: a rank did not come in time; on all that did.
-        """
+    def save_state(self, output_dir: Folder | None, safe_serialization: bool, blocking: bool | None) -> Path:
+        """Saves the state of the run, and returns the folder."""
         with step_clock.phase(SAVING):
             return self._save_state(output_dir, safe_serialization, blocking)
 
@@ -87,7 +70,8 @@ class Persistence:
         if request.iteration is not None:
             project.iteration = request.iteration + 1
         try:
-            payloads = accelerator.checkpoint_items.collect(runtime, staging, self.step, safe_serialization)
+            step = self._accumulation.step
+            payloads = accelerator.checkpoint_items.collect(runtime, staging, step, safe_serialization)
         except Exception as error:
             saver.abort(error)
             raise
@@ -101,43 +85,20 @@ class Persistence:
             checkpoints.write(saver, payloads, blocking=is_blocking)
         return request.target
 
-    def wait_for_checkpoint(self) -> None:
-        """Return when the save in the background, if there is one, is committed; called on all ranks.
-
-        Raises:
-            CheckpointError: it has failed; once, on all ranks.
-        """
+    def wait(self) -> None:
+        """Waits until the save in the background is committed, or raises its error."""
         with step_clock.phase(SAVING):
             self._runtime.checkpoints.background.wait()
 
     @progress_bar("Loading a checkpoint")
     def load_state(
         self,
-        input_dir: Folder | None = None,
-        load_kwargs: Mapping[str, Any] | None = None,
-        *,
-        world_size_policy: checkpointing.WorldSizePolicy = "reseed",
-        **load_model_func_kwargs: Any,
+        input_dir: Folder | None,
+        load_kwargs: Mapping[str, Any] | None,
+        world_size_policy: checkpointing.WorldSizePolicy,
+        load_model_func_kwargs: Mapping[str, Any],
     ) -> None:
-        """Bring everything that is prepared and registered to the state of a checkpoint; called on all ranks.
-
-        All files are compared with their checksums, and with the objects that they are for, before anything
-        is changed. If an object still refuses its state, the error names the objects that were changed.
-
-        Args:
-            input_dir: the checkpoint; None takes the newest complete one of the project, and says which ones
-                it skipped and why.
-            load_kwargs: arguments of `torch.load`.
-            world_size_policy: what is done when another number of processes saved it: "strict" refuses,
-                "reseed" derives new random states for each rank, "ignore" keeps what there is.
-            **load_model_func_kwargs: arguments of `load_state_dict` of the models, such as `strict`; also
-                `map_location`, "cpu" or "on_device".
-
-        Raises:
-            ConfigurationError: there is no such folder, or none is given where checkpoints are not numbered.
-            CheckpointError: no complete checkpoint is there, it is damaged, or it does not fit the run.
-            StateError: a rank did not come in time.
-        """
+        """Loads the state of the run."""
         runtime = self._runtime
         checkpointing.loading.check_policy(world_size_policy)
         runtime.checkpoints.background.wait()
@@ -171,15 +132,8 @@ class Persistence:
             return
         raise checkpointing.loading.nothing_to_load(input_dir, list(dict.fromkeys(skipped))) from cause
 
-    def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and load further objects with the run.
-
-        Args:
-            *objects: each has `state_dict` and `load_state_dict`.
-
-        Raises:
-            ConfigurationError: one has not; none is registered then.
-        """
+    def register(self, objects: Sequence[Any]) -> None:
+        """Adds objects that are saved and loaded with the run."""
         strange = [
             type(obj).__name__
             for obj in objects
@@ -192,61 +146,20 @@ class Persistence:
             )
         self._runtime.prepared.custom.extend(objects)
 
-    def register_save_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call a function before each save.
-
-        Args:
-            hook: called on all ranks with the list of models, the list of their weights, and the folder that
-                is being written. Weights that it takes from the list are not saved; what it writes to the
-                folder becomes part of the checkpoint.
-
-        Returns:
-            A handle whose `remove()` takes the hook away.
-        """
+    def add_save_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Adds a function that is called before each save."""
         return self._runtime.checkpoints.add_hook(self._runtime.checkpoints.save_hooks, hook)
 
-    def register_load_state_pre_hook(self, hook: Callable[..., None]) -> RemovableHandle:
-        """Call a function before each load.
-
-        Args:
-            hook: called on all ranks with the list of models and the folder. Models that it takes from the
-                list are not loaded.
-
-        Returns:
-            A handle whose `remove()` takes the hook away.
-        """
+    def add_load_hook(self, hook: Callable[..., None]) -> RemovableHandle:
+        """Adds a function that is called before each load."""
         return self._runtime.checkpoints.add_hook(self._runtime.checkpoints.load_hooks, hook)
 
     # Models and objects
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the whole state of a prepared model; call it on all ranks.
-
-        Args:
-            model: a prepared module.
-            unwrap: names without the prefixes of wrappers.
-        """
-        return self._runtime.strategy.state.state_dict(model, unwrap=unwrap)
-
     def save_model(
-        self,
-        model: nn.Module,
-        save_directory: Folder,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
+        self, model: nn.Module, save_directory: Folder, max_shard_size: int | str, safe_serialization: bool
     ) -> None:
-        """Write the weights of a model as other libraries read them; called on all ranks.
-
-        Args:
-            model: a prepared module.
-            save_directory: folder for `model.safetensors`, or for several files and their index.
-            max_shard_size: bytes of a file, also as text such as "5GB".
-            safe_serialization: whether safetensors is written, and not `pytorch_model.bin`.
-
-        Raises:
-            ConfigurationError: the folder is a file, the size is none, or the model is on several devices
-                in parts that have no values.
-        """
+        """Saves the weights of a model in files that other libraries read."""
         refuse_path("save_directory", save_directory)
         is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
         if is_empty and not hooks.is_any_offloaded(model):
@@ -259,18 +172,7 @@ class Persistence:
             if self._runtime.state.is_main_process:
                 checkpointing.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
 
-    def save(self, obj: Any, f: Folder, safe_serialization: bool = False) -> None:
-        """Write an object to one file, on the main process; called on any ranks.
-
-        Args:
-            obj: anything that can be pickled; with `safe_serialization` a dictionary of tensors.
-            f: the file; one that was there is whole until the new one is.
-            safe_serialization: write the format of safetensors.
-        """
-        project = self._runtime.request.project
-        weights.save(obj, f, project.save_on_each_node, safe_serialization)
-
-    # How it is done
+    # Steps of a save and a load
 
     def _request(self, output_dir: Folder | None) -> checkpointing.Request:
         runtime, project = self._runtime, self._runtime.request.project
@@ -294,7 +196,7 @@ class Persistence:
         return checkpointing.Request(
             target,
             session.timeout,
-            step=self.step,
+            step=self._accumulation.step,
             epoch=int(getattr(loaders[0], "iteration", 0)) if loaders else 0,
             iteration=iteration,
             keep=project.total_limit if numbered else None,
@@ -322,7 +224,7 @@ class Persistence:
     def _read(
         self, source: checkpointing.CheckpointSource, options: checkpointing.Load, policy: str
     ) -> tuple[list[checkpointing.Change], checkpointing.RunProgress]:
-        """Read all files of a checkpoint; nothing is changed before all ranks have read theirs."""
+        """Reads all files of a checkpoint on all ranks, before anything is changed."""
         if self._runtime.checkpoints.load_hooks:
             source.agree()
         if not source.is_readable:
@@ -330,7 +232,7 @@ class Persistence:
         try:
             progress = checkpointing.read_progress(source, options)
             changes = accelerator.checkpoint_items.read(self._runtime, source, options, policy)
-        except Exception as error:  # of any kind: the other ranks have to know
+        except Exception as error:  # of any kind, which the other ranks have to know
             source.agree(describe(error))
             raise
         source.agree()
@@ -339,15 +241,15 @@ class Persistence:
     def _go_on_after(
         self, source: checkpointing.CheckpointSource, progress: checkpointing.RunProgress
     ) -> None:
-        """Take over what is counted."""
+        """Restores the counters of a checkpoint."""
         runtime, project = self._runtime, self._runtime.request.project
         if progress.step is not None:
-            self.step = progress.step
+            self._accumulation.step = progress.step
         if progress.sync_gradients is not None:
             runtime.gradient_state._set_sync_gradients(progress.sync_gradients)
         for optimizer, updates in zip(runtime.prepared.optimizers, progress.updates, strict=False):
             optimizer.num_updates = updates
-        accelerator.forget_gradients(runtime)
+        self._accumulation.drop_gradients()
         step_clock.restart_numbers()
         step = max(progress.updates, default=0)
         folder = str(source.folder)

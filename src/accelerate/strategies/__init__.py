@@ -1,4 +1,4 @@
-"""How objects are prepared and stepped: one class for each strategy."""
+"""Strategies of training, which wrap objects and exchange gradients."""
 
 from accelerate.base import attach
 

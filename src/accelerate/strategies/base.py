@@ -163,7 +163,7 @@ class Strategy:
 
     @contextmanager
     def preparing(self, bundle: Bundle) -> Iterator[None]:
-        """Context manager around the replacement of all objects of one `prepare` call.
+        """Surrounds the replacement of all objects of one `prepare` call, as a context manager.
 
         Inside, optimizers follow the parameters that are replaced.
         """
@@ -216,7 +216,10 @@ class Strategy:
         )
 
     def place(self, model: nn.Module) -> None:
-        """Moves a model to the device of this process. Optimizers step parameters that were replaced."""
+        """Moves a model to the device of this process.
+
+        Optimizers step parameters that were replaced.
+        """
         before = dict(model.named_parameters())
         move_module(model, self.context.device)
         after = dict(model.named_parameters())
@@ -226,7 +229,10 @@ class Strategy:
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
     def convert(self, model: nn.Module) -> nn.Module:
-        """Returns a model in the mixed precision of the run. Optimizers step the parameters of new layers."""
+        """Returns a model in the mixed precision of the run.
+
+        Optimizers step the parameters of new layers.
+        """
         before = dict(model.named_parameters())
         converted = self.precision.convert(model)
         self.session.replace(
@@ -317,7 +323,7 @@ def _is_or_wraps(optimizer: Any, inner: Any) -> bool:
 
 def _any_distributed(parameters: Sequence[Tensor]) -> bool:
     """Returns whether a parameter or gradient is a DTensor, which torch does not clip with plain tensors."""
-    return any(is_dtensor(tensor) for parameter in parameters for tensor in (parameter, parameter.grad))
+    return any(is_dtensor(parameter) or is_dtensor(parameter.grad) for parameter in parameters)
 
 
 def refuse_sharded_model(model: nn.Module, fix: str) -> None:

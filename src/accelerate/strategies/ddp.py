@@ -59,10 +59,10 @@ def order_of(replica: DistributedDataParallel) -> list[int]:
 
 
 def adopt_order(replica: DistributedDataParallel, order: Sequence[int]) -> None:
-    """Makes the next backward pass use buckets in an order that `order_of` returned. Called on all ranks.
+    """Makes the next backward pass use buckets in an order that `order_of` returned.
 
-    It runs a backward pass with zeros in that order, from which DistributedDataParallel records the order.
-    Gradients are not changed, nor is a replica that has trained already.
+    Called on all ranks. It runs a backward pass with zeros in that order, from which DistributedDataParallel
+    records the order. Gradients are not changed, nor is a replica that has trained already.
 
     Args:
         replica: A replica of a model.

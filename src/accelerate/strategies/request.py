@@ -56,7 +56,10 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class Context:
-    """Values with which a strategy is created. Without a mesh, training is plain data parallelism."""
+    """Values with which a strategy is created.
+
+    Without a mesh, training is plain data parallelism.
+    """
 
     topology: Topology
     backend: DeviceBackend

@@ -14,7 +14,10 @@ from accelerate.strategies.request import RunRequest
 
 
 def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
-    """Returns the strategy of a run on a row of the hardware table. Only its module is imported."""
+    """Returns the strategy of a run on a row of the hardware table.
+
+    Only its module is imported.
+    """
     mesh = request.parallelism
     if request.megatron is not None:
         _check_megatron(request, hardware)
@@ -85,10 +88,10 @@ def _check_megatron(request: RunRequest, hardware: str) -> None:
             "fsdp_plugin with fsdp_version=2 shards parameters and batches over all XLA devices."
         )
     fields = {"fsdp_plugin": "fsdp", "deepspeed_plugin": "deepspeed", "parallelism_config": "parallelism"}
-    given = [name for name, field in fields.items() if getattr(request, field) is not None]
-    if given:
+    exclusive = [name for name, field in fields.items() if getattr(request, field) is not None]
+    if exclusive:
         raise ConfigurationError(
-            f"megatron_lm_plugin and {' and '.join(given)} both shard the model. Pass one of "
+            f"megatron_lm_plugin and {' and '.join(exclusive)} both shard the model. Pass one of "
             "them; tp_degree, pp_degree and context_parallel_size are Megatron-LM's own axes."
         )
 

@@ -1,4 +1,4 @@
-"""Interface of the state of a strategy: the weights and optimizer states that checkpoints save and load.
+"""Interface of the state of a strategy, with the weights and optimizer states of checkpoints.
 
 `Accelerator.save_state`, `load_state`, `save_model` and `get_state_dict` call it as `strategy.state`. The
 base class is the state of one process, with whole models and optimizers.
@@ -42,7 +42,9 @@ class StrategyState:
     # Whole states
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        """Returns the whole state dict of a prepared model. Called on all ranks.
+        """Returns the whole state dict of a prepared model.
+
+        Called on all ranks.
 
         Args:
             model: A prepared model.
@@ -55,7 +57,10 @@ class StrategyState:
         return state
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        """Loads whole weights into a prepared model. Called on all ranks, which all have the weights."""
+        """Loads whole weights into a prepared model.
+
+        Called on all ranks, which all have the weights.
+        """
         fill(self._inner(model), state)
 
     def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
@@ -105,4 +110,7 @@ class StrategyState:
         return []
 
     def adopt_gradient_order(self, model: nn.Module, order: Sequence[int]) -> None:
-        """Makes the next backward pass sum gradients in an order from a checkpoint. Called on all ranks."""
+        """Makes the next backward pass sum gradients in an order from a checkpoint.
+
+        Called on all ranks.
+        """

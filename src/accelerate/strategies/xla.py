@@ -45,7 +45,10 @@ class GradientAverage:
         self._averaged: set[int] = set()
 
     def __call__(self, parameters: Parameters) -> None:
-        """Averages gradients in place, each once in a step. Called on all ranks."""
+        """Averages gradients in place, each once in a step.
+
+        Called on all ranks.
+        """
         if self.size == 1:
             return
         new = [p for p in parameters if p.grad is not None and id(p) not in self._averaged]
@@ -261,7 +264,10 @@ class XlaFullySharded(XlaReplicas):
         self._wrapped: WeakSet[Any] = WeakSet()
 
     def parallelize(self, model: nn.Module) -> nn.Module:
-        """Returns the wrapped model. Optimizers step its shards."""
+        """Returns the wrapped model.
+
+        Optimizers step its shards.
+        """
         plugin: Any = self.context.request.fsdp
         package = import_module("torch_xla.distributed.fsdp")
         kind = package.XlaFullyShardedDataParallel

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator, ProfileKwargs
-from accelerate.accelerator.contexts import _even_batches_set_to
+from accelerate.accelerator.contexts import set_even_batches
+from accelerate.state import PartialState
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -52,20 +54,15 @@ class Stream(IterableDataset[int]):
 
 
 def test_even_batches_are_restored_after_the_block(caplog: pytest.LogCaptureFixture) -> None:
-    accelerator = Accelerator(cpu=True)
-    accelerator.prepare(DataLoader([1, 2, 3]), DataLoader(Stream()))  # type: ignore[arg-type]
-
-    class Shard:
-        even_batches = True
-
-    shard = Shard()
-    accelerator._dataloaders[0].base_dataloader.__dict__["batch_sampler"] = shard
-    with _even_batches_set_to(accelerator._runtime, False):
-        assert not shard.even_batches
-    assert shard.even_batches
+    PartialState(cpu=True)  # for the logger
+    sampler = SimpleNamespace(even_batches=True)
+    loaders = [SimpleNamespace(batch_sampler=sampler), DataLoader(Stream())]
+    with set_even_batches(loaders, False):
+        assert not sampler.even_batches
+    assert sampler.even_batches
     assert "iterable datasets" in caplog.text
-    with _even_batches_set_to(accelerator._runtime, None):
-        assert shard.even_batches
+    with set_even_batches(loaders, None):
+        assert sampler.even_batches
 
 
 def test_get_state_dict_of_one_process_is_complete() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import inspect
 import logging
 import pickle
@@ -299,17 +300,25 @@ def test_the_label_may_be_assigned() -> None:
     assert accelerator.prepare(torch.nn.Linear(1, 1))(torch.ones(1, 1)).shape == (1, 1)
 
 
-def test_facets_are_stateless_and_do_not_overlap() -> None:
-    members: dict[str, type] = {}
-    for facet in Accelerator.__mro__[1:-1]:
-        assert "__init__" not in vars(facet)
-        own = {name for name in vars(facet) if not name.startswith("__") and name != "_abc_impl"}
-        assert not {name for name in own if not callable(inspect.unwrap(getattr(facet, name)))} - {
-            name for name in own if isinstance(vars(facet)[name], property)
-        }
-        for name in own:
-            assert name not in members, f"{name} is in {members.get(name)} and {facet}"
-            members[name] = facet
+def test_the_parts_of_a_run_do_not_change() -> None:
+    runtime = Accelerator(cpu=True)._runtime
+    for field in dataclasses.fields(runtime):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(runtime, field.name, None)
+
+
+def test_prepare_calls_the_methods_that_clients_replace(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    for name in ("prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"):
+        replaced = getattr(Accelerator, name)
+
+        def replacement(self: Any, *args: Any, replaced: Any = replaced, name: str = name) -> Any:
+            calls.append(name)
+            return replaced(self, *args)
+
+        monkeypatch.setattr(Accelerator, name, replacement)
+    Accelerator(cpu=True).prepare(*training_objects())
+    assert calls == ["prepare_data_loader", "prepare_model", "prepare_optimizer", "prepare_scheduler"]
 
 
 def test_signatures_contain_the_parameters_that_clients_check() -> None:

@@ -1,4 +1,4 @@
-"""What losses weigh."""
+"""Weights of losses in a window."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from accelerate.accelerator import (
     Accelerator,
-    CountedWeights,
+    ItemWeighting,
     drop_gradients,
     factor_of,
     read_items,
@@ -26,22 +26,22 @@ pytestmark = pytest.mark.usefixtures("states")
 def test_even_weights_divide_by_the_rounds() -> None:
     accelerator = Accelerator(cpu=True)
     loss = torch.tensor(6.0)
-    assert accelerator._weigh(loss) is loss
+    assert accelerator._accumulation.scale(loss) is loss
     accelerator.gradient_accumulation_steps = 3
-    assert accelerator._weigh(loss) == 2.0
+    assert accelerator._accumulation.scale(loss) == 2.0
 
 
 def test_counted_weights_rescale_earlier_gradients() -> None:
     PartialState(cpu=True)
     model = torch.nn.Linear(1, 1, bias=False)
-    weights = CountedWeights(replicas=1)
+    weights = ItemWeighting(replicas=1)
     for _ in range(2):
         weights.begin()
         for items in (1, 3):
             weights.add(items, [model])
             if items == 3:
                 weights.complete()
-            weights.weigh(model(torch.full((items, 1), float(items))).sum()).backward()
+            weights.scale(model(torch.full((items, 1), float(items))).sum()).backward()
         assert model.weight.grad == 10.0 / 4
         model.zero_grad()
 

@@ -186,7 +186,7 @@ def test_a_tracker_that_hangs_does_not_hold_the_end_of_the_program(
     accelerator = running(tracker := Slow(gate.wait))
     for step in range(3):
         accelerator.log({"loss": step})
-    at_exit = accelerator._runtime.senders.of(tracker)
+    at_exit = accelerator._trackers.senders.of(tracker)
     assert isinstance(at_exit, senders.QueuedSender)
     at_exit._wait_at_exit()
     assert "3 calls of log did not reach slow within 0.05 s. Call end_training()" in caplog.text
@@ -199,7 +199,7 @@ def test_an_error_that_was_not_raised_is_logged_at_exit(
 ) -> None:
     accelerator = running(tracker := Slow(fail))
     accelerator.log({"loss": 1})
-    at_exit = accelerator._runtime.senders.of(tracker)
+    at_exit = accelerator._trackers.senders.of(tracker)
     assert isinstance(at_exit, senders.QueuedSender)
     at_exit._wait_at_exit()
     assert "slow did not log all values: ConnectionError('the server is away')" in caplog.text

@@ -231,9 +231,9 @@ def _check_inputs(
     sequences = services.of_process(ShardedSequences)
     if sequences.length is None:
         return
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     _check_kinds(name, _config_of(module))
-    masks, positions = given.get("attention_mask"), given.get("position_ids")
+    masks, positions = arguments.get("attention_mask"), arguments.get("position_ids")
     for mask in masks.values() if isinstance(masks, Mapping) else [masks]:
         if isinstance(mask, Tensor) and _first_time(mask):
             _check_mask(name, sequences.unsharded.get(id(mask), mask))
@@ -304,18 +304,18 @@ def causal_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[s
     Raises:
         ConfigurationError: The call computes another attention.
     """
-    given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-    mask = given.pop("attn_mask", None)
+    arguments = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+    mask = arguments.pop("attn_mask", None)
     if mask is not None:
         if not is_causal_mask(mask):
             problem = f"gets an attn_mask of shape {list(mask.shape)} that is not causal"
             raise _refuse(_caller()[0], problem)
-        given["is_causal"] = True
-    if not given.get("is_causal"):
+        arguments["is_causal"] = True
+    if not arguments.get("is_causal"):
         raise _refuse(_caller()[0], "is called with is_causal=False")
-    if rate := given.get("dropout_p"):
+    if rate := arguments.get("dropout_p"):
         raise _refuse_dropout(rate)
-    return given
+    return arguments
 
 
 def _caller() -> tuple[str, Any]:
@@ -346,19 +346,19 @@ def attend(attention: Callable[..., Tensor], args: tuple[Any, ...], kwargs: Mapp
     Raises:
         ConfigurationError: The call computes another attention, or torch has no kernel for it.
     """
-    given = causal_arguments(args, kwargs)
-    query, key, value = heads = [given.pop(name) for name in _NAMES[:3]]
+    arguments = causal_arguments(args, kwargs)
+    query, key, value = heads = [arguments.pop(name) for name in _NAMES[:3]]
     if any(part.ndim != 4 for part in heads):
         reason = "context parallelism takes the dimensions [batch, heads, sequence, size]"
         fix = "Reshape query, key and value"
         raise _refuse(_caller()[0], f"attends with tensors of shapes {_shapes(heads)}", fix, reason)
     sizes = {part.shape[-1] for part in heads}
-    if len(sizes) > 1 and given.get("scale") is None:
-        given["scale"] = query.shape[-1] ** -0.5
+    if len(sizes) > 1 and arguments.get("scale") is None:
+        arguments["scale"] = query.shape[-1] ** -0.5
     if key.shape[1] == value.shape[1] == 1 < query.shape[1]:
-        given["enable_gqa"] = True  # kernels take one head for all queries under this name only
+        arguments["enable_gqa"] = True  # kernels take one head for all queries under this name only
     try:
-        return attention(*(_pad(part, max(sizes)) for part in heads), **given)[..., : value.shape[-1]]
+        return attention(*(_pad(part, max(sizes)) for part in heads), **arguments)[..., : value.shape[-1]]
     except RuntimeError as error:
         if "mixed torch.Tensor and DTensor" not in str(error):
             raise

@@ -16,7 +16,7 @@ from accelerate import torch_private
 
 @contextmanager
 def gradient_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
-    """Context manager in which sharded units synchronize gradients, or do not.
+    """Enables or disables gradient synchronization of sharded units, as a context manager.
 
     Afterwards the units of FSDP 1 are as before, and those of FSDP 2 do the opposite.
     """

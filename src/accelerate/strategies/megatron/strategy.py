@@ -269,7 +269,9 @@ class MegatronLM(Strategy):
     def wrap_scheduler(
         self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
     ) -> AcceleratedScheduler:
-        return MegatronLMSchedulerWrapper(self.require_engine().scheduler, self.session.prepared.optimizers)
+        return MegatronLMSchedulerWrapper(
+            self.require_engine().scheduler, list(self.session.prepared.optimizers)
+        )
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Does nothing, because the call of the engine has run the whole step."""

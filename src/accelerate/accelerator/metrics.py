@@ -1,0 +1,216 @@
+"""Metrics over all ranks, with each sample of an evaluation counted once.
+
+`Accelerator.gather_for_metrics` and `weighted_mean` delegate to these functions.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from numbers import Real
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from accelerate import devices, ops
+from accelerate.base import StateError, wrong_value
+from accelerate.logging import get_logger
+from accelerate.nested import contains_tensor, recursively_apply
+from accelerate.state import GradientState
+
+logger = get_logger(__name__)
+
+
+T = TypeVar("T")
+
+_Counts = tuple[int, ...]
+
+
+def gather_for_metrics(gradients: GradientState, data: Any, use_gather_object: bool) -> Any:
+    """Returns the samples of all ranks without padding, see `Accelerator.gather_for_metrics`."""
+    loader = gradients.active_dataloader
+    if ops.current_transport().size == 1:
+        return _last_samples(data, loader)
+    return _gather_samples(data, loader, use_gather_object)
+
+
+def weighted_mean(value: T, weight: Any) -> T:
+    """Returns the weighted mean of values over all ranks, see `Accelerator.weighted_mean`."""
+    if not isinstance(weight, (Real, torch.Tensor)):
+        reason = "it is the weight of the value of this rank"
+        fix = "Give the number of samples that the value is a mean of: a number, or a tensor"
+        raise wrong_value("weight", weight, reason, fix)
+    weighted: list[torch.Tensor] = []
+
+    def append(leaf: torch.Tensor) -> None:
+        exact = leaf.detach().to(_exact_dtype(leaf))
+        weights = torch.as_tensor(weight, device=leaf.device).detach().to(exact.dtype)
+        _check_expands(weights, leaf)
+        weighted.extend((exact * weights, weights))
+
+    recursively_apply(append, value, error_on_other_type=True)
+    sums: Iterator[torch.Tensor] = iter(ops.reduce(weighted, "sum"))
+    means: T = recursively_apply(lambda leaf: _divide(next(sums), next(sums), leaf), value)
+    return means
+
+
+def _gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
+    """Gathers the samples of the current batch of a loader, without padding."""
+    as_objects = as_objects or not contains_tensor(data)
+    counts = None if loader is None else _counts_of(loader)
+    if counts is None:
+        return ops.gather_object(data) if as_objects else ops.gather(data)
+    if as_objects:
+        return _gather_objects(data, counts, loader)
+    return _gather_tensors(ops.to_full_tensors(data), counts, loader)
+
+
+def _last_samples(data: Any, loader: Any) -> Any:
+    """Returns the samples of a short batch, of values with as many rows as a full batch, on one process.
+
+    Clients repeat the loss for each sample of a full batch, to weight batches by their number of samples.
+    """
+    if loader is None or loader.full_rows is None:
+        return data
+    full, counts = loader.full_rows, loader.valid_counts
+    if counts is not None:
+        real = sum(counts)
+    else:  # the batch may have other rows than samples
+        real = loader.remainder if loader.end_of_dataloader and loader.remainder > 0 else full
+    if real >= full:
+        return data
+
+    def is_repeated(length: int | None) -> bool:
+        # The rows of the batch are samples, even if the length of the data is wrong.
+        return length == full and (counts is not None or length != loader.batch_rows)
+
+    if isinstance(data, (list, tuple)) and not contains_tensor(data):
+        return data[:real] if is_repeated(len(data)) else data
+    return recursively_apply(lambda leaf: leaf[:real] if is_repeated(_num_rows(leaf)) else leaf, data)
+
+
+def _counts_of(loader: Any) -> _Counts | None:
+    """Returns the number of samples of each rank in the current batch, or None if all have a full batch.
+
+    Of ranks with the same batch only the first has samples.
+    """
+    counts: _Counts | None = loader.valid_counts
+    if counts is not None and len(counts) == 1 and not loader.replicates_batches:
+        counts = None  # each rank reads all samples
+    if counts is not None:
+        _refuse_absent_ranks(loader, counts)
+    if not (loader.shards_whole_batches or loader.replicates_batches):
+        return counts
+    rows = loader.batch_rows if counts is None else counts[loader.plan.group]
+    gathered = ops.gather_object([(rows, loader.full_rows)])
+    sizes = [size for size, _ in gathered]
+    if None in sizes:
+        return None
+    group_of = loader.groups_of_ranks()
+    sizes = [0 if group in group_of[:rank] else sizes[rank] for rank, group in enumerate(group_of)]
+    is_full = counts is None and all(size == full for size, full in gathered)
+    return None if is_full and len(set(sizes)) == 1 else tuple(sizes)
+
+
+def _gather_tensors(data: Any, counts: _Counts, loader: Any) -> Any:
+    """Gathers tensors with rows for each sample without padding, and other tensors whole."""
+    leaves: list[torch.Tensor] = []
+    recursively_apply(leaves.append, data, error_on_other_type=True)
+    rows = _same_on_all([_rows_per_sample(_num_rows(leaf), counts, loader) for leaf in leaves])
+    if not all(rows):
+        _warn_not_per_sample(counts, loader.batch_rows)
+    gathered: dict[int, Iterator[Any]] = {}
+    for number in sorted(set(rows)):
+        chosen = [leaf for leaf, its_number in zip(leaves, rows, strict=True) if its_number == number]
+        valid = [count * number for count in counts]
+        gathered[number] = iter(ops.gather_valid(chosen, valid) if number else ops.gather(chosen))
+    order = iter(rows)
+    return recursively_apply(lambda leaf: next(gathered[next(order)]), data)
+
+
+def _gather_objects(data: Any, counts: _Counts, loader: Any) -> Any:
+    """Gathers a list with objects for each sample without padding, and other objects whole."""
+    length = len(data) if isinstance(data, (list, tuple)) else None
+    (number,) = _same_on_all([_rows_per_sample(length, counts, loader)])
+    if number:
+        return ops.gather_valid_objects(data, [count * number for count in counts])
+    _warn_not_per_sample(counts, loader.batch_rows)
+    return ops.gather_object(data)
+
+
+def _same_on_all(numbers: list[int]) -> list[int]:
+    """Returns the numbers that are equal on all ranks, and 0 for others, which may be right by chance."""
+    columns = zip(*ops.gather_object([numbers]), strict=True)
+    return [column[0] if len(set(column)) == 1 else 0 for column in columns]
+
+
+def _rows_per_sample(length: int | None, counts: _Counts, loader: Any) -> int:
+    """Returns the number of rows of a value for each sample of the batch, or 0 if it is not known.
+
+    A value may also be repeated for each sample of a full batch, or of the split batch of all ranks.
+    """
+    if length is None:
+        return 0
+    count, full, number = counts[ops.current_transport().rank], loader.full_rows or 0, loader.rows_per_sample
+    is_own = loader.batch_rows in (None, length)
+    if number > 1:
+        is_own = is_own and length in (number * count, number * full)
+    if not (number and is_own):
+        number = {full * loader.plan.groups * loader.plan.split: loader.plan.groups, full: 1}.get(length, 0)
+    return number if length >= count * number else 0
+
+
+def _num_rows(leaf: torch.Tensor) -> int | None:
+    return leaf.shape[0] if leaf.ndim else None
+
+
+def _warn_not_per_sample(counts: _Counts, rows: int | None) -> None:
+    if set(counts) == {rows}:  # there is no padding, and a mean over processes is right
+        return
+    if torch.is_grad_enabled():  # the loss of a training loop needs no exact mean
+        return
+    file = Path(ops.calling_frame(sys._getframe()).f_code.co_filename)
+    if {"site-packages", "dist-packages"} & set(file.parts):
+        return  # the user cannot change a call in an installed library
+    logger.warning_once(
+        "gather_for_metrics got a value that is not one per sample: it is gathered as it is, from each "
+        "process, and the mean of the result gives processes with fewer samples too much weight. Gather "
+        "values per sample, or use accelerator.weighted_mean(value, weight) with the number of samples as "
+        "the weight."
+    )
+
+
+def _refuse_absent_ranks(loader: Any, counts: _Counts) -> None:
+    """Raises an error if a rank has no batch, because it does not call this and the others would hang."""
+    absent = [rank for rank, count in enumerate(counts) if count == 0]
+    if not absent:
+        return
+    sources = (getattr(loader, "plan", None), loader.batch_sampler, loader.dataset)
+    evens = (getattr(source, "even_batches", getattr(source, "even", None)) for source in sources)
+    if not all(even is None or even for even in evens):
+        raise StateError(
+            f"gather_for_metrics: processes {absent} have no batch in this last step, because even_batches "
+            "is False, so they cannot take part. Prepare the evaluation loader with even_batches=True: its "
+            "padding is not gathered."
+        )
+
+
+def _check_expands(weight: torch.Tensor, leaf: torch.Tensor) -> None:
+    sizes = zip(reversed(weight.shape), reversed(leaf.shape), strict=False)
+    if weight.ndim > leaf.ndim or any(size not in (1, wanted) for size, wanted in sizes):
+        reason = f"this shape does not fit a value of shape {list(leaf.shape)}"
+        fix = "Give one number, or a tensor that can be expanded to the shape of the value"
+        raise wrong_value("weight", list(weight.shape), reason, fix)
+
+
+def _exact_dtype(leaf: torch.Tensor) -> torch.dtype:
+    """Returns float64, or float32 on devices without it."""
+    if leaf.dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if devices.of_device(leaf.device).has_float64 else torch.float32
+
+
+def _divide(total: torch.Tensor, weight: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    is_exact = leaf.dtype.is_floating_point or leaf.dtype.is_complex
+    return (total / weight).to(leaf.dtype if is_exact else torch.get_default_dtype())

@@ -1,0 +1,74 @@
+"""Experiment trackers of a run.
+
+`Accelerator.init_trackers`, `log`, `get_tracker` and `end_training` delegate to the `Trackers` of a run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from accelerate import plugins, tracking
+from accelerate.base import wrong_value
+
+
+class Trackers:
+    """Running trackers, with a thread for each tracker that waits for a disk or a server.
+
+    Attributes:
+        running: Trackers that are running, none before `start`.
+    """
+
+    def __init__(self) -> None:
+        self.running: list[Any] = []
+        self.senders = tracking.Senders()
+
+    def start(
+        self,
+        kinds: Sequence[Any],
+        project_name: str,
+        project: plugins.ProjectConfiguration,
+        config: dict[str, Any] | None,
+        init_kwargs: dict[str, dict[str, Any]] | None,
+    ) -> None:
+        """Starts one tracker of each kind, and stores the hyperparameters."""
+        folder = None if project.project_dir is None else os.fspath(project.project_dir)
+        self.running = [
+            tracking.build_tracker(kind, project_name, project.logging_dir, init_kwargs or {}, folder)
+            for kind in kinds
+        ]
+        for tracker in self.running:
+            tracker.start()
+        for tracker in self.running if config is not None else ():
+            tracker.store_init_configuration(config)
+
+    def wait(self) -> list[Any]:
+        """Waits until all values are sent, and returns the running trackers."""
+        self.senders.wait()
+        return self.running
+
+    def find(self, name: str, unwrap: bool) -> Any:
+        """Returns a running tracker by its name, or a tracker without effect if none is running."""
+        for tracker in self.wait():
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        if not self.running:
+            return tracking.GeneralTracker(_blank=True)
+        names = ", ".join(tracker.name for tracker in self.running)
+        fix = "Name one of them, or add it to log_with"
+        raise wrong_value("name", name, f"the running trackers are {names}", fix)
+
+    def log(
+        self, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict[str, Any]] | None
+    ) -> None:
+        """Sends values to all running trackers."""
+        arguments = log_kwargs or {}
+        for tracker in self.running:
+            record = tracking.Record(values, step, arguments.get(tracker.name, {}))
+            self.senders.of(tracker).log(record)
+
+    def senders_of_running(self) -> Iterator[Any]:
+        """Yields the sender of each running tracker, the last one first."""
+        for tracker in reversed(self.running):
+            yield self.senders.of(tracker)
