@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import MODEL_NAME, CheckpointError, ConfigurationError, wrong_value
-from accelerate.checkpointing import Change, Load, Payload, Stage, files_under, number
+from accelerate.checkpointing import Change, CheckpointReader, Payload, Stage, files_under, number
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -262,24 +262,24 @@ class EnginePart:
         written = [name for name in files_under(self.folder) if name not in before or name.startswith(own)]
         return payloads_of_engine(written, self.topology)
 
-    def read(self, options: Load) -> Change:
+    def read(self, reader: CheckpointReader) -> Change:
         """Return what lets DeepSpeed load its files, on all ranks together."""
         if self.engine.zero_nvme_offload_optimizer():
             raise CheckpointError(
-                f"{options.folder / self.name} cannot go on with optimizer states on NVMe, which DeepSpeed "
+                f"{reader.folder / self.name} cannot go on with optimizer states on NVMe, which DeepSpeed "
                 "does not bring back: it would step with new ones. Keep them on the CPU "
                 "(offload_optimizer_device='cpu') in runs that are to go on; parameters may stay on NVMe."
             )
         find_tag = self._universal if self.engine.load_universal_checkpoint() else self._own
-        tag = find_tag(options.folder)
+        tag = find_tag(reader.folder)
 
         def apply() -> None:
-            strict = options.model.get("strict", True)
-            with options.fitting(tag, "engine"):
-                path, _ = self.engine.load_checkpoint(str(options.folder), tag=tag, load_module_strict=strict)
+            strict = reader.model_kwargs.get("strict", True)
+            with reader.error_context(tag, "engine"):
+                path, _ = self.engine.load_checkpoint(str(reader.folder), tag=tag, load_module_strict=strict)
                 if path is None:
-                    raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")
-            options.confirm()
+                    raise CheckpointError(f"DeepSpeed found nothing to load in {reader.folder / tag}")
+            reader.confirm()
 
         return Change(apply, f"DeepSpeed's engine ({tag})", stage=Stage.COLLECTIVE)
 

@@ -86,14 +86,16 @@ def test_a_checkpoint_replaced_while_it_is_read_is_an_error(
         (tmp_path / "other").rename(tmp_path / "state")
 
     monkeypatch.setattr(engine, "load_checkpoint", replace)
-    with pytest.raises(CheckpointError, match="another save replaced it while it was read.*These objects have its state"):
+    with pytest.raises(
+        CheckpointError, match="another save replaced it while it was read.*These objects have its state"
+    ):
         accelerator.load_state(tmp_path / "state")
 
 
 def test_checkpoints_of_other_runs_are_refused(start: Start, tmp_path: Path) -> None:
     accelerator, *_ = start()
     part = accelerator._runtime.strategy.engine_part(0, accelerator._models[0])
-    from accelerate.checkpointing import Load
+    from accelerate.checkpointing import CheckpointReader
 
     with pytest.raises(CheckpointError, match="holds no megatron"):
-        part.read(Load(tmp_path))
+        part.read(CheckpointReader(tmp_path))
