@@ -147,8 +147,8 @@ def fail_to_load(way: str, kind: str) -> list[str]:
     with pytest.raises(CheckpointError, match=text):
         accelerator.load_state(folder)
     after = facts(accelerator, objects)
-    train(accelerator, objects)
-    objects["own"].refuses = False
+    if kind != "own":
+        train(accelerator, objects)
     accelerator.end_training()
     return [key for key in before if before[key] != after[key]]
 

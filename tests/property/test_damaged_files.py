@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from accelerate.base import AccelerateError, CheckpointError
 from accelerate.checkpointing import (
-    Load,
+    CheckpointReader,
     ModelPart,
     OptimizerPart,
     apply_all,
@@ -155,7 +155,7 @@ def read_weights(path: Path) -> None:
 
     attempt(read_all)
     model = nn.Linear(3, 2)
-    attempt(lambda: apply_all([ModelPart(0, model=model).read(Load(path.parent))], raise_failure))
+    attempt(lambda: apply_all([ModelPart(0, model=model).read(CheckpointReader(path.parent))], raise_failure))
 
 
 def raise_failure(failure: str) -> None:
@@ -254,7 +254,7 @@ def test_states_of_optimizers(content: bytes) -> None:
     with file_of(content, "optimizer.bin") as path:
         try:
             part = OptimizerPart("optimizer.bin", optimizer, lambda: [[["weight"], ["bias"]]])
-            change = part.read(Load(path.parent))
+            change = part.read(CheckpointReader(path.parent))
         except AccelerateError:
             assert same(before, optimizer.state_dict())
         else:

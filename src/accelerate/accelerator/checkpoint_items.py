@@ -13,7 +13,7 @@ from torch import nn
 from accelerate import checkpointing, rng
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import Change, CheckpointSource, Load, Part, Payload, Staging
+from accelerate.checkpointing import Change, CheckpointReader, CheckpointSource, Part, Payload, Staging
 from accelerate.ops import current_transport
 
 
@@ -31,7 +31,7 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
     return [*shards, *(payload for part in parts for payload in part.collect(staging.is_owner))]
 
 
-def read(runtime: Runtime, source: CheckpointSource, options: Load, policy: str) -> list[Change]:
+def read(runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, policy: str) -> list[Change]:
     """Read all files of a checkpoint, and return what changes each object."""
     models = list(runtime.prepared.models)
     for hook in runtime.checkpoints.load_hooks.values():
@@ -40,13 +40,13 @@ def read(runtime: Runtime, source: CheckpointSource, options: Load, policy: str)
     parts: list[Part] = [
         *_others(runtime, resized=source.resized),  # objects of the user may refuse their states
         *engines,
+        *(_model_part(runtime, index, model) for index, model in enumerate(plain)),  # reshards FSDP 2
         *_optimizer_parts(runtime),
-        *(_model_part(runtime, index, model) for index, model in enumerate(plain)),
     ]
-    changes = [part.read(options) for part in parts]
+    changes = [part.read(reader) for part in parts]
     if not runtime.checkpoints.load_hooks:  # a hook may have taken whatever is left
-        checkpointing.loading.announce_surplus(options)
-    return [*changes, _read_generators(runtime, source, options, policy)]
+        checkpointing.loading.announce_surplus(reader)
+    return [*changes, _read_generators(runtime, source, reader, policy)]
 
 
 def _divide(
@@ -140,11 +140,13 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     ]
 
 
-def _read_generators(runtime: Runtime, source: CheckpointSource, options: Load, policy: str) -> Change:
+def _read_generators(
+    runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, policy: str
+) -> Change:
     part = checkpointing.GeneratorsPart(runtime.state.process_index)
     if not source.resized or policy == "strict":
-        return part.read(options)
+        return part.read(reader)
     if policy == "reseed":
-        seed = checkpointing.seed_of(options.read(checkpointing.GeneratorsPart(0).name), part.rank)
+        seed = checkpointing.seed_of(reader.read(checkpointing.GeneratorsPart(0).name), part.rank)
         return part.change(partial(rng.set_seed, seed))
-    return part.read(options) if options.has(part.name) else checkpointing.no_change
+    return part.read(reader) if reader.has(part.name) else checkpointing.no_change

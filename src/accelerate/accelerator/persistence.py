@@ -109,7 +109,7 @@ class RunCheckpoints:
         for source in self._candidates(input_dir):
             checkpointing.loading.announce(source, runtime.state.num_processes, world_size_policy)
             names = None if source.manifest is None else source.manifest.files
-            load = checkpointing.Load(
+            load = checkpointing.CheckpointReader(
                 source.folder, device, dict(load_kwargs or {}), options, names, confirm=source.confirm
             )
             try:
@@ -222,7 +222,7 @@ class RunCheckpoints:
         return checkpointing.loading.open_newest(_numbered_folder(project), *run)
 
     def _read(
-        self, source: checkpointing.CheckpointSource, options: checkpointing.Load, policy: str
+        self, source: checkpointing.CheckpointSource, options: checkpointing.CheckpointReader, policy: str
     ) -> tuple[list[checkpointing.Change], checkpointing.RunProgress]:
         """Reads all files of a checkpoint on all ranks, before anything is changed."""
         if self._runtime.checkpoints.load_hooks:

@@ -71,8 +71,8 @@ from accelerate.checkpointing.manifest import (
     seal as seal,
 )
 from accelerate.checkpointing.parts import (
+    CheckpointReader as CheckpointReader,
     GeneratorsPart as GeneratorsPart,
-    Load as Load,
     LoaderPart as LoaderPart,
     ModelPart as ModelPart,
     OptimizerPart as OptimizerPart,

@@ -115,33 +115,43 @@ def loads_its_own_way(model: nn.Module) -> bool:
 def check_optimizer(owner: Any, state: Any) -> None:
     """Verifies that an optimizer can load a state dict, without changing the optimizer.
 
-    The optimizer loads the state into a copy that has its settings, and parameters without values. Optimizers
-    with their own `load_state_dict` are not verified.
+    The optimizer loads the state into a copy that has its options, and parameters without values. An
+    optimizer with its own code to load a state is not verified.
     """
     check_form(state)
-    optimizer = wrapped_optimizer(owner)
+    optimizer = _find_plain_optimizer(owner)
     if optimizer is None or any(is_lazy(parameter) for parameter in _parameters(optimizer)):
         return
     trial = _copy_without_values(optimizer)
     trial.load_state_dict(dict(state))
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if _is_torchs(optimizer):
         for index, group in enumerate(trial.param_groups):
             if missing := [key for key in optimizer.defaults if key not in group]:
                 raise CheckpointError(f"Group {index} of the optimizer lacks {listed(missing)}.")
         if unknown := [str(key) for key in trial.state if not isinstance(key, Tensor)]:
             raise CheckpointError(f"There are states of parameters that it does not step: {listed(unknown)}.")
-    for number, (live, parameter) in enumerate(zip(_parameters(optimizer), _parameters(trial), strict=True)):
-        _check_like(f"The state of parameter {number}", optimizer.state.get(live), trial.state.get(parameter))
+    pairs = zip(_parameters(optimizer), _parameters(trial), strict=True)
+    for number, (live, copied) in enumerate(pairs):
+        _check_like(
+            f"The state of parameter {number}", live, optimizer.state.get(live), trial.state.get(copied)
+        )
 
 
-def wrapped_optimizer(owner: Any) -> torch.optim.Optimizer | None:
-    """Returns the torch optimizer in a wrapper, or None if it has its own `load_state_dict`."""
-    while getattr(type(owner), "_is_accelerate_prepared", not isinstance(owner, torch.optim.Optimizer)):
-        owner = getattr(owner, "__dict__", {}).get("optimizer")
-        if owner is None:
-            return None
-    is_plain = type(owner).load_state_dict is torch.optim.Optimizer.load_state_dict
+def _find_plain_optimizer(owner: Any) -> torch.optim.Optimizer | None:
+    """Returns the optimizer in wrappers of this package, or None if it has its own code to load a state."""
+    while type(owner).__module__.startswith("accelerate."):
+        owner = vars(owner).get("optimizer")
+    base = torch.optim.Optimizer
+    if not isinstance(owner, base):
+        return None
+    is_plain = type(owner).load_state_dict is base.load_state_dict and (
+        _is_torchs(owner) or type(owner).__setstate__ is base.__setstate__
+    )
     return owner if is_plain and not torch_private.has_load_hooks(owner) else None
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return type(optimizer).__module__.startswith("torch.optim.")
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -160,19 +170,20 @@ def _copy_without_values(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     return trial
 
 
-def _check_like(name: str, live: Any, loaded: Any) -> None:
-    """Compares the state that an optimizer has for a parameter with the one to be loaded."""
+def _check_like(name: str, parameter: Tensor, live: Any, loaded: Any) -> None:
+    """Compares the state that an optimizer has for a parameter with the state to be loaded."""
     if not isinstance(live, Mapping) or loaded is None:
         return
     if not isinstance(loaded, Mapping):
         raise CheckpointError(f"{name} is a {type(loaded).__name__} instead of a dictionary.")
     for key in live.keys() & loaded.keys():
         before, after = live[key], loaded[key]
-        if not isinstance(before, Tensor) or before.numel() == 1 or after is None:
+        is_elementwise = isinstance(before, Tensor) and before.shape == parameter.shape and before.numel() > 1
+        if not is_elementwise or after is None:
             continue
         if not isinstance(after, Tensor):
             raise CheckpointError(f"{name} has a {type(after).__name__} as {key} instead of a tensor.")
-        check_shapes(name, {key: after}, tuple(before.shape))
+        check_shapes(name, {key: after}, tuple(parameter.shape))
 
 
 def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -> None:

@@ -28,7 +28,7 @@ from accelerate.base import (
 )
 from accelerate.checkpointing import folder, manifest, retention
 from accelerate.checkpointing.manifest import Manifest
-from accelerate.checkpointing.parts import GeneratorsPart, Load
+from accelerate.checkpointing.parts import CheckpointReader, GeneratorsPart
 from accelerate.logging import get_logger
 from accelerate.state import Consensus, Topology
 
@@ -262,14 +262,14 @@ def announce(source: CheckpointSource, size: int, policy: str) -> None:
     )
 
 
-def announce_surplus(load: Load) -> None:
+def announce_surplus(reader: CheckpointReader) -> None:
     """Warns of objects in a checkpoint that this run does not have."""
     surplus = sorted(
-        name for name in load.names or () if OBJECT_FILES.fullmatch(name) and name not in load.wanted
+        name for name in reader.names or () if OBJECT_FILES.fullmatch(name) and name not in reader.requested
     )
     if surplus:
         logger.warning(
-            f"{load.folder} holds {listed(surplus)}, and this run has prepared or registered no object for "
+            f"{reader.folder} holds {listed(surplus)}, and this run has prepared or registered no object for "
             "it: it is not loaded. Prepare the same objects in the same order as the run that saved it."
         )
 
@@ -318,7 +318,7 @@ class RunProgress:
     gradient_order: list[list[int]] = field(default_factory=list)  # of each model, from its strategy
 
 
-def read_progress(source: CheckpointSource, options: Load) -> RunProgress:
+def read_progress(source: CheckpointSource, reader: CheckpointReader) -> RunProgress:
     """Reads the counters of the run that saved a checkpoint."""
     if source.manifest is not None:
         run = source.manifest.run
@@ -327,6 +327,6 @@ def read_progress(source: CheckpointSource, options: Load) -> RunProgress:
             source.manifest.step, sync_gradients, run.get("updates", []), run.get("gradient_order", [])
         )
     name = GeneratorsPart(0).name
-    states = options.read(name) if options.has(name) else {}
+    states = reader.read(name) if reader.has(name) else {}
     step = states.get("step") if isinstance(states, Mapping) else None
     return RunProgress(step if type(step) is int else None)

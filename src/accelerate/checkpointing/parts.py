@@ -58,15 +58,15 @@ Fill = Callable[[nn.Module, Mapping[str, Tensor]], None]
 
 
 @dataclass(frozen=True)
-class Load:
+class CheckpointReader:
     """Folder and options with which the parts of a checkpoint are read."""
 
     folder: Path
     device: str | torch.device = "cpu"  # of weights and states of optimizers
-    reading: Mapping[str, Any] = field(default_factory=dict)  # arguments of `torch.load`
-    model: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load_state_dict` of models
+    load_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of `torch.load`
+    model_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load_state_dict` of models
     names: Collection[str] | None = None  # files of its manifest; None for a checkpoint without one
-    wanted: set[str] = field(default_factory=set)  # names that parts have looked for
+    requested: set[str] = field(default_factory=set)  # names that parts have looked for
     confirm: Callable[[], None] = lambda: None  # raises if another save has replaced the folder
 
     @property
@@ -76,13 +76,13 @@ class Load:
 
     def has(self, name: str) -> bool:
         """Returns whether the checkpoint has a file."""
-        self.wanted.add(name)
+        self.requested.add(name)
         return (self.names is None or name in self.names) and (self.folder / name).is_file()
 
     def read(self, name: str, device: str | torch.device = "cpu") -> Any:
-        return read_torch(self.existing(name), device, **self.reading)
+        return read_torch(self.path_of(name), device, **self.load_kwargs)
 
-    def existing(self, name: str) -> Path:
+    def path_of(self, name: str) -> Path:
         """Returns the path of a file, and raises if the checkpoint does not have it."""
         if not self.has(name):
             error = CheckpointError(
@@ -93,7 +93,7 @@ class Load:
         return self.folder / name
 
     @contextmanager
-    def fitting(self, name: str, kind: str) -> Iterator[None]:
+    def error_context(self, name: str, kind: str) -> Iterator[None]:
         """Adds the names of a file and of the class that it does not fit to errors.
 
         Errors of a wrong configuration, and those with the name of the file, are unchanged.
@@ -133,7 +133,7 @@ class Part(Protocol):
             writes_common: Whether this rank also writes the files that all ranks have in common.
         """
 
-    def read(self, options: Load) -> Change:
+    def read(self, reader: CheckpointReader) -> Change:
         """Reads and verifies its files, and returns the change of the object."""
 
 
@@ -149,27 +149,27 @@ class StatePart:
     def collect(self, writes_common: bool = True) -> list[Payload]:
         return [Payload(self.name, self.owner.state_dict(), self.write)] if writes_common else []
 
-    def read(self, options: Load) -> Change:
+    def read(self, reader: CheckpointReader) -> Change:
         kind = type(self.owner).__name__
-        if self.may_lack and options.is_foreign and not options.has(self.name):
-            logger.warning(f"{options.folder} holds no {self.name}: this {kind} starts anew.")
+        if self.may_lack and reader.is_foreign and not reader.has(self.name):
+            logger.warning(f"{reader.folder} holds no {self.name}: this {kind} starts anew.")
             return no_change
-        state = options.read(self.name)
-        with options.fitting(self.name, kind):
-            self._verify(state, options)
+        state = reader.read(self.name)
+        with reader.error_context(self.name, kind):
+            self._verify(state, reader)
 
         def apply() -> None:
-            with options.fitting(self.name, kind):
+            with reader.error_context(self.name, kind):
                 self.owner.load_state_dict(state)
 
         return Change(apply, f"{kind} ({self.name})")
 
-    def _verify(self, state: Any, options: Load) -> None:
+    def _verify(self, state: Any, reader: CheckpointReader) -> None:
         """Verifies the state of objects of torch, while others verify it when they load it."""
         owner = getattr(self.owner, "scheduler", self.owner)
         if isinstance(owner, nn.Module) and not compatibility.loads_its_own_way(owner):
             own = owner.state_dict(keep_vars=True)
-            compatibility.check_weights(own, state, options.folder / self.name, owner, strict=True)
+            compatibility.check_weights(own, state, reader.folder / self.name, owner, strict=True)
         elif isinstance(owner, torch.amp.GradScaler):
             compatibility.check_keys(state, owner.state_dict().keys())
         elif isinstance(owner, torch.optim.lr_scheduler.LRScheduler):
@@ -190,16 +190,16 @@ class OptimizerPart:
     def collect(self, writes_common: bool = True) -> list[Payload]:
         return [Payload(self.name, self.owner.state_dict())] if writes_common else []
 
-    def read(self, options: Load) -> Change:
+    def read(self, reader: CheckpointReader) -> Change:
         kind = type(getattr(self.owner, "optimizer", self.owner)).__name__
-        state = options.read(self.name, options.device)
-        with options.fitting(self.name, kind):
+        state = reader.read(self.name, reader.device)
+        with reader.error_context(self.name, kind):
             compatibility.check_form(state)
             state = compatibility.in_order(state, self.names)
             getattr(self.owner, "check_state", partial(compatibility.check_optimizer, self.owner))(state)
 
         def apply() -> None:
-            with options.fitting(self.name, kind):
+            with reader.error_context(self.name, kind):
                 self.owner.load_state_dict(state)
 
         needs_all_ranks = getattr(self.owner, "needs_all_ranks", False)
@@ -242,31 +242,31 @@ class ModelPart:
         name = number(SAFE_MODEL_NAME, self.index, ".safetensors")
         return [Payload(name, kept, lambda content, path: write_whole_tensors(content, aliases, path))]
 
-    def read(self, options: Load) -> Change:
+    def read(self, reader: CheckpointReader) -> Change:
         if self.model is None:
             return no_change
         safe = number(SAFE_MODEL_NAME, self.index, ".safetensors")
         pickled = [number(stem, self.index, ".bin") for stem in (MODEL_NAME, FSDP_MODEL_NAME)]
-        name = next((name for name in (safe, *pickled) if options.has(name)), safe)
-        path = options.existing(name)
+        name = next((name for name in (safe, *pickled) if reader.has(name)), safe)
+        path = reader.path_of(name)
         if name == safe:
-            state = read_safetensors(path, options.device)
+            state = read_safetensors(path, reader.device)
         else:  # mostly of other software
-            state = read_torch(path, options.device, **options.reading)
+            state = read_torch(path, reader.device, **reader.load_kwargs)
         own = self.model.state_dict(keep_vars=True) if self.live is None else self.live()
         model = self.model
 
         def fill_module(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-            fill(module, weights, path, options.model)
+            fill(module, weights, path, reader.model_kwargs)
 
         def apply() -> None:
-            with options.fitting(name, type(model).__name__):
+            with reader.error_context(name, type(model).__name__):
                 if self.load is None:
                     fill_module(model, state)
                 else:
                     self.load(model, state, fill_module)
 
-        return weights_change(apply, model, own, state, path, options)
+        return weights_change(apply, model, own, state, path, reader)
 
 
 def weights_change(
@@ -275,11 +275,11 @@ def weights_change(
     own: Mapping[str, Any],
     state: Mapping[str, Any],
     path: Path,
-    options: Load,
+    reader: CheckpointReader,
 ) -> Change:
     """Verifies that weights fit a model, and returns the change of the model."""
     try:
-        compatibility.check_weights(own, state, path, model, strict=options.model.get("strict", True))
+        compatibility.check_weights(own, state, path, model, strict=reader.model_kwargs.get("strict", True))
     except CheckpointError:
         if not isinstance(state, Mapping) or not compatibility.loads_its_own_way(model):
             raise
@@ -309,9 +309,9 @@ class GeneratorsPart:
     def collect(self, writes_common: bool = True) -> list[Payload]:
         return [Payload(self.name, {"step": self.step, **capture_generators()})]
 
-    def read(self, options: Load) -> Change:
-        states = options.read(self.name)
-        with options.fitting(self.name, "process"):
+    def read(self, reader: CheckpointReader) -> Change:
+        states = reader.read(self.name)
+        with reader.error_context(self.name, "process"):
             own = check_generators(states)
         return self.change(partial(rng.restore, own))
 
@@ -406,36 +406,36 @@ class LoaderPart:
         files = [(self.name, state), (self._stream_file(self.rank), stream or None)]
         return [Payload(name, content) for name, content in files if content is not None]
 
-    def read(self, options: Load) -> Change:
+    def read(self, reader: CheckpointReader) -> Change:
         if not resume.is_tracked(self.loader):
             return no_change
-        if not (self._is_known(options) if options.is_foreign else options.has(self.name)):
+        if not (self._is_known(reader) if reader.is_foreign else reader.has(self.name)):
             return no_change
         streams = map(self._stream_file, [0] if self.resized else [self.rank, 0])
-        stream: Any = next((options.read(file) for file in streams if options.has(file)), {})
-        state, kind = options.read(self.name), type(self.loader).__name__
-        with options.fitting(self.name, kind):
+        stream: Any = next((reader.read(file) for file in streams if reader.has(file)), {})
+        state, kind = reader.read(self.name), type(self.loader).__name__
+        with reader.error_context(self.name, kind):
             _check_position(state, stream)
 
         def apply() -> None:
-            with options.fitting(self.name, kind):
+            with reader.error_context(self.name, kind):
                 resume.restore(self.loader, {**state, **stream.get("order", {})}, stream)
 
         return Change(apply, f"{kind} ({self.name})")
 
-    def _is_known(self, options: Load) -> bool:
+    def _is_known(self, reader: CheckpointReader) -> bool:
         """Returns whether a position that other software has saved can be loaded, and warns if not."""
         names = [self.name, number(LOADER_NAME, self.index, ".bin")]
-        name = next((name for name in names if options.has(name)), None)
+        name = next((name for name in names if reader.has(name)), None)
         if name is None:
             return False
         try:
-            if resume.is_state(options.read(name)):
+            if resume.is_state(reader.read(name)):
                 return True
         except CheckpointError as error:
             logger.debug(f"{error}")
         logger.warning(
-            f"{options.folder / name} stores the order and position of a loader in an unknown format: "
+            f"{reader.folder / name} stores the order and position of a loader in an unknown format: "
             "the loader begins a new epoch. Skip the batches that were used: skip_first_batches(loader, n)."
         )
         return False

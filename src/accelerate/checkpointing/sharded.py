@@ -26,7 +26,7 @@ from accelerate.checkpointing.compatibility import (
     parameter_numbers,
 )
 from accelerate.checkpointing.local_shards import LocalShards, allocate_target, to_tensor
-from accelerate.checkpointing.parts import Load, Part, Payload, fill
+from accelerate.checkpointing.parts import CheckpointReader, Part, Payload, fill
 from accelerate.checkpointing.shard_index import KeyPath, ShardIndex
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -48,10 +48,10 @@ class ShardedState(Protocol):
     def state(self) -> dict[KeyPath, Any]:
         """Returns live tensors, local shards and other values by their paths."""
 
-    def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
+    def targets(self, index: ShardIndex, reader: CheckpointReader) -> dict[KeyPath, LocalShards | None]:
         """Returns memory for all tensors that this rank reads, and None for other values."""
 
-    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
         """Returns the change of the object to values that were read."""
 
 
@@ -66,20 +66,20 @@ class ShardsOrFilePart:
     def collect(self, writes_common: bool = True) -> list[Payload]:
         return self.whole.collect(writes_common)
 
-    def read(self, options: Load) -> Change:
-        if not options.has(f"{self.folder}/{shard_index.NAME}"):
-            return self.whole.read(options)
-        return read_shards(self.folder, self.make_sharded(), options)
+    def read(self, reader: CheckpointReader) -> Change:
+        if not reader.has(f"{self.folder}/{shard_index.NAME}"):
+            return self.whole.read(reader)
+        return read_shards(self.folder, self.make_sharded(), reader)
 
 
-def read_shards(folder: str, sharded: ShardedState, options: Load) -> Change:
+def read_shards(folder: str, sharded: ShardedState, reader: CheckpointReader) -> Change:
     """Reads the shards that this rank needs, and returns the change of the object."""
     from accelerate.checkpointing import shard_files  # imports DCP, which takes most of a second
 
-    trusted = options.reading.get("weights_only") is False
-    index = shard_index.read(options.folder / folder, sharded.root, trusted=trusted)
-    values = shard_files.read(index, sharded.targets(index, options), options.reading)
-    return sharded.plan(values, options)
+    trusted = reader.load_kwargs.get("weights_only") is False
+    index = shard_index.read(reader.folder / folder, sharded.root, trusted=trusted)
+    values = shard_files.read(index, sharded.targets(index, reader), reader.load_kwargs)
+    return sharded.plan(values, reader)
 
 
 @dataclass(frozen=True)
@@ -92,21 +92,23 @@ class ModuleShards:
     def state(self) -> dict[KeyPath, Any]:
         return {(MODEL, name): value for name, value in self.module.state_dict(keep_vars=True).items()}
 
-    def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
+    def targets(self, index: ShardIndex, reader: CheckpointReader) -> dict[KeyPath, LocalShards | None]:
         live = self.state()
         by_name = {str(path[1]): value for path, value in live.items()}
         stored = {str(path[1]): index.stored(path) for path in index.paths}
-        check_weights(by_name, stored, index.folder, self.module, strict=options.model.get("strict", True))
+        check_weights(
+            by_name, stored, index.folder, self.module, strict=reader.model_kwargs.get("strict", True)
+        )
         return {
             path: allocate_target(stored[path[1]], value) for path, value in live.items() if path[1] in stored
         }
 
-    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
         def apply() -> None:
             live = self.state()
             state = {path[1]: to_tensor(value, live.get(path)) for path, value in values.items()}
-            with options.fitting(FSDP_MODEL_NAME, type(self.module).__name__):
-                fill(self.module, state, options.folder / FSDP_MODEL_NAME, options.model)
+            with reader.error_context(FSDP_MODEL_NAME, type(self.module).__name__):
+                fill(self.module, state, reader.folder / FSDP_MODEL_NAME, reader.model_kwargs)
 
         return Change(apply, f"{type(self.module).__name__} ({FSDP_MODEL_NAME})", Stage.COLLECTIVE)
 
@@ -130,7 +132,7 @@ class OptimizerShards:
         }
         return {**states, **group_paths(named[GROUPS], [group[PARAMETERS] for group in named[GROUPS]])}
 
-    def targets(self, index: ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
+    def targets(self, index: ShardIndex, reader: CheckpointReader) -> dict[KeyPath, LocalShards | None]:
         numbers, parameters = parameter_numbers(self.names), self._parameters()
         refuse_other_optimizer(index, numbers, len(self.names), self.optimizer)
         return {
@@ -140,7 +142,7 @@ class OptimizerShards:
             for path in index.paths
         }
 
-    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
         numbers, parameters = parameter_numbers(self.names), self._parameters()
         states: dict[int, dict[str, Any]] = {}
         for path, value in values.items():
@@ -148,7 +150,7 @@ class OptimizerShards:
                 number = numbers[path[2]]
                 states.setdefault(number, {})[path[3]] = to_tensor(value, parameters[number])
         groups = loaded_groups(self.optimizer, values, numbers)
-        return optimizer_change(self.optimizer, states, groups, options)
+        return optimizer_change(self.optimizer, states, groups, reader)
 
     def _parameters(self) -> list[Tensor]:
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
@@ -248,15 +250,15 @@ def loaded_groups(
 
 
 def optimizer_change(
-    optimizer: Any, states: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], options: Load
+    optimizer: Any, states: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], reader: CheckpointReader
 ) -> Change:
     """Returns the change of an optimizer to states, by the numbers of its parameters, and groups."""
     state = {STATE: dict(states), GROUPS: [dict(group) for group in groups]}
-    with options.fitting(OPTIMIZER, _class_name(optimizer)):
+    with reader.error_context(OPTIMIZER, _class_name(optimizer)):
         check_optimizer(optimizer, state)
 
     def apply() -> None:
-        with options.fitting(OPTIMIZER, _class_name(optimizer)):
+        with reader.error_context(OPTIMIZER, _class_name(optimizer)):
             optimizer.load_state_dict(state)
 
     return Change(apply, f"{_class_name(optimizer)} ({OPTIMIZER})")

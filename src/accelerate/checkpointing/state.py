@@ -16,8 +16,8 @@ from torch import nn
 from accelerate.base import CheckpointError, replace_files, wrong_value
 from accelerate.checkpointing.changes import apply_all
 from accelerate.checkpointing.parts import (
+    CheckpointReader,
     GeneratorsPart,
-    Load,
     LoaderPart,
     ModelPart,
     Part,
@@ -106,7 +106,7 @@ def load_accelerator_state(
     Raises:
         CheckpointError: A file is missing, damaged, or does not fit its object.
     """
-    options = Load(
+    reader = CheckpointReader(
         Path(input_dir), read_device(map_location), dict(load_kwargs or {}), load_model_func_kwargs
     )
     parts: list[Part] = [
@@ -116,8 +116,8 @@ def load_accelerator_state(
         *(LoaderPart(index, loader, process_index) for index, loader in enumerate(dataloaders)),
     ]
     generators = GeneratorsPart(process_index)
-    step = options.read(generators.name).get("step", 0) if options.has(generators.name) else 0
-    apply_all([part.read(options) for part in [*parts, generators]], _raise)
+    step = reader.read(generators.name).get("step", 0) if reader.has(generators.name) else 0
+    apply_all([part.read(reader) for part in [*parts, generators]], _raise)
     return {"step": step if isinstance(step, int) else 0}
 
 
@@ -146,7 +146,7 @@ def load_custom_state(obj: Any, path: Folder, index: int = 0) -> None:
     Raises:
         CheckpointError: The file is missing, damaged, or contains objects that can run code.
     """
-    apply_all([custom_part(index, obj).read(Load(Path(path)))], _raise)
+    apply_all([custom_part(index, obj).read(CheckpointReader(Path(path)))], _raise)
 
 
 def read_device(map_location: Any) -> Any:

@@ -121,7 +121,7 @@ def plan_training(
     trained = read_model(args)
     kind, planner = _model_class(trained.model), _planner(args, trained)
     layout = _layout(args, count)
-    fits = planner.fitting(layout, count, capacity, args.batch_size) if capacity else []
+    fits = planner.error_context(layout, count, capacity, args.batch_size) if capacity else []
     if fits and not any(
         (args.sharding, args.tp_size > 1, args.offload != "none", args.gradient_checkpointing)
     ):

@@ -336,13 +336,6 @@ class CollectiveConsensus(Consensus):
         decision = pack_decision(reduce_fn, values) if self.rank == 0 else None
         return unpack_decision(self._transport.broadcast_object(decision))
 
-    def compute_once(self, name: str, make: Callable[[], Any], timeout: float) -> tuple[int, Any]:
-        names = self._transport.gather_object(name)
-        owner = names.index(name)
-        result = pack_decision(lambda _: make(), []) if name and owner == self.rank else None
-        results = self._transport.gather_object(result)
-        return (owner, unpack_decision(results[owner])) if name else (-1, None)
-
 
 def open_consensus(transport: Transport, channel: StoreChannel | None) -> Consensus:
     """Returns the consensus for a run, over the store if there is a channel.

@@ -87,7 +87,9 @@ class Planner:
         """Returns the largest batch that fits in the memory of a device, or 0 if one sample does not fit."""
         return largest_batch(lambda size: self.memory(layout, size).total, capacity, start)
 
-    def fitting(self, layout: Layout, devices: int, capacity: float, batch_size: int) -> list[FittingLayout]:
+    def error_context(
+        self, layout: Layout, devices: int, capacity: float, batch_size: int
+    ) -> list[FittingLayout]:
         """Returns the layouts of a number of devices that fit.
 
         Layouts without offload are first, and those with less communication before others. There is one
@@ -198,7 +200,7 @@ class MemoryPlan:
             devices: Number of devices and memory of each, such as "8x80GB".
         """
         count, capacity = parse_devices(devices)
-        return self.planner.fitting(self.layout, count, capacity, self.batch_size)
+        return self.planner.error_context(self.layout, count, capacity, self.batch_size)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as values for JSON, with exact bytes."""

@@ -248,14 +248,6 @@ class Consensus:
         """
         return reduce_fn([value])
 
-    def compute_once(self, name: str, make: Callable[[], Any], timeout: float) -> tuple[int, Any]:
-        """Calls `make` on one of the ranks with the same name, and returns its rank and result on all.
-
-        Called on all ranks after `decide`. A rank with an empty name does not take part, and gets -1 and
-        None. An error of `make` is raised on all ranks with that name.
-        """
-        return (self.rank, make()) if name else (-1, None)
-
     def close(self) -> None:
         """Ends the use of the consensus on this rank."""
 
@@ -315,21 +307,6 @@ class StoreConsensus(Consensus):
             lines = "\n".join(f"  - Process {rank}: {name}" for rank, (name, _) in posted.items())
             return pack_error(StateError(f"The processes are in different operations:\n{lines}"))
         return pack_decision(reduce_fn, [value for _, value in posted.values()])
-
-    def compute_once(self, name: str, make: Callable[[], Any], timeout: float) -> tuple[int, Any]:
-        if not name:
-            return -1, None
-        topic = f"{self._number}/once/{name}"
-        owner = int(self._channel.decide(f"{topic}/owner", self.rank))
-        if owner == self.rank:
-            result = pack_decision(lambda _: make(), [])
-            self._channel.post(topic, result)
-            self._old += [topic, f"{topic}/owner"]
-        else:
-            result = self._channel.wait([topic], timeout)[topic]
-        if result is None:
-            raise StateError(self._format_absence(name, [owner], timeout))
-        return owner, unpack_decision(result)
 
     def close(self) -> None:
         """Ends the use of the consensus on this rank.

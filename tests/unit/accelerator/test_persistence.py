@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, disk_offload
 from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.checkpointing import LOADED, Load
+from accelerate.checkpointing import LOADED, CheckpointReader
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -219,9 +219,9 @@ def test_a_load_never_mixes_files_of_two_saves(tmp_path: Path, times: int) -> No
         asked.append(place)
 
     accelerator.register_load_state_pre_hook(hook)
-    read = Load.has
+    read = CheckpointReader.has
 
-    def has(load: Load, name: str) -> bool:
+    def has(load: CheckpointReader, name: str) -> bool:
         """Let another run save after the model was read, and before the counter is."""
         if name.startswith("custom") and len(asked) <= times:
             os.rename(folder, tmp_path / f"gone{len(asked)}")
@@ -229,7 +229,7 @@ def test_a_load_never_mixes_files_of_two_saves(tmp_path: Path, times: int) -> No
         return read(load, name)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Load, "has", has)
+        patch.setattr(CheckpointReader, "has", has)
         if times == 99:
             with pytest.raises(CheckpointError, match="another save replaced it while it was read"):
                 accelerator.load_state(folder)

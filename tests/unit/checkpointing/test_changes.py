@@ -8,39 +8,42 @@ import pytest
 import torch
 
 from accelerate.base import CheckpointError, ConfigurationError, StateError
-from accelerate.checkpointing import Change, Load, Stage, apply_all, no_change
+from accelerate.checkpointing import Change, CheckpointReader, Stage, apply_all, no_change
 
 
 def test_only_files_of_the_checkpoint_are_read(tmp_path: Path) -> None:
     torch.save({"a": 1}, tmp_path / "own.bin")
     torch.save({"a": 2}, tmp_path / "foreign.bin")
-    load = Load(tmp_path, names={"own.bin", "gone.bin"})
+    load = CheckpointReader(tmp_path, names={"own.bin", "gone.bin"})
     assert load.read("own.bin") == {"a": 1}
     assert not load.has("gone.bin")
     for name in ("foreign.bin", "gone.bin"):
         with pytest.raises(CheckpointError, match=rf"holds no {name}\. .*prepare the same ones"):
             load.read(name)
-    assert Load(tmp_path).read("foreign.bin") == {"a": 2}
+    assert CheckpointReader(tmp_path).read("foreign.bin") == {"a": 2}
 
 
 def test_arguments_of_torch_load_are_passed_on(tmp_path: Path) -> None:
     torch.save({"a": tmp_path}, tmp_path / "x.bin")
     with pytest.raises(CheckpointError, match=r"pathlib\.\w+"):
-        Load(tmp_path).read("x.bin")
-    assert Load(tmp_path, reading={"weights_only": False}).read("x.bin") == {"a": tmp_path}
+        CheckpointReader(tmp_path).read("x.bin")
+    assert CheckpointReader(tmp_path, load_kwargs={"weights_only": False}).read("x.bin") == {"a": tmp_path}
 
 
 @pytest.mark.parametrize("error", [KeyError("x"), RuntimeError("shapes"), AttributeError("no")])
 def test_an_error_while_loading_names_the_file(tmp_path: Path, error: Exception) -> None:
     with (
         pytest.raises(CheckpointError, match=rf"x\.bin does not fit this Adam: {type(error).__name__}"),
-        Load(tmp_path).fitting("x.bin", "Adam"),
+        CheckpointReader(tmp_path).error_context("x.bin", "Adam"),
     ):
         raise error
 
 
 def test_errors_of_this_package_are_not_replaced(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="mine"), Load(tmp_path).fitting("x.bin", "Adam"):
+    with (
+        pytest.raises(ConfigurationError, match="mine"),
+        CheckpointReader(tmp_path).error_context("x.bin", "Adam"),
+    ):
         raise ConfigurationError("mine")
 
 

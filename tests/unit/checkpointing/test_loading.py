@@ -14,9 +14,9 @@ import torch
 from accelerate import Accelerator
 from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.checkpointing import (
+    CheckpointReader,
     CheckpointSource,
     FileRecord,
-    Load,
     Manifest,
     RunProgress,
     divide_files,
@@ -170,12 +170,12 @@ def test_saved_states_without_an_object_give_a_warning(
 ) -> None:
     Accelerator(cpu=True)
     names = ("model.safetensors", "custom_checkpoint_1.pkl", "random_states_4.pkl", "mine.bin")
-    load = Load(tmp_path, names=names)
+    load = CheckpointReader(tmp_path, names=names)
     load.has("model.safetensors")
     loading.announce_surplus(load)
     assert "holds custom_checkpoint_1.pkl, and this run" in caplog.text
     caplog.clear()
-    loading.announce_surplus(Load(tmp_path))
+    loading.announce_surplus(CheckpointReader(tmp_path))
     assert caplog.text == ""
 
 
@@ -347,8 +347,10 @@ def source(step: Any = 3, run: Any = None) -> Any:
 
 def test_progress_is_read_from_the_manifest(tmp_path: Path) -> None:
     run = {"sync_gradients": False, "num_steps": 2, "updates": [4, 5], "gradient_order": [[1, 0], []]}
-    assert read_progress(source(3, run), Load(tmp_path)) == RunProgress(3, False, [4, 5], [[1, 0], []])
-    assert read_progress(source(), Load(tmp_path)) == RunProgress(3, True)
+    assert read_progress(source(3, run), CheckpointReader(tmp_path)) == RunProgress(
+        3, False, [4, 5], [[1, 0], []]
+    )
+    assert read_progress(source(), CheckpointReader(tmp_path)) == RunProgress(3, True)
 
 
 @pytest.mark.parametrize(("content", "step"), [({"step": 4}, 4), ({"step": "4"}, None), ([1], None)])
@@ -357,5 +359,5 @@ def test_the_step_is_read_from_checkpoints_of_other_software(
 ) -> None:
     torch.save(content, tmp_path / "random_states_0.pkl")
     other: Any = SimpleNamespace(manifest=None)
-    assert read_progress(other, Load(tmp_path)) == RunProgress(step)
-    assert read_progress(other, Load(tmp_path / "none")) == RunProgress()
+    assert read_progress(other, CheckpointReader(tmp_path)) == RunProgress(step)
+    assert read_progress(other, CheckpointReader(tmp_path / "none")) == RunProgress()

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
+    CheckpointReader,
     GeneratorsPart,
-    Load,
     LoaderPart,
     ModelPart,
     Part,
@@ -56,7 +56,7 @@ def test_a_custom_state_is_saved_and_loaded(tmp_path: Path) -> None:
         "custom_checkpoint_2.pkl"
     ]
     holder = Holder()
-    change = custom_part(2, holder).read(Load(tmp_path))
+    change = custom_part(2, holder).read(CheckpointReader(tmp_path))
     assert holder.state is None  # reading changes nothing
     change.apply()
     assert holder.state == [1, Counter("aab")]
@@ -65,7 +65,7 @@ def test_a_custom_state_is_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("state", [{"other": 1}, [1], 3, None])
 def test_a_state_that_does_not_fit_is_named_with_its_file(tmp_path: Path, state: Any) -> None:
     write(custom_part(0, Holder(state)), tmp_path)
-    change = custom_part(0, Holder()).read(Load(tmp_path))
+    change = custom_part(0, Holder()).read(CheckpointReader(tmp_path))
     with pytest.raises(CheckpointError, match=r"custom_checkpoint_0\.pkl does not fit this Holder"):
         change.apply()
 
@@ -144,7 +144,7 @@ def test_a_state_that_an_optimizer_cannot_load_is_refused_before_it_is_changed(
     torch.save(state, tmp_path / "optimizer.bin")
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(CheckpointError, match=rf"(?s)optimizer\.bin does not fit this Adam: .*({text})"):
-        optimizer_parts([optimizer])[0].read(Load(tmp_path))
+        optimizer_parts([optimizer])[0].read(CheckpointReader(tmp_path))
     after = optimizer.state_dict()
     assert before["param_groups"] == after["param_groups"]
     assert torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
@@ -154,15 +154,36 @@ def test_a_state_that_an_optimizer_cannot_load_is_refused_before_it_is_changed(
 def test_a_new_optimizer_loads_the_state_of_one_with_other_options(tmp_path: Path, options: Any) -> None:
     saved, optimizer = adam(**options), adam()
     write(optimizer_parts([saved])[0], tmp_path)
-    optimizer_parts([optimizer])[0].read(Load(tmp_path)).apply()
+    optimizer_parts([optimizer])[0].read(CheckpointReader(tmp_path)).apply()
     assert optimizer.state_dict()["param_groups"] == saved.state_dict()["param_groups"]
+
+
+class Growing(torch.optim.SGD):
+    """Has a state that grows, and code of its own that sets it."""
+
+    def __setstate__(self, state: Any) -> None:
+        super().__setstate__(state)
+        assert all(not parameter.is_meta for group in self.param_groups for parameter in group["params"])
+        for values in self.state.values():
+            values["history"].clone()
+
+
+def test_an_optimizer_with_its_own_code_is_not_called_before_all_ranks_have_read(tmp_path: Path) -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = Growing([parameter], lr=0.1)
+    for length in (3, 5):
+        optimizer.state[parameter]["history"] = torch.ones(length)
+        write(optimizer_parts([optimizer])[0], tmp_path)
+    optimizer.state[parameter]["history"] = torch.ones(3)
+    optimizer_parts([optimizer])[0].read(CheckpointReader(tmp_path)).apply()
+    assert optimizer.state[parameter]["history"].shape == (5,)
 
 
 def test_hooks_of_an_optimizer_are_called_once(tmp_path: Path) -> None:
     optimizer, calls = adam(), []
     write(optimizer_parts([optimizer])[0], tmp_path)
     optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append(1))
-    optimizer_parts([optimizer])[0].read(Load(tmp_path)).apply()
+    optimizer_parts([optimizer])[0].read(CheckpointReader(tmp_path)).apply()
     assert calls == [1]
 
 
@@ -172,24 +193,24 @@ def test_incomplete_states_of_a_scaler_and_a_scheduler_are_refused(tmp_path: Pat
     torch.save([1], tmp_path / "scheduler.bin")
     torch.save({"scale": 2.0}, tmp_path / "scaler.pt")
     with pytest.raises(CheckpointError, match=r"scheduler\.bin does not fit this StepLR: it is a list"):
-        parts[0].read(Load(tmp_path))
+        parts[0].read(CheckpointReader(tmp_path))
     with pytest.raises(
         CheckpointError, match=r"scaler\.pt does not fit this GradScaler: it lacks growth_fact"
     ):
-        parts[1].read(Load(tmp_path))
+        parts[1].read(CheckpointReader(tmp_path))
 
 
 @pytest.mark.parametrize(("safe", "name"), [(True, "model_1.safetensors"), (False, "pytorch_model_1.bin")])
 def test_a_model_is_loaded_from_either_format(tmp_path: Path, safe: bool, name: str) -> None:
     model, other = nn.Linear(3, 2), nn.Linear(3, 2)
     assert write(ModelPart(1, model.state_dict(), safe=safe), tmp_path) == [name]
-    ModelPart(1, model=other).read(Load(tmp_path)).apply()
+    ModelPart(1, model=other).read(CheckpointReader(tmp_path)).apply()
     assert torch.equal(model.weight, other.weight)
 
 
 def test_a_model_part_without_a_state_or_model_does_nothing(tmp_path: Path) -> None:
     assert ModelPart(0).collect() == []
-    assert ModelPart(0).read(Load(tmp_path)) is no_change
+    assert ModelPart(0).read(CheckpointReader(tmp_path)) is no_change
 
 
 @pytest.mark.parametrize(
@@ -215,25 +236,25 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, state: Any, safe: boo
     else:
         torch.save(state, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=text):
-        ModelPart(0, model=nn.Linear(3, 2)).read(Load(tmp_path)).apply()
+        ModelPart(0, model=nn.Linear(3, 2)).read(CheckpointReader(tmp_path)).apply()
 
 
 def test_strict_false_loads_what_fits(tmp_path: Path) -> None:
     write(ModelPart(0, {"weight": torch.ones(2, 3), "more": torch.ones(1)}), tmp_path)
     model = nn.Linear(3, 2)
-    ModelPart(0, model=model).read(Load(tmp_path, model={"strict": False})).apply()
+    ModelPart(0, model=model).read(CheckpointReader(tmp_path, model_kwargs={"strict": False})).apply()
     assert bool((model.weight == 1).all())
 
 
 def test_generators_are_restored_and_invalid_states_are_refused(tmp_path: Path) -> None:
     assert write(GeneratorsPart(3, step=7), tmp_path) == ["random_states_3.pkl"]
     drawn = torch.rand(2)
-    assert Load(tmp_path).read("random_states_3.pkl")["step"] == 7
-    GeneratorsPart(3).read(Load(tmp_path)).apply()
+    assert CheckpointReader(tmp_path).read("random_states_3.pkl")["step"] == 7
+    GeneratorsPart(3).read(CheckpointReader(tmp_path)).apply()
     assert torch.equal(torch.rand(2), drawn)
     torch.save({**capture_generators(), "torch_manual_seed": "x"}, tmp_path / "random_states_3.pkl")
     with pytest.raises(CheckpointError, match=r"random_states_3\.pkl does not fit this process"):
-        GeneratorsPart(3).read(Load(tmp_path)).apply()
+        GeneratorsPart(3).read(CheckpointReader(tmp_path)).apply()
 
 
 @pytest.mark.usefixtures("states")
@@ -242,13 +263,13 @@ def test_a_position_that_is_none_is_named_with_its_file(tmp_path: Path, content:
     loader = Accelerator(cpu=True).prepare(DataLoader(range(4)))
     torch.save(content, tmp_path / "sampler.bin")
     with pytest.raises(CheckpointError, match=r"no position of a loader|sampler\.bin does not fit this Data"):
-        LoaderPart(0, loader).read(Load(tmp_path, names={"sampler.bin"})).apply()
+        LoaderPart(0, loader).read(CheckpointReader(tmp_path, names={"sampler.bin"})).apply()
 
 
 def test_loaders_without_a_position_have_no_file(tmp_path: Path) -> None:
     plain = DataLoader(range(4))
     assert LoaderPart(0, plain).collect() == []
-    assert LoaderPart(0, plain).read(Load(tmp_path)) is no_change
+    assert LoaderPart(0, plain).read(CheckpointReader(tmp_path)) is no_change
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -285,5 +306,5 @@ def test_no_file_can_run_code(tmp_path: Path, name: str, legacy: bool) -> None:
         "random_states_0.pkl": GeneratorsPart(0),
     }.get(name, LoaderPart(0, loader))
     with pytest.raises(CheckpointError, match=rf"{name} (holds a `\w+\.mkdir`|cannot be read)"):
-        part.read(Load(tmp_path, names=os.listdir(tmp_path)))
+        part.read(CheckpointReader(tmp_path, names=os.listdir(tmp_path)))
     assert not (tmp_path / "trap").exists()

@@ -16,7 +16,7 @@ from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     MODEL,
     OPTIMIZER,
-    Load,
+    CheckpointReader,
     ModuleShards,
     OptimizerShards,
     ShardedState,
@@ -50,14 +50,14 @@ class Tied(nn.Module):
         self.note = state["note"]
 
 
-def save(folder: Path, owner: ShardedState, index: int = 0) -> Load:
+def save(folder: Path, owner: ShardedState, index: int = 0) -> CheckpointReader:
     name = folder_of(owner.root, index)
     payload = shard_files.payload(name, 0, owner.state())
     path = folder / payload.name
     path.parent.mkdir()
     assert payload.finish is not None
     payload.finish(path.parent, [payload.write(payload.content, path)])
-    return Load(folder)
+    return CheckpointReader(folder)
 
 
 def test_folders_are_those_of_the_interface() -> None:
@@ -108,14 +108,14 @@ def test_unsharded_files_are_read_by_the_other_part(tmp_path: Path) -> None:
             assert not leads
             return self.collected
 
-        def read(self, options: Load) -> Any:
+        def read(self, options: CheckpointReader) -> Any:
             return no_change
 
     def fail() -> ShardedState:
         raise AssertionError
 
     part = ShardsOrFilePart("pytorch_model_fsdp_0", fail, Whole())
-    assert part.read(Load(tmp_path)) is no_change
+    assert part.read(CheckpointReader(tmp_path)) is no_change
     assert part.collect(writes_common=False) is Whole.collected
 
 
@@ -125,7 +125,7 @@ def test_missing_and_unexpected_names_raise_an_error(tmp_path: Path) -> None:
         CheckpointError, match=r"It lacks 0\.weight, 0\.bias\. The model does not have weight"
     ):
         read_shards("pytorch_model_fsdp_0", ModuleShards(nn.Sequential(nn.Linear(3, 3))), options)
-    loose = Load(tmp_path, model={"strict": False})
+    loose = CheckpointReader(tmp_path, model_kwargs={"strict": False})
     wider = nn.Linear(3, 3, bias=False)
     read_shards("pytorch_model_fsdp_0", ModuleShards(wider), loose).apply()
 
@@ -139,7 +139,7 @@ def test_one_name_of_a_tied_tensor_is_enough(tmp_path: Path) -> None:
     report = payload.write(payload.content, tmp_path / payload.name)
     payload.finish(tmp_path / "pytorch_model_fsdp_0", [report])
     model = Tied()
-    read_shards("pytorch_model_fsdp_0", ModuleShards(model), Load(tmp_path)).apply()
+    read_shards("pytorch_model_fsdp_0", ModuleShards(model), CheckpointReader(tmp_path)).apply()
     assert model.last.weight.sum() == 36
 
 

@@ -88,26 +88,9 @@ def test_rank_0_waits_a_limited_time_after_the_last_decision(
     ranks[0].close()
 
 
-def test_ranks_of_one_name_share_what_the_first_of_them_makes(ranks: list[StoreConsensus]) -> None:
-    def compute(consensus: StoreConsensus, name: str) -> Any:
-        return consensus.compute_once(name, lambda: f"made by {consensus.rank}", 5.0)
-
-    first, second, third = together(*map(partial, [compute] * 3, ranks, ["", "a", "a"]))
-    assert first == (-1, None)
-    assert second == third
-    assert second in [(1, "made by 1"), (2, "made by 2")]
-
-    def fail() -> None:
-        raise CheckpointError("no folder")
-
-    raised = together(*(partial(each.compute_once, "b", fail, 5.0) for each in ranks[1:]))
-    assert [str(error) for error in raised] == ["no folder"] * 2
-
-
 def test_keys_of_earlier_decisions_are_deleted(ranks: list[StoreConsensus]) -> None:
     def decide(consensus: StoreConsensus) -> None:
         consensus.decide("call", None, len, 5.0)
-        consensus.compute_once(f"host {consensus.rank}", lambda: 1, 5.0)
 
     for _ in range(5):
         together(*(partial(decide, each) for each in ranks))
@@ -186,23 +169,6 @@ def test_without_a_store_consensus_uses_collectives() -> None:
             "call", 4, sum, 1.0
         )
     assert not CollectiveConsensus(FakeTransport(0)).is_threaded
-
-
-def test_without_a_store_ranks_of_one_name_share_a_value_too() -> None:
-    class Answers(FakeTransport):
-        """The other rank answers one call after the other."""
-
-        def gather_object(self, obj: Any) -> list[Any]:
-            other = self._other.pop(0)
-            return [obj, other] if self.rank == 0 else [other, obj]
-
-    def compute(rank: int, name: str, others: list[Any]) -> Any:
-        return CollectiveConsensus(Answers(rank, others)).compute_once(name, lambda: "mine", 1.0)
-
-    assert compute(0, "a", ["a", None]) == (0, "mine")
-    assert compute(1, "a", ["a", {"result": "other"}]) == (0, "other")
-    assert compute(1, "a", ["b", {"result": "other"}]) == (1, "mine")
-    assert compute(1, "", ["b", {"result": "other"}]) == (-1, None)
 
 
 def test_open_consensus_selects_the_class_for_the_run() -> None:

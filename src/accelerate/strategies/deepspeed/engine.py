@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import MODEL_NAME, CheckpointError, ConfigurationError, wrong_value
-from accelerate.checkpointing import Change, Load, Payload, Stage, files_under, number
+from accelerate.checkpointing import Change, CheckpointReader, Payload, Stage, files_under, number
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -275,24 +275,24 @@ class EnginePart:
         written = [name for name in files_under(self.folder) if name not in before or name.startswith(own)]
         return payloads_of_engine(written, self.topology)
 
-    def read(self, options: Load) -> Change:
+    def read(self, reader: CheckpointReader) -> Change:
         """Returns the change that loads the files of DeepSpeed on all ranks."""
         if self.engine.zero_nvme_offload_optimizer():
             raise CheckpointError(
-                f"{options.folder / self.name} cannot be loaded with optimizer states on NVMe, which "
+                f"{reader.folder / self.name} cannot be loaded with optimizer states on NVMe, which "
                 "DeepSpeed does not restore: it would step with new ones. Keep them on the CPU "
                 "(offload_optimizer_device='cpu') in runs that are resumed; parameters may stay on NVMe."
             )
         is_universal = self.engine.load_universal_checkpoint()
-        tag = self._find_universal(options.folder) if is_universal else self._find_sharded(options.folder)
+        tag = self._find_universal(reader.folder) if is_universal else self._find_sharded(reader.folder)
 
         def apply() -> None:
-            strict = options.model.get("strict", True)
-            with options.fitting(tag, "engine"):
-                path, _ = self.engine.load_checkpoint(str(options.folder), tag=tag, load_module_strict=strict)
+            strict = reader.model_kwargs.get("strict", True)
+            with reader.error_context(tag, "engine"):
+                path, _ = self.engine.load_checkpoint(str(reader.folder), tag=tag, load_module_strict=strict)
                 if path is None:
-                    raise CheckpointError(f"DeepSpeed found nothing to load in {options.folder / tag}")
-            options.confirm()
+                    raise CheckpointError(f"DeepSpeed found nothing to load in {reader.folder / tag}")
+            reader.confirm()
 
         return Change(apply, f"DeepSpeed's engine ({tag})", stage=Stage.COLLECTIVE)
 

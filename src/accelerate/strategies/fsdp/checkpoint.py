@@ -26,7 +26,7 @@ from accelerate.checkpointing import (
     MODEL,
     OPTIMIZER,
     Change,
-    Load,
+    CheckpointReader,
     Request,
     folder_of,
     shard_files,
@@ -114,7 +114,7 @@ def load_fsdp_model(
     sharded = strategy.model_shards(model)
     live_names = {str(key[1]) for key in sharded.state()}
     names = chosen_names(model, list(live_names), adapter_only)
-    options = Load(Path(input_dir), model={"strict": not adapter_only})
+    options = CheckpointReader(Path(input_dir), model_kwargs={"strict": not adapter_only})
     path = _find(fsdp_plugin, Path(input_dir), MODEL, model_index)
     if path.is_dir():
         index = run_on_all_ranks(lambda: shard_index.read(path, MODEL))
@@ -125,7 +125,7 @@ def load_fsdp_model(
         state = run_on_all_ranks(lambda: _read_whole(path, names))
 
         def fill_module(module: nn.Module, weights: Mapping[str, Any]) -> None:
-            checkpointing.fill(module, weights, path, options.model)
+            checkpointing.fill(module, weights, path, options.model_kwargs)
 
         load = partial(strategy.load_weights, model, state, fill_module)
         _apply(lambda: weights_change(load, model, strategy.live_weights(model), state, path, options))
@@ -204,12 +204,14 @@ def load_fsdp_optimizer(
     path = _find(fsdp_plugin, folder, OPTIMIZER, optimizer_index)
     if path.is_dir():
         sharded = strategy.optimizer_shards(optimizer, [model])
-        _load_shards(run_on_all_ranks(lambda: shard_index.read(path, OPTIMIZER)), sharded, Load(folder))
+        _load_shards(
+            run_on_all_ranks(lambda: shard_index.read(path, OPTIMIZER)), sharded, CheckpointReader(folder)
+        )
         return
     (whole,) = strategy.optimizer_owners([optimizer], gather=False)
     names = strategy.parameter_names(optimizer, [model])
     part = checkpointing.OptimizerPart(path.name, whole, lambda: names)
-    _apply(lambda: part.read(Load(path.parent)))
+    _apply(lambda: part.read(CheckpointReader(path.parent)))
 
 
 def _find(plugin: Any, folder: Path, kind: str, index: int) -> Path:
@@ -254,9 +256,11 @@ def _write_shards(accelerator: Any, operation: str, target: Path, state: shard_f
                 path.unlink()
 
 
-def _load_shards(index: checkpointing.ShardIndex, sharded: checkpointing.ShardedState, options: Load) -> None:
+def _load_shards(
+    index: checkpointing.ShardIndex, sharded: checkpointing.ShardedState, options: CheckpointReader
+) -> None:
     def plan() -> Change:
-        values = shard_files.read(index, sharded.targets(index, options), options.reading)
+        values = shard_files.read(index, sharded.targets(index, options), options.load_kwargs)
         return sharded.plan(values, options)
 
     _apply(plan)

@@ -26,7 +26,16 @@ from torch.distributed.fsdp import (
 
 from accelerate import checkpointing, torch_private
 from accelerate.base import ConfigurationError
-from accelerate.checkpointing import GROUPS, MODEL, OPTIMIZER, STATE, Change, KeyPath, Load, LocalShards
+from accelerate.checkpointing import (
+    GROUPS,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    Change,
+    CheckpointReader,
+    KeyPath,
+    LocalShards,
+)
 from accelerate.strategies.fsdp.parameters import clean_name
 from accelerate.strategies.fsdp.strategies import GatheredOptimizer
 from accelerate.weights import is_extra
@@ -205,7 +214,7 @@ class FlatModuleShards(checkpointing.ModuleShards):
         state.update(_outside_units(self.module, set(state)))
         return {(MODEL, name): value for name, value in state.items()}
 
-    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
         return Change(
             partial(self._load, values), f"{MODEL} under FSDP 1", stage=checkpointing.Stage.COLLECTIVE
         )
@@ -254,7 +263,9 @@ class FlatOptimizerShards:
                     state[OPTIMIZER, STATE, local.names[0], key] = _to_saved(local, value, position)
         return {**state, **checkpointing.group_paths(saved[GROUPS], self.names)}
 
-    def targets(self, index: checkpointing.ShardIndex, options: Load) -> dict[KeyPath, LocalShards | None]:
+    def targets(
+        self, index: checkpointing.ShardIndex, reader: CheckpointReader
+    ) -> dict[KeyPath, LocalShards | None]:
         ranges = self._by_name()
         checkpointing.refuse_other_optimizer(index, ranges, len(self.names), self.optimizer)
         return {
@@ -271,7 +282,7 @@ class FlatOptimizerShards:
             self._read[flat] = torch.zeros(local.total, dtype=stored.dtype)
         return local.to_shards(local.narrow(self._read[flat]), 0)
 
-    def plan(self, values: Mapping[KeyPath, Any], options: Load) -> Change:
+    def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
         ranges, by_identity = self._by_name(), self._numbers()
         numbers = {name: by_identity[id(local.stepped)] for name, local in ranges.items()}
         states: dict[int, dict[str, Any]] = {}
@@ -281,7 +292,7 @@ class FlatOptimizerShards:
                 own = states.setdefault(numbers[key[2]], {})
                 own[key[3]] = checkpointing.to_tensor(value) if flat is None else flat
         groups = checkpointing.loaded_groups(self.optimizer, values, numbers)
-        return checkpointing.optimizer_change(self.optimizer, states, groups, options)
+        return checkpointing.optimizer_change(self.optimizer, states, groups, reader)
 
     def _numbers(self) -> dict[int, int]:
         """Returns the numbers of the tensors that the optimizer steps, by identity."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import CheckpointError, wrong_value
-from accelerate.checkpointing import Change, Load, Payload, Stage, files_under
+from accelerate.checkpointing import Change, CheckpointReader, Payload, Stage, files_under
 from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -297,17 +297,17 @@ class MegatronPart:
         names = files_under(self.folder / FOLDER)
         return payloads_of_engine([f"{FOLDER}/{name}" for name in names], self.topology)
 
-    def read(self, options: Load) -> Change:
+    def read(self, reader: CheckpointReader) -> Change:
         """Returns the change that loads the files of Megatron-LM on all ranks."""
 
         def apply() -> None:
-            with options.fitting(FOLDER, "engine"):
-                self.engine.load_checkpoint(options.folder / FOLDER)
-            options.confirm()
+            with reader.error_context(FOLDER, "engine"):
+                self.engine.load_checkpoint(reader.folder / FOLDER)
+            reader.confirm()
 
-        if not (options.folder / FOLDER).is_dir():
+        if not (reader.folder / FOLDER).is_dir():
             raise CheckpointError(
-                f"{options.folder} holds no {FOLDER}, in which Megatron-LM keeps model and optimizer. It was "
+                f"{reader.folder} holds no {FOLDER}, in which Megatron-LM keeps model and optimizer. It was "
                 "saved by a run without Megatron-LM: choose another checkpoint."
             )
         return Change(apply, f"Megatron-LM's engine ({FOLDER})", stage=Stage.COLLECTIVE)

@@ -9,7 +9,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.base import CheckpointError
-from accelerate.checkpointing import Load
+from accelerate.checkpointing import CheckpointReader
 from accelerate.state import Topology
 from accelerate.strategies import keep_file
 from accelerate.strategies.deepspeed import EnginePart
@@ -80,15 +80,15 @@ def test_engines_are_loaded_by_their_folder(tmp_path):
     engine = Engine()
     part = EnginePart(0, engine, Topology())
     with pytest.raises(CheckpointError, match="holds no pytorch_model"):
-        part.read(Load(tmp_path))
+        part.read(CheckpointReader(tmp_path))
     (tmp_path / "pytorch_model").mkdir()
-    part.read(Load(tmp_path, model={"strict": False})).apply()
+    part.read(CheckpointReader(tmp_path, model_kwargs={"strict": False})).apply()
     assert engine.loaded == [(str(tmp_path), "pytorch_model", False)]
 
 
 def test_an_engine_that_finds_nothing_is_an_error(tmp_path):
     (tmp_path / "pytorch_model").mkdir()
-    change = EnginePart(0, Engine(found=False), Topology()).read(Load(tmp_path))
+    change = EnginePart(0, Engine(found=False), Topology()).read(CheckpointReader(tmp_path))
     with pytest.raises(CheckpointError, match="found nothing to load"):
         change.apply()
 
@@ -98,7 +98,7 @@ def test_an_engine_that_read_what_a_save_has_replaced_is_an_error(tmp_path):
         raise CheckpointError("replaced")
 
     (tmp_path / "pytorch_model").mkdir()
-    change = EnginePart(0, Engine(), Topology()).read(Load(tmp_path, confirm=confirm))
+    change = EnginePart(0, Engine(), Topology()).read(CheckpointReader(tmp_path, confirm=confirm))
     with pytest.raises(CheckpointError, match="^replaced$"):
         change.apply()
 
@@ -115,11 +115,11 @@ def of_two(tmp_path):
 def test_shards_of_another_number_of_processes_are_refused_before_anything_is_loaded(of_two):
     engine = Engine()
     with pytest.raises(CheckpointError, match=r"saved by 2 processes.*this run has 1\. Start 2") as caught:
-        EnginePart(0, engine, Topology()).read(Load(of_two))
+        EnginePart(0, engine, Topology()).read(CheckpointReader(of_two))
     assert "ds_to_universal --inject_missing_state --input_folder" in str(caught.value)
     assert engine.loaded == []
-    EnginePart(0, engine, Topology(rank=1, size=2)).read(Load(of_two)).apply()
-    EnginePart(0, Engine(elastic=True), Topology()).read(Load(of_two)).apply()
+    EnginePart(0, engine, Topology(rank=1, size=2)).read(CheckpointReader(of_two)).apply()
+    EnginePart(0, Engine(elastic=True), Topology()).read(CheckpointReader(of_two)).apply()
 
 
 def test_loading_optimizer_states_on_nvme_is_refused(of_two, tmp_path, caplog, states):
@@ -128,7 +128,7 @@ def test_loading_optimizer_states_on_nvme_is_refused(of_two, tmp_path, caplog, s
     PartialState(cpu=True)
     engine = Engine(nvme=True)
     with pytest.raises(CheckpointError, match="offload_optimizer_device='cpu'"):
-        EnginePart(0, engine, Topology(rank=1, size=2)).read(Load(of_two))
+        EnginePart(0, engine, Topology(rank=1, size=2)).read(CheckpointReader(of_two))
     assert engine.loaded == []
     folder = tmp_path / "saved"
     folder.mkdir()
@@ -142,11 +142,11 @@ def test_a_universal_checkpoint_is_written_beside_the_other_or_replaces_it(of_tw
     with pytest.raises(
         CheckpointError, match="holds no universal checkpoint.* Create it: python -m deepspeed"
     ):
-        part.read(Load(of_two))
+        part.read(CheckpointReader(of_two))
     (of_two / "pytorch_model" / "zero").mkdir()
-    part.read(Load(of_two)).apply()
+    part.read(CheckpointReader(of_two)).apply()
     (of_two / "pytorch_model_universal" / "zero").mkdir(parents=True)
-    part.read(Load(of_two)).apply()
+    part.read(CheckpointReader(of_two)).apply()
     assert [tag for _, tag, _ in engine.loaded] == ["pytorch_model", "pytorch_model_universal"]
 
 
