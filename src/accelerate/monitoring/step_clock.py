@@ -10,6 +10,7 @@ A call takes no lock and waits for nothing. Calls from threads other than the tr
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -263,7 +264,7 @@ class StepClock:
     def end_step(self, before: int, optimizer: int, updates: int, number: int) -> None:
         """Ends the step of an optimizer.
 
-        The first step in another thread makes that thread the training thread.
+        The thread that steps the leader becomes the training thread, whichever thread built the run.
 
         Args:
             before: Result of `begin_step`.
@@ -272,7 +273,9 @@ class StepClock:
             number: Number of all updates by this optimizer.
         """
         self.switch(REST)
-        steps = self._count_steps(optimizer, number) if updates else 0
+        if not updates or (before == OTHER_THREAD and not self._accepts_thread(optimizer)):
+            return
+        steps = self._count_steps(optimizer, number)
         if not steps:
             return
         if before == OTHER_THREAD:
@@ -288,6 +291,12 @@ class StepClock:
             self._device.read()
         if self.since >= self._due:
             self._end_window()
+
+    def _accepts_thread(self, optimizer: int) -> bool:
+        """Returns whether the steps of this thread count, which is not the training thread."""
+        if not self._leader or optimizer == self._leader:
+            return True
+        return all(thread.ident != self.owner for thread in threading.enumerate())
 
     def _count_steps(self, optimizer: int, number: int) -> int:
         """Returns the number of steps that an update completes.

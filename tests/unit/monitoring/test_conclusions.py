@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
-from accelerate.monitoring import PHASES, RunFacts, StepTimes, Straggler, conclude
+from accelerate.monitoring import PHASES, StepTimes
+from accelerate.monitoring.conclusions import RunFacts, conclude
+from accelerate.monitoring.rank_comparison import Straggler
 
 HEALTHY = {
     "data": 2.0,

@@ -7,16 +7,8 @@ from collections.abc import Callable
 import pytest
 from hypothesis import example, given, settings, strategies as st
 
-from accelerate.monitoring import (
-    BACKWARD,
-    COLLECTIVES,
-    DATA,
-    FORWARD,
-    PHASES,
-    SAVING,
-    StepClock,
-    device_clock,
-)
+from accelerate.monitoring import BACKWARD, DATA, FORWARD, PHASES, SAVING, StepClock, device_clock
+from accelerate.monitoring.step_clock import COLLECTIVES
 
 MODULE = "accelerate.monitoring.step_clock"
 

@@ -17,7 +17,6 @@ from accelerate.monitoring import (
     Conclusion,
     End,
     RankTimes,
-    RankView,
     Record,
     RunReader,
     RunView,
@@ -26,6 +25,7 @@ from accelerate.monitoring import (
     find_records,
     render,
 )
+from accelerate.monitoring.live_view import RankView
 from accelerate.monitoring.records import encode
 
 NOW = 1000.0

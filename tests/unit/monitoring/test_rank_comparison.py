@@ -7,11 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from accelerate.monitoring import (
-    PHASES,
+from accelerate.monitoring import PHASES, StepTimes
+from accelerate.monitoring.rank_comparison import (
     Comparisons,
     ComputeSummary,
-    StepTimes,
     Straggler,
     children_of,
     compute_seconds,

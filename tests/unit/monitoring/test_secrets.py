@@ -17,10 +17,10 @@ from accelerate.monitoring import (
     Event,
     RecordWriter,
     Values,
-    hide_in_text,
     hide_secrets,
     hide_secrets_of_command,
 )
+from accelerate.monitoring.secrets import hide_in_text
 from accelerate.report import read_run, write_page
 from accelerate.tracking import ReportTracker
 

@@ -248,6 +248,21 @@ def test_training_in_another_thread_is_counted(time: Time) -> None:
     assert sum(window.times.steps for window in clock.windows) == 10
 
 
+def test_a_second_thread_that_trains_at_the_same_time_is_not_counted(time: Time) -> None:
+    clock = StepClock()
+    run_step(clock, time, 1, data=0.1, forward=0.2, backward=0.3)
+
+    def train(optimizer: int) -> None:
+        for number in range(1, 11):
+            clock.end_step(clock.begin_step(), optimizer, 1, number)
+
+    for optimizer, expected in ((8, 1), (7, 11)):
+        thread = threading.Thread(target=train, args=(optimizer,))
+        thread.start()
+        thread.join()
+        assert clock.times().steps == expected
+
+
 def test_phases_of_threads_that_do_not_train_have_no_effect(time: Time) -> None:
     clock = StepClock()
     clock.switch(DATA)
