@@ -10,23 +10,10 @@ from pathlib import Path
 import pytest
 
 SOURCE = Path(__file__).parents[2] / "src/accelerate"
-PACKAGES = ("base", "big_modeling", "devices", "hooks", "quantization", "weights")
-PACKAGES += (
-    "commands",
-    "diagnostics",
-    "launch",
-    "launchers",
-    "ops",
-    "planning",
-    "plugins",
-    "precision",
-    "report",
-    "settings",
+PARTS = sorted(
+    path.name for path in SOURCE.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
 )
-PACKAGES += ("state", "test_utils", "tracking", "utils")
-MODULES = ("nested.py", "rng.py", "inference.py", "local_sgd.py", "wrappers.py", "logging.py", "display.py")
-MODULES += ("memory_utils.py", "optimizer.py", "parallelism_config.py", "scheduler.py", "torch_private")
-"""Parts of the package that follow the rules, to be extended to all of it."""
+"""Packages and modules of the source."""
 QUESTION = re.compile("what|how|which|who|whose|whether|where|when|why|whatever")
 IMPERATIVE = re.compile(
     "(add|allow|apply|ask|build|call|check|choose|collect|compute|convert|copy|count|create|decide|decode|delete|"
@@ -66,7 +53,7 @@ def first_lines(path: Path) -> Iterator[tuple[Documented, str]]:
             yield node, text.splitlines()[0]
 
 
-@pytest.mark.parametrize("name", PACKAGES + MODULES)
+@pytest.mark.parametrize("name", PARTS)
 def test_first_lines_are_one_plain_sentence(name: str) -> None:
     problems = [
         f"{path.relative_to(SOURCE)}:{getattr(node, 'lineno', 1)}: {problem}: {line}"

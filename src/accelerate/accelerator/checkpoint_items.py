@@ -1,4 +1,4 @@
-"""What belongs to a run and is saved with it: its parts, as they are saved and as they are loaded."""
+"""Parts of a checkpoint of a run, which `Accelerator.save_state` writes and `load_state` reads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ from accelerate.ops import current_transport
 
 
 def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[Payload]:
-    """Return the content of the files of this rank, after the user's hooks; `safe` writes safetensors."""
+    """Returns the contents of the files of this rank, after the hooks of the user have run.
+
+    Args:
+        runtime: Runtime of the Accelerator.
+        staging: Folder to which the files are written.
+        step: Number of the save.
+        safe: Whether whole weights are written to safetensors files.
+    """
     in_shards = runtime.strategy.state.saves_shards
     if in_shards and not all(current_transport().gather_object(staging.is_common)):
         raise CheckpointError(
-            f"{staging.request.target} is another folder on each machine, and states in shards need one that "
-            "all processes see. Choose a folder on a common disk, or FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
+            f"{staging.request.target} is another folder on each node, and sharded states need one that "
+            "all ranks see. Choose a folder on a common disk, or FSDP_STATE_DICT_TYPE=FULL_STATE_DICT"
         )
     shards = _take_shards(runtime, staging) if in_shards else []
     whole = [] if in_shards else _take_whole(runtime, staging, safe)
@@ -32,7 +39,7 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
 
 
 def read(runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, policy: str) -> list[Change]:
-    """Read all files of a checkpoint, and return what changes each object."""
+    """Reads all files of a checkpoint, and returns the changes to the objects of the run."""
     models = list(runtime.prepared.models)
     for hook in runtime.checkpoints.load_hooks.values():
         hook(models, str(source.folder))
@@ -52,7 +59,7 @@ def read(runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, p
 def _divide(
     runtime: Runtime, models: Sequence[nn.Module], folder: Path | None = None
 ) -> tuple[list[nn.Module], list[Part]]:
-    """Return the models that are saved by themselves, and the parts of those that engines save."""
+    """Returns the models without an engine, and the parts of the models that engines save."""
     plain: list[nn.Module] = []
     engines: list[Part] = []
     for model in models:
@@ -65,7 +72,7 @@ def _divide(
 
 
 def _own(objects: Sequence[Any]) -> list[Any]:
-    """Return the optimizers or schedulers that no engine saves."""
+    """Returns the optimizers or schedulers that no engine saves."""
     return [obj for obj in objects if not getattr(obj, "belongs_to_engine", False)]
 
 
@@ -131,7 +138,7 @@ def _optimizer_parts(runtime: Runtime) -> list[Part]:
 
 
 def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
-    """Everything but models, optimizers and random generators."""
+    """Returns the parts of schedulers, the scaler, registered objects and loaders."""
     prepared, rank, scaler = runtime.prepared, runtime.state.process_index, runtime.strategy.precision.scaler
     loaders = enumerate(prepared.loaders)
     return [
