@@ -91,6 +91,7 @@ def build_request(environ: Mapping[str, str], **arguments: Any) -> strategies.Ru
             raise wrong_value(name, value, reason, "Pass one of them")
     notes = settings.retired_variables(environ)
     rng_types = arguments["rng_types"]
+    rng_types = [rng_types] if isinstance(rng_types, str) else rng_types
     return strategies.RunRequest(
         mixed_precision=_mixed_precision(arguments, environ, notes),
         cpu=arguments["cpu"] or read_flag(environ, "ACCELERATE_USE_CPU"),

@@ -163,6 +163,10 @@ def test_other_arguments() -> None:
     assert request.cpu
 
 
+def test_one_rng_type_needs_no_list() -> None:
+    assert build(passed(rng_types="torch"), {}).rng_types == [RNGType.TORCH]
+
+
 @pytest.mark.parametrize(
     ("given", "environ", "named"),
     [
