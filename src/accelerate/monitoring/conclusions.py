@@ -98,8 +98,8 @@ def find_exposed_communication(facts: RunFacts) -> Finding | None:
         return None
     return Finding(
         "exposed-communication",
-        f"exposed communication: steps wait for collectives {fraction:.0%} of the time. Change bucket_cap_mb of "
-        "DistributedDataParallelKwargs, accumulate gradients over more batches, or compress them with a "
+        f"exposed communication: steps wait for collectives {fraction:.0%} of the time. Change bucket_cap_mb "
+        "of DistributedDataParallelKwargs, accumulate gradients over more batches, or compress them with a "
         "comm_hook.",
     )
 
