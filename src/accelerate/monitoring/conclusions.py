@@ -59,7 +59,7 @@ def conclude(facts: RunFacts) -> list[Finding]:
     return [finding for finding in found if finding is not None]
 
 
-def data_share(times: StepTimes) -> float:
+def data_fraction(times: StepTimes) -> float:
     """Returns the part of the training time in which steps wait for data.
 
     A device that is behind the host computes while the host waits, so the smaller time of both counts.
@@ -69,13 +69,13 @@ def data_share(times: StepTimes) -> float:
 
 
 def find_data_bound(facts: RunFacts) -> Finding | None:
-    share = data_share(facts.times)
-    if share < DATA_BOUND:
+    fraction = data_fraction(facts.times)
+    if fraction < DATA_BOUND:
         return None
     workers = "" if facts.num_workers is None else f" (now {facts.num_workers})"
     return Finding(
         "data-bound",
-        f"data-bound: steps wait for data {share:.0%} of the time. Raise num_workers{workers} and "
+        f"data-bound: steps wait for data {fraction:.0%} of the time. Raise num_workers{workers} and "
         "prefetch_factor of the DataLoader, or make reading a sample cheaper.",
     )
 
@@ -93,19 +93,19 @@ def find_straggler(facts: RunFacts) -> Finding | None:
 
 
 def find_exposed_communication(facts: RunFacts) -> Finding | None:
-    share = facts.times.shares["collectives"]
-    if share < EXPOSED or facts.world_size == 1 or facts.straggler is not None or not facts.are_even:
+    fraction = facts.times.shares["collectives"]
+    if fraction < EXPOSED or facts.world_size == 1 or facts.straggler is not None or not facts.are_even:
         return None
     return Finding(
         "exposed-communication",
-        f"exposed communication: steps wait for collectives {share:.0%} of the time. Change bucket_cap_mb of "
-        "DistributedDataParallelKwargs, accumulate gradients over more batches, or compress them with a "
+        f"exposed communication: steps wait for collectives {fraction:.0%} of the time. Change bucket_cap_mb "
+        "of DistributedDataParallelKwargs, accumulate gradients over more batches, or compress them with a "
         "comm_hook.",
     )
 
 
 def find_small_kernels(facts: RunFacts) -> Finding | None:
-    if facts.idle < HOST_BOUND or data_share(facts.times) >= DATA_BOUND:
+    if facts.idle < HOST_BOUND or data_fraction(facts.times) >= DATA_BOUND:
         return None
     return Finding(
         "small-kernels",
@@ -125,13 +125,13 @@ def find_recompilations(facts: RunFacts) -> Finding | None:
 
 
 def find_blocking_saves(facts: RunFacts) -> Finding | None:
-    share = facts.run.shares["saving"]
-    if share < BLOCKING or facts.saves < MIN_SAVES:
+    fraction = facts.run.shares["saving"]
+    if fraction < BLOCKING or facts.saves < MIN_SAVES:
         return None
     in_background = "blocking=False (ProjectConfiguration(async_save=True)), or less often"
     fix = "less often" if facts.saves_in_background > facts.saves / 2 else f"with {in_background}"
     return Finding(
         "blocking-saves",
-        f"blocking saves: training waits for checkpoints {share:.0%} of the time in {facts.saves} saves. "
+        f"blocking saves: training waits for checkpoints {fraction:.0%} of the time in {facts.saves} saves. "
         f"Save {fix}.",
     )

@@ -268,8 +268,8 @@ def _bar(shares: Sequence[float]) -> Text:
     from rich.text import Text
 
     bar, end, drawn = Text(), 0.0, 0
-    for share, style in zip(shares, STYLES, strict=True):
-        end += share
+    for fraction, style in zip(shares, STYLES, strict=True):
+        end += fraction
         bar.append("█" * (round(end * BAR_WIDTH) - drawn), style)
         drawn = round(end * BAR_WIDTH)
     return bar
@@ -279,9 +279,9 @@ def _legend(shares: Sequence[float]) -> Text:
     from rich.text import Text
 
     legend = Text()
-    for name, share, style in zip(PHASES, shares, STYLES, strict=True):
-        if round(share, 2):
-            legend.append("■ ", style).append(f"{name} {share:.0%}  ")
+    for name, fraction, style in zip(PHASES, shares, STYLES, strict=True):
+        if round(fraction, 2):
+            legend.append("■ ", style).append(f"{name} {fraction:.0%}  ")
     return legend
 
 
