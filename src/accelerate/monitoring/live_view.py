@@ -347,8 +347,9 @@ def format_facts(run: RunView) -> list[str]:
 
 
 def find_conclusions(ranks: Sequence[RankView]) -> list[str]:
-    """Returns the conclusions of the ranks, where each name has the text of the lowest rank."""
+    """Returns the conclusions that hold, where each name has the text of the lowest rank."""
     texts: dict[str, str] = {}
     for rank in ranks:
-        texts = rank.conclusions | texts
+        names = rank.window.conclusions if rank.window is not None else []
+        texts = {name: rank.conclusions[name] for name in names if name in rank.conclusions} | texts
     return list(texts.values())

@@ -86,6 +86,7 @@ class Window(Record):
     samples: int = 0  # number that this rank has read, or 0 if it is not known
     batch: int = 0  # number of batches of this pass over the first prepared loader
     num_batches: int = 0  # of the whole pass, or 0 if the loader has no length
+    conclusions: list[str] = field(default_factory=list)  # names of those that hold
     values: dict[str, float] = field(
         default_factory=dict
     )  # at the last step: loss, learning_rate, gradient_norm

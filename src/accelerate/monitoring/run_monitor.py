@@ -149,13 +149,14 @@ class RunMonitor:
             self._all += window.times
             self._num_windows += 1
         self._compared.extend(windows)
-        written = [self._window(window) for window in windows]
         self._record_recompilations()
         events = _take(self._queue)
         for record in events:
             self._count(record)
         compared = self._compare()
-        self._write([*written, *events, *compared, *self._conclude()])
+        conclusions = self._conclude()
+        written = [self._window(window) for window in windows]
+        self._write([*written, *events, *compared, *conclusions])
 
     def _window(self, window: ClosedWindow) -> Window:
         memory, peak = self._sources.memory()
@@ -174,6 +175,7 @@ class RunMonitor:
             samples=window.times.samples,
             batch=batch,
             num_batches=num_batches,
+            conclusions=sorted(self._known),
             values=values,
         )
 

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator
-from accelerate.monitoring import SAVING, Conclusion, RunMonitor, find_records
+from accelerate.monitoring import SAVING, Conclusion, RunMonitor, Window, find_records
 from accelerate.state import AcceleratorState, services, step_clock
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -209,6 +209,9 @@ def test_a_slow_loader_of_training_is_a_conclusion(tmp_path: Path, monkeypatch: 
     for _ in range(2):
         train(accelerator, seconds=0.01, rest=0.01)
     assert conclusions_of(tmp_path) == ["data-bound"]
+    (records,) = find_records(tmp_path)
+    windows = [record for record in records if isinstance(record, Window)]
+    assert windows[-1].conclusions == ["data-bound"]
 
 
 def test_one_save_at_the_end_of_a_short_run_is_no_conclusion(

@@ -145,17 +145,23 @@ def test_the_last_checkpoint_has_an_age(tmp_path: Path) -> None:
     assert "last checkpoint: runs/a/checkpoint_1, 12 s ago" in text
 
 
-def test_each_conclusion_is_shown_once(tmp_path: Path) -> None:
+def test_each_conclusion_that_holds_is_shown_once(tmp_path: Path) -> None:
     texts = ("data-bound: steps wait for data 50% of the time.", "another")
     ranks = [
         view_of(
-            tmp_path, rank, start(rank), window(), Conclusion(time=NOW, name="data-bound", step=1, text=text)
+            tmp_path,
+            rank,
+            start(rank),
+            window(conclusions=["data-bound"]),
+            Conclusion(time=NOW, name="data-bound", step=1, text=text),
+            Conclusion(time=NOW, name="straggler", step=1, text="straggler: rank 1, a while ago"),
         )
         for rank, text in enumerate(texts)
     ]
     text = show(ranks)
     assert texts[0] in text
     assert texts[1] not in text
+    assert "straggler" not in text
 
 
 def test_of_many_ranks_the_remarkable_ones_are_shown(tmp_path: Path) -> None:
