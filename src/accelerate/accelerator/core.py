@@ -156,10 +156,7 @@ class Accelerator(ProcessControl):
         self._stop_requests = diagnostics.get_stop_requests(environ.current())
         self.state = runtime.state
         self.gradient_state = runtime.gradient_state
-        axis = runtime.strategy.axes.sequence
-        self._cp_context: Callable[..., AbstractContextManager[Any]] = axis.split_batch
-        if axis.splits_buffers:
-            self._cp_context = _refuse_to_split
+        self._cp_context = _context_before_prepare(runtime.strategy.axes.sequence)
         self.flag_tensor: torch.Tensor | None = None
         self.device_placement = request.device_placement
         self.step_scheduler_with_optimizer = request.step_scheduler_with_optimizer
@@ -174,10 +171,8 @@ class Accelerator(ProcessControl):
         self.native_amp = self.mixed_precision in ("fp16", "bf16")
         self.log_with = tracking.filter_trackers(log_with, request.project.logging_dir)
         prepared = runtime.prepared
-        self._models = prepared.models
-        self._optimizers = prepared.optimizers
-        self._schedulers = prepared.schedulers
-        self._dataloaders = prepared.loaders
+        self._models, self._optimizers = prepared.models, prepared.optimizers
+        self._schedulers, self._dataloaders = prepared.schedulers, prepared.loaders
         self._custom_objects = prepared.custom
         for note in request.notes:
             logger.warning(note)
@@ -1319,6 +1314,14 @@ class Accelerator(ProcessControl):
     def __deepcopy__(self, memo: dict[int, Any]) -> Accelerator:
         """Returns the object itself, because a process has one run."""
         return self
+
+
+def _context_before_prepare(axis: Any) -> Callable[..., AbstractContextManager[Any]]:
+    """Returns the context of an axis, or a function that raises an error if it splits buffers."""
+    if axis.splits_buffers:
+        return _refuse_to_split
+    context: Callable[..., AbstractContextManager[Any]] = axis.split_batch
+    return context
 
 
 def _refuse_to_split(**kwargs: Any) -> NoReturn:
