@@ -15,8 +15,8 @@ import torch
 from torch.distributed import HashStore
 
 from accelerate.checkpointing import shard_files
-from accelerate.checkpointing.manifest import FileRecord, Manifest, checksum_of, read
 from accelerate.checkpointing.local_shards import LocalShards, Shard
+from accelerate.checkpointing.manifest import FileRecord, Manifest, checksum_of, read
 from accelerate.data_loader import ConstantMemorySampler, SeedableRandomSampler
 from accelerate.state import StoreChannel
 

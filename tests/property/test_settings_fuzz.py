@@ -18,7 +18,7 @@ import yaml
 from hypothesis import given, settings, strategies as st
 
 from accelerate import Accelerator
-from accelerate.accelerator import Arguments, build_request
+from accelerate.accelerator import build_request
 from accelerate.base import LONGEST, AccelerateError, environ
 from accelerate.commands.kubernetes import as_manifest
 from accelerate.commands.launch import launch_command_parser, read_settings
@@ -248,7 +248,7 @@ def test_a_worker_reads_its_variables_or_names_one(found: dict[str, str], way: s
     variables = {f"ACCELERATE_USE_{way}": "true", **found}
 
     def read() -> None:
-        build_request(Arguments(**DEFAULTS), variables)
+        build_request(variables, **DEFAULTS)
         read_limits(variables)
         find_sources(decode(StoppingSection, variables), variables, reads_files=True)
 

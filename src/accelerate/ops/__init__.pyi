@@ -18,7 +18,6 @@ from accelerate.ops.collectives import (
     pad_across_processes as pad_across_processes,
     pad_input_tensors as pad_input_tensors,
     reduce as reduce,
-    wait_for_everyone as wait_for_everyone,
 )
 from accelerate.ops.flight_record import (
     FlightRecorder as FlightRecorder,
