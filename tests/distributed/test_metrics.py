@@ -171,7 +171,7 @@ def warnings_about_means(samples: int, trains: bool, library: str | None = None)
     said: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = said.append  # type: ignore[method-assign,assignment]
-    get_logger("accelerate.accelerator.communication").logger.addHandler(handler)
+    get_logger("accelerate.accelerator.metrics").logger.addHandler(handler)
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(torch.arange(float(samples)), batch_size=2))  # type: ignore[arg-type]
     accelerator.gather_for_metrics(torch.tensor(1.0))
@@ -257,7 +257,7 @@ def gather_what_is_not_per_sample() -> tuple[list[Any], int]:
     said: list[logging.LogRecord] = []
     handler = logging.Handler()
     handler.emit = said.append  # type: ignore[method-assign,assignment]
-    get_logger("accelerate.accelerator.communication").logger.addHandler(handler)
+    get_logger("accelerate.accelerator.metrics").logger.addHandler(handler)
     accelerator = Accelerator()
     loader = accelerator.prepare(DataLoader(torch.arange(9.0), batch_size=5))  # type: ignore[arg-type]
     answers: list[Any] = []
