@@ -117,7 +117,8 @@ FORGED_REPORT = """
 import sys
 from dataclasses import asdict
 from torch.distributed import PrefixStore, TCPStore
-from accelerate.diagnostics import Report, peers
+from accelerate.diagnostics import peers
+from accelerate.diagnostics.hang_report import Report
 from accelerate.state import StoreChannel
 store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, wait_for_workers=False)
 (introduced,) = [key for key in store.list_keys() if "accelerate/hangs/" in key and key.endswith("/who")]

@@ -33,6 +33,13 @@ from accelerate.diagnostics.hang_report import (
     format_report,
 )
 from accelerate.ops import FlightRecorder
+from accelerate.torch_private import (
+    WAIT_FOR_BATCH,
+    WORKER_LOOP,
+    loader_progress,
+    loader_tasks,
+    loader_workers,
+)
 
 MAX_CPU_USAGE = 0.5
 """CPU time of all threads per second, up to which a process in a backward counts as waiting."""
@@ -51,9 +58,8 @@ MAX_WORKER_STACKS = 3
 _MAX_DEPTH = 64  # number of innermost frames in which the wait of a loader is searched for
 _DATASET = "the dataset of rank 0"  # source of batches if rank 0 reads for all ranks
 _READ_AHEAD_WAIT = ReadAhead.take.__code__
-_FIRST_READ = (
-    DataLoaderDispatcher._read_ahead.__code__
-)  # reads the first batches of an epoch in the caller's thread
+# It reads the first batches of an epoch in the thread of the caller.
+_FIRST_READ = DataLoaderDispatcher._read_ahead.__code__
 _TASK_QUEUE = "get"  # function in which a worker without a task waits
 
 
@@ -79,11 +85,11 @@ def find_wait(frame: FrameType | None) -> BatchWait | None:
         if frame.f_code is _FIRST_READ:
             loader = frame.f_locals["self"]
             return BatchWait(("first read", id(loader), loader.iteration), None, innermost, _DATASET)
-        if frame.f_code.co_name == torch_private.WAIT_FOR_BATCH:
+        if frame.f_code.co_name == WAIT_FOR_BATCH:
             iterator = frame.f_locals.get("self")
-            if workers := torch_private.loader_workers(iterator):
+            if workers := loader_workers(iterator):
                 # The token has no reference to the iterator, whose workers end with its last reference.
-                token = (workers[0].pid, *torch_private.loader_progress(iterator))
+                token = (workers[0].pid, *loader_progress(iterator))
                 return BatchWait(token, iterator, None)
         frame = frame.f_back
     return None
@@ -108,7 +114,7 @@ def _wait_for_reader(reader: Any, innermost: FrameType) -> BatchWait:
 
 
 def _describe_workers(iterator: Any) -> str:
-    workers, tasks = torch_private.loader_workers(iterator), torch_private.loader_tasks(iterator)
+    workers, tasks = loader_workers(iterator), loader_tasks(iterator)
     # Workers with unfinished tasks, beginning with the worker of the next batch.
     pending = list(dict.fromkeys(task[0] for task in tasks if len(task) == 1))
     numbers = [*pending, *(n for n in range(len(workers)) if n not in pending)]
@@ -145,7 +151,7 @@ def _frames_below_loop(frames: list[Frame]) -> list[Frame]:
 
     The outer frames of a forked worker are those of its parent.
     """
-    after_loop = [i + 1 for i, frame in enumerate(frames) if frame[2] == torch_private.WORKER_LOOP]
+    after_loop = [i + 1 for i, frame in enumerate(frames) if frame[2] == WORKER_LOOP]
     return frames[max(after_loop, default=0) :]
 
 
@@ -289,7 +295,7 @@ class LoaderWatch(WorkersObserver):
         # A list, because a fork could inherit the held lock of an event.
         finished: list[bool] = []
         weakref.finalize(iterator, finished.append, True)
-        worker, thread = torch_private.loader_workers(iterator)[0].pid, threading.get_ident()
+        worker, thread = loader_workers(iterator)[0].pid, threading.get_ident()
         watch = _IteratorWatch(worker, self._limits, self._reporter, finished, thread, self._limits.timeout)
         threading.Thread(target=watch.run, name="accelerate-loader", daemon=True).start()
 

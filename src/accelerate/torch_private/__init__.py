@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from accelerate.base import attach
+from accelerate.torch_private.names import resolve_private_name  # a hang report must not import it
 
 _load, __dir__, __all__ = attach(__name__)
 
@@ -21,8 +22,6 @@ _load, __dir__, __all__ = attach(__name__)
 def __getattr__(name: str) -> Any:
     if name in __all__:
         return _load(name)
-    from accelerate.torch_private.names import resolve_private_name
-
     value = resolve_private_name(name)
     globals()[name] = value  # the next lookup does not call this function
     return value

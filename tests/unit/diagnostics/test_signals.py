@@ -114,7 +114,7 @@ def test_a_second_sigterm_does_what_it_did_before() -> None:
 
 def test_a_second_sigterm_ends_a_process_that_does_not_read_requests() -> None:
     script = (
-        "import signal; from accelerate.diagnostics import SignalRecorder\n"
+        "import signal; from accelerate.diagnostics.stopping import SignalRecorder\n"
         "now = [0.0]; SignalRecorder(clock=lambda: now[0]).install()\n"
         "signal.raise_signal(signal.SIGTERM); now[0] = 9.0; signal.raise_signal(signal.SIGTERM)\n"
     )
@@ -123,7 +123,7 @@ def test_a_second_sigterm_ends_a_process_that_does_not_read_requests() -> None:
 
 def test_a_fork_ends_on_signals_as_without_handlers() -> None:
     script = (
-        "import os, signal, time; from accelerate.diagnostics import SignalRecorder\n"
+        "import os, signal, time; from accelerate.diagnostics.stopping import SignalRecorder\n"
         "notes = SignalRecorder(); notes.install(); read, write = os.pipe(); child = os.fork()\n"
         "if not child: os.write(write, b'x'); time.sleep(60); os._exit(0)\n"
         "os.read(read, 1)  # Python drops signals that come while it forks\n"

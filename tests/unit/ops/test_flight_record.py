@@ -150,4 +150,4 @@ def test_recording_computes_no_names_or_lines() -> None:
     record.begin("gather", None)
     record.end()
     sys.setprofile(None)
-    assert calls == ["begin", "wait_for_ranks", "switch", "calling_frame", "end", "resume"]
+    assert calls == ["begin", "wait_for_ranks", "switch", "calling_frame", "end", "resume", "switch"]
