@@ -109,7 +109,7 @@ class ParallelismConfig:
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Dimensions along which parameters are sharded."""
+        """Dimensions along which FSDP shards parameters."""
         return self._active("dp_shard", "cp")
 
     @property

@@ -1,7 +1,7 @@
 """Public class `Accelerator`, and names of its import path that clients replace.
 
-`prepare_data_loader` and the other names of `__all__` are looked up here when they are used, so a client that
-replaces one of them in this module takes effect. The rest is part of this import path.
+`prepare_data_loader`, `fsdp2_prepare_model` and `convert_model_to_fp8_ao` are looked up here when they are
+used, so a replacement by a client library has an effect. The other names are part of this import path.
 """
 
 from accelerate.base import attach

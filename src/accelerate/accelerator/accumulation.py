@@ -46,7 +46,7 @@ class Accumulation:
         """Begins a micro-batch, and returns its context manager.
 
         Args:
-            models: Models that are trained, or none for all.
+            models: Models whose gradients are not synchronized before the last micro-batch, or none.
             num_items: Number of items on this rank, or None for equal weights.
         """
         if num_items is not None or self.weighting is not None:
@@ -137,7 +137,7 @@ class Accumulation:
 
 
 _SYNCHRONIZED: AbstractContextManager[None] = nullcontext()
-"""Context manager of all micro-batches that synchronize gradients, because it has no state."""
+"""Context manager for all micro-batches that synchronize gradients. It has no state."""
 
 
 def sync_context(

@@ -23,7 +23,7 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
     Args:
         runtime: Runtime of the Accelerator.
         staging: Folder to which the files are written.
-        step: Number of the save.
+        step: Number of micro-batches since the end of the last pass over a loader.
         safe: Whether whole weights are written to safetensors files.
     """
     in_shards = runtime.strategy.state.saves_shards
@@ -80,8 +80,8 @@ def _take_whole(runtime: Runtime, staging: Staging, safe: bool) -> list[Part]:
     strategy, prepared = runtime.strategy.state, runtime.prepared
     plain, engines = _divide(runtime, prepared.models, staging.folder)
     weights = [strategy.state_dict(model, unwrap=True) for model in plain]
-    _call_hooks(runtime, weights, staging)
     optimizers = strategy.optimizer_owners(_own(prepared.optimizers), gather=True)
+    _call_hooks(runtime, weights, staging)  # after all collectives, since a hook may fail on one rank
     return [
         *engines,
         *(checkpointing.ModelPart(index, state, safe=safe) for index, state in enumerate(weights)),

@@ -107,13 +107,14 @@ class RunCheckpoints:
         skipped: list[str] = []
         cause: CheckpointError | None = None
         for source in self._candidates(input_dir):
-            checkpointing.loading.announce(source, runtime.state.num_processes, world_size_policy)
             names = None if source.manifest is None else source.manifest.files
             load = checkpointing.CheckpointReader(
                 source.folder, device, dict(load_kwargs or {}), options, names, confirm=source.confirm
             )
             try:
                 changes, progress = self._read(source, load, world_size_policy)
+            except checkpointing.loading.WorldSizeError:
+                raise
             except CheckpointError as error:
                 if not source.was_replaced:
                     skipped.append(f"{source.folder}: {error}")
@@ -224,11 +225,10 @@ class RunCheckpoints:
     def _read(
         self, source: checkpointing.CheckpointSource, options: checkpointing.CheckpointReader, policy: str
     ) -> tuple[list[checkpointing.Change], checkpointing.RunProgress]:
-        """Reads all files of a checkpoint on all ranks, before anything is changed."""
-        if self._runtime.checkpoints.load_hooks:
-            source.agree()
-        if not source.is_readable:
-            source.agree()  # raises on all ranks
+        """Reads all files of a checkpoint on all ranks, after the load hooks of the user."""
+        if self._runtime.checkpoints.load_hooks or policy == "strict" or not source.is_readable:
+            source.agree()  # raises on all ranks if a rank cannot read the checkpoint
+        checkpointing.loading.check_source(source, self._runtime.state.num_processes, policy)
         try:
             progress = checkpointing.read_progress(source, options)
             changes = accelerator.checkpoint_items.read(self._runtime, source, options, policy)

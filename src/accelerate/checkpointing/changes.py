@@ -1,8 +1,8 @@
 """Changes of objects to the states of a checkpoint.
 
 Each part reads its files, verifies them and returns a `Change`. When all ranks have done so, `apply_all`
-applies the changes. An error before that leaves every object unchanged. An error after that names the changed
-objects.
+applies the changes. An error before that leaves every object as it was, apart from changes by load hooks. An
+error after that names the objects that may have changed.
 """
 
 from __future__ import annotations

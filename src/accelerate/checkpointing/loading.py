@@ -239,10 +239,15 @@ def check_policy(policy: str) -> None:
         raise wrong_value("world_size_policy", policy, "there is no such policy", fix)
 
 
-def announce(source: CheckpointSource, size: int, policy: str) -> None:
-    """Warns of a checkpoint without manifest or of another world size, which "strict" refuses."""
-    if not source.is_readable:
-        return
+class WorldSizeError(CheckpointError):
+    """The policy "strict" refuses a checkpoint of another world size."""
+
+
+def check_source(source: CheckpointSource, size: int, policy: str) -> None:
+    """Warns of a readable checkpoint without manifest or of another world size.
+
+    Raises a `WorldSizeError` for another world size if the policy is "strict".
+    """
     if source.manifest is None:
         logger.warning(
             f"{source.folder} holds no {manifest.NAME}: other software wrote it, or its save did not "
@@ -252,7 +257,7 @@ def announce(source: CheckpointSource, size: int, policy: str) -> None:
         return
     old = source.world_size
     if policy == "strict":
-        raise CheckpointError(
+        raise WorldSizeError(
             f"{source.folder} was saved by {old} processes, and this run has {size}. Start {old} "
             'processes, or pass world_size_policy="reseed".'
         )

@@ -152,13 +152,13 @@ class Saver:
         }
 
     def write(self, payloads: Sequence[Payload], threads: int = THREADS) -> None:
-        """Writes the files of this rank, whose errors `commit` raises on all ranks."""
+        """Writes the files of this rank. An error is kept, and raised on all ranks by `commit`."""
         self._payloads = payloads
         try:
             self._write(payloads, threads)
         except Exception as error:  # raised again by `commit`
             self._failure = describe(error)
-        except BaseException:  # an interrupt: no rank may wait for this save
+        except BaseException:  # such as KeyboardInterrupt
             self.discard()
             raise
 
@@ -215,9 +215,11 @@ class Saver:
         return staging.staging_folder.target
 
     def _gather_summaries(self) -> tuple[list[dict[str, Any]], Any]:
-        """Waits for the summaries of all ranks, and returns them on rank 0, with the decision of all.
+        """Waits until all ranks have written, and decides whether the checkpoint is committed.
 
-        The decision contains the summaries only if there are several folders, since those of one are many.
+        Returns:
+            The summaries of all ranks on rank 0, an empty list on the others, and the decision. The decision
+            contains the summaries, too, if ranks have written to several folders.
         """
         summaries: list[dict[str, Any]] = []
 

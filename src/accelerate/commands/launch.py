@@ -1,7 +1,7 @@
 """The command `accelerate launch`, which resolves the settings to a plan and runs it.
 
 The settings of flags, environment and configuration file are merged first. `accelerate.launch` resolves the
-plan and has the launchers.
+plan and contains the launchers.
 """
 
 from __future__ import annotations

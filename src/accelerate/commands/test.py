@@ -21,7 +21,7 @@ from accelerate.commands.running import (
     path_in_accelerate_package as path_in_accelerate_package,
 )
 from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
-from accelerate.launch import AGENT, run_child
+from accelerate.launch import LAUNCH_COMMAND, run_child
 
 DESCRIPTION = "Check that state, random numbers, data loading, training and gathering work on this machine."
 SCRIPT = "accelerate.test_utils.scripts.test_script"
@@ -73,7 +73,7 @@ def check_resume(words: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="accelerate-resume-") as folder:
         for run in RUNS:
             print(f"{run} run ...", flush=True)
-            if code := run_child([*AGENT, *words, "--module", RESUME_SCRIPT, run, folder], {}).code:
+            if code := run_child([*LAUNCH_COMMAND, *words, "--module", RESUME_SCRIPT, run, folder], {}).code:
                 raise LaunchError(f"The {run} run ended with exit code {code}: its output is above.")
         whole, interrupted, resumed = (read_records(Path(folder), run) for run in RUNS)
     results = compare(whole, interrupted, resumed)

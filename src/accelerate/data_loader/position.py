@@ -106,7 +106,7 @@ class Position:
         return lambda: rng.restore(now)
 
     def end_resumed(self, offset: Offset, loader: Any) -> None:
-        """Begins a pass after the last batch of an epoch."""
+        """Ends a pass that resumes after the last batch of an epoch."""
         self.resume_point, self.offset, self.is_over = None, offset, True
         if loader.persistent_workers and self.workers_epoch is None:
             self.workers_epoch = loader.iteration

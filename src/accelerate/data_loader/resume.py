@@ -1,9 +1,9 @@
-"""Saves and restores the order and position of a prepared loader within an epoch.
+"""Saves and restores the position of a prepared loader within an epoch.
 
-Checkpoints call `capture`, `capture_stream` and `restore`. The order of an epoch is not stored. What is
-stored are the states of the random generators at the start of the epoch. A loader that resumes sets them,
-draws the order again, skips the indices that were used, and then sets the generators to their states at the
-time of the checkpoint.
+Checkpoints call `capture`, `capture_stream` and `restore`. The order of an epoch is not stored, but the
+states of the random generators at its start. The next pass sets them, draws the order again, and sets the
+generators back. A loader with `use_stateful_dataloader`, or one that `skip_first_batches` returns, skips the
+indices that were used.
 """
 
 from __future__ import annotations

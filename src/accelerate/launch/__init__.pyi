@@ -35,7 +35,7 @@ from accelerate.launch.machine import (
     run_key as run_key,
 )
 from accelerate.launch.plan import (
-    AGENT as AGENT,
+    LAUNCH_COMMAND as LAUNCH_COMMAND,
     RECORDED as RECORDED,
     LaunchPlan as LaunchPlan,
     Target as Target,

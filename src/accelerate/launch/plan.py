@@ -92,7 +92,7 @@ class LaunchPlan:
         return self.details
 
 
-AGENT = (sys.executable, "-m", "accelerate.commands.launch", "--quiet")
+LAUNCH_COMMAND = (sys.executable, "-m", "accelerate.commands.launch", "--quiet")
 
 
 def local_command(target: Target) -> list[str]:
@@ -127,7 +127,7 @@ def accelerate_command(settings: Settings, target: Target, *excluded: str) -> li
     excluded = (*excluded, "monitor")  # the command has no terminal
     if settings.source("num_cpu_threads_per_process") not in (FLAG, ENVIRONMENT):
         excluded = (*excluded, "num_cpu_threads_per_process")
-    return [*AGENT, *flags.words(settings, *excluded), *target.words]
+    return [*LAUNCH_COMMAND, *flags.words(settings, *excluded), *target.words]
 
 
 def env_var_path_add(env_var_name: str, path_to_add: str) -> str:

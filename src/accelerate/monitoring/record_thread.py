@@ -19,7 +19,7 @@ CAPACITY = 100_000  # maximum number of queued calls, after which records are dr
 
 
 class RecordThread:
-    """Thread that is the only one of its process to access the records in a folder.
+    """Writer of the records of this process, in a thread of its own in a folder.
 
     It starts with the first record. After an error of the file system one warning is logged, and no more
     records are written.

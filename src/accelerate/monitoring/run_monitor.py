@@ -1,8 +1,8 @@
-"""Monitor of one rank, whose thread writes windows of steps, events and conclusions while the rank trains.
+"""Monitor of one rank, whose thread records windows of steps, events and conclusions while the rank trains.
 
 `accelerator/recording.py` creates it. The thread starts at the first step of a run with a folder of records.
-The thread and training never wait for each other. Only this thread and the one of `RecordThread` access the
-files, so a file system that does not respond delays the end of the process by a few seconds.
+The thread and training never wait for each other. `RecordThread` writes the files in another thread, so a
+file system that does not respond only delays the end of the process by a few seconds.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ class GradientState(SharedState):
 
     @property
     def remainder(self) -> int:
-        """Number of samples in the last batch of all ranks without padding, or -1 if not known."""
+        """Samples in the last batch of all ranks without padding, 0 for a full batch, -1 if not known."""
         loader = self.active_dataloader
         return -1 if loader is None else int(loader.remainder)
 

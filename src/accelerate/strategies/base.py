@@ -262,7 +262,7 @@ class Strategy:
     # Steps
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Computes the gradients of a loss, which is divided by the accumulation steps already."""
+        """Computes the gradients of a loss, which is scaled for gradient accumulation already."""
         self.precision.backward(loss, **kwargs)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

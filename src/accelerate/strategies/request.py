@@ -58,7 +58,7 @@ class RunRequest:
 class Context:
     """Values with which a strategy is created.
 
-    Without a mesh, training is plain data parallelism.
+    Without a mesh, all ranks have different data.
     """
 
     topology: Topology

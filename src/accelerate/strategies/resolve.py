@@ -14,9 +14,15 @@ from accelerate.strategies.request import RunRequest
 
 
 def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "cpu") -> type[Strategy]:
-    """Returns the strategy of a run on a row of the hardware table.
+    """Returns the class of the strategy of a run, and imports only the module of this class.
 
-    Only its module is imported.
+    Args:
+        request: Checked arguments of the run.
+        topology: Ranks of the run.
+        hardware: Name of the row of the hardware table.
+
+    Raises:
+        ConfigurationError: The arguments do not work together, or not on this hardware.
     """
     mesh = request.parallelism
     if request.megatron is not None:
@@ -29,10 +35,10 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
         _check_mesh(mesh, request.fsdp)
     if hardware == "xla":
         return _on_xla(request)
-    if topology.size == 1:
+    if topology.size == 1:  # `build_runtime` warns that FSDP has no effect
         return Strategy
     if request.fsdp is not None:
-        return fsdp.Fsdp1 if request.fsdp.fsdp_version == 1 else fsdp.Fsdp2
+        return fsdp.Fsdp1 if version_of(request.fsdp).number == 1 else fsdp.Fsdp2
     if mesh is not None and mesh.tp_enabled:
         return fsdp.ReplicatedTensorParallel if mesh.dp_cp_dim_names else fsdp.TensorParallel
     return DataParallel

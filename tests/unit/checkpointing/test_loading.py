@@ -148,11 +148,11 @@ def test_another_number_of_processes_is_announced(
 ) -> None:
     Accelerator(cpu=True)
     source = CheckpointSource(make(tmp_path / "one", 3), Consensus(), ALONE)
-    loading.announce(source, 1, policy)
+    loading.check_source(source, 1, policy)
     assert "was saved by 3 processes, and this run has 1" in caplog.text
     assert text in caplog.text
     with pytest.raises(CheckpointError, match=r'Start 3 processes, or pass world_size_policy="reseed"'):
-        loading.announce(source, 1, "strict")
+        loading.check_source(source, 1, "strict")
     with pytest.raises(ConfigurationError, match="Choose one of strict, reseed, ignore"):
         loading.check_policy("maybe")
 
@@ -160,7 +160,7 @@ def test_another_number_of_processes_is_announced(
 @pytest.mark.usefixtures("states")
 def test_a_folder_without_a_manifest_is_announced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     Accelerator(cpu=True)
-    loading.announce(CheckpointSource(tmp_path, Consensus(), ALONE), 1, "strict")
+    loading.check_source(CheckpointSource(tmp_path, Consensus(), ALONE), 1, "strict")
     assert "without being verified" in caplog.text
 
 

@@ -13,8 +13,8 @@ from accelerate.base import patch_environment
 from accelerate.base.errors import ConfigurationError
 from accelerate.commands.launch import launch_command_parser
 from accelerate.launch import (
-    AGENT,
     FOLDER_VARIABLE,
+    LAUNCH_COMMAND,
     LaunchPlan,
     Target,
     env_var_path_add,
@@ -117,7 +117,7 @@ def another_value(row: Option) -> Any:
 def test_arguments_for_another_machine_parse_to_the_same_value(row: Option) -> None:
     settings = merge_layers(Layer(FLAG, {row.name: another_value(row)}))
     words = accelerate_command(settings, Target("module", "a.b", ("--c",)))
-    assert words[: len(AGENT)] == list(AGENT)
+    assert words[: len(LAUNCH_COMMAND)] == list(LAUNCH_COMMAND)
     parsed = launch_command_parser().parse_args(words[3:])
     assert (parsed.module, parsed.training_script, parsed.training_script_args) == (True, "a.b", ["--c"])
     assert merge_layers(flags.layer(parsed)).values[row.name] == settings.values[row.name]

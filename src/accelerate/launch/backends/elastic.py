@@ -251,7 +251,7 @@ def _code_after(number: signal.Signals) -> int:
 def check_reach(
     plan: LaunchPlan, say: Callable[[str], None], *, timeout: float = NODE_0_TIMEOUT, pause: float = PAUSE
 ) -> None:
-    """Checks in seconds that node 0 is reachable, which a rendezvous detects after many minutes.
+    """Checks that node 0 is reachable, because a rendezvous reports an unreachable node only after minutes.
 
     Node 0 opens the port, so it only looks up the name of its address. The others connect. Until node 0 has
     started they wait `timeout` seconds for it, and report that. In a pod every problem may mean that node 0

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 
 class Axis:
-    """Mesh axis of size 1, along which nothing is split.
+    """Base class of mesh axes, which splits nothing by default.
 
-    A subclass overrides the hooks in which its axis takes part. All ranks call them in this order:
+    A subclass overrides the hooks in which its axis takes part. The strategy and `Accelerator` call them on
+    all ranks:
 
     1. `transform_model`, for each model before it is wrapped. An axis that shards weights replaces parameters
        or submodules here. An axis that splits a batch into micro-batches returns a module that runs them in
