@@ -152,7 +152,7 @@ class Saver:
         }
 
     def write(self, payloads: Sequence[Payload], threads: int = THREADS) -> None:
-        """Writes the files of this rank. An error is kept, and raised on all ranks by `commit`."""
+        """Writes the files of this rank, and keeps an error until `commit` raises it on all ranks."""
         self._payloads = payloads
         try:
             self._write(payloads, threads)
