@@ -214,7 +214,7 @@ def test_dispatched_rounds(size: int, batch_size: int, groups: int, split: bool,
     batches = [torch.tensor(chunk) for chunk in chunks(list(range(size)), batch_size)]
     if drop_last and len(batches[-1]) < batch_size:
         batches.pop()
-    rounds = list(GlobalBatchBuilder(groups, split, drop_last).rounds(iter(batches)))
+    rounds = list(GlobalBatchBuilder(groups, split, drop_last).build(iter(batches)))
     assert [one.is_last for one in rounds] == [False] * (len(rounds) - 1) + [True] * bool(rounds)
     real = []
     for one in rounds:
