@@ -2,7 +2,8 @@
 
 `read` returns a `ShardIndex` with the shape, dtype and files of each tensor of a state. It is called when
 shards are loaded, merged or compared. The file is a pickle. The unpickler finds only the classes of such
-metadata, so the file cannot run other code, and its content is verified before anything is allocated.
+metadata and runs only the operations that it contains, so the file cannot run other code, and its content is
+verified before anything is allocated.
 """
 
 from __future__ import annotations
@@ -29,6 +30,37 @@ NAME = ".metadata"
 MAX_SIZE = 2**63  # one more than the largest number of bytes or elements
 MAX_DIMENSIONS = 64  # of a tensor, and keys in a path
 MAX_CHARACTERS = 100  # of a name from the file in an error message
+MAX_DEPTH = 8  # of tuples in tuples, since the hash of a deep tuple overflows the stack of C
+
+OPERATIONS = (
+    *(
+        "PROTO",
+        "FRAME",
+        "STOP",
+        "MARK",
+        "NONE",
+        "NEWTRUE",
+        "NEWFALSE",
+        "BININT",
+        "BININT1",
+        "BININT2",
+        "LONG1",
+    ),
+    *("SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    *(
+        "EMPTY_LIST",
+        "EMPTY_DICT",
+        "APPEND",
+        "APPENDS",
+        "SETITEM",
+        "SETITEMS",
+        "MEMOIZE",
+        "BINPUT",
+        "LONG_BINPUT",
+    ),
+    *("BINGET", "LONG_BINGET", "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD"),
+)
+"""Operations of a pickle that such metadata contains."""
 
 KeyPath = tuple[Any, ...]
 """Keys of a value in nested dictionaries, such as ("model", "layer.weight")."""
@@ -121,12 +153,59 @@ def read_metadata(content: bytes) -> Metadata:
 _PythonUnpickler: Any = pickle._Unpickler
 
 
+class _Operations(dict[int, Callable[[Any], None]]):
+    """Functions of an unpickler by operation, without those that no metadata contains."""
+
+    def __missing__(self, operation: int) -> NoReturn:
+        _refuse(f"the operation {bytes([operation])!r} of a pickle")
+
+
+def _with_limit(load: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Returns the function of an operation that builds a tuple, with a limit of its depth."""
+
+    def load_tuple(unpickler: Any) -> None:
+        load(unpickler)
+        unpickler.limit_depth()
+
+    return load_tuple
+
+
 class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
-    """Unpickler that finds only the classes of DCP's metadata."""
+    """Unpickler that finds only the classes of DCP's metadata, and fills each of their instances once."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__(io.BytesIO(content))
         self._allowed = _allowed_globals()
+        self._empty: dict[int, Any] = {}  # instances without a state, by their ids
+        self._depths: dict[int, tuple[int, Any]] = {}  # depths of tuples with tuples in them, by their ids
+
+    def load_newobj(self) -> None:
+        super().load_newobj()
+        self._empty[id(self.stack[-1])] = self.stack[-1]
+
+    def load_build(self) -> None:
+        if self._empty.pop(id(self.stack[-2]), None) is None:
+            _refuse("a state of an object that has one already, or none")
+        super().load_build()
+
+    def limit_depth(self) -> None:
+        """Refuses a tuple on top of the stack that is nested too deeply."""
+        built = self.stack[-1]
+        depths = (self._depths.get(id(item), (1,))[0] for item in built if type(item) is tuple)
+        depth = 1 + max(depths, default=0)
+        if depth > MAX_DEPTH:
+            _refuse(f"more than {MAX_DEPTH} tuples in each other")
+        if depth > 1:
+            self._depths[id(built)] = depth, built
+
+    dispatch = _Operations(
+        {getattr(pickle, name)[0]: _PythonUnpickler.dispatch[getattr(pickle, name)[0]] for name in OPERATIONS}
+    )
+    dispatch |= {
+        operation[0]: _with_limit(_PythonUnpickler.dispatch[operation[0]])
+        for operation in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
+    }
+    dispatch |= {pickle.NEWOBJ[0]: load_newobj, pickle.BUILD[0]: load_build}
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(value := vars(torch).get(name), (torch.dtype, torch.layout)):
@@ -213,8 +292,12 @@ def _check(metadata: Metadata) -> None:
         if compressed is not None and not all(isinstance(name, str) for name in compressed):
             _refuse("a transformation that is not a name")
         num_bytes[index.fqn] = num_bytes.get(index.fqn, 0) + (MAX_SIZE if compressed else info.length)
+    seen: set[int] = set()
     for key, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, TensorStorageMetadata):
+            if id(entry.chunks) in seen:
+                _refuse("chunks that belong to several tensors")
+            seen.add(id(entry.chunks))
             _check_tensor(str(key)[:MAX_CHARACTERS], entry, num_bytes.get(key, 0))
         elif not isinstance(entry, BytesStorageMetadata) or not isinstance(key, str):
             _refuse(f"an object other than a tensor or a value for {str(key)[:MAX_CHARACTERS]!r}")
