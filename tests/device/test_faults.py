@@ -69,14 +69,10 @@ def model_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_pinned_buffer_for_all_weights(patch: pytest.MonkeyPatch) -> None:
-    buffer = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
-
-    def read(self: Any, device: torch.device, non_blocking: bool = False) -> Tensor:
-        values = self.source.weights_map[self.name]
-        staged = buffer[: values.nbytes].view(values.dtype).view(values.shape)
-        return staged.copy_(values).to(device, non_blocking=True)
-
-    patch.setattr(align.Slot, "read", read)
+    patch.setattr(align, "CHUNK_BYTES", 3000)
+    patch.setattr(align, "STAGED_BYTES", 1024)
+    buffer = torch.empty(align.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    patch.setattr(StreamTransfer, "_free_buffer", lambda self: buffer)
 
 
 def weights_kept_after_the_forward(patch: pytest.MonkeyPatch) -> None:
@@ -130,6 +126,10 @@ def logged_tensors_not_copied(patch: pytest.MonkeyPatch) -> None:
 
 def prefetch(tmp_path: Path) -> None:
     test_memory.test_prefetched_weights_arrive_before_they_are_used(late="all", pinned=True)
+
+
+def prefetch_from_disk(tmp_path: Path) -> None:
+    test_memory.test_weights_on_the_disk(tmp_path, late="all")
 
 
 def prefetch_ahead(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ FAULTS: list[tuple[Plant, Callable[[Path], None]]] = [
     (copies_to_the_host_not_waited_for, load),
     (autocast_of_the_cpu, train_in_bf16),
     (infinite_gradients_stepped, skip_a_step),
-    (one_pinned_buffer_for_all_weights, prefetch),
+    (one_pinned_buffer_for_all_weights, prefetch_from_disk),
     (weights_kept_after_the_forward, device_map),
     (inputs_left_where_they_are, device_map),
     (batches_moved_on_a_stream_without_a_wait, load),

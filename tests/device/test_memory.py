@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
 from accelerate.data_loader import prepare_data_loader
+from accelerate.hooks import align
 from accelerate.tracking import read_snapshot, take_snapshot
 from accelerate.utils import find_executable_batch_size
 
@@ -38,6 +39,13 @@ def make_blocks() -> nn.Module:
     return nn.Sequential(*(Block() for _ in range(BLOCKS)))
 
 
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divides weights of a few kilobytes into chunks that are copied through pinned memory."""
+    monkeypatch.setattr(align, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(align, "STAGED_BYTES", 1024)
+
+
 @pytest.mark.parametrize("late", LATE)
 @pytest.mark.parametrize("pinned", [False, True])
 def test_prefetched_weights_arrive_before_they_are_used(late: str, pinned: bool) -> None:
@@ -51,6 +59,7 @@ def test_prefetched_weights_arrive_before_they_are_used(late: str, pinned: bool)
             torch.testing.assert_close(offloaded(x).cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("small_chunks")
 @pytest.mark.parametrize("late", LATE)
 def test_weights_on_the_disk(tmp_path: Path, late: str) -> None:
     model, x = make_blocks(), torch.randn(4, WIDTH)

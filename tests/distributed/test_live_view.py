@@ -112,7 +112,7 @@ def test_two_ranks_show_throughput_phases_and_their_output(run_in_terminal: Run)
     ended = run_in_terminal(TRAIN, "--num_processes", "2")
     assert ended.code == 0, ended.text
     for rank in (0, 1):
-        numbers = re.findall(rf"^rank {rank} has batch (\d+)$", ended.text, re.MULTILINE)
+        numbers = re.findall(rf"rank {rank} has batch (\d+)", ended.text)  # two ranks may share a line
         assert numbers == ["0", "50", "100", "150"]
     assert re.search(r"· step \d+ · [\d.]+ steps/s · [\d.]+ samples/s on each rank", ended.text)
     assert re.search(r"loss -?[\d.]+", ended.text)

@@ -88,9 +88,9 @@ def compare_peak_with_estimate(setting: Setting) -> None:
             assert left < estimates[dtype] / 8, f"{left} bytes of {peak} are still taken"
         setting.report(f"{dtype}: estimate", estimates[dtype], "B")
         setting.report(f"{dtype}: peak", peak, "B")
-        # On top come workspaces, and a second gradient of the embedding, whose weight is also the head's. The
-        # peak of the CPU is that of the whole process, with torch in it.
-        budget: dict[str, Any] = {} if setting.is_host else {"at_least": least, "at_most": 1.15}
+        # The peak also has workspaces of matrix products (68 MB on Hopper), and two more gradients of the
+        # embedding (154 MB each), whose weight is also the head's. That of the CPU is of the whole process.
+        budget: dict[str, Any] = {} if setting.is_host else {"at_least": least, "at_most": 1.25}
         setting.report(f"{dtype}: peak over estimate", peak / estimates[dtype], "x", **budget)
 
 

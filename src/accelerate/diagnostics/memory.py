@@ -461,7 +461,7 @@ def snapshot_on_exhaustion(backend: DeviceBackend, folder: str | Path, rank: int
         logger.warning_once(f"{backend.label} keeps no record of allocations: no snapshot will be written.")
         yield
         return
-    record(max_entries=MAX_EVENTS)
+    record(max_entries=MAX_EVENTS, stacks="python")  # C++ frames take seconds, and processes that stay
     try:
         yield
     except Exception as error:

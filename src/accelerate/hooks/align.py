@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -28,6 +29,12 @@ from accelerate.weights import (
 )
 
 PAGE = 4096
+NUM_BUFFERS, CHUNK_BYTES = 2, 4 * 2**20
+"""Number and bytes of the buffers of pinned memory through which weights are copied."""
+STAGED_BYTES = 2**18
+"""Bytes of the smallest weight for which a copy through pinned memory is faster."""
+Copy = Callable[[Tensor, torch.device, torch.dtype], Tensor]
+"""Function that copies a tensor to a device and converts it to a dtype, as `Tensor.to` does."""
 
 
 class Transfer:
@@ -59,13 +66,14 @@ class StreamTransfer(Transfer):
         self.device = device
         self.module = module
         self.stream = module.Stream(device=device)
+        self._buffers: deque[tuple[Tensor, Any]] = deque()  # with the events of their copies
 
     def fetch(self, block: AlignDevicesHook) -> Any:
         if not self._has_room(block.count_bytes()):
             return None
         try:
             with self.module.stream(self.stream):
-                weights = block.fetch(non_blocking=True)
+                weights = block.fetch(self._copy)
                 return weights, self.stream.record_event()
         except torch.OutOfMemoryError:
             return None  # the hook loads them after the previous block is freed
@@ -78,6 +86,33 @@ class StreamTransfer(Transfer):
             if weight.device == self.device:
                 weight.record_stream(current)  # their memory is not reused before the block is done
         return weights
+
+    def _copy(self, values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Copies a tensor without synchronization of the device, and may return before the copy is complete.
+
+        Tensors in memory that is not pinned are copied in chunks through pinned memory. The copy of a chunk
+        to the device overlaps with the read of the next one by all threads of torch.
+        """
+        is_plain = type(values) in (Tensor, nn.Parameter) and values.is_cpu and values.is_contiguous()
+        if not is_plain or values.nbytes < STAGED_BYTES or values.is_pinned():
+            return values.to(device, dtype, non_blocking=True)
+        target = torch.empty_like(values, device=device)
+        chunks, targets = (
+            tensor.detach().reshape(-1).view(torch.uint8).split(CHUNK_BYTES) for tensor in (values, target)
+        )
+        for chunk, on_device in zip(chunks, targets, strict=True):
+            buffer = self._free_buffer()
+            on_device.copy_(buffer[: chunk.numel()].copy_(chunk), non_blocking=True)
+            self._buffers.append((buffer, self.stream.record_event()))
+        return target.to(dtype)
+
+    def _free_buffer(self) -> Tensor:
+        """Returns pinned memory that no copy uses: a new buffer, or the one whose copy began first."""
+        if len(self._buffers) < NUM_BUFFERS:
+            return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        buffer, copied = self._buffers.popleft()
+        copied.synchronize()
+        return buffer
 
     def _has_room(self, num_bytes: int) -> bool:
         free = self.module.mem_get_info(self.device)[0]
@@ -169,13 +204,13 @@ class Slot:
     filled: Tensor | None = None  # tensor with the values, reused if they stay in memory
     address: int | None = None  # of the reused values
 
-    def read(self, device: torch.device, non_blocking: bool = False) -> Tensor:
+    def read(self, device: torch.device, copy: Copy = Tensor.to) -> Tensor:
         values: Tensor = self.source.weights_map[self.name]
         if is_derived_parameter(self.empty) or (values.device == device and values.dtype == self.empty.dtype):
             return values
         is_integer = not (values.is_floating_point() or values.is_complex())
         dtype = values.dtype if is_integer else self.empty.dtype
-        return values.to(device, dtype, non_blocking=non_blocking)
+        return copy(values, device, dtype)
 
     def load(self, device: torch.device) -> None:
         """Reads the values and fills the slot.
@@ -366,13 +401,10 @@ class AlignDevicesHook(ModelHook):
                 if tensor.device.type != "meta":
                     set_module_tensor_to_device(module, name, self.execution_device, clear_cache=False)
 
-    def fetch(self, non_blocking: bool = False) -> list[Tensor]:
-        """Returns the values of all offloaded tensors on the execution device.
-
-        With `non_blocking` the copies may be incomplete.
-        """
+    def fetch(self, copy: Copy = Tensor.to) -> list[Tensor]:
+        """Returns the values of all offloaded tensors on the execution device, copied by a function."""
         device = self._target() or torch.device("cpu")
-        return [slot.read(device, non_blocking) for slot in self.slots]
+        return [slot.read(device, copy) for slot in self.slots]
 
     def count_bytes(self) -> int:
         return sum(slot.empty.nbytes for slot in self.slots)

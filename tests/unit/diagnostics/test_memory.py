@@ -92,7 +92,7 @@ def test_a_snapshot_is_written_when_memory_runs_out(tmp_path: Path, caplog: Any)
         raise torch.OutOfMemoryError("CUDA out of memory")
     path = folder / "memory_3.pickle"
     assert path.read_text() == "allocations"
-    assert recorder.calls == [{"max_entries": 100_000}, str(path), {"enabled": None}]
+    assert recorder.calls == [{"max_entries": 100_000, "stacks": "python"}, str(path), {"enabled": None}]
     assert f"Memory ran out. The allocations are in {path}" in caplog.text
 
 
@@ -100,7 +100,7 @@ def test_other_errors_write_none(tmp_path: Path) -> None:
     recorder = Recorder()
     with pytest.raises(KeyError), snapshot_on_exhaustion(backend_with(memory=recorder), tmp_path, rank=0):
         raise KeyError("x")
-    assert recorder.calls == [{"max_entries": 100_000}, {"enabled": None}]
+    assert recorder.calls == [{"max_entries": 100_000, "stacks": "python"}, {"enabled": None}]
     assert not list(tmp_path.iterdir())
 
 

@@ -24,7 +24,7 @@ class FakeBlock:
         self.name, self.log, self.size = name, log, size
         self.problem: Exception | None = None
 
-    def fetch(self, non_blocking: bool = False) -> list[Tensor]:
+    def fetch(self, copy: Any = None) -> list[Tensor]:
         self.log.append((self.name, threading.current_thread() is threading.main_thread()))
         if self.problem is not None:
             raise self.problem
