@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -31,7 +32,8 @@ def run_device_tests(setting: Setting) -> None:
     plugins = [word for module in setting.imports for word in ("-p", module)]
     files = [str(ROOT / file) for file in FILES]
     command = [sys.executable, "-m", "pytest", *options, *where, *plugins, *files]
-    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    variables = {**os.environ, "TMPDIR": str(setting.folder)}
+    answer = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, check=False)
     print(answer.stdout, answer.stderr)
     counts = {
         kind: int(number)

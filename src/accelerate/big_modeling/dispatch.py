@@ -261,7 +261,7 @@ def dispatch_model(
     in_memory = keep_in_memory(model, [name for name in weights if weights[name] == CPU], state_dict, main)
     on_disk = [name for name in weights if weights[name] == DISK]
     index = keep_on_disk(model, on_disk, offload_dir, offload_index, tied, device_map)
-    loader = OffloadedWeightsLoader(in_memory, offload_dir, index, main if index else None)
+    loader = OffloadedWeightsLoader(in_memory, offload_dir, index)
     offload = {name: device_key(target) in offload_devices for name, target in device_map.items()}
     attach_align_device_hook_on_blocks(
         model,
@@ -346,7 +346,7 @@ def disk_offload(
     main = _device_of(model) if execution_device is None else execution_device
     names = list(find_offloaded(model, {"": DISK}, {DISK}, offload_buffers))
     index = keep_on_disk(model, names, offload_dir, None, find_tied_parameters(model), {"": DISK})
-    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index, device=main)
+    weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
     return _attach_all(model, main, weights, offload_buffers, preload_module_classes)
 
 

@@ -98,7 +98,7 @@ class StreamTransfer(Transfer):
             return values.to(device, dtype, non_blocking=True)
         target = torch.empty_like(values, device=device)
         chunks, targets = (
-            tensor.detach().reshape(-1).view(torch.uint8).split(CHUNK_BYTES) for tensor in (values, target)
+            torch.split(each.detach().reshape(-1).view(torch.uint8), CHUNK_BYTES) for each in (values, target)
         )
         for chunk, on_device in zip(chunks, targets, strict=True):
             buffer = self._free_buffer()
