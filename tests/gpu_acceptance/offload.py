@@ -17,7 +17,7 @@ from .bandwidth import MIB, measure_bandwidth
 from .models import Layers, Stack, make_stack
 from .setting import NotAvailableError, Setting
 
-BUDGETS = {"cpu": 0.85, "disk": 0.5}
+BUDGETS = {"cpu": 0.85, "disk": 0.2}
 """Parts of the bandwidth that weights reach. Those of files are also copied once by the CPU."""
 LAYERS = 4
 ROWS = 8

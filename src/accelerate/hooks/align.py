@@ -29,7 +29,7 @@ from accelerate.weights import (
 )
 
 PAGE = 4096
-NUM_BUFFERS, CHUNK_BYTES = 2, 4 * 2**20
+NUM_BUFFERS, CHUNK_BYTES = 2, 16 * 2**20
 """Number and bytes of the buffers of pinned memory through which weights are copied."""
 STAGED_BYTES = 2**18
 """Bytes of the smallest weight for which a copy through pinned memory is faster."""
