@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
 from accelerate.checkpointing import Payload
+from accelerate.data_loader import data_groups
 from accelerate.logging import get_logger
 from accelerate.ops import is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
@@ -26,8 +28,10 @@ from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
+from accelerate.strategies.fsdp import gradient_sync
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
-from accelerate.strategies.request import Context
+from accelerate.strategies.request import Context, RunRequest
+from accelerate.strategies.sharded_models import ShardedModel, is_sharded, place_unsharded
 from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
 from accelerate.wrappers import compiler_for, extract_model_from_parallel
@@ -64,6 +68,8 @@ class Strategy:
         self.axes = resolve_axes(context.request.parallelism, context.mesh)
         self.precision = self.choose_precision()
         self.state = self.state_class(self)
+        self.sharded: WeakKeyDictionary[nn.Module, ShardedModel] = WeakKeyDictionary()
+        """Models that were sharded before they were prepared."""
 
     # Settings
 
@@ -99,7 +105,9 @@ class Strategy:
     @property
     def loader_mesh(self) -> Any:
         """Mesh over which loaders shard batches, or None to shard them over all ranks."""
-        return self.context.mesh
+        if self.context.mesh is not None or not self.sharded:
+            return self.context.mesh
+        return next(iter(self.sharded.values())).loader_mesh
 
     def memory_layout(self) -> Layout:
         """Returns how the memory of a training step is sharded over the ranks, for `plan_memory`."""
@@ -142,6 +150,10 @@ class Strategy:
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a model that this strategy cannot train."""
 
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        """Returns whether the meshes and placements of a model are kept, which is sharded already."""
+        return False
+
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
         if not steps_in_backward(optimizer):
@@ -172,6 +184,9 @@ class Strategy:
         models, optimizers = self.precision.initialize(models, optimizers)
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
         bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
+        for model in bundle.new(Kind.MODEL):  # loaders, which are prepared before models, need their meshes
+            if self.keeps_sharding(model):
+                self.adopt(model)
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
             yield
 
@@ -187,10 +202,45 @@ class Strategy:
             to_device: Whether to move it.
             evaluation: Whether to leave out the wrapper, which only training needs.
         """
+        if self.keeps_sharding(model):
+            return self._wrap_sharded(model, to_device=to_device, evaluation=evaluation)
         if to_device:
             self.place(model)
         model = self.convert(model)
         return self.compile(model) if evaluation else self.parallelize(model)
+
+    def adopt(self, model: nn.Module) -> ShardedModel:
+        """Returns the meshes of a model that is sharded already, which define the batches of ranks.
+
+        Called on all ranks.
+        """
+        if model in self.sharded:
+            return self.sharded[model]
+        adopted = ShardedModel(model, self.context.device.type)
+        mesh = self.loader_mesh or adopted.loader_mesh
+        size, rank = self.context.topology.size, self.context.topology.rank
+        groups = data_groups(mesh, size, rank)
+        prepared = [loader.plan.groups for loader in self.session.prepared.loaders if hasattr(loader, "plan")]
+        if groups != data_groups(adopted.loader_mesh, size, rank) or set(prepared) - {groups[0]}:
+            raise PreparationError(
+                f"{type(model).__name__} is sharded for {adopted.loader_mesh.size(0)} data-parallel ranks, "
+                f"and the loaders or the mesh of this run are for {(prepared or groups)[0]}. Prepare the "
+                "model before its loaders or in the same call, and use one layout of ranks in a run."
+            )
+        self.sharded[model] = adopted
+        self.holds_whole_models = False
+        return adopted
+
+    def _wrap_sharded(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
+        """Returns a model that is sharded already, without a wrapper."""
+        adopted = self.adopt(model)
+        if to_device:
+            place_unsharded(model, self.context.device)
+        converted = self.convert(model)
+        if evaluation:
+            adopted.gradient_groups.clear()
+        adopted.send_unsharded()
+        return self.compile(converted)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         """Returns the optimizer in a wrapper that steps when gradients are complete."""
@@ -264,10 +314,13 @@ class Strategy:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Computes the gradients of a loss, which is scaled for gradient accumulation already."""
         self.precision.backward(loss, **kwargs)
+        if self.context.gradients.sync_gradients:
+            for adopted in self.sharded.values():
+                adopted.average_gradients()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Returns a context manager in which the backward pass of a model exchanges no gradients."""
-        return nullcontext()
+        return gradient_sync(model, enabled=False) if self.sharded else nullcontext()
 
     def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Returns a context manager in which each rank has whole parameters, also in forwards."""
@@ -302,6 +355,7 @@ class Strategy:
 
     def release(self) -> None:
         """Releases everything that the strategy holds in addition to the prepared objects."""
+        self.sharded.clear()
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:
@@ -340,9 +394,31 @@ def refuse_sharded_model(model: nn.Module, fix: str) -> None:
         else:
             continue
         where = f"{type(model).__name__}.{name}" if name else type(model).__name__
-        raise PreparationError(
-            f"{where} is already {how}, and `prepare` shards or replicates whole models only. {fix}"
-        )
+        raise PreparationError(f"{where} is already {how}, which this run does not keep. {fix}")
+
+
+def refuse_join() -> NoReturn:
+    """Raises an error for `join_uneven_inputs` with sharded models."""
+    raise ConfigurationError(
+        "join_uneven_inputs does not work with sharded models: a rank without batches does not take part in "
+        "the all-gathers of the others. Leave even_batches on, or use windows()."
+    )
+
+
+def require_plugin(model: nn.Module, request: RunRequest) -> None:
+    """Raises an error for a trained model that no plugin shards over the dimension "dp_shard" of the mesh."""
+    mesh = request.parallelism
+    if mesh is None or request.fsdp is not None or not mesh.dp_shard_enabled:
+        return
+    if is_sharded(model) or not any(p.requires_grad for p in model.parameters()):
+        return
+    fix = "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
+    raise wrong_value(
+        "dp_shard_size",
+        mesh.dp_shard_size,
+        f"no plugin configures how the parameters of {type(model).__name__} are sharded",
+        f"{fix}, launch with --use_fsdp --fsdp_version 2, or shard the model before `prepare`",
+    )
 
 
 def refuse_split_model(model: nn.Module, reason: str) -> None:

@@ -9,6 +9,7 @@ from accelerate.torch_private.fsdp import (
     drop_unreduced_gradients as drop_unreduced_gradients,
     flat_units as flat_units,
     gradient_sync as gradient_sync,
+    meshes_of_fsdp2 as meshes_of_fsdp2,
     run_policy as run_policy,
     set_gradient_sync as set_gradient_sync,
     unit_forwards_skipped as unit_forwards_skipped,
@@ -57,6 +58,7 @@ from accelerate.torch_private.processes import (
     drop_group_references as drop_group_references,
     flatten_mesh as flatten_mesh,
     num_collectives as num_collectives,
+    root_mesh as root_mesh,
     skip_connection_messages as skip_connection_messages,
 )
 from accelerate.torch_private.tracing import (

@@ -131,8 +131,8 @@ def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
             yield path, FlatUnit(unit)
 
 
-def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
-    """Yields the FSDP 2 object of each parameter, which has its accumulated unsharded gradient."""
+def _groups_of_fsdp2(model: nn.Module) -> Iterator[Any]:
+    """Yields the FSDP 2 object of each group of parameters that are gathered together."""
     for module in model.modules():
         if not hasattr(module, "_get_fsdp_state"):
             continue
@@ -141,8 +141,22 @@ def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
         groups = (
             state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
         )
-        for group in filter(None, groups):
-            yield from group.fsdp_params
+        yield from filter(None, groups)
+
+
+def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
+    """Yields the FSDP 2 object of each parameter, which has its accumulated unsharded gradient."""
+    for group in _groups_of_fsdp2(model):
+        yield from group.fsdp_params
+
+
+def meshes_of_fsdp2(model: nn.Module) -> dict[Tensor, Any]:
+    """Returns each parameter of FSDP 2 with the mesh over which FSDP 2 averages its gradient."""
+    return {
+        parameter.sharded_param: group.mesh_info.mesh
+        for group in _groups_of_fsdp2(model)
+        for parameter in group.fsdp_params
+    }
 
 
 def unreduced_gradients(model: nn.Module) -> list[Tensor]:

@@ -46,6 +46,7 @@ from accelerate.strategies.fsdp.sharding import (
 )
 from accelerate.strategies.fsdp.strategies import (
     DistributedTensors as DistributedTensors,
+    DistributedTensorState as DistributedTensorState,
     Fsdp2 as Fsdp2,
     ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,

@@ -22,13 +22,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, DistributedType
+from accelerate.base import DistributedType
 from accelerate.checkpointing import refuse_unnamed_state
 from accelerate.ops import to_full_tensor
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
 from accelerate.strategies.axes import TensorAxis
-from accelerate.strategies.base import Parameters, Strategy, refuse_sharded_model, refuse_split_model
+from accelerate.strategies.base import (
+    Parameters,
+    Strategy,
+    refuse_join,
+    refuse_sharded_model,
+    refuse_split_model,
+    require_plugin,
+)
 from accelerate.strategies.bundle import Bundle, Kind, as_list
 from accelerate.strategies.fsdp.exchange import gradient_sync
 from accelerate.strategies.fsdp.norms import Groups, clip_values, gradient_norm, groups_of, scale_down
@@ -129,8 +136,8 @@ class Sharded(Strategy, ABC):
 
     def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Returns the sharded model, or the whole model for evaluation."""
-        if evaluation:
-            return super().wrap_model(model, to_device=to_device, evaluation=True)
+        if evaluation or self.keeps_sharding(model):
+            return super().wrap_model(model, to_device=to_device, evaluation=evaluation)
         return self.parallelize(self.convert(model))
 
     def parallelize(self, model: nn.Module) -> nn.Module:
@@ -169,10 +176,7 @@ class Sharded(Strategy, ABC):
         return sharded
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        raise ConfigurationError(
-            "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank without batches does "
-            "not take part in the all-gathers of the others. Leave even_batches on, or use windows()."
-        )
+        refuse_join()
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips gradients by their global norm, and returns the norm as a plain tensor."""
@@ -263,6 +267,13 @@ class TensorParallel(DistributedTensors):
     """Tensor parallelism without data parallelism, in which all ranks shard each layer."""
 
     distributed_type = None  # that of the hardware
+
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        require_plugin(model, self.context.request)
+
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        return any(isinstance(module, FSDPModule) for module in model.modules())
 
     def split(self, model: nn.Module) -> nn.Module:
         self.place(model)
