@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from accelerate.base import PreparationError
 
 Run = Callable[..., list[Any]]
@@ -40,7 +40,7 @@ class Adapted(nn.Module):
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
         self.base = base
-        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 16, bias=False)
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 3, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden: torch.Tensor = self.base(x) + self.up(self.down(x))
@@ -72,10 +72,9 @@ def shard_units(model: Net, mesh: DeviceMesh | None, **options: Any) -> None:
 
 
 def attach_adapters(model: Net) -> None:
-    """Attaches adapters that start with other values on each rank."""
+    """Attaches an adapter that starts with other values on each rank."""
     torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
-    for block in model.blocks:
-        block.wide = Adapted(block.wide)
+    model.head = Adapted(model.head)  # type: ignore[assignment]
 
 
 def shard(model: Net, layout: str) -> None:
@@ -155,6 +154,129 @@ def train(
         "state": {name: value.shape for name, value in state.items()},
         "kinds": sorted({type(each).__name__ for each in model.modules()}),
     }
+
+
+def resume(layout: str, folder: Path, precision: str) -> None:
+    """Saves after two steps, trains on, loads, and trains the same steps again."""
+    accelerator = Accelerator(mixed_precision=precision, cpu=True, split_batches=True)
+    model, optimizer, loader = build(accelerator, layout, True)
+
+    def step_through() -> list[float]:
+        losses = []
+        for rows, labels in loader:
+            loss = nn.functional.cross_entropy(model(rows), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        return losses
+
+    step_through()
+    accelerator.save_state(str(folder / "state"))
+    accelerator.save_model(model, folder / "model")
+    first = step_through()
+    accelerator.load_state(str(folder / "state"))
+    assert step_through() == first
+    assert accelerator.unwrap_model(model) is model
+    accelerator.free_memory()
+
+
+def weights_of(folder: Path, layout: str) -> dict[str, torch.Tensor]:
+    """Returns the weights of a checkpoint, loaded into another layout, which are those of `save_model`."""
+    from safetensors.torch import load_file
+
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    model, _, _ = build(accelerator, layout, True)
+    accelerator.load_state(str(folder / "state"))
+    saved = load_file(folder / "model" / "model.safetensors")
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    assert saved.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, saved[name], atol=0, rtol=0)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "other", "precision"),
+    [
+        ("units", 2, "", "no"),
+        ("plan", 2, "units", "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("plan and units", 4, "units", "no"),
+                ("hybrid", 4, "plan", "no"),
+                ("two meshes", 4, "", "fp16"),
+                ("units", 2, "one unit", "fp16"),
+                ("plan and replicas", 4, "hybrid", "bf16"),
+            ]
+        ),
+    ],
+)
+def test_checkpoints_load_on_the_same_and_on_another_layout(
+    run: Run, tmp_path: Path, layout: str, processes: int, other: str, precision: str
+) -> None:
+    run(resume, layout, tmp_path, precision, processes=processes, timeout=180)
+    run(weights_of, tmp_path, other, processes=2 if other else 1, timeout=180)
+
+
+def prepare_late() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(8)))  # type: ignore[arg-type]
+    model = Net()
+    shard(model, "plan")
+    with pytest.raises(PreparationError, match="Net work on 1 batches at a time .* for 2"):
+        accelerator.prepare(model)
+    assert len(loader) == 4
+    with pytest.raises(ValueError, match="join_uneven_inputs does not work with FSDP or"):
+        units = Net()
+        shard(units, "units")
+        with accelerator.join_uneven_inputs([accelerator.prepare(units)]):
+            pass
+
+
+def prepare_by_mesh() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    with pytest.raises(ValueError, match="dp_shard_size=2: no plugin .* of Net .* Pass fsdp_plugin"):
+        accelerator.prepare(Net())
+    model = Net()
+    shard(model, "units")
+    assert accelerator.prepare(model) is model
+
+
+def step_schedule_and_generate() -> None:
+    """Steps a schedule, and runs a different number of forwards on each rank."""
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    shard(model, "plan")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.backward(model(torch.ones(1, 8)).sum())
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5]  # both ranks work on one batch
+    torch.manual_seed(0)
+    units = Net()
+    expected = units(torch.ones(1, 8)).detach()
+    shard(units, "units")
+    prepared = accelerator.prepare_model(units, evaluation_mode=True)
+    with accelerator.unsharded(prepared):
+        for _ in range(1 + accelerator.process_index):
+            torch.testing.assert_close(prepared(torch.ones(1, 8)), expected)
+    torch.testing.assert_close(prepared(torch.ones(1, 8)), expected)
+
+
+def test_schedules_and_forwards_of_single_ranks(run: Run) -> None:
+    run(step_schedule_and_generate)
+
+
+def test_a_mesh_that_shards_needs_a_plugin_or_a_sharded_model(run: Run) -> None:
+    run(prepare_by_mesh)
+
+
+def test_a_model_whose_ranks_read_other_batches_than_the_loaders_is_refused(run: Run) -> None:
+    run(prepare_late)
 
 
 TWO = ["units", "plan", "one unit"]

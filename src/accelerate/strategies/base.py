@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
 from accelerate.checkpointing import Payload
 from accelerate.data_loader import data_groups
@@ -28,7 +29,7 @@ from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
-from accelerate.strategies.fsdp import gradient_sync
+from accelerate.strategies.fsdp import gradient_sync, keep_gathered, units_of
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.sharded_models import ShardedModel, is_sharded, place_unsharded
@@ -105,9 +106,12 @@ class Strategy:
     @property
     def loader_mesh(self) -> Any:
         """Mesh over which loaders shard batches, or None to shard them over all ranks."""
-        if self.context.mesh is not None or not self.sharded:
-            return self.context.mesh
-        return next(iter(self.sharded.values())).loader_mesh
+        return self._mesh_for(self.sharded.values())
+
+    def _mesh_for(self, sharded: Iterable[ShardedModel]) -> Any:
+        """Returns the mesh of the run, or else that of the model with the most ranks for each batch."""
+        meshes = [each.loader_mesh for each in sharded] if self.context.mesh is None else []
+        return max(meshes, key=lambda mesh: int(mesh.size(1)), default=self.context.mesh)
 
     def memory_layout(self) -> Layout:
         """Returns how the memory of a training step is sharded over the ranks, for `plan_memory`."""
@@ -217,15 +221,15 @@ class Strategy:
         if model in self.sharded:
             return self.sharded[model]
         adopted = ShardedModel(model, self.context.device.type)
-        mesh = self.loader_mesh or adopted.loader_mesh
-        size, rank = self.context.topology.size, self.context.topology.rank
-        groups = data_groups(mesh, size, rank)
-        prepared = [loader.plan.groups for loader in self.session.prepared.loaders if hasattr(loader, "plan")]
-        if groups != data_groups(adopted.loader_mesh, size, rank) or set(prepared) - {groups[0]}:
+        together = [*self.sharded.values(), adopted]
+        mesh = self._mesh_for(self.sharded.values() if self.session.prepared.loaders else together)
+        size = self.context.topology.size
+        if not all(each.fits(mesh, size) for each in together):
+            groups, _ = data_groups(mesh, size, self.context.topology.rank)
             raise PreparationError(
-                f"{type(model).__name__} is sharded for {adopted.loader_mesh.size(0)} data-parallel ranks, "
-                f"and the loaders or the mesh of this run are for {(prepared or groups)[0]}. Prepare the "
-                "model before its loaders or in the same call, and use one layout of ranks in a run."
+                f"The ranks of {type(model).__name__} work on {adopted.loader_mesh.size(0)} batches at a "
+                f"time by its meshes, and loaders of this run are for {groups}. Prepare the model before its "
+                "loaders or in the same call, and use one layout of ranks in a run."
             )
         self.sharded[model] = adopted
         self.holds_whole_models = False
@@ -238,7 +242,7 @@ class Strategy:
             place_unsharded(model, self.context.device)
         converted = self.convert(model)
         if evaluation:
-            adopted.gradient_groups.clear()
+            adopted.replicas.clear()
         adopted.send_unsharded()
         return self.compile(converted)
 
@@ -249,7 +253,12 @@ class Strategy:
             raise wrong_value(
                 "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
             )
-        return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=self.precision.scaler)
+        scaler = self.precision.scaler
+        if scaler is not None and any(
+            is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            torch_private.unscale_shards(scaler)
+        return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
 
     def wrap_scheduler(
         self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
@@ -258,12 +267,15 @@ class Strategy:
         inner = getattr(scheduler, "optimizer", None)
         prepared = self.session.prepared.optimizers
         owners = [optimizer for optimizer in prepared if _is_or_wraps(optimizer, inner)]
-        return AcceleratedScheduler(
+        wrapped = AcceleratedScheduler(
             scheduler,
             owners or list(prepared),
             step_with_optimizer=step_with_optimizer,
             split_batches=split_batches,
         )
+        topology = self.context.topology
+        wrapped.num_processes, _ = data_groups(self.loader_mesh, topology.size, topology.rank)
+        return wrapped
 
     def place(self, model: nn.Module) -> None:
         """Moves a model to the device of this process.
@@ -324,7 +336,8 @@ class Strategy:
 
     def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Returns a context manager in which each rank has whole parameters, also in forwards."""
-        return nullcontext()
+        units = (unit for model in models for unit in units_of(model)) if self.sharded else ()
+        return keep_gathered((unit, torch_private.is_freed_after_forward(unit)) for unit in units)
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Returns a context manager in which ranks may have different numbers of batches."""
@@ -398,10 +411,10 @@ def refuse_sharded_model(model: nn.Module, fix: str) -> None:
 
 
 def refuse_join() -> NoReturn:
-    """Raises an error for `join_uneven_inputs` with sharded models."""
+    """Raises an error for `join_uneven_inputs`, which models that are sharded do not support."""
     raise ConfigurationError(
-        "join_uneven_inputs does not work with sharded models: a rank without batches does not take part in "
-        "the all-gathers of the others. Leave even_batches on, or use windows()."
+        "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank without batches does not "
+        "take part in the all-gathers of the others. Leave even_batches on, or use windows()."
     )
 
 

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
 from accelerate.base import PreparationError
 from accelerate.data_loader import SHARED_AXES
 from accelerate.ops import current_transport
-from accelerate.strategies.fsdp import local_gradients
+from accelerate.strategies.fsdp import local_gradients, units_of
 
 PIPELINE = "pp"
 EXPERTS = ("ep", "expert", "experts")
@@ -45,16 +45,18 @@ class RankLayout(NamedTuple):
 
 
 @dataclass
-class GradientGroup:
-    """Parameters whose gradients are averaged over the ranks of a process group.
+class Replicas:
+    """Parameters of which the ranks of a process group have the same elements.
 
     Attributes:
         parameters: The parameters, in the same order on all ranks.
         group: Process group of the ranks with the same elements of these parameters.
+        has_batches: Whether these ranks have different batches. Otherwise their gradients are equal.
     """
 
     parameters: list[nn.Parameter]
     group: Any
+    has_batches: bool
 
     @torch.no_grad()
     def average(self) -> None:
@@ -100,8 +102,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 def is_sharded(model: nn.Module) -> bool:
     """Returns whether a model has units of FSDP 2, or parameters that are DTensors."""
-    has_units = any(isinstance(module, FSDPModule) for module in model.modules())
-    return has_units or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    return bool(units_of(model)) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 def place_unsharded(model: nn.Module, device: torch.device) -> None:
@@ -125,7 +126,7 @@ class ShardedModel:
 
     Attributes:
         loader_mesh: Mesh of all ranks, in which ranks along "tp" work on the same batch.
-        gradient_groups: Parameters whose gradients the backward pass does not average.
+        replicas: Parameters that several ranks have, and that DTensors and FSDP do not keep equal.
     """
 
     def __init__(self, model: nn.Module, device_type: str) -> None:
@@ -137,28 +138,44 @@ class ShardedModel:
         self.loader_mesh = DeviceMesh(
             device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
         )
-        self.gradient_groups = list(_gradient_groups(parameters, layouts, batches, transport.rank))
-        for mesh, members in parameters.items():
-            # FSDP divides its sums. Other sums of a mesh with several batches are those of experts.
-            count = 1 if mesh is None else _count_batches(mesh.mesh.flatten().tolist(), batches)
-            for parameter in members if count > 1 else ():
-                if parameter not in managed:
-                    parameter.register_hook(partial(torch.mul, other=1 / count))  # type: ignore[no-untyped-call]
+        self.replicas = list(_find_replicas(parameters, layouts, batches, transport.rank))
+        for parameter in (p for members in parameters.values() for p in members if p not in managed):
+            # The gradients of experts are sums over the batches of the ranks that exchange tokens.
+            count = prod(_count_batches(ranks, batches) for ranks in _expert_groups(parameter))
+            if count > 1:
+                parameter.register_hook(partial(torch.mul, other=1 / count))  # type: ignore[no-untyped-call]
+
+    def fits(self, mesh: Any, num_ranks: int) -> bool:
+        """Returns whether loaders give one batch to ranks that work on the same batch.
+
+        Args:
+            mesh: Mesh of the loaders, or None for loaders with a batch for each rank.
+            num_ranks: Number of ranks.
+        """
+        ranks = torch.arange(num_ranks) if mesh is None else mesh.mesh
+        first = ranks  # with the same batch
+        for dim, name in enumerate(() if mesh is None else mesh.mesh_dim_names or ()):
+            if name in SHARED_AXES:
+                first = first.narrow(dim, 0, 1)
+        batch_of = dict(zip(ranks.flatten().tolist(), first.expand_as(ranks).flatten().tolist(), strict=True))
+        groups = self.loader_mesh.mesh.tolist()
+        return all(len({batch_of[rank] for rank in group}) == 1 for group in groups)
 
     def average_gradients(self) -> None:
         """Averages the gradients that the backward pass did not average.
 
         Called on all ranks.
         """
-        for group in self.gradient_groups:
-            group.average()
+        for group in self.replicas:
+            if group.has_batches:
+                group.average()
 
     def send_unsharded(self) -> None:
         """Sends trained parameters that are not sharded from the first rank of their groups.
 
         Called on all ranks.
         """
-        for group in self.gradient_groups:
+        for group in self.replicas:
             for parameter in group.parameters:
                 if not isinstance(parameter, DTensor):
                     dist.broadcast(parameter.data, dist.get_global_rank(group.group, 0), group=group.group)
@@ -213,6 +230,15 @@ def _sharded_groups(parameter: DTensor, fsdp_mesh: DeviceMesh | None) -> Iterato
             yield _ranks(mesh, dim)
 
 
+def _expert_groups(parameter: Tensor) -> Iterator[Ranks]:
+    """Yields the ranks along dimensions that shard a parameter of experts."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for name, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=False):
+            if name in EXPERTS and not placement.is_replicate():
+                yield _ranks(mesh, name)
+
+
 def _ranks(mesh: DeviceMesh, dim: int | str) -> Ranks:
     return tuple(dist.get_process_group_ranks(mesh.get_group(dim)))
 
@@ -239,21 +265,23 @@ def _count_batches(ranks: Iterable[int], batches: Sequence[Ranks]) -> int:
     return sum(not ranks.isdisjoint(group) for group in batches)
 
 
-def _gradient_groups(
+def _find_replicas(
     parameters: Mapping[Any, Sequence[nn.Parameter]],
     layouts: Sequence[RankLayout],
     batches: Sequence[Ranks],
     rank: int,
-) -> Iterator[GradientGroup]:
-    """Yields the parameters whose replicas have different batches, with the group of the replicas."""
-    for index, members in enumerate(parameters.values()):
+) -> Iterator[Replicas]:
+    """Yields the parameters that several ranks have, with their process group."""
+    for index, (mesh, members) in enumerate(parameters.items()):
         replicas: dict[Any, list[int]] = {}
         for other, layout in enumerate(layouts):
             replicas.setdefault((layout.stage, layout.coordinates[index]), []).append(other)
-        if not members or all(_count_batches(ranks, batches) == 1 for ranks in replicas.values()):
+        has_batches = any(_count_batches(ranks, batches) > 1 for ranks in replicas.values())
+        is_equal = mesh is not None and not has_batches
+        if not members or is_equal or len(replicas) == len(layouts):
             continue
         group = dist.group.WORLD
         if len(replicas) > 1:
             enumerate_groups: Any = dist.new_subgroups_by_enumeration
             group, _ = enumerate_groups(list(replicas.values()))
-        yield GradientGroup(list(members), group)
+        yield Replicas(list(members), group, has_batches)

@@ -9,6 +9,7 @@ from accelerate.torch_private.fsdp import (
     drop_unreduced_gradients as drop_unreduced_gradients,
     flat_units as flat_units,
     gradient_sync as gradient_sync,
+    is_freed_after_forward as is_freed_after_forward,
     meshes_of_fsdp2 as meshes_of_fsdp2,
     run_policy as run_policy,
     set_gradient_sync as set_gradient_sync,
@@ -51,6 +52,7 @@ from accelerate.torch_private.optimizers import (
     reset_unscaled as reset_unscaled,
     set_scheduler_optimizer as set_scheduler_optimizer,
     step_replaced as step_replaced,
+    unscale_shards as unscale_shards,
 )
 from accelerate.torch_private.processes import (
     agent_hooks as agent_hooks,

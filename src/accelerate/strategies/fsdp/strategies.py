@@ -8,8 +8,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -37,7 +37,7 @@ from accelerate.strategies.base import (
     require_plugin,
 )
 from accelerate.strategies.bundle import Bundle, Kind, as_list
-from accelerate.strategies.fsdp.exchange import gradient_sync
+from accelerate.strategies.fsdp.exchange import gradient_sync, keep_gathered, units_of
 from accelerate.strategies.fsdp.norms import Groups, clip_values, gradient_norm, groups_of, scale_down
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
@@ -243,21 +243,13 @@ class Fsdp2(DistributedTensors):
             unit.reshard()
         self.session.replace((gathered[name], shard) for name, shard in named_parameters(model).items())
 
-    @contextmanager
-    def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
+    def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Gathers all units and keeps them gathered inside the block."""
-        frees = self.plugin.reshard_after_forward
+        frees = bool(self.plugin.reshard_after_forward)
         # The outermost unit, which comes first, is never freed after forward.
-        units = [(unit, frees and inside) for model in models for inside, unit in enumerate(units_of(model))]
-        for unit, _ in units:
-            unit.unshard()
-            unit.set_reshard_after_forward(False, recurse=False)
-        try:
-            yield
-        finally:
-            for unit, is_freed in units:
-                unit.set_reshard_after_forward(bool(is_freed), recurse=False)
-                unit.reshard()
+        return keep_gathered(
+            (unit, frees and inside > 0) for model in models for inside, unit in enumerate(units_of(model))
+        )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return gradient_sync(model, enabled=False)
@@ -273,7 +265,7 @@ class TensorParallel(DistributedTensors):
         require_plugin(model, self.context.request)
 
     def keeps_sharding(self, model: nn.Module) -> bool:
-        return any(isinstance(module, FSDPModule) for module in model.modules())
+        return bool(units_of(model))
 
     def split(self, model: nn.Module) -> nn.Module:
         self.place(model)
@@ -347,11 +339,6 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
         for index, values in state["state"].items()
     }
     return {**state, "state": whole if keep else {}}
-
-
-def units_of(model: nn.Module) -> list[FSDPModule]:
-    """Returns all units of a sharded model, which may be compiled."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def offloads(policy: Any) -> bool:
