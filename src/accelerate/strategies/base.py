@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,10 +32,12 @@ from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, p
 from accelerate.strategies.fsdp import gradient_sync, keep_gathered, units_of
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
-from accelerate.strategies.sharded_models import ShardedModel, is_sharded, place_unsharded
 from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
 from accelerate.wrappers import compiler_for, extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from accelerate.strategies.sharded_models import ShardedModel
 
 logger = get_logger(__name__)
 
@@ -218,6 +220,8 @@ class Strategy:
 
         Called on all ranks.
         """
+        from accelerate.strategies.sharded_models import ShardedModel
+
         if model in self.sharded:
             return self.sharded[model]
         adopted = ShardedModel(model, self.context.device.type)
@@ -237,6 +241,8 @@ class Strategy:
 
     def _wrap_sharded(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Returns a model that is sharded already, without a wrapper."""
+        from accelerate.strategies.sharded_models import place_unsharded
+
         adopted = self.adopt(model)
         if to_device:
             place_unsharded(model, self.context.device)
@@ -420,6 +426,8 @@ def refuse_join() -> NoReturn:
 
 def require_plugin(model: nn.Module, request: RunRequest) -> None:
     """Raises an error for a trained model that no plugin shards over the dimension "dp_shard" of the mesh."""
+    from accelerate.strategies.sharded_models import is_sharded
+
     mesh = request.parallelism
     if mesh is None or request.fsdp is not None or not mesh.dp_shard_enabled:
         return

@@ -34,9 +34,8 @@ from accelerate.strategies.base import (
     require_plugin,
 )
 from accelerate.strategies.bundle import Kind, kind_of
-from accelerate.strategies.fsdp import DistributedTensorState, gradient_sync
+from accelerate.strategies.fsdp import gradient_sync
 from accelerate.strategies.request import Context
-from accelerate.strategies.sharded_models import is_sharded
 from accelerate.strategies.state import Fill, StrategyState
 
 logger = get_logger(__name__)
@@ -124,26 +123,30 @@ def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
     return gradient_sync(model) if replica is None else _synced_backward(replica)
 
 
-class DataParallelState(DistributedTensorState):
-    """State of replicas, with the order of their buckets, or of models that were sharded by the user."""
-
-    @property
-    def _base(self) -> type[StrategyState]:
-        return DistributedTensorState if self.strategy.sharded else StrategyState
+class DataParallelState(StrategyState):
+    """State of replicas, with the order of their buckets, or of models that the user has sharded."""
 
     @property
     def saves_shards(self) -> bool:  # type: ignore[override]  # decided when models are prepared
         """True if a model was sharded before it was prepared."""
         return bool(self.strategy.sharded)
 
+    def _of_shards(self) -> StrategyState:
+        from accelerate.strategies.fsdp import DistributedTensorState
+
+        return DistributedTensorState(self.strategy)
+
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        return self._base.optimizer_owners(self, optimizers, gather=gather)
+        owners = self._of_shards().optimizer_owners if self.saves_shards else super().optimizer_owners
+        return owners(optimizers, gather=gather)
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        self._base.load_weights(self, model, state, fill)
+        load = self._of_shards().load_weights if self.saves_shards else super().load_weights
+        load(model, state, fill)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        return self._base.state_dict(self, model, unwrap=unwrap)
+        state_dict = self._of_shards().state_dict if self.saves_shards else super().state_dict
+        return state_dict(model, unwrap=unwrap)
 
     def gradient_order(self, model: nn.Module) -> list[int]:
         replica = _replica(model)
@@ -169,6 +172,8 @@ class DataParallel(Strategy):
         require_plugin(model, self.context.request)
 
     def keeps_sharding(self, model: nn.Module) -> bool:
+        from accelerate.strategies.sharded_models import is_sharded
+
         return is_sharded(model)
 
     def parallelize(self, model: nn.Module) -> nn.Module:

@@ -8,9 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 
 def reset_unscaled(scaler: torch.amp.GradScaler) -> None:
@@ -55,6 +53,9 @@ def unscale_shards(scaler: torch.amp.GradScaler) -> None:
 def _unscale_shards(
     unscale: Callable[..., Any], optimizer: Any, scale: Tensor, found: Tensor, *others: Any
 ) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if not any(isinstance(parameter, DTensor) for parameter in parameters):
         return unscale(optimizer, scale, found, *others)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from accelerate import torch_private
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 @contextmanager
@@ -39,6 +41,8 @@ def gradient_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
 
 def units_of(model: nn.Module) -> list[FSDPModule]:
     """Returns all units of FSDP 2 in a model, which may be compiled."""
+    from torch.distributed.fsdp import FSDPModule
+
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
