@@ -64,7 +64,11 @@ from accelerate.data_loader.permutation import (
     IndexPermutation as IndexPermutation,
     SeedableRandomSampler as SeedableRandomSampler,
 )
-from accelerate.data_loader.plan import ShardPlan as ShardPlan, data_groups as data_groups
+from accelerate.data_loader.plan import (
+    SHARED_AXES as SHARED_AXES,
+    ShardPlan as ShardPlan,
+    data_groups as data_groups,
+)
 from accelerate.data_loader.position import Offset as Offset, ResumePoint as ResumePoint
 from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,

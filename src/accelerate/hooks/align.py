@@ -107,7 +107,7 @@ class StreamTransfer(Transfer):
         return target.to(dtype)
 
     def _free_buffer(self) -> Tensor:
-        """Returns pinned memory that no copy uses: a new buffer, or the one whose copy began first."""
+        """Returns a new buffer, or the one whose copy began first after that copy is complete."""
         if len(self._buffers) < NUM_BUFFERS:
             return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
         buffer, copied = self._buffers.popleft()

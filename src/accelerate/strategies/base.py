@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from accelerate import torch_private
 from accelerate.base import ConfigurationError, DistributedType, PreparationError, wrong_value
 from accelerate.checkpointing import Payload
+from accelerate.data_loader import data_groups
 from accelerate.logging import get_logger
 from accelerate.ops import is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
@@ -26,11 +29,15 @@ from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
+from accelerate.strategies.fsdp import gradient_sync, keep_gathered, units_of
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
-from accelerate.strategies.request import Context
+from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
 from accelerate.wrappers import compiler_for, extract_model_from_parallel
+
+if TYPE_CHECKING:
+    from accelerate.strategies.sharded_models import ShardedModel
 
 logger = get_logger(__name__)
 
@@ -64,6 +71,8 @@ class Strategy:
         self.axes = resolve_axes(context.request.parallelism, context.mesh)
         self.precision = self.choose_precision()
         self.state = self.state_class(self)
+        self.sharded: WeakKeyDictionary[nn.Module, ShardedModel] = WeakKeyDictionary()
+        """Models that were sharded before they were prepared."""
 
     # Settings
 
@@ -99,7 +108,12 @@ class Strategy:
     @property
     def loader_mesh(self) -> Any:
         """Mesh over which loaders shard batches, or None to shard them over all ranks."""
-        return self.context.mesh
+        return self._mesh_for(self.sharded.values())
+
+    def _mesh_for(self, sharded: Iterable[ShardedModel]) -> Any:
+        """Returns the mesh of the run, or else that of the model with the most ranks for each batch."""
+        meshes = [each.loader_mesh for each in sharded] if self.context.mesh is None else []
+        return max(meshes, key=lambda mesh: int(mesh.size(1)), default=self.context.mesh)
 
     def memory_layout(self) -> Layout:
         """Returns how the memory of a training step is sharded over the ranks, for `plan_memory`."""
@@ -142,6 +156,10 @@ class Strategy:
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a model that this strategy cannot train."""
 
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        """Returns whether the meshes and placements of a model are kept, which is sharded already."""
+        return False
+
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
         if not steps_in_backward(optimizer):
@@ -172,6 +190,9 @@ class Strategy:
         models, optimizers = self.precision.initialize(models, optimizers)
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
         bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
+        for model in bundle.new(Kind.MODEL):  # loaders, which are prepared before models, need their meshes
+            if self.keeps_sharding(model):
+                self.adopt(model)
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
             yield
 
@@ -187,10 +208,49 @@ class Strategy:
             to_device: Whether to move it.
             evaluation: Whether to leave out the wrapper, which only training needs.
         """
+        if self.keeps_sharding(model):
+            return self._wrap_sharded(model, to_device=to_device, evaluation=evaluation)
         if to_device:
             self.place(model)
         model = self.convert(model)
         return self.compile(model) if evaluation else self.parallelize(model)
+
+    def adopt(self, model: nn.Module) -> ShardedModel:
+        """Returns the meshes of a model that is sharded already, which define the batches of ranks.
+
+        Called on all ranks.
+        """
+        from accelerate.strategies.sharded_models import ShardedModel
+
+        if model in self.sharded:
+            return self.sharded[model]
+        adopted = ShardedModel(model, self.context.device.type)
+        together = [*self.sharded.values(), adopted]
+        mesh = self._mesh_for(self.sharded.values() if self.session.prepared.loaders else together)
+        size = self.context.topology.size
+        if not all(each.fits(mesh, size) for each in together):
+            groups, _ = data_groups(mesh, size, self.context.topology.rank)
+            raise PreparationError(
+                f"The ranks of {type(model).__name__} work on {adopted.loader_mesh.size(0)} batches at a "
+                f"time by its meshes, and loaders of this run are for {groups}. Prepare the model before its "
+                "loaders or in the same call, and use one layout of ranks in a run."
+            )
+        self.sharded[model] = adopted
+        self.holds_whole_models = False
+        return adopted
+
+    def _wrap_sharded(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
+        """Returns a model that is sharded already, without a wrapper."""
+        from accelerate.strategies.sharded_models import place_unsharded
+
+        adopted = self.adopt(model)
+        if to_device:
+            place_unsharded(model, self.context.device)
+        converted = self.convert(model)
+        if evaluation:
+            adopted.replicas.clear()
+        adopted.send_unsharded()
+        return self.compile(converted)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
         """Returns the optimizer in a wrapper that steps when gradients are complete."""
@@ -199,7 +259,12 @@ class Strategy:
             raise wrong_value(
                 "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
             )
-        return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=self.precision.scaler)
+        scaler = self.precision.scaler
+        if scaler is not None and any(
+            is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            torch_private.unscale_shards(scaler)
+        return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
 
     def wrap_scheduler(
         self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
@@ -208,12 +273,15 @@ class Strategy:
         inner = getattr(scheduler, "optimizer", None)
         prepared = self.session.prepared.optimizers
         owners = [optimizer for optimizer in prepared if _is_or_wraps(optimizer, inner)]
-        return AcceleratedScheduler(
+        wrapped = AcceleratedScheduler(
             scheduler,
             owners or list(prepared),
             step_with_optimizer=step_with_optimizer,
             split_batches=split_batches,
         )
+        topology = self.context.topology
+        wrapped.num_processes, _ = data_groups(self.loader_mesh, topology.size, topology.rank)
+        return wrapped
 
     def place(self, model: nn.Module) -> None:
         """Moves a model to the device of this process.
@@ -264,14 +332,18 @@ class Strategy:
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Computes the gradients of a loss, which is scaled for gradient accumulation already."""
         self.precision.backward(loss, **kwargs)
+        if self.context.gradients.sync_gradients:
+            for adopted in self.sharded.values():
+                adopted.average_gradients()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Returns a context manager in which the backward pass of a model exchanges no gradients."""
-        return nullcontext()
+        return gradient_sync(model, enabled=False) if self.sharded else nullcontext()
 
     def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Returns a context manager in which each rank has whole parameters, also in forwards."""
-        return nullcontext()
+        units = (unit for model in models for unit in units_of(model)) if self.sharded else ()
+        return keep_gathered((unit, torch_private.is_freed_after_forward(unit)) for unit in units)
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Returns a context manager in which ranks may have different numbers of batches."""
@@ -302,6 +374,7 @@ class Strategy:
 
     def release(self) -> None:
         """Releases everything that the strategy holds in addition to the prepared objects."""
+        self.sharded.clear()
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:
@@ -340,9 +413,33 @@ def refuse_sharded_model(model: nn.Module, fix: str) -> None:
         else:
             continue
         where = f"{type(model).__name__}.{name}" if name else type(model).__name__
-        raise PreparationError(
-            f"{where} is already {how}, and `prepare` shards or replicates whole models only. {fix}"
-        )
+        raise PreparationError(f"{where} is already {how}, which this run does not keep. {fix}")
+
+
+def refuse_join() -> NoReturn:
+    """Raises an error for `join_uneven_inputs`, which models that are sharded do not support."""
+    raise ConfigurationError(
+        "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank without batches does not "
+        "take part in the all-gathers of the others. Leave even_batches on, or use windows()."
+    )
+
+
+def require_plugin(model: nn.Module, request: RunRequest) -> None:
+    """Raises an error for a trained model that no plugin shards over the dimension "dp_shard" of the mesh."""
+    from accelerate.strategies.sharded_models import is_sharded
+
+    mesh = request.parallelism
+    if mesh is None or request.fsdp is not None or not mesh.dp_shard_enabled:
+        return
+    if is_sharded(model) or not any(p.requires_grad for p in model.parameters()):
+        return
+    fix = "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
+    raise wrong_value(
+        "dp_shard_size",
+        mesh.dp_shard_size,
+        f"no plugin configures how the parameters of {type(model).__name__} are sharded",
+        f"{fix}, launch with --use_fsdp --fsdp_version 2, or shard the model before `prepare`",
+    )
 
 
 def refuse_split_model(model: nn.Module, reason: str) -> None:

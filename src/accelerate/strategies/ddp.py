@@ -10,7 +10,7 @@ before it trains.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -26,11 +26,17 @@ from accelerate.logging import get_logger
 from accelerate.planning import Layout
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
-from accelerate.strategies.base import Strategy, refuse_sharded_model, refuse_split_model
+from accelerate.strategies.base import (
+    Strategy,
+    refuse_join,
+    refuse_sharded_model,
+    refuse_split_model,
+    require_plugin,
+)
 from accelerate.strategies.bundle import Kind, kind_of
 from accelerate.strategies.fsdp import gradient_sync
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import StrategyState
+from accelerate.strategies.state import Fill, StrategyState
 
 logger = get_logger(__name__)
 
@@ -118,7 +124,29 @@ def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
 
 
 class DataParallelState(StrategyState):
-    """State of replicas, with the order of their buckets."""
+    """State of replicas, with the order of their buckets, or of models that the user has sharded."""
+
+    @property
+    def saves_shards(self) -> bool:  # type: ignore[override]  # decided when models are prepared
+        """True if a model was sharded before it was prepared."""
+        return bool(self.strategy.sharded)
+
+    def _of_shards(self) -> StrategyState:
+        from accelerate.strategies.fsdp import DistributedTensorState
+
+        return DistributedTensorState(self.strategy)
+
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        owners = self._of_shards().optimizer_owners if self.saves_shards else super().optimizer_owners
+        return owners(optimizers, gather=gather)
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        load = self._of_shards().load_weights if self.saves_shards else super().load_weights
+        load(model, state, fill)
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        state_dict = self._of_shards().state_dict if self.saves_shards else super().state_dict
+        return state_dict(model, unwrap=unwrap)
 
     def gradient_order(self, model: nn.Module) -> list[int]:
         replica = _replica(model)
@@ -141,6 +169,12 @@ class DataParallel(Strategy):
 
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "which DistributedDataParallel cannot replicate")
+        require_plugin(model, self.context.request)
+
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        from accelerate.strategies.sharded_models import is_sharded
+
+        return is_sharded(model)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Returns the replica, compiled including DistributedDataParallel, whose buckets split the graph."""
@@ -148,9 +182,8 @@ class DataParallel(Strategy):
             return self.compile(model)
         refuse_sharded_model(
             model,
-            "Pass the model before it is sharded, with fsdp_plugin=FullyShardedDataParallelPlugin(...) or "
-            "parallelism_config=ParallelismConfig(...) of these axes (tp_size for a tp_plan), or keep it out "
-            "of `prepare` and train it as it is.",
+            "Pass the model before it is wrapped, with fsdp_plugin=FullyShardedDataParallelPlugin("
+            "fsdp_version=1), or shard it with fully_shard.",
         )
         handler = self.context.request.ddp or DistributedDataParallelKwargs()
         index = self.context.device.index
@@ -164,7 +197,7 @@ class DataParallel(Strategy):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = _replica(model)
-        return nullcontext() if replica is None else replica.no_sync()
+        return super().no_sync(model) if replica is None else replica.no_sync()
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Returns torch's context of the joinable objects, without models that are not replicas."""
@@ -172,6 +205,8 @@ class DataParallel(Strategy):
         if wrong:
             reason = "only models and optimizers can be joined"
             raise wrong_value("joinables", wrong, reason, "Pass the models that `prepare` returned")
+        if self.sharded:
+            refuse_join()
         inner = [
             self._prepared_replica(obj) if isinstance(obj, nn.Module) else getattr(obj, "optimizer", obj)
             for obj in joinables

@@ -107,12 +107,7 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
         reason = "DeepSpeed's attention shards sequences, and this run does not use DeepSpeed"
         fix = "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead"
         raise wrong_value("sp_size", mesh.sp_size, reason, fix)
-    if plugin is None:
-        if mesh.dp_shard_enabled:
-            plugin_fix = "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2)"
-            fix = f"{plugin_fix}, or launch with --use_fsdp --fsdp_version 2"
-            reason = "no plugin configures how parameters are sharded"
-            raise wrong_value("dp_shard_size", mesh.dp_shard_size, reason, fix)
+    if plugin is None:  # models may be sharded before they are prepared
         return
     if not mesh.dp_shard_cp_dim_names:
         reason = "fsdp_plugin shards parameters, and the mesh has no axis for it"

@@ -9,6 +9,8 @@ from accelerate.torch_private.fsdp import (
     drop_unreduced_gradients as drop_unreduced_gradients,
     flat_units as flat_units,
     gradient_sync as gradient_sync,
+    is_freed_after_forward as is_freed_after_forward,
+    meshes_of_fsdp2 as meshes_of_fsdp2,
     run_policy as run_policy,
     set_gradient_sync as set_gradient_sync,
     unit_forwards_skipped as unit_forwards_skipped,
@@ -50,6 +52,7 @@ from accelerate.torch_private.optimizers import (
     reset_unscaled as reset_unscaled,
     set_scheduler_optimizer as set_scheduler_optimizer,
     step_replaced as step_replaced,
+    unscale_shards as unscale_shards,
 )
 from accelerate.torch_private.processes import (
     agent_hooks as agent_hooks,
@@ -57,6 +60,7 @@ from accelerate.torch_private.processes import (
     drop_group_references as drop_group_references,
     flatten_mesh as flatten_mesh,
     num_collectives as num_collectives,
+    root_mesh as root_mesh,
     skip_connection_messages as skip_connection_messages,
 )
 from accelerate.torch_private.tracing import (

@@ -131,18 +131,43 @@ def flat_units(root: nn.Module) -> Iterator[tuple[str, FlatUnit]]:
             yield path, FlatUnit(unit)
 
 
+def _groups_of_unit(unit: Any) -> list[Any]:
+    """Returns the FSDP 2 object of each group of parameters of a unit, or none for other modules."""
+    if not hasattr(unit, "_get_fsdp_state"):
+        return []
+    state = unit._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def _groups_of_fsdp2(model: nn.Module) -> Iterator[Any]:
+    """Yields the FSDP 2 object of each group of parameters that are gathered together."""
+    for module in model.modules():
+        yield from _groups_of_unit(module)
+
+
 def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
     """Yields the FSDP 2 object of each parameter, which has its accumulated unsharded gradient."""
-    for module in model.modules():
-        if not hasattr(module, "_get_fsdp_state"):
-            continue
-        unit: Any = module
-        state = unit._get_fsdp_state()
-        groups = (
-            state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-        )
-        for group in filter(None, groups):
-            yield from group.fsdp_params
+    for group in _groups_of_fsdp2(model):
+        yield from group.fsdp_params
+
+
+def meshes_of_fsdp2(model: nn.Module) -> dict[Tensor, Any]:
+    """Returns each parameter of FSDP 2 with the mesh over which FSDP 2 averages its gradient.
+
+    `Module.to` may have replaced the parameters since `fully_shard`.
+    """
+    infos = (
+        (parameter._module_info, group.mesh_info.mesh)
+        for group in _groups_of_fsdp2(model)
+        for parameter in group.fsdp_params
+    )
+    return {getattr(info.module, info.param_name): mesh for info, mesh in infos}
+
+
+def is_freed_after_forward(unit: Any) -> bool:
+    """Returns whether a unit of FSDP 2 frees its gathered parameters after the forward."""
+    return any(group.post_forward_mesh_info is not None for group in _groups_of_unit(unit))
 
 
 def unreduced_gradients(model: nn.Module) -> list[Tensor]:

@@ -39,6 +39,38 @@ def _unscale_all(unscale: Callable[..., Any], optimizer: Any, *scales: Tensor, *
     return unscale(optimizer, *scales[:2], True)
 
 
+def unscale_shards(scaler: torch.amp.GradScaler) -> None:
+    """Makes a gradient scaler unscale gradients of which some are DTensors, on one mesh or several.
+
+    A step is then skipped on all ranks if a shard of any rank has an infinite gradient. torch does not
+    unscale DTensors together with plain tensors.
+    """
+    original = scaler._unscale_grads_
+    if getattr(original, "func", None) is not _unscale_shards:
+        scaler._unscale_grads_ = partial(_unscale_shards, original)  # type: ignore[method-assign]
+
+
+def _unscale_shards(
+    unscale: Callable[..., Any], optimizer: Any, scale: Tensor, found: Tensor, *others: Any
+) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(isinstance(parameter, DTensor) for parameter in parameters):
+        return unscale(optimizer, scale, found, *others)
+    shards: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in (parameter.grad for parameter in parameters if parameter.grad is not None):
+        shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        shards.setdefault((shard.device, shard.dtype), []).append(shard)
+    for (device, _), members in shards.items():
+        infinite = found.to(device)
+        torch._amp_foreach_non_finite_check_and_unscale_(members, infinite, scale.to(device))
+        found = torch.maximum(found, infinite.to(found.device))
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return {found.device: found}
+
+
 def set_scheduler_optimizer(scheduler: Any, optimizer: torch.optim.Optimizer) -> None:
     """Sets the optimizer of a scheduler of torch.
 

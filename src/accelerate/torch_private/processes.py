@@ -83,6 +83,15 @@ def flatten_mesh(mesh: Any, name: str) -> Any:
     return mesh._flatten(name)
 
 
+def root_mesh(mesh: Any) -> Any:
+    """Returns the mesh of which a mesh is a slice, or the mesh itself."""
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed import device_mesh
+
+    return device_mesh._mesh_resources.get_root_mesh(mesh)
+
+
 def skip_connection_messages(stage: Any) -> None:
     """Disables the messages that open the connections of a pipeline stage, which gloo opens by itself.
 

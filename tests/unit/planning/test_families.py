@@ -61,6 +61,7 @@ def test_a_plan_has_the_allocations_of_a_step(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FAMILIES.families() if name not in IN_GATE])
 @pytest.mark.usefixtures("states")
+@pytest.mark.filterwarnings("ignore:.*Transformer2DModelOutput:FutureWarning")  # of a module of diffusers
 def test_the_plan_of_each_family_has_the_allocations_of_a_step(name: str) -> None:
     if name in FAMILIES.MODELS_OF_DIFFUSERS:
         pytest.importorskip("diffusers")

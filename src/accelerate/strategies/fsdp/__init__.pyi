@@ -4,7 +4,11 @@ from accelerate.strategies.fsdp.checkpoint import (
     save_fsdp_model as save_fsdp_model,
     save_fsdp_optimizer as save_fsdp_optimizer,
 )
-from accelerate.strategies.fsdp.exchange import gradient_sync as gradient_sync
+from accelerate.strategies.fsdp.exchange import (
+    gradient_sync as gradient_sync,
+    keep_gathered as keep_gathered,
+    units_of as units_of,
+)
 from accelerate.strategies.fsdp.merge import (
     SAFETENSORS as SAFETENSORS,
     merge_fsdp_weights as merge_fsdp_weights,
@@ -46,6 +50,7 @@ from accelerate.strategies.fsdp.sharding import (
 )
 from accelerate.strategies.fsdp.strategies import (
     DistributedTensors as DistributedTensors,
+    DistributedTensorState as DistributedTensorState,
     Fsdp2 as Fsdp2,
     ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,

@@ -1,17 +1,20 @@
-"""Gradient synchronization of FSDP units, enabled or disabled for a block.
+"""Gradient synchronization and all-gathers of FSDP units, enabled or disabled for a block.
 
-The strategies of FSDP call it in `no_sync`, and `Accelerator.trigger_sync_in_backward` for a whole model.
+Strategies call it in `no_sync` and `unsharded`, and `Accelerator.trigger_sync_in_backward` for a whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from accelerate import torch_private
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 @contextmanager
@@ -34,3 +37,29 @@ def gradient_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
             torch_private.set_gradient_sync(unit, kept)
         for unit in in_place:
             unit.set_requires_gradient_sync(not enabled, recurse=False)
+
+
+def units_of(model: nn.Module) -> list[FSDPModule]:
+    """Returns all units of FSDP 2 in a model, which may be compiled."""
+    from torch.distributed.fsdp import FSDPModule
+
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def keep_gathered(units: Iterable[tuple[FSDPModule, bool]]) -> Iterator[None]:
+    """Gathers units of FSDP 2 and keeps them gathered inside the block.
+
+    Args:
+        units: Units, each with whether it is freed after a forward outside of the block.
+    """
+    units = list(units)
+    for unit, _ in units:
+        unit.unshard()
+        unit.set_reshard_after_forward(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit, is_freed in units:
+            unit.set_reshard_after_forward(is_freed, recurse=False)
+            unit.reshard()

@@ -8,8 +8,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -22,15 +22,22 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDat
 from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, DistributedType
+from accelerate.base import DistributedType
 from accelerate.checkpointing import refuse_unnamed_state
 from accelerate.ops import to_full_tensor
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
 from accelerate.strategies.axes import TensorAxis
-from accelerate.strategies.base import Parameters, Strategy, refuse_sharded_model, refuse_split_model
+from accelerate.strategies.base import (
+    Parameters,
+    Strategy,
+    refuse_join,
+    refuse_sharded_model,
+    refuse_split_model,
+    require_plugin,
+)
 from accelerate.strategies.bundle import Bundle, Kind, as_list
-from accelerate.strategies.fsdp.exchange import gradient_sync
+from accelerate.strategies.fsdp.exchange import gradient_sync, keep_gathered, units_of
 from accelerate.strategies.fsdp.norms import Groups, clip_values, gradient_norm, groups_of, scale_down
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
@@ -129,8 +136,8 @@ class Sharded(Strategy, ABC):
 
     def wrap_model(self, model: nn.Module, *, to_device: bool, evaluation: bool) -> nn.Module:
         """Returns the sharded model, or the whole model for evaluation."""
-        if evaluation:
-            return super().wrap_model(model, to_device=to_device, evaluation=True)
+        if evaluation or self.keeps_sharding(model):
+            return super().wrap_model(model, to_device=to_device, evaluation=evaluation)
         return self.parallelize(self.convert(model))
 
     def parallelize(self, model: nn.Module) -> nn.Module:
@@ -169,10 +176,7 @@ class Sharded(Strategy, ABC):
         return sharded
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
-        raise ConfigurationError(
-            "join_uneven_inputs does not work with FSDP or tensor parallelism: a rank without batches does "
-            "not take part in the all-gathers of the others. Leave even_batches on, or use windows()."
-        )
+        refuse_join()
 
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips gradients by their global norm, and returns the norm as a plain tensor."""
@@ -239,21 +243,13 @@ class Fsdp2(DistributedTensors):
             unit.reshard()
         self.session.replace((gathered[name], shard) for name, shard in named_parameters(model).items())
 
-    @contextmanager
-    def unsharded(self, models: Sequence[nn.Module]) -> Iterator[None]:
+    def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Gathers all units and keeps them gathered inside the block."""
-        frees = self.plugin.reshard_after_forward
+        frees = bool(self.plugin.reshard_after_forward)
         # The outermost unit, which comes first, is never freed after forward.
-        units = [(unit, frees and inside) for model in models for inside, unit in enumerate(units_of(model))]
-        for unit, _ in units:
-            unit.unshard()
-            unit.set_reshard_after_forward(False, recurse=False)
-        try:
-            yield
-        finally:
-            for unit, is_freed in units:
-                unit.set_reshard_after_forward(bool(is_freed), recurse=False)
-                unit.reshard()
+        return keep_gathered(
+            (unit, frees and inside > 0) for model in models for inside, unit in enumerate(units_of(model))
+        )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return gradient_sync(model, enabled=False)
@@ -263,6 +259,13 @@ class TensorParallel(DistributedTensors):
     """Tensor parallelism without data parallelism, in which all ranks shard each layer."""
 
     distributed_type = None  # that of the hardware
+
+    def check_model(self, model: nn.Module) -> None:
+        super().check_model(model)
+        require_plugin(model, self.context.request)
+
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        return bool(units_of(model))
 
     def split(self, model: nn.Module) -> nn.Module:
         self.place(model)
@@ -336,11 +339,6 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
         for index, values in state["state"].items()
     }
     return {**state, "state": whole if keep else {}}
-
-
-def units_of(model: nn.Module) -> list[FSDPModule]:
-    """Returns all units of a sharded model, which may be compiled."""
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def offloads(policy: Any) -> bool:

@@ -1,0 +1,287 @@
+"""Models that are sharded before `prepare`, by `fully_shard`, by a tensor parallel plan or by a library.
+
+Strategies keep the meshes and placements of such a model. They read from them which ranks work on the same
+batch, and average the gradients that the backward pass does not average.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from accelerate import torch_private
+from accelerate.base import PreparationError
+from accelerate.data_loader import SHARED_AXES
+from accelerate.ops import current_transport
+from accelerate.strategies.fsdp import local_gradients, units_of
+
+PIPELINE = "pp"
+EXPERTS = ("ep", "expert", "experts")
+"""Names of dimensions along which experts are sharded, and ranks may have different batches."""
+Ranks = tuple[int, ...]
+
+
+class RankLayout(NamedTuple):
+    """Position of one rank in the meshes of a model.
+
+    Attributes:
+        same_batch: Groups of ranks that work on the same batch as this rank, and include it.
+        stage: Index of the rank in the pipeline.
+        coordinates: Index of the rank in the mesh of each kind of parameter, without dimensions.
+    """
+
+    same_batch: tuple[Ranks, ...]
+    stage: int
+    coordinates: tuple[Ranks, ...]
+
+
+@dataclass
+class Replicas:
+    """Parameters of which the ranks of a process group have the same elements.
+
+    Attributes:
+        parameters: The parameters, in the same order on all ranks.
+        group: Process group of the ranks with the same elements of these parameters.
+        has_batches: Whether these ranks have different batches. Otherwise their gradients are equal.
+    """
+
+    parameters: list[nn.Parameter]
+    group: Any
+    has_batches: bool
+
+    @torch.no_grad()
+    def average(self) -> None:
+        """Averages the gradients over the group, where a rank without a gradient counts as zeros.
+
+        Called on all ranks of the group.
+        """
+        local_gradients(self.parameters)
+        by_dtype: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        for parameter in self.parameters:
+            local = _local(parameter)
+            by_dtype.setdefault((local.device, local.dtype), []).append(parameter)
+        for parameters in by_dtype.values():
+            self._average(parameters)
+
+    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
+        # A gradient that no rank has stays None, so that optimizers skip the parameter.
+        locals_ = [_local(p) for p in parameters]
+        exists = locals_[0].new_tensor([p.grad is not None for p in parameters])
+        gradients = [
+            torch.zeros_like(local) if p.grad is None else _local(p.grad).to(local.dtype)
+            for p, local in zip(parameters, locals_, strict=True)
+        ]
+        flat = torch.cat([exists, *(gradient.reshape(-1) for gradient in gradients)])
+        dist.all_reduce(flat, group=self.group)
+        sizes = [len(parameters), *(gradient.numel() for gradient in gradients)]
+        count, *averaged = torch.split(flat, sizes)
+        size = dist.get_world_size(self.group)
+        for parameter, gradient, total, is_any in zip(
+            parameters, gradients, averaged, count.tolist(), strict=True
+        ):
+            if not is_any:
+                continue
+            mean = (total / size).view_as(gradient)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            _local(parameter.grad).copy_(mean)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Returns whether a model has units of FSDP 2, or parameters that are DTensors."""
+    return bool(units_of(model)) or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def place_unsharded(model: nn.Module, device: torch.device) -> None:
+    """Moves parameters and buffers that are not sharded to a device, such as those of an adapter."""
+    for module in model.modules():
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if any(tensor.device != device for tensor in tensors) and not any(
+            isinstance(tensor, DTensor) for tensor in tensors
+        ):
+            module._apply(lambda tensor: tensor.to(device), recurse=False)  # type: ignore[no-untyped-call]
+
+
+class ShardedModel:
+    """Meshes of a model that is sharded before `prepare`.
+
+    Created on all ranks, which exchange their positions once.
+
+    Args:
+        model: The model.
+        device_type: Type of the devices of the meshes.
+
+    Attributes:
+        loader_mesh: Mesh of all ranks, in which ranks along "tp" work on the same batch.
+        replicas: Parameters that several ranks have, and that DTensors and FSDP do not keep equal.
+    """
+
+    def __init__(self, model: nn.Module, device_type: str) -> None:
+        transport = current_transport()
+        parameters: Mapping[Any, Sequence[nn.Parameter]] = _by_mesh(model)
+        managed = torch_private.meshes_of_fsdp2(model)
+        layouts = transport.gather_object(_layout(model, list(parameters), managed))
+        batches = _batch_groups(model, layouts)
+        self.loader_mesh = DeviceMesh(
+            device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
+        )
+        self.replicas = list(_find_replicas(parameters, layouts, batches, transport.rank))
+        for parameter in (p for members in parameters.values() for p in members if p not in managed):
+            # The gradients of experts are sums over the batches of the ranks that exchange tokens.
+            count = prod(_count_batches(ranks, batches) for ranks in _expert_groups(parameter))
+            if count > 1:
+                parameter.register_hook(partial(torch.mul, other=1 / count))  # type: ignore[no-untyped-call]
+
+    def fits(self, mesh: Any, num_ranks: int) -> bool:
+        """Returns whether loaders give one batch to ranks that work on the same batch.
+
+        Args:
+            mesh: Mesh of the loaders, or None for loaders with a batch for each rank.
+            num_ranks: Number of ranks.
+        """
+        ranks = torch.arange(num_ranks) if mesh is None else mesh.mesh
+        first = ranks  # with the same batch
+        for dim, name in enumerate(() if mesh is None else mesh.mesh_dim_names or ()):
+            if name in SHARED_AXES:
+                first = first.narrow(dim, 0, 1)
+        batch_of = dict(zip(ranks.flatten().tolist(), first.expand_as(ranks).flatten().tolist(), strict=True))
+        groups = self.loader_mesh.mesh.tolist()
+        return all(len({batch_of[rank] for rank in group}) == 1 for group in groups)
+
+    def average_gradients(self) -> None:
+        """Averages the gradients that the backward pass did not average.
+
+        Called on all ranks.
+        """
+        for group in self.replicas:
+            if group.has_batches:
+                group.average()
+
+    def send_unsharded(self) -> None:
+        """Sends trained parameters that are not sharded from the first rank of their groups.
+
+        Called on all ranks.
+        """
+        for group in self.replicas:
+            for parameter in group.parameters:
+                if not isinstance(parameter, DTensor):
+                    dist.broadcast(parameter.data, dist.get_global_rank(group.group, 0), group=group.group)
+
+
+def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
+    """Returns the trained parameters of a model by their mesh, where that of unsharded ones is None."""
+    found: dict[Any, list[nn.Parameter]] = {None: []}
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            found.setdefault(mesh, []).append(parameter)
+    return found
+
+
+def _layout(model: nn.Module, meshes: Sequence[Any], managed: Mapping[Tensor, Any]) -> RankLayout:
+    roots = {torch_private.root_mesh(mesh) for mesh in [*_meshes_of(model), *managed.values()]}
+    same_batch = set(_named_groups(roots))
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            same_batch.update(_sharded_groups(parameter, managed.get(parameter)))
+    stages = [root.get_local_rank(PIPELINE) for root in roots if PIPELINE in (root.mesh_dim_names or ())]
+    coordinates = tuple(() if mesh is None else tuple(mesh.get_coordinate()) for mesh in meshes)
+    return RankLayout(tuple(sorted(same_batch)), next(iter(stages), 0), coordinates)
+
+
+def _meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
+    """Yields the meshes of parameters, and those that libraries keep on their models."""
+    for parameter in model.parameters():
+        if isinstance(parameter, DTensor):
+            yield parameter.device_mesh
+    for module in model.modules():
+        if isinstance(mesh := vars(module).get("_device_mesh"), DeviceMesh):
+            yield mesh
+
+
+def _named_groups(roots: Iterable[DeviceMesh]) -> Iterator[Ranks]:
+    """Yields the ranks along dimensions whose names say that ranks get the same batch."""
+    for root in roots:
+        for name in SHARED_AXES & set(root.mesh_dim_names or ()):
+            yield _ranks(root, name)
+
+
+def _sharded_groups(parameter: DTensor, fsdp_mesh: DeviceMesh | None) -> Iterator[Ranks]:
+    """Yields the ranks along dimensions that shard a parameter, but not for data or expert parallelism."""
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or [None] * mesh.ndim
+    of_data = (None,) if fsdp_mesh is None else (fsdp_mesh.mesh_dim_names or (None,))
+    for dim, (name, placement) in enumerate(zip(names, parameter.placements, strict=True)):
+        is_data = fsdp_mesh is not None and name in of_data
+        if not (is_data or name in EXPERTS or placement.is_replicate()):
+            yield _ranks(mesh, dim)
+
+
+def _expert_groups(parameter: Tensor) -> Iterator[Ranks]:
+    """Yields the ranks along dimensions that shard a parameter of experts."""
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        for name, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=False):
+            if name in EXPERTS and not placement.is_replicate():
+                yield _ranks(mesh, name)
+
+
+def _ranks(mesh: DeviceMesh, dim: int | str) -> Ranks:
+    return tuple(dist.get_process_group_ranks(mesh.get_group(dim)))
+
+
+def _batch_groups(model: nn.Module, layouts: Sequence[RankLayout]) -> list[Ranks]:
+    """Returns the groups of ranks with the same batch, each in one group."""
+    group_of = {rank: {rank} for rank in range(len(layouts))}
+    for ranks in (ranks for layout in layouts for ranks in layout.same_batch):
+        joined = set().union(*(group_of[rank] for rank in ranks))
+        group_of.update(dict.fromkeys(joined, joined))
+    groups = sorted({tuple(sorted(group)) for group in group_of.values()})
+    if len({len(group) for group in groups}) > 1:
+        raise PreparationError(
+            f"{type(model).__name__} is sharded over groups of different sizes: by its meshes, the ranks "
+            f"{', '.join(map(str, map(list, groups)))} work on the same batch each. Use meshes that divide "
+            f"all {len(layouts)} ranks into groups of one size."
+        )
+    return groups
+
+
+def _count_batches(ranks: Iterable[int], batches: Sequence[Ranks]) -> int:
+    """Returns the number of different batches of some ranks."""
+    ranks = set(ranks)
+    return sum(not ranks.isdisjoint(group) for group in batches)
+
+
+def _find_replicas(
+    parameters: Mapping[Any, Sequence[nn.Parameter]],
+    layouts: Sequence[RankLayout],
+    batches: Sequence[Ranks],
+    rank: int,
+) -> Iterator[Replicas]:
+    """Yields the parameters that several ranks have, with their process group."""
+    for index, (mesh, members) in enumerate(parameters.items()):
+        replicas: dict[Any, list[int]] = {}
+        for other, layout in enumerate(layouts):
+            replicas.setdefault((layout.stage, layout.coordinates[index]), []).append(other)
+        has_batches = any(_count_batches(ranks, batches) > 1 for ranks in replicas.values())
+        is_equal = mesh is not None and not has_batches
+        if not members or is_equal or len(replicas) == len(layouts):
+            continue
+        group = dist.group.WORLD
+        if len(replicas) > 1:
+            enumerate_groups: Any = dist.new_subgroups_by_enumeration
+            group, _ = enumerate_groups(list(replicas.values()))
+        yield Replicas(list(members), group, has_batches)

@@ -1,0 +1,311 @@
+"""Models that the user has sharded train as on one process, with the meshes and placements that they have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.base import PreparationError
+
+Run = Callable[..., list[Any]]
+SAMPLES, BATCH = 24, 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.wide, self.narrow = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.narrow(torch.relu(self.wide(self.norm(x))))
+        return x + hidden
+
+
+class Adapted(nn.Module):
+    """A linear layer with a low-rank adapter beside it."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(8, 2, bias=False), nn.Linear(2, 3, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return hidden
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def apply_plan(model: Net, mesh: DeviceMesh) -> None:
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"wide": ColwiseParallel(), "narrow": RowwiseParallel()})
+
+
+def shard_units(model: Net, mesh: DeviceMesh | None, **options: Any) -> None:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+
+
+def attach_adapters(model: Net) -> None:
+    """Attaches an adapter that starts with other values on each rank."""
+    torch.manual_seed(dist.get_rank() if dist.is_initialized() else 0)
+    model.head = Adapted(model.head)  # type: ignore[assignment]
+
+
+def shard(model: Net, layout: str) -> None:
+    size = dist.get_world_size()
+    if layout == "units":
+        shard_units(model, None)
+    elif layout == "hybrid":
+        shard_units(model, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard")))
+    elif layout == "replicas of shards":  # the user averages over one dimension only
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicate", "shard"))
+        shard_units(model, mesh["shard"])
+    elif layout == "plan":
+        apply_plan(model, init_device_mesh("cpu", (size,)))
+    elif layout == "plan and replicas":
+        apply_plan(model, init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "model"))["model"])
+    elif layout == "plan outside":
+        apply_plan(model, init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("tp", "data"))["tp"])
+    elif layout == "plan and units":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("dp", "tp"))
+        apply_plan(model, mesh["tp"])
+        shard_units(model, mesh["dp"], reshard_after_forward=False)
+    elif layout == "one unit":
+        fully_shard(model.blocks[1])
+    elif layout == "two meshes":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("a", "b"))
+        fully_shard(model.blocks[0], mesh=mesh)
+        fully_shard(model.blocks[1])
+        fully_shard(model.head)
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def build(accelerator: Accelerator, layout: str, adapters: bool) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = Net()
+    if layout:
+        shard(model, layout)
+    if adapters:
+        attach_adapters(model)
+    rows = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+    data = [(row, index % 3) for index, row in enumerate(rows)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    loader = DataLoader(data, batch_size=BATCH)  # type: ignore[arg-type]
+    return accelerator.prepare(model, optimizer, loader)  # type: ignore[no-any-return]
+
+
+def train(
+    layout: str, adapters: bool = False, steps: int = 1, norm: float = 2.0, precision: str = "no"
+) -> dict[str, Any]:
+    """Trains on global batches of 8 samples, whatever the number of ranks, and returns what a user sees."""
+    accelerator = Accelerator(
+        gradient_accumulation_steps=steps, mixed_precision=precision, split_batches=True, cpu=True
+    )
+    model, optimizer, loader = build(accelerator, layout, adapters)
+    norms, losses = [], []
+    for _ in range(2):
+        for rows, labels in loader:
+            with accelerator.accumulate(model):
+                logits = model(rows)
+                loss = nn.functional.cross_entropy(logits, labels)
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5, norm)))
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+    numbers = accelerator.prepare(DataLoader(range(13), batch_size=4))  # type: ignore[arg-type]
+    state = accelerator.get_state_dict(model)
+    return {
+        "norms": norms,
+        "losses": losses,
+        "metrics": [n for batch in numbers for n in accelerator.gather_for_metrics(batch).tolist()],
+        "weights": {name: whole(value) for name, value in model.state_dict().items()},
+        "state": {name: value.shape for name, value in state.items()},
+        "kinds": sorted({type(each).__name__ for each in model.modules()}),
+    }
+
+
+def resume(layout: str, folder: Path, precision: str) -> None:
+    """Saves after two steps, trains on, loads, and trains the same steps again."""
+    accelerator = Accelerator(mixed_precision=precision, cpu=True, split_batches=True)
+    model, optimizer, loader = build(accelerator, layout, True)
+
+    def step_through() -> list[float]:
+        losses = []
+        for rows, labels in loader:
+            loss = nn.functional.cross_entropy(model(rows), labels)
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss.detach(), "mean")))
+        return losses
+
+    step_through()
+    accelerator.save_state(str(folder / "state"))
+    accelerator.save_model(model, folder / "model")
+    first = step_through()
+    accelerator.load_state(str(folder / "state"))
+    assert step_through() == first
+    assert accelerator.unwrap_model(model) is model
+    accelerator.free_memory()
+
+
+def weights_of(folder: Path, layout: str) -> dict[str, torch.Tensor]:
+    """Returns the weights of a checkpoint, loaded into another layout, which are those of `save_model`."""
+    from safetensors.torch import load_file
+
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    model, _, _ = build(accelerator, layout, True)
+    accelerator.load_state(str(folder / "state"))
+    saved = load_file(folder / "model" / "model.safetensors")
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    assert saved.keys() == weights.keys()
+    for name, value in weights.items():
+        torch.testing.assert_close(value, saved[name], atol=0, rtol=0)
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes", "other", "precision"),
+    [
+        ("units", 2, "", "no"),
+        ("plan", 2, "units", "bf16"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("plan and units", 4, "units", "no"),
+                ("hybrid", 4, "plan", "no"),
+                ("two meshes", 4, "", "fp16"),
+                ("units", 2, "one unit", "fp16"),
+                ("plan and replicas", 4, "hybrid", "bf16"),
+            ]
+        ),
+    ],
+)
+def test_checkpoints_load_on_the_same_and_on_another_layout(
+    run: Run, tmp_path: Path, layout: str, processes: int, other: str, precision: str
+) -> None:
+    run(resume, layout, tmp_path, precision, processes=processes, timeout=180)
+    run(weights_of, tmp_path, other, processes=2 if other else 1, timeout=180)
+
+
+def prepare_late() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(range(8)))  # type: ignore[arg-type]
+    model = Net()
+    shard(model, "plan")
+    with pytest.raises(PreparationError, match="Net work on 1 batches at a time .* for 2"):
+        accelerator.prepare(model)
+    assert len(loader) == 4
+    with pytest.raises(ValueError, match="join_uneven_inputs does not work with FSDP or"):
+        units = Net()
+        shard(units, "units")
+        with accelerator.join_uneven_inputs([accelerator.prepare(units)]):
+            pass
+
+
+def prepare_by_mesh() -> None:
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(dp_shard_size=2))
+    with pytest.raises(ValueError, match="dp_shard_size=2: no plugin .* of Net .* Pass fsdp_plugin"):
+        accelerator.prepare(Net())
+    model = Net()
+    shard(model, "units")
+    assert accelerator.prepare(model) is model
+
+
+def step_schedule_and_generate() -> None:
+    """Steps a schedule, and runs a different number of forwards on each rank."""
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    shard(model, "plan")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    accelerator.backward(model(torch.ones(1, 8)).sum())
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5]  # both ranks work on one batch
+    torch.manual_seed(0)
+    units = Net()
+    expected = units(torch.ones(1, 8)).detach()
+    shard(units, "units")
+    prepared = accelerator.prepare_model(units, evaluation_mode=True)
+    with accelerator.unsharded(prepared):
+        for _ in range(1 + accelerator.process_index):
+            torch.testing.assert_close(prepared(torch.ones(1, 8)), expected)
+    torch.testing.assert_close(prepared(torch.ones(1, 8)), expected)
+
+
+def test_schedules_and_forwards_of_single_ranks(run: Run) -> None:
+    run(step_schedule_and_generate)
+
+
+def test_a_mesh_that_shards_needs_a_plugin_or_a_sharded_model(run: Run) -> None:
+    run(prepare_by_mesh)
+
+
+def test_a_model_whose_ranks_read_other_batches_than_the_loaders_is_refused(run: Run) -> None:
+    run(prepare_late)
+
+
+TWO = ["units", "plan", "one unit"]
+FOUR = ["hybrid", "replicas of shards", "plan and replicas", "plan outside", "plan and units", "two meshes"]
+CASES = [
+    *((layout, 2, {}) for layout in TWO),
+    ("units", 2, {"adapters": True, "steps": 2}),
+    ("plan and units", 4, {"steps": 2}),
+    *(
+        pytest.param(layout, 4, options, marks=pytest.mark.slow)
+        for layout in [*TWO, *FOUR]
+        for options in ({}, {"adapters": True}, {"steps": 2}, {"norm": float("inf")})
+    ),
+]
+
+
+@pytest.mark.parametrize(("layout", "processes", "options"), CASES)
+def test_training_is_that_of_one_process(
+    run: Run, layout: str, processes: int, options: dict[str, Any]
+) -> None:
+    (expected,) = run(train_with, "", options, processes=1)
+    for found in run(train_with, layout, options, processes=processes, timeout=180):
+        assert found["metrics"] == list(range(13))
+        assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5, abs=1e-6)
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
+        assert "DistributedDataParallel" not in found["kinds"]
+        for name, value in expected["weights"].items():
+            torch.testing.assert_close(found["weights"][name], value, atol=1e-5, rtol=1e-5)
+
+
+def train_with(layout: str, options: dict[str, Any]) -> dict[str, Any]:
+    return train(layout, **options)
