@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate import accelerator, checkpointing, hooks, plugins
@@ -168,9 +168,15 @@ class RunCheckpoints:
                 f"{type(model).__name__} has parameters without values (on the meta device), which cannot be "
                 "saved: load its weights first."
             )
+        states, is_main = self._runtime.strategy.state, self._runtime.state.is_main_process
         with step_clock.phase(SAVING):
-            state = self._runtime.strategy.state.state_dict(model, unwrap=True)
-            if self._runtime.state.is_main_process:
+            shards = states.gatherable_weights(model) if safe_serialization else None
+            if shards is not None and all(isinstance(value, Tensor) for value in shards[0].values()):
+                folder = Path(save_directory)
+                checkpointing.save_from_shards(*shards, folder, max_shard_size, writes=is_main)
+                return
+            state = states.state_dict(model, unwrap=True)
+            if is_main:
                 checkpointing.save_sharded(state, Path(save_directory), max_shard_size, safe_serialization)
 
     # Steps of a save and a load

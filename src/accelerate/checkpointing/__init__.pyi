@@ -117,7 +117,11 @@ from accelerate.checkpointing.sharded import (
     refuse_other_optimizer as refuse_other_optimizer,
     refuse_unnamed_state as refuse_unnamed_state,
 )
-from accelerate.checkpointing.shards import find_shards as find_shards, save_sharded as save_sharded
+from accelerate.checkpointing.shards import (
+    find_shards as find_shards,
+    save_from_shards as save_from_shards,
+    save_sharded as save_sharded,
+)
 from accelerate.checkpointing.staging import (
     BackgroundSave as BackgroundSave,
     StagingMemory as StagingMemory,

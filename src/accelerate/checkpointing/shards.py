@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,40 @@ from accelerate.weights import drop_shared, read_weight_map, write_torch, write_
 _NAMES = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 
 
+class FilePlan(NamedTuple):
+    """Files of the weights of a model.
+
+    Attributes:
+        files: Names of the tensors by the name of their file, in the order of the files.
+        pattern: Pattern of the names of all files.
+        index_name: Name of the index.
+        metadata: Metadata of the index, or None without an index.
+    """
+
+    files: dict[str, list[str]]
+    pattern: str
+    index_name: str
+    metadata: dict[str, Any] | None
+
+
+def plan_files(weights: Mapping[str, Tensor], max_shard_size: int | str, safe: bool) -> FilePlan:
+    """Returns the files of weights, which may be on the meta device.
+
+    A tensor larger than `max_shard_size` has a file of its own.
+    """
+    from huggingface_hub import split_torch_state_dict_into_shards
+
+    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
+    limit = _bytes_of(max_shard_size)
+    split = split_torch_state_dict_into_shards(dict(weights), filename_pattern=pattern, max_shard_size=limit)
+    return FilePlan(
+        split.filename_to_tensors or {pattern.format(suffix=""): []},
+        pattern,
+        SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME,
+        dict(split.metadata) if split.is_sharded else None,
+    )
+
+
 def save_sharded(
     state: Mapping[str, Any], folder: Path, max_shard_size: int | str = "10GB", safe: bool = True
 ) -> list[Path]:
@@ -45,42 +79,90 @@ def save_sharded(
 
     New files appear when they are complete, the index last. In safetensors a shared tensor is stored once,
     and the metadata of its file has the other names. Files of torch also contain objects other than tensors,
-    all in the first file. A tensor larger than `max_shard_size` has a file of its own.
+    all in the first file.
     """
-    from huggingface_hub import split_torch_state_dict_into_shards
-
-    if folder.is_file():
-        raise wrong_value("save_directory", str(folder), "it is a file", "pass a folder")
-    limit = _bytes_of(max_shard_size)
-    folder.mkdir(parents=True, exist_ok=True)
     weights, aliases = drop_shared(state) if safe else (_tensors_of(state), {})
     others = {name: value for name, value in state.items() if not (safe or name in weights)}
-    pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
-    index = SAFE_WEIGHTS_INDEX_NAME if safe else WEIGHTS_INDEX_NAME
-    split = split_torch_state_dict_into_shards(weights, filename_pattern=pattern, max_shard_size=limit)
-    files = split.filename_to_tensors or {pattern.format(suffix=""): []}
+    plan = plan_files(weights, max_shard_size, safe)
+    contents = ({name: weights[name] for name in names} for names in plan.files.values())
     nbytes = sum(tensor.nbytes for tensor in weights.values())
-    present, paths = size_of(folder.iterdir()), [folder / name for name in files]
+    return _write_files(plan, contents, folder, aliases, others, nbytes)
+
+
+def save_from_shards(
+    state: Mapping[str, Any],
+    gather: Callable[[Any], Tensor],
+    folder: Path,
+    max_shard_size: int | str = "10GB",
+    *,
+    writes: bool,
+) -> None:
+    """Writes the weights of a sharded model to safetensors files, and gathers one file at a time.
+
+    Called on all ranks. A rank that cannot write its files takes part in all collectives before it raises.
+
+    Args:
+        state: State dict of tensors that may be sharded, with one tensor for all of its names.
+        gather: Returns a whole tensor on the CPU, and is called on all ranks in the same order.
+        folder: Folder of the files.
+        max_shard_size: Size of a file in bytes, also as a string such as "5GB".
+        writes: Whether this rank writes the files.
+    """
+    first: dict[int, str] = {}
+    aliases = {
+        name: first[id(value)] for name, value in state.items() if first.setdefault(id(value), name) != name
+    }
+    values = {name: state[name] for name in first.values()}
+    specs = {name: torch.empty(v.shape, dtype=v.dtype, device="meta") for name, v in values.items()}
+    plan = plan_files(specs, max_shard_size, safe=True)
+    contents = ({name: gather(values[name]) for name in names} for names in plan.files.values())
+    try:
+        if writes:
+            _write_files(plan, contents, folder, aliases, {}, sum(spec.nbytes for spec in specs.values()))
+    except Exception:
+        _take_all(contents)
+        raise
+    _take_all(contents)
+
+
+def _take_all(contents: Iterable[Any]) -> None:
+    for _ in contents:
+        pass
+
+
+def _write_files(
+    plan: FilePlan,
+    contents: Iterable[dict[str, Tensor]],
+    folder: Path,
+    aliases: Mapping[str, str],
+    others: Mapping[str, Any],
+    nbytes: int,
+) -> list[Path]:
+    """Writes the files of a plan, of which each is read from `contents` when it is written."""
+    if folder.is_file():
+        raise wrong_value("save_directory", str(folder), "it is a file", "pass a folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    safe = plan.index_name == SAFE_WEIGHTS_INDEX_NAME
+    present, paths = size_of(folder.iterdir()), [folder / name for name in plan.files]
     # safetensors writes to a temporary file in this folder and renames it
     progress = progress_bar("Saving a model", nbytes, lambda: size_of(folder.iterdir()) - present)
     with replace_files(paths) as temporary, progress:
-        for path, tensors in zip(temporary, files.values(), strict=True):
-            content = {tensor: weights[tensor] for tensor in tensors}
+        for path, content in zip(temporary, contents, strict=True):
             if safe:
                 tied = {name: first for name, first in aliases.items() if first in content}
                 write_whole_tensors(content, tied, path)
             else:
-                write_torch({**content, **others}, path)
-                others.clear()
-    own = re.compile(re.escape(pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
+                write_torch({**content, **(others if path == temporary[0] else {})}, path)
+            content.clear()  # before the next file is gathered
+    own = re.compile(re.escape(plan.pattern).replace(r"\{suffix\}", r"(-\d{5}-of-\d{5})?"))
     for path in folder.iterdir():
-        if (own.fullmatch(path.name) and path.name not in files) or path.name == index:
+        if (own.fullmatch(path.name) and path.name not in plan.files) or path.name == plan.index_name:
             path.unlink()
-    if split.is_sharded:
-        weight_map = dict(sorted(split.tensor_to_filename.items()))
-        text = json.dumps({"metadata": dict(split.metadata), "weight_map": weight_map}, indent=2)
-        with replace_files([folder / index]) as (written,):
-            written.write_text(f"{text}\n", encoding="utf-8")
+    if plan.metadata is not None:
+        weight_map = {name: file for file, names in plan.files.items() for name in names}
+        index = {"metadata": plan.metadata, "weight_map": dict(sorted(weight_map.items()))}
+        with replace_files([folder / plan.index_name]) as (written,):
+            written.write_text(f"{json.dumps(index, indent=2)}\n", encoding="utf-8")
     return paths
 
 

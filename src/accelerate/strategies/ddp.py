@@ -10,7 +10,7 @@ before it trains.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -135,6 +135,9 @@ class DataParallelState(StrategyState):
         from accelerate.strategies.fsdp import DistributedTensorState
 
         return DistributedTensorState(self.strategy)
+
+    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]] | None:
+        return self._of_shards().gatherable_weights(model) if self.saves_shards else None
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
         owners = self._of_shards().optimizer_owners if self.saves_shards else super().optimizer_owners

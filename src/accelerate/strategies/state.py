@@ -56,6 +56,16 @@ class StrategyState:
         state: dict[str, Any] = inner.state_dict()
         return state
 
+    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]] | None:
+        """Returns the sharded weights of a model, and a function that gathers one of them.
+
+        The function is called on all ranks in the same order, and returns the whole tensor on the CPU.
+
+        Returns:
+            None if weights are not sharded, or can only be gathered together.
+        """
+        return None
+
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         """Loads whole weights into a prepared model.
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from accelerate.base import CheckpointError, ConfigurationError
-from accelerate.checkpointing import find_shards, save_sharded
+from accelerate.checkpointing import find_shards, save_from_shards, save_sharded
 from accelerate.commands.model_tensors import read_tensors
 
 STATE = {f"layer{index}.weight": torch.full((256,), float(index)) for index in range(4)}
@@ -124,3 +126,45 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigurationError, match="it is a file"):
         save_sharded(STATE, tmp_path / "file")
+
+
+def test_one_file_is_gathered_at_a_time(tmp_path: Path) -> None:
+    tied = torch.randn(64)
+    state = {"tied": tied, **{f"layer{index}": torch.randn(64) for index in range(6)}, "head": tied}
+    save_sharded(state, tmp_path / "whole", 600)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    def gather(value: torch.Tensor) -> torch.Tensor:
+        nonlocal most
+        whole = value.clone()
+        alive.append(weakref.ref(whole))
+        most = max(most, sum(reference() is not None for reference in alive))
+        return whole
+
+    save_from_shards(state, gather, tmp_path / "shards", 600, writes=True)
+    assert most == 2  # tensors of 256 bytes in a file of 600
+    files = names(tmp_path / "whole")
+    assert files == names(tmp_path / "shards")
+    for name in files:
+        ours, theirs = tmp_path / "shards" / name, tmp_path / "whole" / name
+        if name.endswith(".json"):
+            assert ours.read_bytes() == theirs.read_bytes()
+            continue
+        with safe_open(ours, "pt") as first, safe_open(theirs, "pt") as second:
+            assert first.metadata() == second.metadata()
+        torch.testing.assert_close(load_file(ours), load_file(theirs), atol=0, rtol=0)
+
+
+def test_a_rank_that_cannot_write_gathers_all_tensors(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    gathered: list[int] = []
+    state = {str(index): torch.full((64,), float(index)) for index in range(6)}
+
+    def gather(value: torch.Tensor) -> torch.Tensor:
+        gathered.append(int(value[0]))
+        return value
+
+    with pytest.raises(ValueError, match="it is a file"):
+        save_from_shards(state, gather, tmp_path / "file", 600, writes=True)
+    assert gathered == list(range(6))

@@ -69,6 +69,15 @@ class DistributedTensorState(FsdpState):
             for optimizer in optimizers
         ]
 
+    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]] | None:
+        return self._inner(model).state_dict(keep_vars=True), self._gather
+
+    @torch.no_grad()
+    def _gather(self, value: Tensor) -> Tensor:
+        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
+        whole = to_full_tensor(value) if isinstance(value, DTensor) else value
+        return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
+
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         inner = self._inner(model)
         targets = inner.state_dict(keep_vars=True)
@@ -82,8 +91,7 @@ class DistributedTensorState(FsdpState):
         gathered: dict[int, Tensor] = {}  # tied tensors stay tied
         for name, value in source.state_dict(keep_vars=True).items():
             if id(value) not in gathered:
-                whole = to_full_tensor(value) if isinstance(value, DTensor) else value
-                gathered[id(value)] = whole.detach().cpu() if self.keeps_whole_states else whole.new_empty(0)
+                gathered[id(value)] = self._gather(value)
             state[name] = gathered[id(value)]
         return state if self.keeps_whole_states else {}
 
