@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator, ParallelismConfig
 from accelerate.base import PreparationError
 from accelerate.checkpointing import find_shards
+from accelerate.utils import GradientAccumulationPlugin
 
 Run = Callable[..., list[Any]]
 SAMPLES, BATCH = 24, 8
@@ -127,12 +128,11 @@ def build(accelerator: Accelerator, layout: str, adapters: bool) -> tuple[Any, A
 
 
 def train(
-    layout: str, adapters: bool = False, steps: int = 1, norm: float = 2.0, precision: str = "no"
+    layout: str, adapters: bool = False, steps: int = 1, norm: float = 2.0, syncs_early: bool = False
 ) -> dict[str, Any]:
     """Trains on global batches of 8 samples, whatever the number of ranks, and returns what a user sees."""
-    accelerator = Accelerator(
-        gradient_accumulation_steps=steps, mixed_precision=precision, split_batches=True, cpu=True
-    )
+    accumulation = GradientAccumulationPlugin(steps, sync_each_batch=syncs_early)
+    accelerator = Accelerator(gradient_accumulation_plugin=accumulation, split_batches=True, cpu=True)
     model, optimizer, loader = build(accelerator, layout, adapters)
     norms, losses = [], []
     for _ in range(2):
@@ -245,6 +245,37 @@ def prepare_by_mesh() -> None:
     assert accelerator.prepare(model) is model
 
 
+def count_all_reduces() -> list[int]:
+    """Returns the number of all-reduces over replicas in each micro-batch of a window."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_collectives
+
+    accumulation = GradientAccumulationPlugin(3, sync_each_batch=True)
+    accelerator = Accelerator(gradient_accumulation_plugin=accumulation, cpu=True)
+    model = Net()
+    shard(model, "hybrid")
+    model = accelerator.prepare(model)
+    counts, calls = [], [0]
+    original = _fsdp_collectives.dist.all_reduce
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return original(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_fsdp_collectives.dist, "all_reduce", count)
+        for _ in range(3):
+            calls[0] = 0
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.ones(2, 8)).sum())
+            counts.append(calls[0])
+    return counts
+
+
+@pytest.mark.slow
+def test_replicas_of_shards_are_averaged_once_in_a_window(run: Run) -> None:
+    assert run(count_all_reduces, processes=4) == [[0, 0, 3]] * 4  # one for each unit
+
+
 def step_schedule_and_generate() -> None:
     """Steps a schedule, and runs a different number of forwards on each rank."""
     accelerator = Accelerator(cpu=True)
@@ -280,6 +311,7 @@ def test_a_model_whose_ranks_read_other_batches_than_the_loaders_is_refused(run:
     run(prepare_late)
 
 
+EARLY = {"steps": 3, "syncs_early": True}
 TWO = ["units", "plan", "one unit"]
 FOUR = ["hybrid", "replicas of shards", "plan and replicas", "plan outside", "plan and units", "two meshes"]
 CASES = [
@@ -289,7 +321,7 @@ CASES = [
     *(
         pytest.param(layout, 4, options, marks=pytest.mark.slow)
         for layout in [*TWO, *FOUR]
-        for options in ({}, {"adapters": True}, {"steps": 2}, {"norm": float("inf")})
+        for options in ({}, {"adapters": True}, {"steps": 2}, {"norm": float("inf")}, EARLY)
     ),
 ]
 

@@ -144,12 +144,14 @@ def sync_context(
     accumulation: Accumulation, is_last: bool, models: Sequence[nn.Module]
 ) -> AbstractContextManager[Any]:
     """Returns the context manager of a micro-batch, in which only the last one synchronizes gradients."""
-    if is_last or accumulation.gradients.plugin_kwargs.get("sync_each_batch", False):
+    if is_last:
         return _SYNCHRONIZED
-    no_sync = accumulation.strategy.no_sync
+    strategy = accumulation.strategy
+    is_early = accumulation.gradients.plugin_kwargs.get("sync_each_batch", False)
+    context_of = strategy.early_sync if is_early else strategy.no_sync
     if len(models) == 1:
-        return no_sync(models[0])
+        return context_of(models[0])
     contexts = ExitStack()
     for model in models:
-        contexts.enter_context(no_sync(model))
+        contexts.enter_context(context_of(model))
     return contexts

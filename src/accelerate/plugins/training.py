@@ -25,7 +25,7 @@ class GradientAccumulationPlugin(KwargsHandler):
         adjust_scheduler: Whether prepared schedulers also count the passes that do not step.
         sync_with_dataloader: Whether the last batch of a loader ends the accumulation early.
         sync_each_batch: Whether gradients are synchronized after every backward pass. Uses less memory with
-            sharded parameters, and more communication.
+            sharded parameters, and more communication. Replicas of shards are averaged after the last one.
         skip_nonfinite_updates: Whether optimizers skip an update on all ranks if a gradient of any rank is
             infinite or NaN, as a gradient scaler does. Reads one number from the device in each update.
 

@@ -29,7 +29,7 @@ from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
-from accelerate.strategies.fsdp import gradient_sync, keep_gathered, units_of
+from accelerate.strategies.fsdp import gradient_sync, keep_gathered, reduction_in_replicas, units_of
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
@@ -339,6 +339,13 @@ class Strategy:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Returns a context manager in which the backward pass of a model exchanges no gradients."""
         return gradient_sync(model, enabled=False) if self.sharded else nullcontext()
+
+    def early_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Returns a context manager for a micro-batch before the last one whose gradients are reduced early.
+
+        Replicas of shards are averaged in the last micro-batch only.
+        """
+        return reduction_in_replicas(model) if self.sharded else nullcontext()
 
     def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Returns a context manager in which each rank has whole parameters, also in forwards."""

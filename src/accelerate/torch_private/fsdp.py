@@ -177,11 +177,14 @@ def unreduced_gradients(model: nn.Module) -> list[Tensor]:
     kept += [
         parameter._unsharded_param.grad for parameter in parameters if hasattr(parameter, "_unsharded_param")
     ]
+    kept += [group._partial_reduce_output for group in _groups_of_fsdp2(model)]  # no all-reduce yet
     return [gradient for gradient in kept if gradient is not None]
 
 
 def drop_unreduced_gradients(model: nn.Module) -> None:
     """Deletes the gradients that `unreduced_gradients` returns."""
+    for group in _groups_of_fsdp2(model):
+        group._partial_reduce_output = None
     for parameter in _parameters_of_fsdp2(model):
         parameter.unsharded_accumulated_grad = None
         if hasattr(parameter, "_unsharded_param"):

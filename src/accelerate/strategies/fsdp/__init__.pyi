@@ -7,6 +7,7 @@ from accelerate.strategies.fsdp.checkpoint import (
 from accelerate.strategies.fsdp.exchange import (
     gradient_sync as gradient_sync,
     keep_gathered as keep_gathered,
+    reduction_in_replicas as reduction_in_replicas,
     units_of as units_of,
 )
 from accelerate.strategies.fsdp.merge import (

@@ -39,6 +39,22 @@ def gradient_sync(model: nn.Module, enabled: bool = True) -> Iterator[None]:
             unit.set_requires_gradient_sync(not enabled, recurse=False)
 
 
+@contextmanager
+def reduction_in_replicas(model: nn.Module) -> Iterator[None]:
+    """Makes units of FSDP 2 reduce gradients to shards, and add them up without all-reduce over replicas.
+
+    The next backward pass outside of the block all-reduces the sums.
+    """
+    units = units_of(model)
+    for unit in units:
+        unit.set_requires_all_reduce(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_all_reduce(True, recurse=False)
+
+
 def units_of(model: nn.Module) -> list[FSDPModule]:
     """Returns all units of FSDP 2 in a model, which may be compiled."""
     from torch.distributed.fsdp import FSDPModule

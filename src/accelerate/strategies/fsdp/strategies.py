@@ -37,7 +37,12 @@ from accelerate.strategies.base import (
     require_plugin,
 )
 from accelerate.strategies.bundle import Bundle, Kind, as_list
-from accelerate.strategies.fsdp.exchange import gradient_sync, keep_gathered, units_of
+from accelerate.strategies.fsdp.exchange import (
+    gradient_sync,
+    keep_gathered,
+    reduction_in_replicas,
+    units_of,
+)
 from accelerate.strategies.fsdp.norms import Groups, clip_values, gradient_norm, groups_of, scale_down
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
@@ -262,6 +267,9 @@ class Fsdp2(DistributedTensors):
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return gradient_sync(model, enabled=False)
 
+    def early_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return reduction_in_replicas(model)
+
 
 class TensorParallel(DistributedTensors):
     """Tensor parallelism without data parallelism, in which all ranks shard each layer."""
@@ -288,6 +296,9 @@ class ReplicatedTensorParallel(TensorParallel):
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return gradient_sync(model, enabled=False)
+
+    def early_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
+        return reduction_in_replicas(model)
 
     def _shard_layers(self, model: nn.Module) -> nn.Module:
         """Shards layers, and makes FSDP 2 average gradients, with shards over one rank as replicas."""
