@@ -28,7 +28,7 @@ model = torch.nn.Linear(8, 1)
 loader = DataLoader([torch.randn(8) for _ in range(1600)], batch_size=4)
 model, optimizer, loader = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01), loader)
 for number, batch in enumerate(loader):
-    time.sleep(0.02 * (1 + accelerator.process_index))
+    time.sleep(0.01 * (1 + accelerator.process_index))
     accelerator.backward(model(batch).mean())
     optimizer.step()
     optimizer.zero_grad()

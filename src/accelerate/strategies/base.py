@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +70,7 @@ class Strategy:
         self.axes = resolve_axes(context.request.parallelism, context.mesh)
         self.precision = self.choose_precision()
         self.state = self.state_class(self)
-        self.sharded: WeakKeyDictionary[nn.Module, ShardedModel] = WeakKeyDictionary()
+        self.sharded: dict[nn.Module, ShardedModel] = {}
         """Models that were sharded before they were prepared."""
 
     # Settings
