@@ -19,13 +19,18 @@ pytestmark = pytest.mark.usefixtures("states")
 
 
 class RecordingStrategy:
-    """Strategy that records the models whose gradients stay local."""
+    """Strategy that records the models whose gradients stay local, and those reduced early."""
 
     replicas = 2
     holds_gradients = True
 
     def __init__(self) -> None:
         self.local: list[nn.Module] = []
+        self.early: list[nn.Module] = []
+
+    def early_sync(self, model: nn.Module) -> AbstractContextManager[None]:
+        self.early.append(model)
+        return nullcontext()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         self.local.append(model)
@@ -49,10 +54,12 @@ def test_only_the_last_micro_batch_synchronizes() -> None:
 
 
 def test_each_micro_batch_synchronizes_on_request() -> None:
-    accumulation = accumulation_of(2, sync_each_batch=True)
-    with accumulation.accumulate([nn.Linear(1, 1)]):
-        pass
-    assert accumulation.strategy.local == []  # type: ignore[attr-defined]
+    accumulation, model = accumulation_of(2, sync_each_batch=True), nn.Linear(1, 1)
+    for _ in range(2):
+        with accumulation.accumulate([model]):
+            pass
+    strategy: Any = accumulation.strategy
+    assert (strategy.local, strategy.early) == ([], [model])
 
 
 def test_losses_have_equal_weights_without_items() -> None:
