@@ -73,27 +73,22 @@ class Replicas:
             self._average(parameters)
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
-        # A gradient that no rank has stays None, so that optimizers skip the parameter.
-        locals_ = [_local(p) for p in parameters]
-        exists = locals_[0].new_tensor([p.grad is not None for p in parameters])
-        gradients = [
-            torch.zeros_like(local) if p.grad is None else _local(p.grad).to(local.dtype)
-            for p, local in zip(parameters, locals_, strict=True)
-        ]
-        flat = torch.cat([exists, *(gradient.reshape(-1) for gradient in gradients)])
-        dist.all_reduce(flat, group=self.group)
-        sizes = [len(parameters), *(gradient.numel() for gradient in gradients)]
-        count, *averaged = torch.split(flat, sizes)
+        shards = [_local(p) if p.grad is None else _local(p.grad) for p in parameters]
         size = dist.get_world_size(self.group)
-        for parameter, gradient, total, is_any in zip(
-            parameters, gradients, averaged, count.tolist(), strict=True
-        ):
+        exists = shards[0].new_tensor([p.grad is not None for p in parameters])
+        parts = [
+            (torch.zeros_like(shard) if p.grad is None else shard / size).reshape(-1)
+            for p, shard in zip(parameters, shards, strict=True)
+        ]
+        flat = torch.cat([exists, *parts])
+        dist.all_reduce(flat, group=self.group)
+        found, *means = torch.split(flat, [len(parts), *(part.numel() for part in parts)])
+        for parameter, shard, mean, is_any in zip(parameters, shards, means, found.tolist(), strict=True):
             if not is_any:
-                continue
-            mean = (total / size).view_as(gradient)
+                continue  # so that optimizers skip the parameter, as on one process
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            _local(parameter.grad).copy_(mean)
+            _local(parameter.grad).copy_(mean.view_as(shard))
 
 
 def _local(tensor: Tensor) -> Tensor:
