@@ -156,6 +156,7 @@ def test_the_output_of_a_script_is_unchanged_and_in_order(columns: int, run_in_t
     assert ended.raw == lines + b"10%\r\x1b[9A\x1b[2J20%\rbytes \xff\r\n" + b"x" * 100_000
 
 
+@pytest.mark.slow
 def test_a_view_of_a_terminal_without_columns_has_a_width(run_in_terminal: Run) -> None:
     ended = run_in_terminal(TRAIN, columns=0)
     assert ended.code == 0
@@ -188,6 +189,7 @@ def test_a_key_press_reaches_the_script_once(run_in_terminal: Run) -> None:
     assert "\n1 interrupt\n" in ended.text
 
 
+@pytest.mark.slow
 def test_without_a_terminal_the_last_view_is_printed_too(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(TRAIN)
     ended = subprocess.run(

@@ -31,7 +31,7 @@ WAYS = {
         *("--parallelism_config_dp_shard_size", "2", "--parallelism_config_cp_size", "2"),
     ],
 }
-FAST = ("FSDP2+TP", "CP")
+FAST = ("CP",)
 
 
 def losses(*command: str) -> list[float]:

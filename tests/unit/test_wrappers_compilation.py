@@ -185,6 +185,7 @@ def test_a_plugin_compiles_by_region() -> None:
     assert not is_compiled_module(model)
 
 
+@pytest.mark.slow
 def test_inductor_gives_the_same_numbers() -> None:
     model = Block()
     x = torch.randn(3, 4)

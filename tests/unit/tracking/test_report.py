@@ -224,7 +224,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("is_alone", [False, True])
+@pytest.mark.parametrize("is_alone", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("is_ended", [False, True])
 @pytest.mark.parametrize("case", ["hang", "write"])
 def test_a_program_ends_with_its_records_or_with_one_warning(
