@@ -35,6 +35,7 @@ from accelerate.planning.tracing import (
     Step as Step,
     batch_size_of as batch_size_of,
     blocks_of as blocks_of,
+    fake_operators as fake_operators,
     loss_of as loss_of,
     trace_step as trace_step,
 )

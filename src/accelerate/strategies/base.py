@@ -67,7 +67,7 @@ class Strategy:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.session = context.session
-        self.axes = resolve_axes(context.request.parallelism, context.mesh)
+        self.axes = resolve_axes(context.request.parallelism, context.mesh, context.device)
         self.precision = self.choose_precision()
         self.state = self.state_class(self)
         self.sharded: dict[nn.Module, ShardedModel] = {}
@@ -159,6 +159,10 @@ class Strategy:
         """Returns whether the meshes and placements of a model are kept, which is sharded already."""
         return False
 
+    def is_in_stages(self, model: nn.Module) -> bool:
+        """Returns whether the layers of a model are on different ranks of a pipeline."""
+        return self.axes.pipeline is not None and model in self.axes.pipeline.pipelines
+
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
         if not steps_in_backward(optimizer):
@@ -189,11 +193,25 @@ class Strategy:
         models, optimizers = self.precision.initialize(models, optimizers)
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
         bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
-        for model in bundle.new(Kind.MODEL):  # loaders, which are prepared before models, need their meshes
-            if self.keeps_sharding(model):
-                self.adopt(model)
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
+            for model in bundle.new(Kind.MODEL):  # loaders, which are prepared first, need their meshes
+                self._split_into_stages(model)
+                if self.keeps_sharding(model):
+                    self.adopt(model)
             yield
+
+    def _split_into_stages(self, model: nn.Module) -> None:
+        """Removes the layers of other ranks from a model, if the run has a pipeline and trains the model.
+
+        Called on all ranks.
+        """
+        pipeline = self.axes.pipeline
+        if pipeline is None or not any(p.requires_grad for p in model.parameters()):
+            return
+        self.axes.tensor.transform_model(model)
+        pipeline.transform_model(model)
+        self.session.drop(pipeline.pipelines[model].model.removed)
+        self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Returns the loader to shard, with batches of the size that the strategy needs."""
@@ -223,7 +241,8 @@ class Strategy:
 
         if model in self.sharded:
             return self.sharded[model]
-        adopted = ShardedModel(model, self.context.device.type)
+        mesh = self.context.mesh if self.axes.pipeline is not None else None
+        adopted = ShardedModel(model, self.context.device.type, mesh)
         together = [*self.sharded.values(), adopted]
         mesh = self._mesh_for(self.sharded.values() if self.session.prepared.loaders else together)
         size = self.context.topology.size
@@ -262,6 +281,8 @@ class Strategy:
         if scaler is not None and any(
             is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]
         ):
+            torch_private.unscale_shards(scaler)
+        elif scaler is not None and self.axes.pipeline is not None:
             torch_private.unscale_shards(scaler)
         return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
 
@@ -335,6 +356,38 @@ class Strategy:
             for adopted in self.sharded.values():
                 adopted.average_gradients()
 
+    def forward_backward(
+        self, model: nn.Module, batch: Any, loss_fn: Any, scale: Callable[[Tensor], Tensor], *, is_sum: bool
+    ) -> Tensor:
+        """Computes the gradients of a batch, and returns its loss.
+
+        Args:
+            model: A prepared model.
+            batch: The batch, as for `Accelerator.forward_backward`.
+            loss_fn: Returns the loss of outputs and target, or None if the model computes it.
+            scale: Returns a loss times its weight in the window.
+            is_sum: Whether losses are sums over items.
+        """
+        from accelerate.strategies.pipeline import arguments_of, loss_of
+
+        inner = self.unwrap(model, keep_compiled=False)
+        pipeline = self.axes.pipeline.pipelines.get(inner) if self.axes.pipeline is not None else None
+        if pipeline is None:
+            args, kwargs, target = arguments_of(inner, batch, loss_fn is not None)
+            loss = loss_of(model(*args, **kwargs), target, loss_fn)
+            self.backward(scale(loss))
+            return loss.detach().float()
+        scaler = self.precision.scaler
+        to_backward = (lambda loss: scaler.scale(scale(loss))) if scaler is not None else scale
+        if scaler is not None:  # a rank without the last stage scales no loss
+            scaler.scale(torch.zeros((), device=self.context.device))
+        total = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum)
+        if self.context.gradients.sync_gradients:
+            pipeline.sum_shared_gradients()
+            for adopted in self.sharded.values():
+                adopted.average_gradients()
+        return total
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Returns a context manager in which the backward pass of a model exchanges no gradients."""
         return gradient_sync(model, enabled=False) if self.sharded else nullcontext()
@@ -358,13 +411,28 @@ class Strategy:
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales gradients so that their total norm is at most `max_norm`, and returns the norm before."""
         parameters = as_list(parameters)
-        if not _any_distributed(parameters):
+        if not _any_distributed(parameters) and self.axes.pipeline is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        from accelerate.strategies.fsdp import gradient_norm, scale_down
+        from accelerate.strategies.fsdp import scale_down
 
-        norm = gradient_norm(parameters, norm_type, self.context.device)
+        norm = self.gradient_norm(parameters, norm_type)
         scale_down(parameters, norm, max_norm)
         return norm
+
+    def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float, **options: Any) -> Tensor:
+        """Returns the norm of all gradients over all ranks, of which each is counted once.
+
+        Called on all ranks.
+        """
+        from accelerate.strategies.fsdp import gradient_norm
+
+        pipeline = self.axes.pipeline
+        if pipeline is None:
+            return gradient_norm(parameters, norm_type, self.context.device, **options)
+        repeated = pipeline.repeated_parameters()
+        own = [parameter for parameter in parameters if id(parameter) not in repeated]
+        norm = gradient_norm(own, norm_type, self.context.device, **options)
+        return pipeline.combine_norms(norm, norm_type)
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Clamps each gradient element to the range from `-clip_value` to `clip_value`."""
@@ -381,6 +449,8 @@ class Strategy:
     def release(self) -> None:
         """Releases everything that the strategy holds in addition to the prepared objects."""
         self.sharded.clear()
+        if self.axes.pipeline is not None:
+            self.axes.pipeline.pipelines.clear()
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:

@@ -177,7 +177,7 @@ class DataParallel(Strategy):
     def keeps_sharding(self, model: nn.Module) -> bool:
         from accelerate.strategies.sharded_models import is_sharded
 
-        return is_sharded(model)
+        return is_sharded(model) or self.is_in_stages(model)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Returns the replica, compiled including DistributedDataParallel, whose buckets split the graph."""

@@ -39,7 +39,7 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
         return Strategy
     if request.fsdp is not None:
         return fsdp.Fsdp1 if version_of(request.fsdp).number == 1 else fsdp.Fsdp2
-    if mesh is not None and mesh.tp_enabled:
+    if mesh is not None and mesh.tp_enabled and not mesh.pp_enabled:
         return fsdp.ReplicatedTensorParallel if mesh.dp_cp_dim_names else fsdp.TensorParallel
     return DataParallel
 

@@ -52,15 +52,17 @@ class Replicas:
         parameters: The parameters, in the same order on all ranks.
         group: Process group of the ranks with the same elements of these parameters.
         has_batches: Whether these ranks have different batches. Otherwise their gradients are equal.
+        averages: Whether gradients are averaged. Otherwise they are added, such as those of stages.
     """
 
     parameters: list[nn.Parameter]
     group: Any
     has_batches: bool
+    averages: bool = True
 
     @torch.no_grad()
     def average(self) -> None:
-        """Averages the gradients over the group, where a rank without a gradient counts as zeros.
+        """Averages or adds the gradients over the group, where a rank without a gradient counts as zeros.
 
         Called on all ranks of the group.
         """
@@ -74,7 +76,7 @@ class Replicas:
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         shards = [_local(p) if p.grad is None else _local(p.grad) for p in parameters]
-        size = dist.get_world_size(self.group)
+        size = dist.get_world_size(self.group) if self.averages else 1
         exists = shards[0].new_tensor([p.grad is not None for p in parameters])
         parts = [
             (torch.zeros_like(shard) if p.grad is None else shard / size).reshape(-1)
@@ -118,17 +120,18 @@ class ShardedModel:
     Args:
         model: The model.
         device_type: Type of the devices of the meshes.
+        mesh: Mesh of a run whose model has stages on different ranks, or None.
 
     Attributes:
         loader_mesh: Mesh of all ranks, in which ranks along "tp" work on the same batch.
         replicas: Parameters that several ranks have, and that DTensors and FSDP do not keep equal.
     """
 
-    def __init__(self, model: nn.Module, device_type: str) -> None:
+    def __init__(self, model: nn.Module, device_type: str, mesh: DeviceMesh | None = None) -> None:
         transport = current_transport()
         parameters: Mapping[Any, Sequence[nn.Parameter]] = _by_mesh(model)
         managed = torch_private.meshes_of_fsdp2(model)
-        layouts = transport.gather_object(_layout(model, list(parameters), managed))
+        layouts = transport.gather_object(_layout(model, list(parameters), managed, mesh))
         batches = _batch_groups(model, layouts)
         self.loader_mesh = DeviceMesh(
             device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
@@ -186,8 +189,11 @@ def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
     return found
 
 
-def _layout(model: nn.Module, meshes: Sequence[Any], managed: Mapping[Tensor, Any]) -> RankLayout:
-    roots = {torch_private.root_mesh(mesh) for mesh in [*_meshes_of(model), *managed.values()]}
+def _layout(
+    model: nn.Module, meshes: Sequence[Any], managed: Mapping[Tensor, Any], mesh: DeviceMesh | None
+) -> RankLayout:
+    known = [*_meshes_of(model), *managed.values(), *([] if mesh is None else [mesh])]
+    roots = {torch_private.root_mesh(each) for each in known}
     same_batch = set(_named_groups(roots))
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
@@ -267,16 +273,20 @@ def _find_replicas(
     rank: int,
 ) -> Iterator[Replicas]:
     """Yields the parameters that several ranks have, with their process group."""
-    for index, (mesh, members) in enumerate(parameters.items()):
+    own = list(parameters.values())
+    for index in range(max(len(layout.coordinates) for layout in layouts)):
         replicas: dict[Any, list[int]] = {}
         for other, layout in enumerate(layouts):
-            replicas.setdefault((layout.stage, layout.coordinates[index]), []).append(other)
+            if index < len(layout.coordinates):
+                replicas.setdefault((layout.stage, layout.coordinates[index]), []).append(other)
         has_batches = any(_count_batches(ranks, batches) > 1 for ranks in replicas.values())
-        is_equal = mesh is not None and not has_batches
-        if not members or is_equal or len(replicas) == len(layouts):
+        is_equal = index > 0 and not has_batches  # the first kind of parameters is not sharded
+        if is_equal or all(len(ranks) == 1 for ranks in replicas.values()):
             continue
+        members = own[index] if index < len(own) else []
         group = dist.group.WORLD
         if len(replicas) > 1:
             enumerate_groups: Any = dist.new_subgroups_by_enumeration
             group, _ = enumerate_groups(list(replicas.values()))
-        yield Replicas(list(members), group, has_batches)
+        if members:
+            yield Replicas(list(members), group, has_batches)

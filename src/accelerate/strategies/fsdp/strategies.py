@@ -43,7 +43,7 @@ from accelerate.strategies.fsdp.exchange import (
     reduction_in_replicas,
     units_of,
 )
-from accelerate.strategies.fsdp.norms import Groups, clip_values, gradient_norm, groups_of, scale_down
+from accelerate.strategies.fsdp.norms import Groups, clip_values, groups_of, scale_down
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.request import Context
@@ -194,7 +194,7 @@ class Sharded(Strategy, ABC):
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips gradients by their global norm, and returns the norm as a plain tensor."""
         parameters = as_list(parameters)
-        norm = gradient_norm(parameters, norm_type, self.context.device, self.groups_of)
+        norm = self.gradient_norm(parameters, norm_type, find_groups=self.groups_of)
         scale_down(parameters, norm, max_norm)
         return norm
 

@@ -1,0 +1,67 @@
+"""Pipeline parallelism, in which ranks of an axis have different layers of a model.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accelerate.plugins import PipelineConfig
+from accelerate.strategies.axes.base import Axis
+from accelerate.strategies.pipeline import Pipeline
+
+AXIS = "pp"
+
+
+class PipelineAxis(Axis):
+    """Axis along which ranks have different layers.
+
+    Attributes:
+        pipelines: Pipelines of the models that are prepared for training.
+    """
+
+    def __init__(self, mesh: Any, config: PipelineConfig, device: torch.device) -> None:
+        self.size = mesh[AXIS].size()
+        self.group = mesh.get_group(AXIS)
+        self.pipelines: dict[nn.Module, Pipeline] = {}
+        dim = mesh.mesh_dim_names.index(AXIS)
+        self._columns = mesh.mesh.movedim(dim, 0).reshape(self.size, -1).T.tolist()
+        self._config, self._device = config, device
+
+    def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
+        """Removes the layers of other ranks from a model."""
+        pipeline = Pipeline(model, self._config, self.group, self._device)
+        self.pipelines[model] = pipeline
+        by_ranks: dict[tuple[int, ...], list[str]] = {}
+        for name, ranks in pipeline.holders.items():
+            by_ranks.setdefault(tuple(sorted(ranks)), []).append(name)
+        for ranks, names in sorted(by_ranks.items()):
+            if len(ranks) > 1:
+                enumerate_groups: Any = dist.new_subgroups_by_enumeration
+                group, _ = enumerate_groups([[column[rank] for rank in ranks] for column in self._columns])
+                if dist.get_rank(self.group) in ranks:
+                    pipeline.shared.append((names, group))
+        return model
+
+    def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
+        """Returns the norm of the gradients of all stages from that of this rank's stages."""
+        is_max = norm_type == float("inf")
+        power = norm if is_max else norm**norm_type
+        dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.group)
+        return power if is_max else power ** (1.0 / norm_type)
+
+    def repeated_parameters(self) -> set[int]:
+        """Returns the ids of parameters of this rank that an earlier rank of the pipeline has too."""
+        rank = dist.get_rank(self.group)
+        return {
+            id(pipeline.model.model.get_parameter(name))
+            for pipeline in self.pipelines.values()
+            for names, _ in pipeline.shared
+            for name in names
+            if min(pipeline.holders[name]) < rank and pipeline.is_parameter(name)
+        }
