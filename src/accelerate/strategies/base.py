@@ -241,8 +241,12 @@ class Strategy:
 
         if model in self.sharded:
             return self.sharded[model]
-        mesh = self.context.mesh if self.axes.pipeline is not None else None
-        adopted = ShardedModel(model, self.context.device.type, mesh)
+        device_type = self.context.device.type
+        if self.axes.pipeline is not None and self.is_in_stages(model):
+            stages = self.axes.pipeline.pipelines[model].stages.values()
+            adopted = ShardedModel(model, device_type, self.context.mesh, stages)
+        else:
+            adopted = ShardedModel(model, device_type)
         together = [*self.sharded.values(), adopted]
         mesh = self._mesh_for(self.sharded.values() if self.session.prepared.loaders else together)
         size = self.context.topology.size

@@ -66,7 +66,7 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
         )
     mesh = request.parallelism
     hint = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
-    for axis in ("tp", "cp") if mesh is not None else ():
+    for axis in ("pp", "tp", "cp") if mesh is not None else ():
         size = getattr(mesh, f"{axis}_size")
         if size > 1:
             reason = "DeepSpeed's engine shards sequences (sp_size) and data only"
@@ -102,11 +102,22 @@ def _check_megatron(request: RunRequest, hardware: str) -> None:
         )
 
 
+def _check_pipeline(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    if mesh.cp_enabled:
+        reason = "the stages of a pipeline exchange whole sequences"
+        raise wrong_value("cp_size", mesh.cp_size, reason, "Set it to 1, or pp_size=1")
+    if plugin is not None and version_of(plugin).number == 1:
+        reason = "the schedules of torch take FSDP 2"
+        raise wrong_value("fsdp_version", 1, reason, "Set fsdp_version=2, or pp_size=1")
+
+
 def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
     if mesh.sp_enabled:
         reason = "DeepSpeed's attention shards sequences, and this run does not use DeepSpeed"
         fix = "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead"
         raise wrong_value("sp_size", mesh.sp_size, reason, fix)
+    if mesh.pp_enabled:
+        _check_pipeline(mesh, plugin)
     if plugin is None:  # models may be sharded before they are prepared
         return
     if not mesh.dp_shard_cp_dim_names:

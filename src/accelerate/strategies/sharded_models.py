@@ -121,16 +121,25 @@ class ShardedModel:
         model: The model.
         device_type: Type of the devices of the meshes.
         mesh: Mesh of a run whose model has stages on different ranks, or None.
+        stages: Modules of the stages of this rank.
 
     Attributes:
         loader_mesh: Mesh of all ranks, in which ranks along "tp" work on the same batch.
         replicas: Parameters that several ranks have, and that DTensors and FSDP do not keep equal.
     """
 
-    def __init__(self, model: nn.Module, device_type: str, mesh: DeviceMesh | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        device_type: str,
+        mesh: DeviceMesh | None = None,
+        stages: Iterable[nn.Module] = (),
+    ) -> None:
         transport = current_transport()
         parameters: Mapping[Any, Sequence[nn.Parameter]] = _by_mesh(model)
-        managed = torch_private.meshes_of_fsdp2(model)
+        managed: dict[Tensor, Any] = {}
+        for module in (model, *stages):
+            managed.update(torch_private.meshes_of_fsdp2(module))
         layouts = transport.gather_object(_layout(model, list(parameters), managed, mesh))
         batches = _batch_groups(model, layouts)
         self.loader_mesh = DeviceMesh(

@@ -70,6 +70,15 @@ class PipelineStageOfChunks(PipelineStage):
             )
         return super().get_bwd_send_ops(bwd_chunk_id)
 
+    # torch exchanges gradients between two stages on one rank also without a backward pass.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def _zeros(self, spec: Any) -> Tensor | None:
         """Returns the gradient of a tensor that the loss does not depend on."""
         if not spec.dtype.is_floating_point:

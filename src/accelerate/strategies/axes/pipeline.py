@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from accelerate.base import PreparationError, listed
 from accelerate.plugins import PipelineConfig
 from accelerate.strategies.axes.base import Axis
 from accelerate.strategies.pipeline import Pipeline
@@ -47,6 +48,29 @@ class PipelineAxis(Axis):
                 if dist.get_rank(self.group) in ranks:
                     pipeline.shared.append((names, group))
         return model
+
+    def stages_to_shard(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the modules of this rank's stages, which FSDP shards.
+
+        Raises:
+            PreparationError: A parameter is on several stages, or on the meta device.
+        """
+        pipeline = self.pipelines[model]
+        whole = {id(p) for stage in pipeline.stages.values() for p in stage.whole_on_ranks}
+        names = [name for name, stages in pipeline.model.holders.items() if len(stages) > 1]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        tied = [name for name in names if name in parameters and id(parameters[name]) not in whole]
+        if tied:
+            raise PreparationError(
+                f"{listed(tied)} of {type(model).__name__} are used on several stages of a pipeline, and FSDP "
+                "shards each stage by itself. Untie them (tie_word_embeddings=False), or leave fsdp_plugin out."
+            )
+        if on_meta := [name for name, p in parameters.items() if p.is_meta]:
+            raise PreparationError(
+                f"{listed(on_meta)} of {type(model).__name__} have no values yet, and a pipeline does not load "
+                "them from rank 0. Load the model on each rank before `prepare`."
+            )
+        return list(pipeline.stages.values())
 
     def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
         """Returns the norm of the gradients of all stages from that of this rank's stages."""

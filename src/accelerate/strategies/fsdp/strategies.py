@@ -219,10 +219,16 @@ class Fsdp2(DistributedTensors):
 
     def split(self, model: nn.Module) -> nn.Module:
         """Returns the same model, with DTensors as parameters."""
-        self._check_unsharded(model)
         context = self.context
-        shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
-        return self.follow(model, shard, named_parameters)
+        if not self.is_in_stages(model):
+            self._check_unsharded(model)
+            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
+            return self.follow(model, shard, named_parameters)
+        for stage in self.axes.pipeline.stages_to_shard(model):
+            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, stage)
+            self.follow(stage, shard, named_parameters)
+        self.adopt(model).send_unsharded()
+        return model
 
     def _check_unsharded(self, model: nn.Module) -> None:
         """Raises an error for a model that is sharded, except by FSDP 2 or over the "tp" dimension."""

@@ -56,13 +56,13 @@ def arguments_of(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[An
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, batch
 
 
-def split_batch(values: Any, count: int) -> tuple[list[Any], list[int]]:
+def split_batch(values: Any, count: Callable[[int], int]) -> tuple[list[Any], list[int]]:
     """Returns parts of nested values along their first dimension, and the number of samples of each.
 
     Args:
         values: Nested tensors of which those with the size of the first one are split. Others are in all
             parts.
-        count: Number of parts, or fewer if there are fewer samples.
+        count: Returns the number of parts from the number of samples.
     """
     leaves, tree = torch_private.pytree.tree_flatten(values)
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
@@ -71,25 +71,26 @@ def split_batch(values: Any, count: int) -> tuple[list[Any], list[int]]:
             "batch", type(values).__name__, "it has no tensor with samples", "Pass a batch with tensors"
         )
     total = sizes[0]
+    num_parts = count(total)
     parts = [
-        list(torch.tensor_split(leaf, min(count, total)))
+        list(torch.tensor_split(leaf, num_parts))
         if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == total
-        else [leaf] * min(count, total)
+        else [leaf] * num_parts
         for leaf in leaves
     ]
     split = [torch_private.pytree.tree_unflatten(list(part), tree) for part in zip(*parts, strict=True)]
-    return split, [len(part) for part in torch.arange(total).tensor_split(min(count, total))]
+    return split, [len(part) for part in torch.arange(total).tensor_split(num_parts)]
 
 
 def split_into_microbatches(
-    model: nn.Module, batch: Any, count: int, *, has_loss: bool, is_sum: bool
+    model: nn.Module, batch: Any, count: Callable[[int], int], *, has_loss: bool, is_sum: bool
 ) -> list[MicroBatch]:
     """Returns the micro-batches of a batch.
 
     Args:
         model: The model that computes them.
         batch: The batch, as for `arguments_of`.
-        count: Number of micro-batches.
+        count: Returns the number of micro-batches from the number of samples.
         has_loss: Whether there is a loss function. Otherwise the model computes its loss, as those of
             transformers do, and its mean is over the labels that are not ignored.
         is_sum: Whether losses are sums, which are added, or means, which are averaged.
@@ -100,8 +101,8 @@ def split_into_microbatches(
         items = [_count_labels(part.get("labels"), size) for part, size in zip(parts, sizes, strict=True)]
     total = sum(items) or 1
     return [
-        MicroBatch(*arguments_of(model, part, has_loss), size, 1.0 if is_sum else count / total)
-        for part, size, count in zip(parts, sizes, items, strict=True)
+        MicroBatch(*arguments_of(model, part, has_loss), size, 1.0 if is_sum else own / total)
+        for part, size, own in zip(parts, sizes, items, strict=True)
     ]
 
 

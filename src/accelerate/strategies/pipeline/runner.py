@@ -98,7 +98,7 @@ class Pipeline:
             The loss of the batch without its scale, as a 0-d float32 tensor on all ranks of the pipeline.
         """
         microbatches = split_into_microbatches(
-            self.model.model, batch, self._config.microbatches, has_loss=loss_fn is not None, is_sum=is_sum
+            self.model.model, batch, self._count, has_loss=loss_fn is not None, is_sum=is_sum
         )
         losses: list[Tensor] = []
         first: list[Any] = []
@@ -119,6 +119,17 @@ class Pipeline:
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
         dist.broadcast(total, self._last_rank, group=self._group)
         return total
+
+    def _count(self, num_samples: int) -> int:
+        """Returns the number of micro-batches of a batch, which is the largest one that the schedule takes."""
+        assert self._config.microbatches is not None
+        largest = min(self._config.microbatches, num_samples)
+        if not self._config.schedule.startswith("interleaved"):
+            return largest
+        num_ranks = dist.get_world_size(self._group)
+        # These schedules have rounds of one size, with at least one micro-batch for each rank.
+        fits = (n for n in range(largest, 0, -1) if n % max(1, n // num_ranks) == 0)
+        return next(fits)
 
     def is_parameter(self, name: str) -> bool:
         """Returns whether a name is that of a parameter, and not of a buffer."""
@@ -150,7 +161,7 @@ class Pipeline:
             return self._evaluate(args, kwargs)
 
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        parts, sizes = split_batch((args, kwargs), self._config.microbatches)
+        parts, sizes = split_batch((args, kwargs), self._count)
         microbatches = [
             MicroBatch(*part, None, size, 1.0) for part, size in zip(parts, sizes, strict=True)
         ]

@@ -94,17 +94,20 @@ class StageEnd(Exception):
         self.boundary, self.tensors, self.start = boundary, tensors, start
 
     def checked(self) -> tuple[Tensor, ...]:
-        """Returns the tensors if they have the shapes that the next stage expects."""
+        """Returns the tensors in the dtypes of the next stage, if they have the shapes that it expects."""
         for tensor, spec in zip(self.tensors, self.boundary.specs, strict=True):
-            got = (tuple(tensor.shape), tensor.dtype) if isinstance(tensor, Tensor) else type(tensor)
-            if got != (tuple(spec.shape), spec.dtype):
+            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            if got != list(spec.shape):
                 raise PreparationError(
                     f"The stage that ends before {self.start} passes on {got}, and the next stage expects "
-                    f"{(tuple(spec.shape), spec.dtype)}: the outputs of a layer have another shape than its "
-                    "trace on fake tensors. Split the model at another module, in PipelineConfig(split=[...])."
+                    f"{list(spec.shape)}: the outputs of a layer have another shape than its trace on fake "
+                    "tensors. Split the model at another module, in PipelineConfig(split=[...])."
                 )
-        # Buffers that are sent must be contiguous, and a tensor may be an input of this stage.
-        return tuple(tensor.contiguous() for tensor in self.tensors)
+        # FSDP may compute in another dtype than that of the weights in the trace.
+        return tuple(
+            tensor.to(spec.dtype).contiguous()
+            for tensor, spec in zip(self.tensors, self.boundary.specs, strict=True)
+        )
 
 
 class PipelineModel:
@@ -269,6 +272,15 @@ class StageModule(nn.Module):
                 for name in submodule.names:
                     parent, _, last = name.rpartition(".")
                     container(parent).add_module(last, submodule.module)
+        self.whole_on_ranks = {
+            parameter
+            for name in pipeline.split.containers
+            for parameter in model.get_submodule(name).parameters(recurse=False)
+        }
+        """Parameters of the code between modules, which FSDP does not shard."""
+        for name in ("_no_split_modules", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            if hasattr(model, name):  # FSDP finds its units by them
+                setattr(self, name, getattr(model, name))
         self.compute: Callable[..., Any] | None = None
         self.training = model.training
 
