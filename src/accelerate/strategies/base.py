@@ -208,7 +208,9 @@ class Strategy:
         pipeline = self.axes.pipeline
         if pipeline is None or not any(p.requires_grad for p in model.parameters()):
             return
+        before = dict(model.named_parameters())
         self.axes.tensor.transform_model(model)
+        self.session.replace((old, model.get_parameter(name)) for name, old in before.items())
         pipeline.transform_model(model)
         self.session.drop(pipeline.pipelines[model].model.removed)
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])

@@ -227,6 +227,8 @@ class Fsdp2(DistributedTensors):
         for stage in self.axes.pipeline.stages_to_shard(model):
             shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, stage)
             self.follow(stage, shard, named_parameters)
+            for unit in units_of(stage):  # schedules gather units once for all micro-batches
+                unit.set_reshard_after_forward(False, recurse=False)
         self.adopt(model).send_unsharded()
         return model
 
