@@ -75,7 +75,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = MainWeights(model) if loads_from_rank0 else None
     shard_layers(model, accelerator.torch_device_mesh)
-    if plugin.activation_checkpointing:
+    if plugin.activation_checkpointing and not is_stage:  # a stage recomputes since the model was split
         model = fsdp2_apply_ac(accelerator, model)
     parameters = named_parameters(model)
     _shard(accelerator, model, units, {parameters[name] for name in names_of_ignored}, set(in_float32))
