@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -69,11 +71,20 @@ class Strategy:
         self.session = context.session
         self.axes = resolve_axes(context.request.parallelism, context.mesh, context.device)
         self.precision = self.choose_precision()
-        self.state = self.state_class(self)
+        self.state = self._make_state()
+        self.names_of_stages: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """Optimizer -> names of its parameters on all ranks of a pipeline."""
         self.sharded: dict[nn.Module, ShardedModel] = {}
         """Models that were sharded before they were prepared."""
 
     # Settings
+
+    def _make_state(self) -> StrategyState:
+        if self.axes.pipeline is None:
+            return self.state_class(self)
+        from accelerate.strategies.pipeline import PipelineState
+
+        return PipelineState(self)
 
     def choose_precision(self) -> Precision:
         """Returns the mixed precision of the run, which has no effect where an engine casts by itself."""
@@ -199,6 +210,18 @@ class Strategy:
                 if self.keeps_sharding(model):
                     self.adopt(model)
             yield
+        self._name_parameters(bundle)
+
+    def _name_parameters(self, bundle: Bundle) -> None:
+        """Gathers the names of the parameters of optimizers, of which each rank of a pipeline steps some."""
+        if self.axes.pipeline is None:
+            return
+        prepared = self.session.prepared
+        models = list(dict.fromkeys([*prepared.models, *bundle.models]))
+        state: Any = self.state
+        for optimizer in dict.fromkeys([*prepared.optimizers, *bundle.optimizers]):
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self.names_of_stages[inner] = state.gather_names(inner, models)
 
     def _split_into_stages(self, model: nn.Module) -> None:
         """Removes the layers of other ranks from a model, if the run has a pipeline and trains the model.

@@ -24,6 +24,7 @@ class PipelineAxis(Axis):
 
     Attributes:
         pipelines: Pipelines of the models that are prepared for training.
+        first_rank: First rank of the run with the stages of this rank.
     """
 
     def __init__(self, mesh: Any, config: PipelineConfig, device: torch.device) -> None:
@@ -31,6 +32,8 @@ class PipelineAxis(Axis):
         self.group = mesh.get_group(AXIS)
         self.pipelines: dict[nn.Module, Pipeline] = {}
         dim = mesh.mesh_dim_names.index(AXIS)
+        row = mesh.mesh.movedim(dim, 0)[dist.get_rank(self.group)]
+        self.first_rank = int(row.min())
         self._columns = mesh.mesh.movedim(dim, 0).reshape(self.size, -1).T.tolist()
         self._config, self._device = config, device
 

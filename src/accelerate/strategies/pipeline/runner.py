@@ -120,6 +120,19 @@ class Pipeline:
         dist.broadcast(total, self._last_rank, group=self._group)
         return total
 
+    @property
+    def order(self) -> dict[str, int]:
+        """Position of each name in the state dict of the whole model."""
+        return {name: position for position, name in enumerate(self.model.specs)}
+
+    def aliases(self, name: str) -> list[str]:
+        """Returns all names of a weight in the whole model, of which tied ones have several."""
+        return self.model.aliases.get(name, [name])
+
+    def holders_of(self, name: str) -> set[int]:
+        """Returns the ranks of the pipeline that have a weight."""
+        return self.holders.get(name, {0})
+
     def _count(self, num_samples: int) -> int:
         """Returns the number of micro-batches of a batch, which is the largest one that the schedule takes."""
         assert self._config.microbatches is not None

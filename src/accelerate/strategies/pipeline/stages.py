@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import PreparationError, StateError
+from accelerate.strategies.fsdp.parameters import clean_name
 from accelerate.strategies.pipeline.split import Split, Submodule
 from accelerate.strategies.pipeline.tracing import (
     Boundary,
@@ -121,7 +122,8 @@ class PipelineModel:
         evaluate: Called with the arguments of the model when the user calls it.
 
     Attributes:
-        names: Names in the state dict of the whole model, in their order.
+        specs: Weights of the whole model by name on the meta device, in the order of its state dict.
+        aliases: All names of each weight by its name.
         removed: Parameters that this rank does not have.
         holders: Stages of each parameter or buffer by its name.
     """
@@ -137,7 +139,14 @@ class PipelineModel:
         self.model, self.split, self.own_stages = model, split, tuple(own_stages)
         self.device = device
         self.num_stages = len(split.starts) + 1
-        self.names = list(model.state_dict())
+        state = model.state_dict(keep_vars=True)
+        self.specs = {
+            name: torch.empty_like(value, device="meta") for name, value in state.items() if isinstance(value, Tensor)
+        }
+        by_id: dict[int, list[str]] = {}
+        for name, value in state.items():
+            by_id.setdefault(id(value), []).append(name)
+        self.aliases = {name: names for names in by_id.values() for name in names}
         self.holders = dict(self._find_holders())
         self._run: StageRun | Tracer | None = None
         self._placeholders = {
@@ -177,7 +186,7 @@ class PipelineModel:
             stages = stages_of[owners[0]] if owners else set(range(self.num_stages))
             by_tensor.setdefault(id(tensor), set()).update(stages)
         for name, tensor in tensors:
-            yield name, by_tensor[id(tensor)]
+            yield clean_name(name), by_tensor[id(tensor)]
 
     # Calls
 
