@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from accelerate.base import (
@@ -258,6 +258,10 @@ SCHEDULES = {
 """Schedules by the names of their classes in torch, in lower case."""
 
 
+def _pipeline_section() -> PipelineSection:
+    return decode(PipelineSection, current())
+
+
 @dataclass
 class PipelineConfig:
     """Options of pipeline parallelism.
@@ -278,16 +282,12 @@ class PipelineConfig:
         ConfigurationError: The schedule is unknown, or a number does not fit it.
     """
 
-    schedule: str | None = None
-    microbatches: int | None = None
+    schedule: str = field(default_factory=lambda: _pipeline_section().parallelism_config_pp_schedule)
+    microbatches: int = field(default_factory=lambda: _pipeline_section().parallelism_config_pp_microbatches)
     split: str | Sequence[str] = "auto"
     stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
-        section = decode(PipelineSection, current())
-        self.schedule = self.schedule or section.parallelism_config_pp_schedule
-        if self.microbatches is None:
-            self.microbatches = section.parallelism_config_pp_microbatches
         name = str(self.schedule).lower()
         one_of("schedule", name, SCHEDULES)
         self.schedule = name

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
-
 from weakref import WeakKeyDictionary
 
 import torch
@@ -311,11 +310,14 @@ class Strategy:
                 "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
             )
         scaler = self.precision.scaler
-        if scaler is not None and any(
-            is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        if (
+            scaler is not None
+            and any(
+                is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]
+            )
+            or scaler is not None
+            and self.axes.pipeline is not None
         ):
-            torch_private.unscale_shards(scaler)
-        elif scaler is not None and self.axes.pipeline is not None:
             torch_private.unscale_shards(scaler)
         return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
 

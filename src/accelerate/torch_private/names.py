@@ -146,7 +146,7 @@ NAMES: dict[str, PrivateName] = {
     ),
     "pytree": PrivateName(
         "torch.utils._pytree",
-        "Flattens nested containers, including those that libraries register; the documentation uses this name.",
+        "Flattens nested values, also those of libraries; the documentation uses this name.",
     ),
     "fake_tensors": PrivateName(
         "torch._subclasses.fake_tensor",

@@ -73,7 +73,7 @@ class PipelineStageOfChunks(PipelineStage):
     # torch exchanges gradients between two stages on one rank also without a backward pass.
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
-        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:

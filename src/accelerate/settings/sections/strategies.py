@@ -376,8 +376,8 @@ class PipelineSection(_MeshSection):
 
     parallelism_config_pp_schedule: str = option(
         "1f1b",
-        "Order of the passes of micro-batches: gpipe, 1f1b, interleaved1f1b, loopedbfs, interleavedzerobubble, "
-        "zbvzerobubble or dualpipev.",
+        "Order of the passes of micro-batches: gpipe, 1f1b, interleaved1f1b, loopedbfs, "
+        "interleavedzerobubble, zbvzerobubble or dualpipev.",
     )
     parallelism_config_pp_microbatches: int = option(8, "Micro-batches into which a pipeline splits a batch.")
 

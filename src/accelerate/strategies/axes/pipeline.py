@@ -44,11 +44,11 @@ class PipelineAxis(Axis):
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in pipeline.holders.items():
             by_ranks.setdefault(tuple(sorted(ranks)), []).append(name)
-        for ranks, names in sorted(by_ranks.items()):
-            if len(ranks) > 1:
+        for holders, names in sorted(by_ranks.items()):
+            if len(holders) > 1:
                 enumerate_groups: Any = dist.new_subgroups_by_enumeration
-                group, _ = enumerate_groups([[column[rank] for rank in ranks] for column in self._columns])
-                if dist.get_rank(self.group) in ranks:
+                group, _ = enumerate_groups([[column[rank] for rank in holders] for column in self._columns])
+                if dist.get_rank(self.group) in holders:
                     pipeline.shared.append((names, group))
         return model
 
@@ -65,13 +65,14 @@ class PipelineAxis(Axis):
         tied = [name for name in names if name in parameters and id(parameters[name]) not in whole]
         if tied:
             raise PreparationError(
-                f"{listed(tied)} of {type(model).__name__} are used on several stages of a pipeline, and FSDP "
-                "shards each stage by itself. Untie them (tie_word_embeddings=False), or leave fsdp_plugin out."
+                f"{listed(tied)} of {type(model).__name__} are used on several stages of a pipeline, and "
+                "FSDP shards each stage by itself. Untie them (tie_word_embeddings=False), or leave "
+                "fsdp_plugin out."
             )
         if on_meta := [name for name, p in parameters.items() if p.is_meta]:
             raise PreparationError(
-                f"{listed(on_meta)} of {type(model).__name__} have no values yet, and a pipeline does not load "
-                "them from rank 0. Load the model on each rank before `prepare`."
+                f"{listed(on_meta)} of {type(model).__name__} have no values yet, and a pipeline does not "
+                "load them from rank 0. Load the model on each rank before `prepare`."
             )
         return list(pipeline.stages.values())
 

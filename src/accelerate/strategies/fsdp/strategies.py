@@ -219,12 +219,12 @@ class Fsdp2(DistributedTensors):
 
     def split(self, model: nn.Module) -> nn.Module:
         """Returns the same model, with DTensors as parameters."""
-        context = self.context
-        if not self.is_in_stages(model):
+        context, pipeline = self.context, self.axes.pipeline
+        if pipeline is None or not self.is_in_stages(model):
             self._check_unsharded(model)
             shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
             return self.follow(model, shard, named_parameters)
-        for stage in self.axes.pipeline.stages_to_shard(model):
+        for stage in pipeline.stages_to_shard(model):
             shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, stage)
             self.follow(stage, shard, named_parameters)
             for unit in units_of(stage):  # schedules gather units once for all micro-batches

@@ -50,7 +50,10 @@ def arguments_of(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[An
     if isinstance(batch, (tuple, list)) and has_loss:
         if len(batch) < 2:
             raise wrong_value(
-                "batch", f"a {type(batch).__name__} of {len(batch)}", "it has no target", "Pass (inputs, target)"
+                "batch",
+                f"a {type(batch).__name__} of {len(batch)}",
+                "it has no target",
+                "Pass (inputs, target)",
             )
         return tuple(batch[:-1]), {}, batch[-1]
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, batch
@@ -101,9 +104,14 @@ def split_into_microbatches(
         items = [_count_labels(part.get("labels"), size) for part, size in zip(parts, sizes, strict=True)]
     total = sum(items) or 1
     return [
-        MicroBatch(*arguments_of(model, part, has_loss), size, 1.0 if is_sum else own / total)
+        _microbatch(model, part, has_loss, size, 1.0 if is_sum else own / total)
         for part, size, own in zip(parts, sizes, items, strict=True)
     ]
+
+
+def _microbatch(model: nn.Module, part: Any, has_loss: bool, size: int, weight: float) -> MicroBatch:
+    args, kwargs, target = arguments_of(model, part, has_loss)
+    return MicroBatch(args, kwargs, target, size, weight)
 
 
 def _count_labels(labels: Any, size: int) -> int:
@@ -127,27 +135,31 @@ def loss_of(outputs: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
     return loss.reshape(())
 
 
+class Computed(NamedTuple):
+    """Outputs and loss of a micro-batch."""
+
+    microbatch: MicroBatch
+    outputs: Any
+    loss: Tensor
+
+
 @torch.no_grad()
-def check_loss(
-    outputs: Sequence[Any],
-    microbatches: Sequence[MicroBatch],
-    losses: Sequence[Tensor],
-    loss_fn: LossFunction,
-    is_sum: bool,
-) -> None:
+def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool) -> None:
     """Raises an error if the loss of two micro-batches together is not the mean or sum of their losses.
 
     Such a loss, for example over pairs of samples, is not that of one process in a pipeline.
     """
-    both = merge_outputs([*outputs], [part.size for part in microbatches])
-    target = merge_outputs([part.target for part in microbatches], [part.size for part in microbatches])
+    sizes = [each.microbatch.size for each in computed]
+    losses = [each.loss for each in computed]
+    both = merge_outputs([each.outputs for each in computed], sizes)
+    target = merge_outputs([each.microbatch.target for each in computed], sizes)
     devices = [tensor.device for tensor in losses if tensor.device.type != "cpu"]
     with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
         together = loss_of(both, target, loss_fn).float()
-    weights = [1.0 if is_sum else float(part.size) for part in microbatches]
-    apart = sum(w * loss.float() for w, loss in zip(weights, losses, strict=True))
-    apart = apart / (1 if is_sum else sum(weights))
-    if torch.allclose(together, torch.as_tensor(apart), rtol=2e-2, atol=1e-3):
+    weights = [1.0 if is_sum else float(size) for size in sizes]
+    weighted = [w * loss.float() for w, loss in zip(weights, losses, strict=True)]
+    apart = torch.stack(weighted).sum() / (1 if is_sum else sum(weights))
+    if torch.allclose(together, apart, rtol=2e-2, atol=1e-3):
         return
     kind = "sum" if is_sum else "mean"
     raise PreparationError(

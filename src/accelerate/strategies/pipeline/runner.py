@@ -18,6 +18,7 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.pipeline.microbatches import (
+    Computed,
     LossFunction,
     MicroBatch,
     check_loss,
@@ -32,10 +33,12 @@ from accelerate.strategies.pipeline.tracing import TensorSpec, Trace, to_zeros
 from accelerate.strategies.sharded_models import Replicas
 
 
-def stage_ranks(schedule: str, num_ranks: int, stages_per_rank: int) -> list[int]:
-    """Returns the rank of each stage, which goes back in schedules in the form of a V."""
+def stage_ranks(config: PipelineConfig, num_ranks: int) -> list[int]:
+    """Returns the rank of each stage, in the order of the stages."""
     ranks = list(range(num_ranks))
-    return [*ranks, *reversed(ranks)] if SCHEDULES[schedule].is_v else ranks * stages_per_rank
+    if SCHEDULES[config.schedule].is_v:
+        return [*ranks, *reversed(ranks)]
+    return ranks * (config.stages_per_rank or 1)
 
 
 class Pipeline:
@@ -59,7 +62,7 @@ class Pipeline:
     ) -> None:
         self._config, self._group, self._device = config, group, device
         self._rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
-        self._ranks = stage_ranks(config.schedule, num_ranks, config.stages_per_rank)
+        self._ranks = stage_ranks(config, num_ranks)
         _check_outputs(model)
         split = split_model(model, len(self._ranks), config.split)
         own = [stage for stage, rank in enumerate(self._ranks) if rank == self._rank]
@@ -101,16 +104,16 @@ class Pipeline:
             self.model.model, batch, self._count, has_loss=loss_fn is not None, is_sum=is_sum
         )
         losses: list[Tensor] = []
-        first: list[Any] = []
+        first: list[Computed] = []
 
         def finish(outputs: Any, index: int) -> Tensor:
             part = microbatches[index]
             loss = loss_of(outputs, part.target, loss_fn)
             losses.append(part.weight * loss.detach().float())
             if loss_fn is not None and not self._is_checked and len(first) < 2:
-                first.append((_detached(outputs), part, loss.detach()))
+                first.append(Computed(part, _detached(outputs), loss.detach()))
                 if len(first) == 2:
-                    check_loss(*zip(*first, strict=True), loss_fn, is_sum)  # type: ignore[arg-type]
+                    check_loss(first, loss_fn, is_sum)
                     self._is_checked = True
             return scale(loss * part.weight)
 
@@ -134,8 +137,7 @@ class Pipeline:
         return self.holders.get(name, {0})
 
     def _count(self, num_samples: int) -> int:
-        """Returns the number of micro-batches of a batch, which is the largest one that the schedule takes."""
-        assert self._config.microbatches is not None
+        """Returns the number of micro-batches of a batch, the largest one that the schedule takes."""
         largest = min(self._config.microbatches, num_samples)
         if not self._config.schedule.startswith("interleaved"):
             return largest
@@ -176,7 +178,7 @@ class Pipeline:
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts, sizes = split_batch((args, kwargs), self._count)
         microbatches = [
-            MicroBatch(*part, None, size, 1.0) for part, size in zip(parts, sizes, strict=True)
+            MicroBatch(part[0], part[1], None, size, 1.0) for part, size in zip(parts, sizes, strict=True)
         ]
         found: dict[int, Any] = {}
 
@@ -218,21 +220,15 @@ class Pipeline:
             schedule = self._schedule(has_backward)
             # The index of a micro-batch selects its inputs, which may be any objects.
             indices, targets = torch.arange(len(microbatches)), torch.zeros(len(microbatches))
+            run = partial(schedule.step, losses=[], return_outputs=False) if has_backward else schedule.eval
             try:
-                if has_backward:
-                    schedule.step(microbatch=indices, target=targets, losses=[], return_outputs=False)
-                else:
-                    self._evaluate_schedule(schedule, indices, targets)
+                run(microbatch=indices, target=targets)
             except RuntimeError as error:
                 if isinstance(error.__cause__, (ConfigurationError, PreparationError, StateError)):
                     raise error.__cause__ from None
                 raise
             finally:
                 self._microbatches, self._chunk_traces, self._finish = [], [], None
-
-    @staticmethod
-    def _evaluate_schedule(schedule: Any, indices: Tensor, targets: Tensor) -> None:
-        schedule.eval(microbatch=indices, target=targets, return_outputs=False)
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments that disable key-value caches, which are not sent between stages."""
@@ -299,9 +295,7 @@ def _detached(values: Any) -> Any:
 
 def _signature(values: Any) -> Any:
     leaves, tree = torch_private.pytree.tree_flatten(values)
-    described = tuple(
-        (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves
-    )
+    described = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
     return described, str(tree)
 
 
@@ -315,4 +309,3 @@ def _check_outputs(model: nn.Module) -> None:
             f"{type(config).__name__}.{wrong[0]}=True collects outputs of all layers, and each stage of a "
             f"pipeline has only its own. Set {wrong[0]}=False."
         )
-

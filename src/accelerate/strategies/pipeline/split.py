@@ -108,7 +108,9 @@ def _checked(model: nn.Module, num_stages: int, split: Sequence[str]) -> list[st
         )
     nested = [name for name in split for other in split if name.startswith(f"{other}.")]
     if nested:
-        raise wrong_value("split", listed(nested), "they are inside of other modules of the list", "Drop them")
+        raise wrong_value(
+            "split", listed(nested), "they are inside of other modules of the list", "Drop them"
+        )
     return list(split)
 
 

@@ -6,7 +6,7 @@ The model stays the module of the user. Submodules of other stages have no param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -61,26 +61,25 @@ class StageRun:
         calls = self.trace.calls
         if position >= len(calls) or calls[position].submodule is not submodule:
             raise PreparationError(
-                f"{submodule.names[0]} is called in another order than in the trace of this forward. The code "
-                "between layers must call the same layers for inputs of the same shapes."
+                f"{submodule.names[0]} is called in another order than in the trace of this forward. The "
+                "code between layers must call the same layers for inputs of the same shapes."
             )
         call = calls[position]
         begins = position == 0 or calls[position - 1].stage < call.stage
         if begins and call.stage == self.stage + 1:
             boundary = self.trace.boundaries[self.stage]
             leaves, _ = torch_private.pytree.tree_flatten(replace_tensors(self._received, (args, kwargs)))
-            raise StageEnd(boundary, [leaves[i] for i in boundary.positions], split.starts[self.stage].names[0])
+            raise StageEnd(
+                boundary, [leaves[i] for i in boundary.positions], split.starts[self.stage].names[0]
+            )
         if begins and call.stage == self.stage and self.stage > 0:
             leaves, _ = torch_private.pytree.tree_flatten((args, kwargs))
             replaced = [leaves[i] for i in self.trace.boundaries[self.stage - 1].positions]
-            self._received = {
-                id(old): (old, new) for old, new in zip(replaced, self.received, strict=True)
-            }
+            self._received = {id(old): (old, new) for old, new in zip(replaced, self.received, strict=True)}
         if call.stage == self.stage or call.outputs is None:
             args, kwargs = replace_tensors(self._received, (args, kwargs))
             return run(*args, **kwargs)
         return to_zeros(call.outputs, device)
-
 
     def replace_received(self, values: Any) -> Any:
         """Returns nested values with received tensors."""
@@ -141,7 +140,9 @@ class PipelineModel:
         self.num_stages = len(split.starts) + 1
         state = model.state_dict(keep_vars=True)
         self.specs = {
-            name: torch.empty_like(value, device="meta") for name, value in state.items() if isinstance(value, Tensor)
+            name: torch.empty_like(value, device="meta")
+            for name, value in state.items()
+            if isinstance(value, Tensor)
         }
         by_id: dict[int, list[str]] = {}
         for name, value in state.items():
@@ -150,12 +151,16 @@ class PipelineModel:
         self.holders = dict(self._find_holders())
         self._run: StageRun | Tracer | None = None
         self._placeholders = {
-            submodule: {part: torch_private.placeholder_weights(part, device) for part in submodule.module.modules()}
+            submodule: {
+                part: torch_private.placeholder_weights(part, device) for part in submodule.module.modules()
+            }
             for submodule in split.submodules
             if submodule.has_parameters
         }
         absent = [submodule for submodule in split.submodules if self._is_absent(submodule)]
-        self._absent = {part: weights for each in absent for part, weights in self._placeholders[each].items()}
+        self._absent = {
+            part: weights for each in absent for part, weights in self._placeholders[each].items()
+        }
         kept = {id(parameter) for parameter in self._parameters_of(set(split.submodules) - set(absent))}
         self.removed = [p for p in self._parameters_of(absent) if id(p) not in kept]
         for submodule in split.submodules:
@@ -197,9 +202,10 @@ class PipelineModel:
             if isinstance(self._run, Tracer):
                 return self._run.call(submodule, run, args, kwargs)
             if self._is_absent(submodule):
+                stages = ", ".join(map(str, sorted(submodule.stages)))
                 raise StateError(
-                    f"{submodule.names[0]} is on stage {', '.join(map(str, sorted(submodule.stages)))} of the "
-                    "pipeline, and not on this rank. Call the whole model, on all ranks."
+                    f"{submodule.names[0]} is on stage {stages} of the pipeline, and not on this rank. Call "
+                    "the whole model, on all ranks."
                 )
             return run(*args, **kwargs)
 
@@ -215,7 +221,7 @@ class PipelineModel:
         return self._run is not None
 
     def running(self) -> AbstractContextManager[None]:
-        """Returns a context manager for forwards, in which code may read shapes of weights of other stages."""
+        """Returns a context manager in which forwards may read shapes of weights of other stages."""
         return torch_private.replaced_weights(self._absent)
 
     @torch.no_grad()
@@ -305,7 +311,7 @@ class StageModule(nn.Module):
 
 
 @cache
-def _with_replaced_call(kind: type[nn.Module]) -> type[nn.Module]:
+def _with_replaced_call(kind: Any) -> type[nn.Module]:
     """Returns a class whose instances are called through a function of their own."""
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -326,4 +332,5 @@ def _original_call(module: nn.Module) -> Callable[..., Any]:
 def _set_call(module: nn.Module, function: Callable[..., Any]) -> None:
     """Replaces the call of a module by a function, whose first argument is the original call."""
     module.__dict__[_OWNER] = function
-    module.__class__ = _with_replaced_call(type(module))
+    kind: Any = type(module)
+    module.__class__ = _with_replaced_call(kind)

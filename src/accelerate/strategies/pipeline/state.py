@@ -73,7 +73,7 @@ class Owner(NamedTuple):
 class PipelineState(DistributedTensorState):
     """State of the models and optimizers of a run with pipeline parallelism."""
 
-    saves_shards = True  # type: ignore[assignment]
+    saves_shards = True
 
     @property
     def _axis(self) -> Any:
@@ -100,9 +100,9 @@ class PipelineState(DistributedTensorState):
         gathered: list[Any] = [None] * self._axis.size
         dist.all_gather_object(gathered, specs, group=group)
         found = {
-            name: RemoteTensor(name, *spec, dist.get_global_rank(group, index))
+            name: RemoteTensor(name, shape, dtype, dist.get_global_rank(group, index))
             for index, part in enumerate(gathered)
-            for name, spec in part.items()
+            for name, (shape, dtype) in part.items()
         }
 
         @torch.no_grad()
@@ -288,7 +288,8 @@ class StageOptimizerShards:
     def _foreign(self) -> set[str]:
         """Names of parameters that other ranks step."""
         whole, own = (
-            {name for group in groups for names in group for name in names} for groups in (self.whole, self.names)
+            {name for group in groups for names in group for name in names}
+            for groups in (self.whole, self.names)
         )
         return whole - own
 
@@ -339,5 +340,3 @@ class WholeOptimizerOfStages:
                     }
             count += len(own)
         self.optimizer.load_state_dict({**state, "state": local, "param_groups": groups})
-
-

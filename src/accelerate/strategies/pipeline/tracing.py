@@ -124,7 +124,11 @@ class Tracer(TorchFunctionMode):
     """
 
     def __init__(
-        self, model: nn.Module, split: Split, placeholders: Mapping[Submodule, Placeholders], device: torch.device
+        self,
+        model: nn.Module,
+        split: Split,
+        placeholders: Mapping[Submodule, Placeholders],
+        device: torch.device,
     ) -> None:
         super().__init__()
         self.trace = Trace()
@@ -157,8 +161,8 @@ class Tracer(TorchFunctionMode):
             raise PreparationError(
                 f"{type(self._model).__name__} cannot be split like this: its forward calls {where}, and "
                 f"the module is on {_stages(submodule.stages)} by the order of registration. Name the first "
-                "module of each stage in PipelineConfig(split=[...]), or register modules in the order of the "
-                "forward."
+                "module of each stage in PipelineConfig(split=[...]), or register modules in the order of "
+                "the forward."
             )
         if weights is None:
             outputs = run(*args, **kwargs)
@@ -264,15 +268,17 @@ def _tensors_in(values: Any) -> list[Tensor]:
 
 
 def _specs_of(values: Any) -> Any:
-    return torch_private.pytree.tree_map_only(Tensor, lambda tensor: TensorSpec(tensor.shape, tensor.dtype), values)
+    return torch_private.pytree.tree_map_only(
+        Tensor, lambda tensor: TensorSpec(tensor.shape, tensor.dtype), values
+    )
 
 
 def to_zeros(specs: Any, device: torch.device) -> Any:
     """Returns a value with zeros in place of specs."""
     return torch_private.pytree.tree_map(
-        lambda spec: torch.zeros(spec.shape, dtype=spec.dtype, device=device)
-        if isinstance(spec, TensorSpec)
-        else spec,
+        lambda spec: (
+            torch.zeros(spec.shape, dtype=spec.dtype, device=device) if isinstance(spec, TensorSpec) else spec
+        ),
         specs,
         is_leaf=lambda value: isinstance(value, TensorSpec),
     )
