@@ -220,9 +220,9 @@ class Pipeline:
             schedule = self._schedule(has_backward)
             # The index of a micro-batch selects its inputs, which may be any objects.
             indices, targets = torch.arange(len(microbatches)), torch.zeros(len(microbatches))
-            run = partial(schedule.step, losses=[], return_outputs=False) if has_backward else schedule.eval
+            run = schedule.step if has_backward else schedule.eval
             try:
-                run(microbatch=indices, target=targets)
+                run(microbatch=indices, target=targets, return_outputs=False)
             except RuntimeError as error:
                 if isinstance(error.__cause__, (ConfigurationError, PreparationError, StateError)):
                     raise error.__cause__ from None
