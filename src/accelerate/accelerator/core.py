@@ -108,7 +108,7 @@ class Accelerator(ProcessControl):
         step_scheduler_with_optimizer: `True` steps prepared schedulers once for each process and update,
             "per_update" once for each update, `False` in each call.
         kwargs_handlers: Arguments for DistributedDataParallel, the gradient scaler, autocast, the process
-            group and the profiler, at most one of each class.
+            group, the profiler and activation checkpointing, at most one of each class.
         dynamo_backend: Backend of `torch.compile`.
         dynamo_plugin: Configuration of `torch.compile`, in place of `dynamo_backend`.
         deepspeed_plugins: Alias of `deepspeed_plugin`.
@@ -275,9 +275,14 @@ class Accelerator(ProcessControl):
         self._runtime.strategy.check_model(model)
         moves = self.device_placement if device_placement is None else device_placement
         moves = moves and not getattr(model, "hf_device_map", None)
+        recomputation = None
+        if not evaluation_mode:
+            recomputation = strategies.apply_activation_checkpointing(self._runtime.strategy, model)
         prepared = strategies.mark_prepared(
             self._runtime.strategy.wrap_model(model, to_device=moves, evaluation=evaluation_mode)
         )
+        if recomputation is not None:
+            recomputation.attach(prepared)
         self._models.append(prepared)
         return prepared  # type: ignore[return-value]
 
