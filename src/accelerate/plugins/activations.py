@@ -24,7 +24,7 @@ class ActivationCheckpointing(KwargsHandler):
         blocks: Class names of the blocks. None uses the outermost modules with parameters in `ModuleList` and
             `Sequential`, such as the layers of a transformer.
         save_operators: Operators whose outputs are kept while the rest of a block is recomputed, as a list of
-            operators of torch, such as `torch.ops.aten.mm.default`. "matmul" stands for matrix products,
+            operators of torch, such as `torch.ops.aten.mm.default`. "matmul" selects matrix products,
             attention and `topk`. None keeps no outputs inside of blocks.
         budget: Bytes that the activations of a forward and backward pass may need, or text such as "12GB".
             The fastest policy that fits is chosen for the first training batch of a model. It excludes

@@ -10,7 +10,6 @@ Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +51,7 @@ PRODUCTS = (
     "_scaled_dot_product_fused_attention_overrideable",
     "topk",  # so that a router chooses experts once
 )
-"""Operators that `save_operators="matmul"` stands for."""
+"""Operators that `save_operators="matmul"` selects."""
 
 
 class RecomputedForward:
@@ -65,7 +64,10 @@ class RecomputedForward:
     def __init__(self, module: nn.Module, save_operators: Any = None, offload: bool = False) -> None:
         self.module = module
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
-        self.save_operators, self.offload = save_operators, offload
+        self.offload = offload
+        self.options: dict[str, Any] = {"use_reentrant": False}
+        if save_operators is not None:
+            self.options["context_fn"] = partial(_contexts, save_operators)
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -75,12 +77,10 @@ class RecomputedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.run(*args, **kwargs)
-        options: dict[str, Any] = {"use_reentrant": False}
-        if self.save_operators is not None:
-            operators = overloads_of(self.save_operators)
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_policy, operators))
-        with save_on_cpu(pin_memory=True) if self.offload else nullcontext():
-            return checkpoint(self.run, *args, **options, **kwargs)
+        if self.offload:
+            with save_on_cpu(pin_memory=True):
+                return checkpoint(self.run, *args, **self.options, **kwargs)
+        return checkpoint(self.run, *args, **self.options, **kwargs)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the forward and keeps its activations."""
@@ -96,6 +96,11 @@ class RecomputedForward:
             module.__dict__["forward"] = self.inner
 
 
+def _contexts(save_operators: Any) -> tuple[Any, Any]:
+    """Returns the contexts of the forward and of its recomputation, which keep the outputs of operators."""
+    return create_selective_checkpoint_contexts(partial(_policy, overloads_of(save_operators)))
+
+
 def _policy(operators: Collection[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
     # In backward random numbers are those of the forward only if all of them are drawn again.
     saves = operator in operators and not torch_private.draws_random_numbers(operator, args, kwargs)
@@ -103,7 +108,7 @@ def _policy(operators: Collection[Any], context: Any, operator: Any, *args: Any,
 
 
 def overloads_of(operators: Any) -> Collection[Any]:
-    """Returns the overloads of operators that `save_operators` of `ActivationCheckpointing` stands for."""
+    """Returns the overloads of operators that `save_operators` of `ActivationCheckpointing` selects."""
     return _overloads_of_products() if operators == "matmul" else operators  # type: ignore[no-any-return]
 
 
@@ -307,7 +312,7 @@ def apply_activation_checkpointing(strategy: Strategy, model: nn.Module) -> Budg
     request = strategy.context.request.activations
     if request is None or not any(parameter.requires_grad for parameter in model.parameters()):
         return None
-    if getattr(model, "is_gradient_checkpointing", False):
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ConfigurationError(
             f"{type(model).__name__} already recomputes its layers by gradient_checkpointing_enable(), and "
             "ActivationCheckpointing would recompute them twice. Use one of them."
