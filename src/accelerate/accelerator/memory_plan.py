@@ -46,7 +46,8 @@ def plan_memory(
     strategy = runtime.strategy
     layout, policy = strategy.memory_layout(), runtime.request.activations
     if policy is not None and policy.budget is not None:
-        policy = strategies.chosen_policy(*strategies.choose_for_step(strategy, step, policy), policy, model)
+        choice = strategies.choose_for_step(strategy, step, policy)
+        policy = strategies.chosen_policy(*choice, policy, type(step.model).__name__)
     checkpoints = layout.checkpointing or policy is not None
     layout = replace(layout, accumulation=runtime.gradient_state.num_steps, checkpointing=checkpoints)
     planner = planning.Planner(strategies.tracer_for(strategy, step, policy))

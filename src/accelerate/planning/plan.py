@@ -222,9 +222,7 @@ class MemoryPlan:
         return "\n".join(lines)
 
 
-def build_plan(
-    planner: Planner, layout: Layout, batch_size: int, recomputed: str = "nothing"
-) -> MemoryPlan:
+def build_plan(planner: Planner, layout: Layout, batch_size: int, recomputed: str = "nothing") -> MemoryPlan:
     """Returns the memory plan of a step, which is traced for it."""
     if batch_size < 1:
         raise wrong_value("batch_size", batch_size, "a batch has at least one sample", "Give 1 or more")

@@ -1,6 +1,6 @@
-"""Choice of the fastest policy of activation checkpointing whose activations fit in a budget.
+"""Choice of the policy of activation checkpointing whose activations fit in a budget.
 
-`strategies/recomputation.py` makes it for the first training batch of a model, and `plan_memory` for its batch.
+`strategies/recomputation.py` chooses for the first training batch of a model, `plan_memory` for its batch.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Policy = ActivationCheckpointing | None
 def policies_for(num_blocks: int, blocks: Sequence[str] | None) -> list[Policy]:
     """Returns the policies for a number of blocks, in the order in which they are tried.
 
-    They are no recomputation, recomputation of all but matrix products and attention, and recomputation of one
-    block up to all blocks. Of the intervals that recompute the same number of blocks, the smallest is used.
+    They recompute nothing, all but matrix products and attention, and one block up to all blocks. Of the
+    intervals that recompute the same number of blocks, the smallest is used.
     """
     if not num_blocks:
         return [None]
@@ -32,7 +32,7 @@ def policies_for(num_blocks: int, blocks: Sequence[str] | None) -> list[Policy]:
 def choose_policy(
     policies: Sequence[Policy], bytes_of: Callable[[Policy], float], budget: float
 ) -> tuple[int, float]:
-    """Returns the index of the first policy that fits, and the smallest bytes of the policies that were tried.
+    """Returns the index of the first policy that fits, and the smallest bytes of all tried policies.
 
     Policies after the second one recompute more and more blocks, so that half of them are skipped after each
     try. The index is the number of policies if none fits.

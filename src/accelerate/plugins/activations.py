@@ -27,8 +27,9 @@ class ActivationCheckpointing(KwargsHandler):
             operators of torch, such as `torch.ops.aten.mm.default`. "matmul" selects matrix products,
             attention and `topk`. None keeps no outputs inside of blocks.
         budget: Bytes that the activations of a forward and backward pass may need, or text such as "12GB".
-            The fastest policy that fits is chosen for the first training batch of a model. It excludes
-            `every`, `save_operators` and `offload`.
+            For the first training batch of a model the first policy that fits is chosen, of these: recompute
+            nothing, all but the outputs of "matmul", one block, more blocks, all blocks. It excludes `every`,
+            `save_operators` and `offload`.
         offload: Whether the inputs of recomputed blocks are kept in host memory.
 
     Raises:
@@ -62,7 +63,9 @@ class ActivationCheckpointing(KwargsHandler):
             raise wrong_value("save_operators", operators, "it is neither 'matmul' nor a list", fix)
         for operator in operators:
             if not torch_private.is_operator(operator):
-                raise wrong_value("save_operators", operator, "it is no overload of an operator of torch", fix)
+                raise wrong_value(
+                    "save_operators", operator, "it is no overload of an operator of torch", fix
+                )
             if torch_private.draws_random_numbers(operator, (), {}):
                 reason = "it draws random numbers, and all of them must be drawn again in backward"
                 raise wrong_value("save_operators", operator, reason, "Leave it out")

@@ -1,8 +1,8 @@
 """Activation checkpointing of the blocks of a model, with all strategies that torch applies.
 
 `Accelerator.prepare_model` calls `apply_activation_checkpointing`. Strategies that shard a model call
-`recompute` for their units. The forward of a block is replaced, so that neither modules nor names of parameters
-change.
+`recompute` for their units. The forward of a block is replaced, so that modules and the names of parameters
+do not change.
 
 Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 """
@@ -19,7 +19,13 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from accelerate import planning, torch_private
-from accelerate.base import ConfigurationError, convert_bytes, convert_file_size_to_int, wrong_value
+from accelerate.base import (
+    AccelerateError,
+    ConfigurationError,
+    convert_bytes,
+    convert_file_size_to_int,
+    wrong_value,
+)
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.nested import iterate_tensors
@@ -34,6 +40,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
+Choice = tuple[int, list[Policy], float]
+"""Index of a policy, all policies, and the smallest bytes of the policies that were tried."""
 PRODUCTS = (
     "mm",
     "addmm",
@@ -57,8 +65,8 @@ PRODUCTS = (
 class RecomputedForward:
     """Callable that runs the forward of a module again in backward instead of keeping its activations.
 
-    It is the instance attribute `forward` of the module. Hooks of the module run once. Unlike a closure it can
-    be pickled and copied with the module.
+    It is the instance attribute `forward` of the module. Hooks of the module run once. Unlike a closure it
+    can be pickled and copied with the module.
     """
 
     def __init__(self, module: nn.Module, save_operators: Any = None, offload: bool = False) -> None:
@@ -98,7 +106,8 @@ class RecomputedForward:
 
 def _contexts(save_operators: Any) -> tuple[Any, Any]:
     """Returns the contexts of the forward and of its recomputation, which keep the outputs of operators."""
-    return create_selective_checkpoint_contexts(partial(_policy, overloads_of(save_operators)))
+    create: Callable[..., tuple[Any, Any]] = create_selective_checkpoint_contexts
+    return create(partial(_policy, overloads_of(save_operators)))
 
 
 def _policy(operators: Collection[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -109,7 +118,7 @@ def _policy(operators: Collection[Any], context: Any, operator: Any, *args: Any,
 
 def overloads_of(operators: Any) -> Collection[Any]:
     """Returns the overloads of operators that `save_operators` of `ActivationCheckpointing` selects."""
-    return _overloads_of_products() if operators == "matmul" else operators  # type: ignore[no-any-return]
+    return _overloads_of_products() if operators == "matmul" else operators
 
 
 @cache
@@ -139,7 +148,7 @@ def keep_activations(model: nn.Module) -> nn.Module:
 
 
 def find_blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
-    """Returns the outermost modules with certain class names, or the blocks of a memory plan without names."""
+    """Returns the outermost modules with certain class names, or without names the blocks of a plan."""
     if names is None:
         return planning.blocks_of(model)
     chosen = [module for module in model.modules() if type(module).__name__ in names]
@@ -147,8 +156,12 @@ def find_blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module
     blocks = [block for block in chosen if block not in inner]
     if not blocks:
         found = {type(block).__name__ for block in planning.blocks_of(model)}
-        fix = f"its lists of modules have {', '.join(sorted(found))}" if found else "it has no lists of modules"
-        raise wrong_value("blocks", list(names), f"{type(model).__name__} has no module of these classes", fix)
+        fix = (
+            f"its lists of modules have {', '.join(sorted(found))}" if found else "it has no lists of modules"
+        )
+        raise wrong_value(
+            "blocks", list(names), f"{type(model).__name__} has no module of these classes", fix
+        )
     return blocks
 
 
@@ -180,7 +193,7 @@ def tracer_for(
 
     def apply(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         if policy is not None:
-            blocks = find_blocks(model, policy.blocks)  # type: ignore[arg-type]  # a list
+            blocks = find_blocks(model, policy.blocks)
             blocks = blocks[:: policy.every]
         recompute(model, blocks, save_operators=policy and policy.save_operators)
 
@@ -193,9 +206,7 @@ def tracer_for(
     )
 
 
-def choose_for_step(
-    strategy: Strategy, step: planning.Step, request: ActivationCheckpointing
-) -> tuple[int, list[Policy], float]:
+def choose_for_step(strategy: Strategy, step: planning.Step, request: ActivationCheckpointing) -> Choice:
     """Returns the index of the policy that a budget allows for a step, all policies, and the smallest bytes.
 
     The index is the number of policies if none fits.
@@ -216,7 +227,7 @@ def choose_for_step(
 
 
 def chosen_policy(
-    index: int, policies: Sequence[Policy], smallest: float, request: ActivationCheckpointing, model: nn.Module
+    index: int, policies: Sequence[Policy], smallest: float, request: ActivationCheckpointing, name: str
 ) -> Policy:
     """Returns the policy of an index, or raises an error if no policy fits in the budget."""
     if index < len(policies):
@@ -224,7 +235,7 @@ def chosen_policy(
     raise wrong_value(
         "budget",
         request.budget,
-        f"the activations of {type(model).__name__} need at least {convert_bytes(smallest)} for this batch",
+        f"the activations of {name} need at least {convert_bytes(smallest)} for this batch",
         f"Give {round(smallest)} bytes or more, or use a smaller batch",
     )
 
@@ -244,7 +255,7 @@ class BudgetedForward:
         self.strategy, self.model, self.blocks = strategy, model, blocks
         self.request = strategy.context.request.activations
         self.copy: nn.Module | None = planning.meta_copy(model)
-        self.num_elements = 0
+        self.name, self.num_elements = type(model).__name__, 0
         self.handle: Any = None
 
     def attach(self, prepared: nn.Module) -> None:
@@ -263,32 +274,52 @@ class BudgetedForward:
             self.copy, self.num_elements = None, num_elements
         elif num_elements > self.num_elements:
             logger.warning(
-                f"A batch of {type(self.model).__name__} has {num_elements} elements, and activation "
+                f"A batch of {self.name} has {num_elements} elements, and activation "
                 f"checkpointing was chosen for {self.num_elements}: its activations may need more than "
                 f"budget={self.request.budget}. Train on the largest batch first."  # type: ignore[union-attr]
             )
             self.handle.remove()
 
     def _choose(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        assert self.copy is not None and self.request is not None
-        batch = (args, dict(kwargs))
+        assert self.copy is not None
+        assert self.request is not None
+        device = self.strategy.context.device
         step = planning.Step(
             self.copy.train(),
             [],
-            batch,
+            (args, dict(kwargs)),
             planning.loss_or_sum,
-            self.strategy.context.device,
+            device,
             max_norm=None,
             keeps_output=True,
         )
-        index, policies, smallest = choose_for_step(self.strategy, step, self.request)
-        if not self.strategy.holds_whole_models:  # recomputation on one rank only would wait for the others
-            choices = current_transport().gather_object((index, smallest))
-            index, smallest = max(choice[0] for choice in choices), max(choice[1] for choice in choices)
-        policy = chosen_policy(index, policies, smallest, self.request, self.model)
-        logger.info(f"activation checkpointing: {'nothing' if policy is None else policy.summary} recomputes")
+        index, policies, smallest = _agree(
+            self.strategy, partial(choose_for_step, self.strategy, step, self.request)
+        )
+        policy = chosen_policy(index, policies, smallest, self.request, self.name)
+        recomputed = "nothing" if policy is None else policy.summary
+        logger.info(f"Activation checkpointing of {self.name} recomputes {recomputed}.")
         if policy is not None:
-            apply_policy(policy, self.model, self.blocks, self.strategy.context.device)
+            apply_policy(policy, self.model, self.blocks, device)
+
+
+def _agree(strategy: Strategy, choose: Callable[[], Choice]) -> Choice:
+    """Returns the choice of this rank, or that of the strictest rank if ranks exchange shards in backward.
+
+    An error of one of these ranks is raised on all of them.
+    """
+    if strategy.holds_whole_models:
+        return choose()
+    outcome: Choice | AccelerateError
+    try:
+        outcome = choose()
+    except AccelerateError as error:
+        outcome = error
+    outcomes = current_transport().gather_object(outcome)
+    if failures := [each for each in outcomes if isinstance(each, AccelerateError)]:
+        raise failures[0]
+    strictest: Choice = max(outcomes, key=lambda choice: (choice[0], choice[2]))
+    return strictest
 
 
 def _no_hook() -> Callable[..., None]:
@@ -317,7 +348,7 @@ def apply_activation_checkpointing(strategy: Strategy, model: nn.Module) -> Budg
             f"{type(model).__name__} already recomputes its layers by gradient_checkpointing_enable(), and "
             "ActivationCheckpointing would recompute them twice. Use one of them."
         )
-    blocks = find_blocks(keep_activations(model), request.blocks)  # type: ignore[arg-type]  # a list
+    blocks = find_blocks(keep_activations(model), request.blocks)
     if not blocks:
         logger.warning(
             f"ActivationCheckpointing has no effect on {type(model).__name__}: it has no lists of modules. "

@@ -55,8 +55,11 @@ def test_attention_may_be_saved() -> None:
         (ActivationCheckpointing(), "every block"),
         (ActivationCheckpointing(3), "the first of each 3 blocks"),
         (ActivationCheckpointing(save_operators="matmul"), "every block, except for outputs of matmul"),
-        (ActivationCheckpointing(save_operators=[aten.mm.default]), "every block, except for outputs of aten.mm.default"),
+        (
+            ActivationCheckpointing(2, save_operators=[aten.mm.default]),
+            "the first of each 2 blocks, except for outputs of aten.mm.default",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_summary_says_what_is_recomputed(handler: ActivationCheckpointing, summary: str) -> None:
     assert handler.summary == summary

@@ -202,7 +202,9 @@ def test_the_activations_of_a_step_fit_in_the_budget(prepared: Any, caplog: Any)
 
 def test_a_budget_that_nothing_fits_names_the_smallest_need(prepared: Any) -> None:
     accelerator, model = prepared(built(), ActivationCheckpointing(budget="1KB"))
-    with pytest.raises(ConfigurationError, match=r"budget='1KB': the activations of Net need at least") as error:
+    with pytest.raises(
+        ConfigurationError, match=r"budget='1KB': the activations of Net need at least"
+    ) as error:
         gradients(accelerator, model, samples())
     needed = int(str(error.value).partition("Give ")[2].split()[0])
     accelerator, model = prepared(built(), ActivationCheckpointing(budget=needed))
@@ -275,6 +277,32 @@ def test_removal_restores_the_forward() -> None:
     assert first.__dict__["forward"] == Layer.forward.__get__(first)
 
 
+def test_inputs_of_blocks_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are kept are packed by the context of torch, whose pinned memory a CPU lacks."""
+    from accelerate.strategies import recomputation
+
+    packed: list[int] = []
+
+    def save_on_cpu(pin_memory: bool) -> Any:
+        assert pin_memory
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: packed.append(tensor.nbytes) or tensor, lambda tensor: tensor
+        )
+
+    monkeypatch.setattr(recomputation, "save_on_cpu", save_on_cpu)
+    model = built().eval()
+    expected = torch.autograd.grad(model(samples()).sum(), list(model.parameters()))
+    recompute(model, model.layers, offload=True)
+    found = torch.autograd.grad(model(samples()).sum(), list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert packed == [samples().nbytes] * LAYERS
+
+
+def test_activations_on_the_cpu_are_not_offloaded(prepared: Any) -> None:
+    _, model = prepared(built(), ActivationCheckpointing(offload=True))
+    assert not model.layers[0].__dict__["forward"].offload
+
+
 def test_hooks_of_a_block_run_once(prepared: Any) -> None:
     accelerator, model = prepared(built(), ActivationCheckpointing())
     calls: list[str] = []
@@ -303,7 +331,9 @@ def test_named_blocks_are_the_outermost_ones() -> None:
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
     assert find_blocks(model[0], ["Sequential"]) == [model[0]]
     assert find_blocks(model, ["Linear"]) == [model[0][0], model[0][1][0], model[1]]
-    with pytest.raises(ConfigurationError, match="blocks=.*Sequential has no module of these classes.*Linear"):
+    with pytest.raises(
+        ConfigurationError, match="blocks=.*Sequential has no module of these classes.*Linear"
+    ):
         find_blocks(model, ["Layer"])
 
 

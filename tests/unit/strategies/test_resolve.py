@@ -75,7 +75,10 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
         (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
         (request(2, {"dp_replicate_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(1, {"dp_shard_size": 2}), "sharding_strategy=FULL_SHARD: FSDP 1 takes a mesh for hybrid"),
-        (with_engine(activations=ActivationCheckpointing()), "section of DeepSpeed's configuration recomputes"),
+        (
+            with_engine(activations=ActivationCheckpointing()),
+            "section of DeepSpeed's configuration recomputes",
+        ),
         (
             replace(request(2, activation_checkpointing=True), activations=ActivationCheckpointing()),
             "activation_checkpointing of fsdp_plugin recomputes",
