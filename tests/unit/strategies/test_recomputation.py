@@ -437,8 +437,47 @@ def test_kept_operators_are_not_run_again() -> None:
     assert again["gelu"] - some["gelu"] == 1
 
 
+class AttentionAndDropout(nn.Module):
+    """An operator with dropout of its own, as the attention of accelerators, and a dropout after it."""
+
+    def __init__(self, operator: Any, probability: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.operator, self.probability = operator, probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = self.operator(self.weight.detach(), self.probability)
+        return nn.functional.dropout(x * self.weight + noise, 0.5).exp()
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+def test_dropout_after_kept_attention_is_that_of_the_forward(probability: float) -> None:
+    calls: list[float] = []
+
+    def attend(x: Tensor, dropout_p: float) -> Tensor:
+        calls.append(dropout_p)
+        return torch.bernoulli(torch.full_like(x, 0.5)) if dropout_p else torch.zeros_like(x)
+
+    with torch.library._scoped_library("recomputation_tests", "DEF") as library:
+        library.define(
+            "attend(Tensor x, float dropout_p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+        )
+        library.impl("attend", attend, "CPU")
+        operator = torch.ops.recomputation_tests.attend.default
+        found = []
+        for keeps in (False, True):
+            module = AttentionAndDropout(operator, probability)
+            if keeps:
+                recompute(module, [module], save_operators=[operator])
+            torch.manual_seed(5)
+            calls.clear()
+            module(torch.ones(64)).sum().backward()
+            found.append(module.weight.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert len(calls) == (2 if probability else 1)  # without dropout the output is kept
+
+
 def test_attention_that_draws_numbers_is_run_again() -> None:
-    """A kept output of attention with dropout would shift the random numbers of later dropout."""
     from accelerate.strategies.recomputation import _policy, overloads_of
 
     operator = aten._scaled_dot_product_flash_attention_for_cpu.default
