@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -28,7 +28,7 @@ from accelerate.base import (
 )
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
-from accelerate.nested import iterate_tensors
+from accelerate.nested import iterate_tensors, recursively_apply
 from accelerate.ops import current_transport, is_dtensor
 from accelerate.planning import Policy
 from accelerate.plugins import ActivationCheckpointing
@@ -287,7 +287,7 @@ class BudgetedForward:
         step = planning.Step(
             self.copy.train(),
             [],
-            (args, dict(kwargs)),
+            recursively_apply(_cut, (args, dict(kwargs))),
             planning.loss_or_sum,
             device,
             max_norm=None,
@@ -301,6 +301,11 @@ class BudgetedForward:
         logger.info(f"Activation checkpointing of {self.name} recomputes {recomputed}.")
         if policy is not None:
             apply_policy(policy, self.model, self.blocks, device)
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """Returns a leaf that has a gradient if the tensor has one, as a trace ends at its inputs."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 def _agree(strategy: Strategy, choose: Callable[[], Choice]) -> Choice:

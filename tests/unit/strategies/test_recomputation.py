@@ -200,6 +200,14 @@ def test_the_activations_of_a_step_fit_in_the_budget(prepared: Any, caplog: Any)
     assert not caplog.records
 
 
+def test_inputs_may_have_gradients(prepared: Any) -> None:
+    accelerator, model = prepared(built().eval(), ActivationCheckpointing(budget=SMALL))
+    scale = torch.ones((), requires_grad=True)
+    model.train()(samples() * scale).square().mean().backward()
+    assert [layer.calls for layer in model.layers] == [2] * LAYERS
+    assert scale.grad is not None
+
+
 def test_a_budget_that_nothing_fits_names_the_smallest_need(prepared: Any) -> None:
     accelerator, model = prepared(built(), ActivationCheckpointing(budget="1KB"))
     with pytest.raises(
