@@ -240,10 +240,12 @@ class PipelineSchedule(NamedTuple):
     Attributes:
         stages_per_rank: Default number of stages on each rank.
         is_v: Whether the last rank has two adjacent stages, and the first rank the first and the last one.
+        splits_backward: Whether gradients of inputs and of weights are computed in separate passes.
     """
 
     stages_per_rank: int
     is_v: bool = False
+    splits_backward: bool = False
 
 
 SCHEDULES = {
@@ -251,9 +253,9 @@ SCHEDULES = {
     "1f1b": PipelineSchedule(1),
     "interleaved1f1b": PipelineSchedule(2),
     "loopedbfs": PipelineSchedule(2),
-    "interleavedzerobubble": PipelineSchedule(2),
-    "zbvzerobubble": PipelineSchedule(2, is_v=True),
-    "dualpipev": PipelineSchedule(2, is_v=True),
+    "interleavedzerobubble": PipelineSchedule(2, splits_backward=True),
+    "zbvzerobubble": PipelineSchedule(2, is_v=True, splits_backward=True),
+    "dualpipev": PipelineSchedule(2, is_v=True, splits_backward=True),
 }
 """Schedules by the names of their classes in torch, in lower case."""
 

@@ -230,16 +230,12 @@ class Strategy:
         pipeline = self.axes.pipeline
         if pipeline is None or not any(p.requires_grad for p in model.parameters()):
             return
-        self.recompute_stages(model)
         before = dict(model.named_parameters())
         self.axes.tensor.transform_model(model)
         self.session.replace((old, model.get_parameter(name)) for name, old in before.items())
         pipeline.transform_model(model)
         self.session.drop(pipeline.pipelines[model].model.removed)
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
-
-    def recompute_stages(self, model: nn.Module) -> None:
-        """Applies activation checkpointing to a model before it is split into stages."""
 
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Returns the loader to shard, with batches of the size that the strategy needs."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from accelerate.base import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, DynamoBackend, wrong_value
 from accelerate.devices import hardware_table
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins import FullyShardedDataParallelPlugin, version_of
+from accelerate.plugins import SCHEDULES, FullyShardedDataParallelPlugin, version_of
 from accelerate.state import Topology
 from accelerate.strategies import deepspeed, fsdp, megatron
 from accelerate.strategies.base import Strategy
@@ -35,6 +35,8 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
         return deepspeed.DeepSpeed
     if mesh is not None:
         _check_mesh(mesh, request.fsdp)
+        if mesh.pp_enabled:
+            _check_pipeline(mesh, request)
     if hardware == "xla":
         return _on_xla(request)
     if topology.size == 1:  # `build_runtime` warns that FSDP has no effect
@@ -118,13 +120,24 @@ def _check_megatron(request: RunRequest, hardware: str) -> None:
         )
 
 
-def _check_pipeline(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
+def _check_pipeline(mesh: ParallelismConfig, request: RunRequest) -> None:
+    """Raises an error for arguments that do not work with pipeline parallelism."""
     if mesh.cp_enabled:
         reason = "the stages of a pipeline exchange whole sequences"
         raise wrong_value("cp_size", mesh.cp_size, reason, "Set it to 1, or pp_size=1")
-    if plugin is not None and version_of(plugin).number == 1:
+    if request.fsdp is not None and version_of(request.fsdp).number == 1:
         reason = "the schedules of torch take FSDP 2"
         raise wrong_value("fsdp_version", 1, reason, "Set fsdp_version=2, or pp_size=1")
+    if request.dynamo.backend != DynamoBackend.NO:
+        reason = "a compiled model cannot be split into stages"
+        raise wrong_value("dynamo_backend", request.dynamo.backend.value, reason, 'Set it to "no"')
+    assert mesh.pp_handler is not None
+    schedule = mesh.pp_handler.schedule
+    policy = request.activations
+    if policy is not None and policy.save_operators is not None and SCHEDULES[schedule].splits_backward:
+        reason = f"the schedule {schedule} runs two backward passes over a layer, and torch allows one"
+        fix = "Leave it out, which recomputes whole blocks, or use the schedule 1f1b"
+        raise wrong_value("save_operators", policy.save_operators, reason, fix)
 
 
 def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:
@@ -132,8 +145,6 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
         reason = "DeepSpeed's attention shards sequences, and this run does not use DeepSpeed"
         fix = "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead"
         raise wrong_value("sp_size", mesh.sp_size, reason, fix)
-    if mesh.pp_enabled:
-        _check_pipeline(mesh, plugin)
     if plugin is None:  # models may be sharded before they are prepared
         return
     if not mesh.dp_shard_cp_dim_names:

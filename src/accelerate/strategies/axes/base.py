@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
-
-if TYPE_CHECKING:
-    from accelerate.strategies.axes.pipeline import PipelineAxis
 
 
 class Axis:
@@ -75,4 +72,4 @@ class Axes(NamedTuple):
 
     tensor: Axis = Axis()  # shards the weights of layers
     sequence: Axis = Axis()  # shards the sequences of a batch
-    pipeline: PipelineAxis | None = None  # divides layers
+    pipeline: Any = None  # `PipelineAxis`, whose ranks have different layers, or None

@@ -59,9 +59,8 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
         return model
     plugin = accelerator.state.fsdp_plugin
     whole: set[nn.Parameter] = getattr(model, "whole_on_ranks", set())
-    is_stage = hasattr(model, "whole_on_ranks")
-    # Rank 0 has no weights of other stages.
-    loads_from_rank0 = plugin.cpu_ram_efficient_loading and not is_stage
+    # Rank 0 has no weights of other stages of a pipeline.
+    loads_from_rank0 = plugin.cpu_ram_efficient_loading and not hasattr(model, "whole_on_ranks")
     # Ignored parameters are moved before the model is moved to the meta device.
     ignored, chosen, in_float32 = plan_units(
         plugin,
@@ -75,7 +74,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = MainWeights(model) if loads_from_rank0 else None
     shard_layers(model, accelerator.torch_device_mesh)
-    if plugin.activation_checkpointing and not is_stage:  # a stage recomputes since the model was split
+    if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
     parameters = named_parameters(model)
     _shard(accelerator, model, units, {parameters[name] for name in names_of_ignored}, set(in_float32))

@@ -45,7 +45,7 @@ from accelerate.strategies.fsdp.exchange import (
 )
 from accelerate.strategies.fsdp.norms import Groups, clip_values, groups_of, scale_down
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
-from accelerate.strategies.fsdp.sharding import choose_units, fsdp2_apply_ac, split_by_dtype
+from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, StrategyState
 
@@ -231,10 +231,6 @@ class Fsdp2(DistributedTensors):
                 unit.set_reshard_after_forward(False, recurse=False)
         self.adopt(model).send_unsharded()
         return model
-
-    def recompute_stages(self, model: nn.Module) -> None:
-        if self.plugin.activation_checkpointing:
-            fsdp2_apply_ac(self.context.accelerator, model)
 
     def _check_unsharded(self, model: nn.Module) -> None:
         """Raises an error for a model that is sharded, except by FSDP 2 or over the "tp" dimension."""

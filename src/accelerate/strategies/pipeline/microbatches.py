@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,8 +12,15 @@ from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import PreparationError, wrong_value
+from accelerate.devices import of_device
 
 LossFunction = Callable[[Any, Any], Tensor]
+
+
+def restored_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Returns a context manager that restores the random generators of the CPU and a device at its end."""
+    devices = [] if of_device(device).is_host else [device]
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
 
 
 class MicroBatch(NamedTuple):
@@ -153,8 +161,7 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     losses = [each.loss for each in computed]
     both = merge_outputs([each.outputs for each in computed], sizes)
     target = merge_outputs([each.microbatch.target for each in computed], sizes)
-    devices = [tensor.device for tensor in losses if tensor.device.type != "cpu"]
-    with torch.random.fork_rng(devices, device_type=devices[0].type if devices else "cuda"):
+    with restored_generators(losses[0].device):
         together = loss_of(both, target, loss_fn).float()
     weights = [1.0 if is_sum else float(size) for size in sizes]
     weighted = [w * loss.float() for w, loss in zip(weights, losses, strict=True)]

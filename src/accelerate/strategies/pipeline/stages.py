@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from accelerate import torch_private
 from accelerate.base import PreparationError, StateError
-from accelerate.strategies.fsdp.parameters import clean_name
+from accelerate.strategies.fsdp import fsdp2_canonicalize_names
+from accelerate.strategies.pipeline.microbatches import restored_generators
 from accelerate.strategies.pipeline.split import Split, Submodule
 from accelerate.strategies.pipeline.tracing import (
     Boundary,
@@ -181,17 +182,18 @@ class PipelineModel:
         stages_of = {
             name: submodule.stages for submodule in self.split.submodules for name in submodule.names
         }
-        tensors = [
-            *self.model.named_parameters(remove_duplicate=False),
-            *self.model.named_buffers(remove_duplicate=False),
-        ]
+        named = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
+        tensors = fsdp2_canonicalize_names(named).items()
         by_tensor: dict[int, set[int]] = {}
         for name, tensor in tensors:
             owners = [owner for owner in stages_of if name == owner or name.startswith(f"{owner}.")]
             stages = stages_of[owners[0]] if owners else set(range(self.num_stages))
             by_tensor.setdefault(id(tensor), set()).update(stages)
         for name, tensor in tensors:
-            yield clean_name(name), by_tensor[id(tensor)]
+            yield name, by_tensor[id(tensor)]
 
     # Calls
 
@@ -227,12 +229,10 @@ class PipelineModel:
     @torch.no_grad()
     def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
         """Returns the trace of a forward, without communication and without a change of random states."""
-        device = self.device
-        tracer = Tracer(self.model, self.split, self._placeholders, device)
+        tracer = Tracer(self.model, self.split, self._placeholders, self.device)
         self._run = tracer
-        devices = [device] if device.type != "cpu" else []
         try:
-            with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), tracer:
+            with restored_generators(self.device), tracer:
                 outputs = self.forward(args, kwargs)
         finally:
             self._run = None
