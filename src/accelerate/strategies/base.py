@@ -412,7 +412,7 @@ class Strategy:
         to_backward = (lambda loss: scaler.scale(scale(loss))) if scaler is not None else scale
         if scaler is not None:  # a rank without the last stage scales no loss
             scaler.scale(torch.zeros((), device=self.context.device))
-        total = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum)
+        total: Tensor = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum)
         if self.context.gradients.sync_gradients:
             pipeline.sum_shared_gradients()
             for adopted in self.sharded.values():
@@ -462,8 +462,9 @@ class Strategy:
             return gradient_norm(parameters, norm_type, self.context.device, **options)
         repeated = pipeline.repeated_parameters()
         own = [parameter for parameter in parameters if id(parameter) not in repeated]
-        norm = gradient_norm(own, norm_type, self.context.device, **options)
-        return pipeline.combine_norms(norm, norm_type)
+        norm: Tensor = gradient_norm(own, norm_type, self.context.device, **options)
+        norm = pipeline.combine_norms(norm, norm_type)
+        return norm
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Clamps each gradient element to the range from `-clip_value` to `clip_value`."""

@@ -130,7 +130,7 @@ def _check_pipeline(mesh: ParallelismConfig, request: RunRequest) -> None:
         raise wrong_value("fsdp_version", 1, reason, "Set fsdp_version=2, or pp_size=1")
     if request.dynamo.backend != DynamoBackend.NO:
         reason = "a compiled model cannot be split into stages"
-        raise wrong_value("dynamo_backend", request.dynamo.backend.value, reason, 'Set it to "no"')
+        raise wrong_value("dynamo_backend", request.dynamo.backend, reason, 'Set it to "no"')
     assert mesh.pp_handler is not None
     schedule = mesh.pp_handler.schedule
     policy = request.activations

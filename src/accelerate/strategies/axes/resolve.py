@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from accelerate.strategies.axes.pipeline import PipelineAxis
 
 
-def resolve_axes(parallelism: ParallelismConfig | None, mesh: Any, device: Any) -> Axes:
+def resolve_axes(parallelism: ParallelismConfig | None, mesh: Any, device: Any = None) -> Axes:
     """Returns the axes along which ranks work on the same batch."""
     if parallelism is None:
         return Axes()

@@ -28,9 +28,9 @@ from accelerate.checkpointing import (
     ShardIndex,
 )
 from accelerate.ops import to_full_tensor
-from accelerate.strategies.fsdp import DistributedTensorState, distribute_like, named_parameters
+from accelerate.strategies.fsdp import distribute_like, named_parameters
 from accelerate.strategies.pipeline.runner import Pipeline
-from accelerate.strategies.state import Fill
+from accelerate.strategies.state import Fill, StrategyState
 
 Names = list[list[list[str]]]
 """Names of each parameter of each group of an optimizer, the saved one first."""
@@ -70,10 +70,15 @@ class Owner(NamedTuple):
     first: int
 
 
-class PipelineState(DistributedTensorState):
+class PipelineState(StrategyState):
     """State of the models and optimizers of a run with pipeline parallelism."""
 
     saves_shards = True
+
+    @property
+    def keeps_whole_states(self) -> bool:
+        """True on the first rank of each node, which keeps gathered states."""
+        return self.context.topology.local_rank == 0
 
     @property
     def _axis(self) -> Any:
@@ -85,10 +90,10 @@ class PipelineState(DistributedTensorState):
 
     # Whole states
 
-    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]] | None:
+    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]]:
         pipeline = self._pipeline(model)
         if pipeline is None:
-            return super().gatherable_weights(model)
+            return self._inner(model).state_dict(keep_vars=True), self._gather
         state = pipeline.model.model.state_dict(keep_vars=True)
         own = {pipeline.aliases(name)[0]: value for name, value in state.items()}
         rank, group = dist.get_rank(self._axis.group), self._axis.group
@@ -108,36 +113,41 @@ class PipelineState(DistributedTensorState):
         @torch.no_grad()
         def gather(weight: RemoteTensor) -> Tensor:
             value = own.get(weight.name)
-            whole = to_full_tensor(value) if isinstance(value, DTensor) else value
+            whole: Any = to_full_tensor(value) if isinstance(value, DTensor) else value
             if whole is None or dist.get_rank() != weight.source:
                 whole = torch.empty(weight.shape, dtype=weight.dtype, device=self.context.device)
             whole = whole.detach().to(self.context.device).contiguous()
             dist.broadcast(whole, weight.source, group=group)
-            return whole.cpu() if self.keeps_whole_states else whole.new_empty(0)
+            return self._gather(whole)
 
         return {name: found[pipeline.aliases(name)[0]] for name in pipeline.model.specs}, gather
 
+    @torch.no_grad()
+    def _gather(self, value: Tensor) -> Tensor:
+        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
+        whole = to_full_tensor(value) if isinstance(value, DTensor) else value
+        return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
+
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Returns the state dict of the whole model on the CPU of the first rank of each node."""
-        found = self.gatherable_weights(model) if self._pipeline(model) is not None else None
-        if found is None:
-            return super().state_dict(model, unwrap=unwrap)
-        weights, gather = found
-        whole = {weight: gather(weight) for weight in dict.fromkeys(weights.values())}
-        return {name: whole[weight] for name, weight in weights.items()} if self.keeps_whole_states else {}
+        weights, gather = self.gatherable_weights(model)
+        whole = {id(weight): gather(weight) for weight in {id(w): w for w in weights.values()}.values()}
+        state = {name: whole[id(weight)] for name, weight in weights.items()}
+        return state if self.keeps_whole_states else {}
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        pipeline = self._pipeline(model)
+        pipeline, inner = self._pipeline(model), self._inner(model)
+        targets = inner.state_dict(keep_vars=True)
         if pipeline is not None:
             unknown = {name: value for name, value in state.items() if name not in pipeline.model.specs}
             own = {
                 name: state[alias]
-                for name in self._inner(model).state_dict(keep_vars=True)
+                for name in targets
                 for alias in pipeline.aliases(name)
                 if alias in state
             }
             state = {**own, **unknown}
-        super().load_weights(model, state, fill)
+        fill(inner, {name: distribute_like(value, targets.get(name, value)) for name, value in state.items()})
 
     def live_weights(self, model: nn.Module) -> Mapping[str, Any]:
         pipeline = self._pipeline(model)
