@@ -463,8 +463,8 @@ class Strategy:
         repeated = pipeline.repeated_parameters()
         own = [parameter for parameter in parameters if id(parameter) not in repeated]
         norm: Tensor = gradient_norm(own, norm_type, self.context.device, **options)
-        norm = pipeline.combine_norms(norm, norm_type)
-        return norm
+        combined: Tensor = pipeline.combine_norms(norm, norm_type)
+        return combined
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Clamps each gradient element to the range from `-clip_value` to `clip_value`."""

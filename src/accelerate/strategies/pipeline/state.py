@@ -141,10 +141,7 @@ class PipelineState(StrategyState):
         if pipeline is not None:
             unknown = {name: value for name, value in state.items() if name not in pipeline.model.specs}
             own = {
-                name: state[alias]
-                for name in targets
-                for alias in pipeline.aliases(name)
-                if alias in state
+                name: state[alias] for name in targets for alias in pipeline.aliases(name) if alias in state
             }
             state = {**own, **unknown}
         fill(inner, {name: distribute_like(value, targets.get(name, value)) for name, value in state.items()})
