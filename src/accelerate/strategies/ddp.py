@@ -196,7 +196,16 @@ class DataParallel(Strategy):
         return self.compile(replica)
 
     def memory_layout(self) -> Layout:
-        return Layout(shards=self.replicas)
+        mesh = self.context.request.parallelism
+        if mesh is None or not mesh.pp_enabled:
+            return Layout(shards=self.replicas)
+        assert mesh.pp_handler is not None
+        return Layout(
+            shards=mesh.data_parallel_size,
+            tensor_parallel=self.axes.tensor.size,
+            stages=self.axes.pipeline.size,
+            microbatches=mesh.pp_handler.microbatches,
+        )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = _replica(model)

@@ -133,7 +133,8 @@ class Sharded(Strategy, ABC):
         mesh, plugin = self.context.request.parallelism, self.plugin
         layers = mesh.tp_size or 1 if mesh is not None else 1
         replicas = mesh.dp_replicate_size or 1 if mesh is not None else 1
-        shards = self.context.topology.size // layers
+        stages = 1 if self.axes.pipeline is None else self.axes.pipeline.size
+        shards = self.context.topology.size // (layers * stages)
         if plugin is None:
             return Layout(shards=shards, tensor_parallel=layers)
         return Layout(
@@ -142,6 +143,8 @@ class Sharded(Strategy, ABC):
             layers,
             "all" if offloads(plugin.cpu_offload) else "none",
             bool(plugin.activation_checkpointing),
+            stages=stages,
+            **({"microbatches": mesh.pp_handler.microbatches} if stages > 1 else {}),
         )
 
     def check_model(self, model: nn.Module) -> None:
