@@ -216,11 +216,13 @@ def communication_of(trace: Trace, layout: Layout) -> float:
         size = (passes if row.gradients else 1) * gradients + weights
     else:
         size = 2 * gradients
-    if layout.stages > 1:
-        blocks = max(1, round((trace.peak.parameters - trace.outside_blocks) / max(1, trace.largest_block)))
-        size += 2 * trace.block_outputs / blocks * passes  # activations and their gradients
     layers = 4 * 2 * trace.block_outputs * passes  # two all-reduces per block, in forward and in backward
-    return size * (n - 1) / n + layers * (t - 1) / t
+    between_stages = 2 * trace.block_outputs / _num_blocks(trace) * passes  # activations and gradients
+    return size * (n - 1) / n + layers * (t - 1) / t + between_stages * (layout.stages > 1)
+
+
+def _num_blocks(trace: Trace) -> int:
+    return max(1, round((trace.peak.parameters - trace.outside_blocks) / max(1, trace.largest_block)))
 
 
 def candidate_layouts(

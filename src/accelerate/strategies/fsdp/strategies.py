@@ -144,7 +144,7 @@ class Sharded(Strategy, ABC):
             "all" if offloads(plugin.cpu_offload) else "none",
             bool(plugin.activation_checkpointing),
             stages=stages,
-            **({"microbatches": mesh.pp_handler.microbatches} if stages > 1 else {}),
+            microbatches=1 if mesh is None or mesh.pp_handler is None else mesh.pp_handler.microbatches,
         )
 
     def check_model(self, model: nn.Module) -> None:
