@@ -28,7 +28,13 @@ from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
-from accelerate.strategies.fsdp import gradient_sync, keep_gathered, reduction_in_replicas, units_of
+from accelerate.strategies.fsdp import (
+    gradient_sync,
+    keep_gathered,
+    named_parameters,
+    reduction_in_replicas,
+    units_of,
+)
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
@@ -137,6 +143,8 @@ class Strategy:
             )
         new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
         prepared = self.session.prepared
+        for model in filter(self.keeps_sharding, [*new_models, *(prepared.models if new_optimizers else ())]):
+            self._free(model)
         self.session.remap(new_optimizers)
         for model in new_models:
             self.check_model(model)
@@ -151,6 +159,13 @@ class Strategy:
         stepped = parameter_ids([*prepared.optimizers, *bundle.optimizers]) if is_single else None
         for message in find_unrelated_optimizers(new_optimizers, models, stepped) if models else []:
             logger.warning(message)
+
+    def _free(self, model: nn.Module) -> None:
+        """Frees units that a forward has left gathered, and records the shards of their parameters."""
+        gathered = named_parameters(model)
+        for unit in units_of(model):
+            unit.reshard()
+        self.session.replace((gathered[name], shard) for name, shard in named_parameters(model).items())
 
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a model that this strategy cannot train."""
@@ -223,17 +238,21 @@ class Strategy:
 
         if model in self.sharded:
             return self.sharded[model]
+        self._free(model)
         adopted = ShardedModel(model, self.context.device.type)
         together = [*self.sharded.values(), adopted]
         mesh = self._mesh_for(self.sharded.values() if self.session.prepared.loaders else together)
         size = self.context.topology.size
+        groups, _ = data_groups(mesh, size, self.context.topology.rank)
         if not all(each.fits(mesh, size) for each in together):
-            groups, _ = data_groups(mesh, size, self.context.topology.rank)
             raise PreparationError(
                 f"The ranks of {type(model).__name__} work on {adopted.loader_mesh.size(0)} batches at a "
                 f"time by its meshes, and loaders of this run are for {groups}. Prepare the model before its "
                 "loaders or in the same call, and use one layout of ranks in a run."
             )
+        for scheduler in self.session.prepared.schedulers:
+            scheduler.num_processes = groups
+        adopted.divide_by_batches()
         self.sharded[model] = adopted
         self.holds_whole_models = False
         return adopted
@@ -380,6 +399,8 @@ class Strategy:
 
     def release(self) -> None:
         """Releases everything that the strategy holds in addition to the prepared objects."""
+        for adopted in self.sharded.values():
+            adopted.remove_hooks()
         self.sharded.clear()
 
 

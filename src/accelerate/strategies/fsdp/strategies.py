@@ -249,13 +249,6 @@ class Fsdp2(DistributedTensors):
                 self._free(model)
         super().check(bundle)
 
-    def _free(self, model: nn.Module) -> None:
-        """Frees units that a forward has left gathered, and records the shards of their parameters."""
-        gathered = named_parameters(model)
-        for unit in units_of(model):
-            unit.reshard()
-        self.session.replace((gathered[name], shard) for name, shard in named_parameters(model).items())
-
     def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Gathers all units and keeps them gathered inside the block."""
         frees = bool(self.plugin.reshard_after_forward)
