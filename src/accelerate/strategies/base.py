@@ -204,8 +204,9 @@ class Strategy:
         models, optimizers = self.precision.initialize(models, optimizers)
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
         bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
-        for model in bundle.new(Kind.MODEL):  # loaders, which are prepared before models, need their meshes
-            if self.keeps_sharding(model):
+        known = {id(model) for model in self.session.prepared.models}
+        for model in bundle.models:  # loaders, which are prepared before models, need their meshes
+            if id(model) not in known and self.keeps_sharding(model):
                 self.adopt(model)
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
             yield
