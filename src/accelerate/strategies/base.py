@@ -37,7 +37,7 @@ from accelerate.strategies.fsdp import (
 )
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
-from accelerate.strategies.state import StrategyState
+from accelerate.strategies.state import KeptShardsState, StrategyState
 from accelerate.weights import move_module
 from accelerate.wrappers import compiler_for, extract_model_from_parallel
 
@@ -63,7 +63,7 @@ class Strategy:
     """
 
     distributed_type: ClassVar[DistributedType | None] = None  # public label; None is that of the hardware
-    state_class: ClassVar[type[StrategyState]] = StrategyState
+    state_class: ClassVar[type[StrategyState]] = KeptShardsState
     holds_whole_models: bool = True  # whether each rank has all parameters of a prepared model
     replicas: int = 1  # number of ranks whose gradients the backward pass averages
     holds_gradients: bool = True  # whether gradients are in `grad` between steps, and may be changed
@@ -172,7 +172,10 @@ class Strategy:
 
     def keeps_sharding(self, model: nn.Module) -> bool:
         """Returns whether the meshes and placements of a model are kept, which is sharded already."""
-        return False
+        if self.context.topology.size > 1:
+            return False
+        is_unit = any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+        return is_unit or any(map(is_dtensor, model.parameters()))
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
