@@ -252,7 +252,8 @@ class Strategy:
             raise PreparationError(
                 f"The ranks of {type(model).__name__} work on {adopted.loader_mesh.size(0)} batches at a "
                 f"time by its meshes, and loaders of this run are for {groups}. Prepare the model before its "
-                "loaders or in the same call, and use one layout of ranks in a run."
+                "loaders or in the same call, or pass parallelism_config with the sizes of its meshes. Use one "
+                "layout of ranks in a run."
             )
         for scheduler in self.session.prepared.schedulers:
             scheduler.num_processes = groups
@@ -406,6 +407,7 @@ class Strategy:
         for adopted in self.sharded.values():
             adopted.remove_hooks()
         self.sharded.clear()
+        self.holds_whole_models = type(self).holds_whole_models
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:

@@ -176,7 +176,7 @@ class ShardedModel:
         return all(len({batch_of[rank] for rank in group}) == 1 for group in groups)
 
     def divide_by_batches(self) -> None:
-        """Makes backward passes divide gradients of experts by the number of batches that they are sums of."""
+        """Makes backward passes divide gradients of experts by the number of batches in their sums."""
         for parameter, count in self._num_batches.items():
             if count > 1:
                 hook = partial(torch.mul, other=1 / count)
