@@ -338,7 +338,7 @@ def prepare_again() -> None:
     accelerator.prepare_model(holder, evaluation_mode=True)
     accelerator.free_memory()
     accelerator.prepare(holder)
-    accelerator.backward(weight.to_local().sum())  # stands for two batches
+    accelerator.backward(weight.to_local().sum())  # the sum over two batches
     assert weight.grad is not None
     assert weight.grad.to_local().tolist() == [0.5, 0.5]
 

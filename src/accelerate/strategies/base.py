@@ -1,7 +1,7 @@
 """Interface of a strategy, that is, how objects are wrapped and how gradients are exchanged in a run.
 
-`resolve_strategy` chooses the class, and `Accelerator` calls the methods. The base class is the strategy of
-one process. Everything about checkpoints is in `strategy.state`.
+`resolve_strategy` chooses the class, and `Accelerator` calls the methods. The base class implements the
+strategy of one process. Everything about checkpoints is in `strategy.state`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from accelerate.strategies.fsdp import (
 )
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
-from accelerate.strategies.state import KeptShardsState, StrategyState
+from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
 from accelerate.wrappers import compiler_for, extract_model_from_parallel
 
@@ -50,7 +50,7 @@ Parameters = Iterable[Tensor]
 
 
 class Strategy:
-    """Strategy of one process, and base class of all strategies.
+    """Base class of all strategies, which implements that of one process.
 
     All ranks create the same strategy, and `Accelerator` calls its methods in the same order on all ranks:
 
@@ -63,7 +63,7 @@ class Strategy:
     """
 
     distributed_type: ClassVar[DistributedType | None] = None  # public label; None is that of the hardware
-    state_class: ClassVar[type[StrategyState]] = KeptShardsState
+    state_class: ClassVar[type[StrategyState]] = StrategyState
     holds_whole_models: bool = True  # whether each rank has all parameters of a prepared model
     replicas: int = 1  # number of ranks whose gradients the backward pass averages
     holds_gradients: bool = True  # whether gradients are in `grad` between steps, and may be changed
@@ -172,10 +172,7 @@ class Strategy:
 
     def keeps_sharding(self, model: nn.Module) -> bool:
         """Returns whether the meshes and placements of a model are kept, which is sharded already."""
-        if self.context.topology.size > 1:
-            return False
-        is_unit = any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
-        return is_unit or any(map(is_dtensor, model.parameters()))
+        return False
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
@@ -252,8 +249,8 @@ class Strategy:
             raise PreparationError(
                 f"The ranks of {type(model).__name__} work on {adopted.loader_mesh.size(0)} batches at a "
                 f"time by its meshes, and loaders of this run are for {groups}. Prepare the model before its "
-                "loaders or in the same call, or pass parallelism_config with the sizes of its meshes. Use one "
-                "layout of ranks in a run."
+                "loaders or in the same call, or pass parallelism_config with the sizes of its meshes. Use "
+                "one layout of ranks in a run."
             )
         for scheduler in self.session.prepared.schedulers:
             scheduler.num_processes = groups

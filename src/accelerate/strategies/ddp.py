@@ -10,7 +10,7 @@ before it trains.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate import torch_private
 from accelerate.base import listed, wrong_value
 from accelerate.logging import get_logger
+from accelerate.ops import is_dtensor
 from accelerate.planning import Layout
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
@@ -36,7 +37,7 @@ from accelerate.strategies.base import (
 from accelerate.strategies.bundle import Kind, kind_of
 from accelerate.strategies.fsdp import gradient_sync
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import KeptShardsState
+from accelerate.strategies.state import Fill, StrategyState
 
 logger = get_logger(__name__)
 
@@ -123,6 +124,35 @@ def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
     return gradient_sync(model) if replica is None else _synced_backward(replica)
 
 
+class KeptShardsState(StrategyState):
+    """State of whole models, or of models that the user has sharded before they are prepared."""
+
+    @property
+    def saves_shards(self) -> bool:  # type: ignore[override]  # decided when models are prepared
+        """True if a model was sharded before it was prepared."""
+        return bool(self.strategy.sharded)
+
+    def _of_shards(self) -> StrategyState:
+        from accelerate.strategies.fsdp import DistributedTensorState
+
+        return DistributedTensorState(self.strategy)
+
+    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]] | None:
+        return self._of_shards().gatherable_weights(model) if self.saves_shards else None
+
+    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
+        owners = self._of_shards().optimizer_owners if self.saves_shards else super().optimizer_owners
+        return owners(optimizers, gather=gather)
+
+    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
+        load = self._of_shards().load_weights if self.saves_shards else super().load_weights
+        load(model, state, fill)
+
+    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
+        state_dict = self._of_shards().state_dict if self.saves_shards else super().state_dict
+        return state_dict(model, unwrap=unwrap)
+
+
 class DataParallelState(KeptShardsState):
     """State of replicas, with the order of their buckets, or of models that the user has sharded."""
 
@@ -134,6 +164,16 @@ class DataParallelState(KeptShardsState):
         replica = _replica(model)
         if replica is not None:
             adopt_order(replica, order)
+
+
+class SingleProcess(Strategy):
+    """Strategy of one process, which keeps a model that the user has sharded over its one rank."""
+
+    state_class = KeptShardsState
+
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        is_unit = any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+        return is_unit or any(map(is_dtensor, model.parameters()))
 
 
 class DataParallel(Strategy):

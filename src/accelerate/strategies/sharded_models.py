@@ -86,7 +86,7 @@ class Replicas:
             gradient = torch.sparse_coo_tensor(indices, values, parameter.shape)
         mean = (gradient / dist.get_world_size(self.group)).coalesce()
         dist.all_reduce(mean, group=self.group)
-        if parameter.grad is not None or mean._nnz():
+        if parameter.grad is not None or mean.values().numel():
             parameter.grad = mean
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -124,32 +124,3 @@ class StrategyState:
 
         Called on all ranks.
         """
-
-
-class KeptShardsState(StrategyState):
-    """State of whole models, or of models that the user has sharded before they are prepared."""
-
-    @property
-    def saves_shards(self) -> bool:  # type: ignore[override]  # decided when models are prepared
-        """True if a model was sharded before it was prepared."""
-        return bool(self.strategy.sharded)
-
-    def _of_shards(self) -> StrategyState:
-        from accelerate.strategies.fsdp import DistributedTensorState
-
-        return DistributedTensorState(self.strategy)
-
-    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]] | None:
-        return self._of_shards().gatherable_weights(model) if self.saves_shards else None
-
-    def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
-        owners = self._of_shards().optimizer_owners if self.saves_shards else super().optimizer_owners
-        return owners(optimizers, gather=gather)
-
-    def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
-        load = self._of_shards().load_weights if self.saves_shards else super().load_weights
-        load(model, state, fill)
-
-    def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
-        state_dict = self._of_shards().state_dict if self.saves_shards else super().state_dict
-        return state_dict(model, unwrap=unwrap)
