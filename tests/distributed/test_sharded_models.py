@@ -288,6 +288,34 @@ def test_replicas_of_shards_are_averaged_once_in_a_window(run: Run) -> None:
     assert run(count_all_reduces, processes=4) == [[0, 0, 3]] * 4  # one for each unit
 
 
+class Counter(nn.Module):
+    """A module with a state that is not a tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"count": 3}
+
+
+def gather_extra_states(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    shard(model, "units")
+    model.counter = Counter()
+    model = accelerator.prepare(model)
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        assert state["counter._extra_state"] == {"count": 3}
+    accelerator.save_model(model, folder, safe_serialization=False)
+    accelerator.save_state(str(folder / "state"))
+    accelerator.load_state(str(folder / "state"))
+
+
+def test_extra_states_of_sharded_models_are_kept(run: Run, tmp_path: Path) -> None:
+    run(gather_extra_states, tmp_path)
+
+
 def step_schedule_and_generate() -> None:
     """Steps a schedule, and runs a different number of forwards on each rank."""
     accelerator = Accelerator(cpu=True)

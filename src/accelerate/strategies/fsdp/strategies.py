@@ -78,8 +78,13 @@ class DistributedTensorState(FsdpState):
         return self._inner(model).state_dict(keep_vars=True), self._gather
 
     @torch.no_grad()
-    def _gather(self, value: Tensor) -> Tensor:
-        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
+    def _gather(self, value: Any) -> Any:
+        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others.
+
+        Other values, such as extra states of modules, are returned unchanged.
+        """
+        if not isinstance(value, Tensor):
+            return value
         whole = to_full_tensor(value) if isinstance(value, DTensor) else value
         return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
 
@@ -93,7 +98,7 @@ class DistributedTensorState(FsdpState):
         """Returns the full state dict on the CPU of the first rank of each node."""
         source = self._inner(model) if unwrap else model
         state: dict[str, Any] = {}
-        gathered: dict[int, Tensor] = {}  # tied tensors stay tied
+        gathered: dict[int, Any] = {}  # tied tensors stay tied
         for name, value in source.state_dict(keep_vars=True).items():
             if id(value) not in gathered:
                 gathered[id(value)] = self._gather(value)
