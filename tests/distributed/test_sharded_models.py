@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError
 from accelerate.checkpointing import find_shards
 from accelerate.local_sgd import LocalSGD
@@ -140,11 +140,23 @@ def build(accelerator: Accelerator, layout: str, adapters: bool) -> tuple[Any, A
 
 
 def train(
-    layout: str, adapters: bool = False, steps: int = 1, norm: float = 2.0, syncs_early: bool = False
+    layout: str,
+    adapters: bool = False,
+    steps: int = 1,
+    norm: float = 2.0,
+    syncs_early: bool = False,
+    has_plugin: bool = False,
+    tp_size: int = 1,
 ) -> dict[str, Any]:
     """Trains on global batches of 8 samples, whatever the number of ranks, and returns what a user sees."""
     accumulation = GradientAccumulationPlugin(steps, sync_each_batch=syncs_early)
-    accelerator = Accelerator(gradient_accumulation_plugin=accumulation, split_batches=True, cpu=True)
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=accumulation,
+        split_batches=True,
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if layout and has_plugin else None,
+        parallelism_config=ParallelismConfig(tp_size=tp_size) if layout and tp_size > 1 else None,
+    )
     model, optimizer, loader = build(accelerator, layout, adapters)
     norms, losses = [], []
     for _ in range(2):
@@ -375,6 +387,21 @@ def test_models_are_prepared_again(run: Run) -> None:
     run(prepare_again)
 
 
+def keep_part_of_a_mesh() -> None:
+    """Prepares a model with a unit that is averaged over one of two ranks."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.blocks[0], mesh=mesh["shard"])
+    with pytest.raises(PreparationError, match="Net.blocks.0 is already sharded by fully_shard"):
+        accelerator.prepare(model)
+
+
+def test_units_that_the_plugin_does_not_complete_are_refused(run: Run) -> None:
+    run(keep_part_of_a_mesh)
+
+
 def leave_a_rank_out() -> None:
     accelerator = Accelerator(cpu=True)
     model = Net()
@@ -541,6 +568,10 @@ CASES = [
     *((layout, 2, {}) for layout in TWO),
     ("units", 2, {"adapters": True, "steps": 2}),
     ("plan and units", 4, {"steps": 2}),
+    ("units", 2, {"adapters": True, "has_plugin": True}),
+    ("plan", 2, {"adapters": True, "tp_size": 2}),
+    pytest.param("plan and units", 4, {"has_plugin": True}, marks=pytest.mark.slow),
+    pytest.param("replicas of shards", 4, {"has_plugin": True, "steps": 2}, marks=pytest.mark.slow),
     *(
         pytest.param(layout, 4, options, marks=pytest.mark.slow)
         for layout in [*TWO, *FOUR]

@@ -202,9 +202,20 @@ class ShardedModel:
         Called on all ranks.
         """
         for group in self.replicas:
-            for parameter in group.parameters:
-                if not isinstance(parameter, DTensor):
-                    dist.broadcast(parameter.data, dist.get_global_rank(group.group, 0), group=group.group)
+            send_unsharded(group.parameters, group.group)
+
+
+def send_unsharded(parameters: Iterable[nn.Parameter], group: Any = None) -> None:
+    """Sends trained parameters that are not sharded from the first rank of a process group.
+
+    Called on all ranks of the group. None is the group of all ranks.
+    """
+    group = dist.group.WORLD if group is None else group
+    for parameter in parameters:
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and not parameter.is_meta:
+            values = parameter.data.contiguous()
+            dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+            parameter.data.copy_(values)
 
 
 def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:

@@ -222,6 +222,9 @@ class Fsdp2(DistributedTensors):
 
     gathers_shards = True
 
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        return isinstance(torch_private.uncompiled(model), FSDPModule)
+
     def split(self, model: nn.Module) -> nn.Module:
         """Returns the same model, with DTensors as parameters."""
         self._check_unsharded(model)
@@ -231,12 +234,16 @@ class Fsdp2(DistributedTensors):
 
     def _check_unsharded(self, model: nn.Module) -> None:
         """Raises an error for a model that is sharded, except by FSDP 2 or over the "tp" dimension."""
-        mesh = self.context.mesh
+        mesh, size = self.context.mesh, self.context.topology.size
         has_axis = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
         units: list[Any] = list(units_of(model))
-        in_units = {id(parameter) for unit in units for parameter in unit.parameters()}
+        averaged = torch_private.meshes_of_fsdp2(model)
         wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-        others = [p for p in model.parameters() if isinstance(p, DTensor) and id(p) not in in_units]
+        others = [
+            p
+            for p in model.parameters()
+            if isinstance(p, DTensor) and (p not in averaged or averaged[p].size() < size)
+        ]
         # torch raises an error for a module that is sharded twice
         again = not isinstance(model, FSDPModule) and set(units) & set(
             choose_units(self.plugin, model) if units else []
@@ -282,7 +289,10 @@ class TensorParallel(DistributedTensors):
         return bool(units_of(model))
 
     def split(self, model: nn.Module) -> nn.Module:
+        from accelerate.strategies.sharded_models import send_unsharded
+
         self.place(model)
+        send_unsharded(model.parameters())
         return self.follow(model, lambda: self._shard_layers(model), named_parameters)
 
     def _shard_layers(self, model: nn.Module) -> nn.Module:
