@@ -1,7 +1,7 @@
 """Interface of a strategy, that is, how objects are wrapped and how gradients are exchanged in a run.
 
-`resolve_strategy` chooses the class, and `Accelerator` calls the methods. The base class is the strategy of
-one process. Everything about checkpoints is in `strategy.state`.
+`resolve_strategy` chooses the class, and `Accelerator` calls the methods. The base class implements the
+strategy of one process. Everything about checkpoints is in `strategy.state`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,13 @@ from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
-from accelerate.strategies.fsdp import gradient_sync, keep_gathered, reduction_in_replicas, units_of
+from accelerate.strategies.fsdp import (
+    gradient_sync,
+    keep_gathered,
+    named_parameters,
+    reduction_in_replicas,
+    units_of,
+)
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
@@ -45,7 +51,7 @@ Parameters = Iterable[Tensor]
 
 
 class Strategy:
-    """Strategy of one process, and base class of all strategies.
+    """Base class of all strategies, which implements that of one process.
 
     All ranks create the same strategy, and `Accelerator` calls its methods in the same order on all ranks:
 
@@ -147,6 +153,8 @@ class Strategy:
             )
         new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
         prepared = self.session.prepared
+        for model in filter(self.keeps_sharding, [*new_models, *(prepared.models if new_optimizers else ())]):
+            self._free(model)
         self.session.remap(new_optimizers)
         for model in new_models:
             self.check_model(model)
@@ -161,6 +169,13 @@ class Strategy:
         stepped = parameter_ids([*prepared.optimizers, *bundle.optimizers]) if is_single else None
         for message in find_unrelated_optimizers(new_optimizers, models, stepped) if models else []:
             logger.warning(message)
+
+    def _free(self, model: nn.Module) -> None:
+        """Frees units that a forward has left gathered, and records the shards of their parameters."""
+        gathered = named_parameters(model)
+        for unit in units_of(model):
+            unit.reshard()
+        self.session.replace((gathered[name], shard) for name, shard in named_parameters(model).items())
 
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a model that this strategy cannot train."""
@@ -203,10 +218,12 @@ class Strategy:
         models, optimizers = self.precision.initialize(models, optimizers)
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
         bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
+        known = {id(model) for model in self.session.prepared.models}
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
-            for model in bundle.new(Kind.MODEL):  # loaders, which are prepared first, need their meshes
+            for model in bundle.new(Kind.MODEL):
                 self._split_into_stages(model)
-                if self.keeps_sharding(model):
+            for model in bundle.models:  # loaders, which are prepared before models, need their meshes
+                if id(model) not in known and self.keeps_sharding(model):
                     self.adopt(model)
             yield
         self._name_parameters(bundle)
@@ -265,6 +282,7 @@ class Strategy:
 
         if model in self.sharded:
             return self.sharded[model]
+        self._free(model)
         device_type = self.context.device.type
         if self.axes.pipeline is not None and self.is_in_stages(model):
             stages = self.axes.pipeline.pipelines[model].stages.values()
@@ -274,13 +292,17 @@ class Strategy:
         together = [*self.sharded.values(), adopted]
         mesh = self._mesh_for(self.sharded.values() if self.session.prepared.loaders else together)
         size = self.context.topology.size
+        groups, _ = data_groups(mesh, size, self.context.topology.rank)
         if not all(each.fits(mesh, size) for each in together):
-            groups, _ = data_groups(mesh, size, self.context.topology.rank)
             raise PreparationError(
                 f"The ranks of {type(model).__name__} work on {adopted.loader_mesh.size(0)} batches at a "
                 f"time by its meshes, and loaders of this run are for {groups}. Prepare the model before its "
-                "loaders or in the same call, and use one layout of ranks in a run."
+                "loaders or in the same call, or pass parallelism_config with the sizes of its meshes. Use "
+                "one layout of ranks in a run."
             )
+        for scheduler in self.session.prepared.schedulers:
+            scheduler.num_processes = groups
+        adopted.divide_by_batches()
         self.sharded[model] = adopted
         self.holds_whole_models = False
         return adopted
@@ -480,7 +502,10 @@ class Strategy:
 
     def release(self) -> None:
         """Releases everything that the strategy holds in addition to the prepared objects."""
+        for adopted in self.sharded.values():
+            adopted.remove_hooks()
         self.sharded.clear()
+        self.holds_whole_models = type(self).holds_whole_models
         if self.axes.pipeline is not None:
             self.axes.pipeline.pipelines.clear()
 

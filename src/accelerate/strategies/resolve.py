@@ -9,7 +9,7 @@ from accelerate.plugins import SCHEDULES, FullyShardedDataParallelPlugin, versio
 from accelerate.state import Topology
 from accelerate.strategies import deepspeed, fsdp, megatron
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.ddp import DataParallel
+from accelerate.strategies.ddp import DataParallel, SingleProcess
 from accelerate.strategies.request import RunRequest
 
 
@@ -40,7 +40,7 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
     if hardware == "xla":
         return _on_xla(request)
     if topology.size == 1:  # `build_runtime` warns that FSDP has no effect
-        return Strategy
+        return SingleProcess
     if request.fsdp is not None:
         return fsdp.Fsdp1 if version_of(request.fsdp).number == 1 else fsdp.Fsdp2
     if mesh is not None and mesh.tp_enabled and not mesh.pp_enabled:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from accelerate import torch_private
 from accelerate.base import PreparationError
@@ -50,12 +51,14 @@ class Replicas:
 
     Attributes:
         parameters: The parameters, in the same order on all ranks.
+        sparse: Those of which gradients are sparse.
         group: Process group of the ranks with the same elements of these parameters.
         has_batches: Whether these ranks have different batches. Otherwise their gradients are equal.
         averages: Whether gradients are averaged. Otherwise they are added, such as those of stages.
     """
 
     parameters: list[nn.Parameter]
+    sparse: set[nn.Parameter]
     group: Any
     has_batches: bool
     averages: bool = True
@@ -70,9 +73,23 @@ class Replicas:
         by_dtype: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
         for parameter in self.parameters:
             local = _local(parameter)
-            by_dtype.setdefault((local.device, local.dtype), []).append(parameter)
+            if parameter in self.sparse:
+                self._average_sparse(parameter)
+            else:
+                by_dtype.setdefault((local.device, local.dtype), []).append(parameter)
         for parameters in by_dtype.values():
             self._average(parameters)
+
+    def _average_sparse(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            values = parameter.new_empty(0, *parameter.shape[1:])
+            indices = torch.empty(1, 0, dtype=torch.long, device=parameter.device)
+            gradient = torch.sparse_coo_tensor(indices, values, parameter.shape)
+        mean = (gradient / dist.get_world_size(self.group)).coalesce()
+        dist.all_reduce(mean, group=self.group)
+        if parameter.grad is not None or mean.values().numel():
+            parameter.grad = mean
 
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         shards = [_local(p) if p.grad is None else _local(p.grad) for p in parameters]
@@ -135,22 +152,24 @@ class ShardedModel:
         mesh: DeviceMesh | None = None,
         stages: Iterable[nn.Module] = (),
     ) -> None:
-        transport = current_transport()
         parameters: Mapping[Any, Sequence[nn.Parameter]] = _by_mesh(model)
         managed: dict[Tensor, Any] = {}
         for module in (model, *stages):
             managed.update(torch_private.meshes_of_fsdp2(module))
-        layouts = transport.gather_object(_layout(model, list(parameters), managed, mesh))
+        layouts = _gather_layouts(model, list(parameters), managed, mesh)
         batches = _batch_groups(model, layouts)
         self.loader_mesh = DeviceMesh(
             device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
         )
-        self.replicas = list(_find_replicas(parameters, layouts, batches, transport.rank))
-        for parameter in (p for members in parameters.values() for p in members if p not in managed):
+        self.replicas = list(_find_replicas(parameters, layouts, batches, _sparse_weights(model)))
+        self._num_batches = {
             # The gradients of experts are sums over the batches of the ranks that exchange tokens.
-            count = prod(_count_batches(ranks, batches) for ranks in _expert_groups(parameter))
-            if count > 1:
-                parameter.register_hook(partial(torch.mul, other=1 / count))  # type: ignore[no-untyped-call]
+            parameter: prod(_count_batches(ranks, batches) for ranks in _expert_groups(parameter))
+            for members in parameters.values()
+            for parameter in members
+            if parameter not in managed
+        }
+        self._hooks: list[RemovableHandle] = []
 
     def fits(self, mesh: Any, num_ranks: int) -> bool:
         """Returns whether loaders give one batch to ranks that work on the same batch.
@@ -168,6 +187,18 @@ class ShardedModel:
         groups = self.loader_mesh.mesh.tolist()
         return all(len({batch_of[rank] for rank in group}) == 1 for group in groups)
 
+    def divide_by_batches(self) -> None:
+        """Makes backward passes divide gradients of experts by the number of batches in their sums."""
+        for parameter, count in self._num_batches.items():
+            if count > 1:
+                hook = partial(torch.mul, other=1 / count)
+                self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def remove_hooks(self) -> None:
+        """Makes backward passes leave gradients as they are."""
+        for hook in self._hooks:
+            hook.remove()
+
     def average_gradients(self) -> None:
         """Averages the gradients that the backward pass did not average.
 
@@ -183,9 +214,20 @@ class ShardedModel:
         Called on all ranks.
         """
         for group in self.replicas:
-            for parameter in group.parameters:
-                if not isinstance(parameter, DTensor):
-                    dist.broadcast(parameter.data, dist.get_global_rank(group.group, 0), group=group.group)
+            send_unsharded(group.parameters, group.group)
+
+
+def send_unsharded(parameters: Iterable[nn.Parameter], group: Any = None) -> None:
+    """Sends trained parameters that are not sharded from the first rank of a process group.
+
+    Called on all ranks of the group. None is the group of all ranks.
+    """
+    group = dist.group.WORLD if group is None else group
+    for parameter in parameters:
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and not parameter.is_meta:
+            values = parameter.data.contiguous()
+            dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+            parameter.data.copy_(values)
 
 
 def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
@@ -196,6 +238,27 @@ def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             found.setdefault(mesh, []).append(parameter)
     return found
+
+
+def _sparse_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Returns the weights of embeddings with sparse gradients."""
+    sparse = (module for module in model.modules() if getattr(module, "sparse", False))
+    return {parameter for module in sparse for parameter in module.parameters(recurse=False)}
+
+
+def _gather_layouts(
+    model: nn.Module, meshes: Sequence[Any], managed: Mapping[Tensor, Any], mesh: DeviceMesh | None
+) -> list[RankLayout]:
+    """Returns the layouts of all ranks, or raises an error on all of them if a mesh is without a rank."""
+    used = [*_meshes_of(model), *managed.values()]
+    is_in = all(each.get_coordinate() is not None for each in used)
+    layouts = current_transport().gather_object(_layout(model, meshes, managed, mesh) if is_in else None)
+    if absent := [str(rank) for rank, layout in enumerate(layouts) if layout is None]:
+        raise PreparationError(
+            f"{type(model).__name__} is sharded over a mesh without rank {', '.join(absent)}, and all "
+            f"{len(layouts)} ranks of this run train it. Use meshes that have all ranks, or launch fewer."
+        )
+    return layouts
 
 
 def _layout(
@@ -279,7 +342,7 @@ def _find_replicas(
     parameters: Mapping[Any, Sequence[nn.Parameter]],
     layouts: Sequence[RankLayout],
     batches: Sequence[Ranks],
-    rank: int,
+    sparse: set[nn.Parameter],
 ) -> Iterator[Replicas]:
     """Yields the parameters that several ranks have, with their process group."""
     own = list(parameters.values())
@@ -298,4 +361,4 @@ def _find_replicas(
             enumerate_groups: Any = dist.new_subgroups_by_enumeration
             group, _ = enumerate_groups(list(replicas.values()))
         if members:
-            yield Replicas(list(members), group, has_batches)
+            yield Replicas(list(members), sparse & set(members), group, has_batches)

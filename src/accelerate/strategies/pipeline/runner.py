@@ -28,7 +28,7 @@ from accelerate.strategies.pipeline.microbatches import (
     split_into_microbatches,
 )
 from accelerate.strategies.pipeline.split import split_model
-from accelerate.strategies.pipeline.stages import PipelineModel, StageModule
+from accelerate.strategies.pipeline.stages import PipelineModel, StageModule, is_split
 from accelerate.strategies.pipeline.tracing import TensorSpec, Trace, to_zeros
 from accelerate.strategies.sharded_models import Replicas
 
@@ -63,7 +63,7 @@ class Pipeline:
         self._config, self._group, self._device = config, group, device
         self._rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = stage_ranks(config, num_ranks)
-        _check_outputs(model)
+        _check_model(model)
         split = split_model(model, len(self._ranks), config.split)
         own = [stage for stage, rank in enumerate(self._ranks) if rank == self._rank]
         self.model = PipelineModel(model, split, own, device, self._call)
@@ -159,7 +159,7 @@ class Pipeline:
             found = [self.model.model.get_parameter(name) for name in names if self.is_parameter(name)]
             trained = {id(parameter): parameter for parameter in found if parameter.requires_grad}
             if trained:
-                Replicas(list(trained.values()), group, True, averages=False).average()
+                Replicas(list(trained.values()), set(), group, True, averages=False).average()
 
     def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs of the model on all ranks of the pipeline, without gradients."""
@@ -299,8 +299,13 @@ def _signature(values: Any) -> Any:
     return described, str(tree)
 
 
-def _check_outputs(model: nn.Module) -> None:
-    """Raises an error for a model of transformers that returns values of layers on all stages."""
+def _check_model(model: nn.Module) -> None:
+    """Raises an error for a model that is split already, or that returns values of layers on all stages."""
+    if is_split(model):
+        raise PreparationError(
+            f"{type(model).__name__} was split into stages by an earlier `prepare`, so this rank has only some "
+            "of its layers. Pass a model that was not prepared."
+        )
     config = getattr(model, "config", None)
     fields = ("output_hidden_states", "output_attentions", "output_router_logits")
     wrong = [field for field in fields if getattr(config, field, False)]

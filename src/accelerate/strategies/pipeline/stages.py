@@ -257,6 +257,11 @@ class PipelineModel:
             self._run = None
 
 
+def is_split(model: nn.Module) -> bool:
+    """Returns whether a model was split into stages."""
+    return _OWNER in vars(model)
+
+
 class StageModule(nn.Module):
     """Modules of one stage, under their names in the model.
 
