@@ -303,8 +303,8 @@ def _check_model(model: nn.Module) -> None:
     """Raises an error for a model that is split already, or that returns values of layers on all stages."""
     if is_split(model):
         raise PreparationError(
-            f"{type(model).__name__} was split into stages by an earlier `prepare`, so this rank has only some "
-            "of its layers. Pass a model that was not prepared."
+            f"{type(model).__name__} was split into stages by an earlier `prepare`, so this rank has only "
+            "some of its layers. Pass a model that was not prepared."
         )
     config = getattr(model, "config", None)
     fields = ("output_hidden_states", "output_attentions", "output_router_logits")
