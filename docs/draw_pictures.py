@@ -218,6 +218,94 @@ def draw_mesh() -> Picture:
     return picture
 
 
+Pass = tuple[str, int, int]
+"""A pass of a schedule: "F", "B", "I" or "W", its stage and its micro-batch."""
+
+
+def _order_1f1b(rank: int, ranks: int, count: int) -> list[Pass]:
+    """Give the passes of one rank in 1F1B: forwards to fill the pipeline, then one backward for each."""
+    ahead = min(count, ranks - rank)
+    order: list[Pass] = [("F", rank, index) for index in range(ahead)]
+    for index in range(count):
+        order.append(("B", rank, index))
+        if ahead + index < count:
+            order.append(("F", rank, ahead + index))
+    return order
+
+
+def _order_gpipe(rank: int, ranks: int, count: int) -> list[Pass]:
+    """Give the passes of one rank in GPipe: all forwards, then all backwards."""
+    return [(kind, rank, index) for kind in "FB" for index in range(count)]
+
+
+def _order_split(rank: int, ranks: int, count: int) -> list[Pass]:
+    """Give 1F1B with backwards in two parts, of which that for weights fills idle time."""
+    order: list[Pass] = []
+    late: list[Pass] = []
+    for kind, stage, index in _order_1f1b(rank, ranks, count):
+        order.append(("I" if kind == "B" else kind, stage, index))
+        if kind == "B":
+            late.append(("W", stage, index))
+            if len(late) > rank:  # the earlier the rank, the longer it would wait for others
+                order.append(late.pop(0))
+    return order + late
+
+
+def _times(orders: Sequence[Sequence[Pass]], length: dict[str, int]) -> dict[Pass, int]:
+    """Give the start of each pass, as early as its rank and the passes that it needs allow."""
+    last = len(orders) - 1
+    starts: dict[Pass, int] = {}
+    done = [0] * len(orders)
+    free = [0] * len(orders)
+    while any(done[rank] < len(order) for rank, order in enumerate(orders)):
+        for rank, order in enumerate(orders):
+            while done[rank] < len(order):
+                kind, stage, index = order[done[rank]]
+                before = {"F": ("F", stage - 1, index), "W": ("I", stage, index)}.get(kind)
+                if kind in "BI":
+                    before = (kind, stage + 1, index) if stage < last else ("F", stage, index)
+                needed = before is not None and before[1] >= 0
+                if needed and before not in starts:
+                    break
+                ready = starts[before] + length[before[0]] if needed and before is not None else 0
+                starts[kind, stage, index] = max(free[rank], ready)
+                free[rank] = starts[kind, stage, index] + length[kind]
+                done[rank] += 1
+    return starts
+
+
+def draw_schedules() -> Picture:
+    """Show which pass each rank computes over time under three schedules."""
+    ranks, count = 4, 6
+    picture = Picture(
+        "Schedules of a pipeline over time",
+        "Four ranks with one stage each compute six micro-batches. GPipe runs all forward passes before the "
+        "backward passes. 1F1B has the same idle time, but each rank keeps the activations of at most four "
+        "micro-batches. A schedule that splits backward passes fills idle time with gradients of weights.",
+        392,
+    )
+    parts = [
+        ("GPipe", "activations of all micro-batches", _order_gpipe),
+        ("1F1B", "activations of at most four micro-batches", _order_1f1b),
+        ("zero bubble", "gradients of weights (green) fill idle time", _order_split),
+    ]
+    length = {"F": 1, "B": 2, "I": 1, "W": 1}
+    kinds = {"F": "a", "B": "b", "I": "b", "W": "c"}
+    width = 372 / 28
+    for number, (name, note, order) in enumerate(parts):
+        top = 12 + 124 * number
+        picture.text(14, top + 12, name, "head")
+        picture.text(112, top + 12, note, "note")
+        starts = _times([order(rank, ranks, count) for rank in range(ranks)], length)
+        for (kind, stage, index), start in starts.items():
+            x, y = 14 + width * start, top + 22 + 22 * stage
+            picture.box(x, y, width * length[kind], 18, str(index), kinds[kind], "small")
+    picture.text(
+        14, 386, "rows: ranks; numbers: micro-batches; blue: forward", "note"
+    )
+    return picture
+
+
 def draw_commit() -> Picture:
     """Show the commit of a checkpoint."""
     picture = Picture(
@@ -414,6 +502,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "uneven_end": draw_uneven_end,
     "dispatch": draw_dispatch,
     "mesh": draw_mesh,
+    "schedules": draw_schedules,
     "commit": draw_commit,
     "offload": draw_offload,
     "packages": draw_packages,

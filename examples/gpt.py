@@ -1,6 +1,7 @@
 """Train a small GPT on the Python documentation; the launch command selects the parallel layout.
 
-One process, replicas (DDP), sharded parameters (FSDP 2), FSDP 2 with tensor parallelism, context parallelism:
+One process, replicas (DDP), sharded parameters (FSDP 2), FSDP 2 with tensor parallelism, context parallelism,
+a pipeline, and a pipeline of stages that FSDP 2 shards:
 
     python examples/gpt.py
     accelerate launch --cpu --num_processes 2 examples/gpt.py
@@ -9,6 +10,10 @@ One process, replicas (DDP), sharded parameters (FSDP 2), FSDP 2 with tensor par
         --parallelism_config_dp_shard_size 2 --parallelism_config_tp_size 2 examples/gpt.py
     accelerate launch --cpu --num_processes 2 --use_parallelism_config \\
         --parallelism_config_cp_size 2 examples/gpt.py
+    accelerate launch --cpu --num_processes 2 --use_parallelism_config \\
+        --parallelism_config_pp_size 2 --parallelism_config_pp_schedule zbvzerobubble examples/gpt.py
+    accelerate launch --cpu --num_processes 4 --use_fsdp --fsdp_version 2 --use_parallelism_config \\
+        --parallelism_config_pp_size 2 --parallelism_config_dp_shard_size 2 examples/gpt.py
 
 All print the same losses: the global batch size does not depend on the number of processes.
 """
@@ -65,7 +70,7 @@ class GPT(nn.Module):
         **dict.fromkeys(("blocks.*.join", "blocks.*.down"), "rowwise"),
     }
 
-    def __init__(self, width: int = 64, depth: int = 2) -> None:
+    def __init__(self, width: int = 64, depth: int = 4) -> None:
         super().__init__()
         self.bytes, self.places = nn.Embedding(256, width), nn.Embedding(LENGTH, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
@@ -76,6 +81,11 @@ class GPT(nn.Module):
         for block in self.blocks:
             hidden = block(hidden)
         return self.guess(self.norm(hidden))
+
+
+def mean_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Returns the loss of each byte, on average."""
+    return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
 def train(steps: int, batch_size: int) -> list[float]:
@@ -92,13 +102,13 @@ def train(steps: int, batch_size: int) -> list[float]:
         tokens, labels = batch[:, :-1].clone(), batch[:, 1:].clone()
         places = torch.arange(LENGTH, device=batch.device).repeat(len(batch), 1)
         buffers = [tokens, labels, places]
+        inputs = {"tokens": tokens, "places": places, "labels": labels}
         with accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)):
-            loss = cross_entropy(model(tokens, places).flatten(0, 1), labels.flatten())
-            accelerator.backward(loss)
+            loss = accelerator.forward_backward(model, inputs, mean_loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(accelerator.reduce(loss.detach(), "mean").item())
+        losses.append(accelerator.reduce(loss, "mean").item())
         if step % 10 == 0 or step == steps - 1:
             accelerator.print(f"step {step:3}: loss {losses[-1]:.4f}")
     accelerator.end_training()

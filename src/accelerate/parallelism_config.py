@@ -18,6 +18,7 @@ from accelerate.base import (
 )
 from accelerate.plugins import (
     DeepSpeedSequenceParallelConfig,
+    PipelineConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
     at_least,
@@ -30,7 +31,7 @@ from accelerate.settings.sections import ParallelismSection
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Mesh dimensions from the outermost to the innermost, whose ranks communicate the most."""
 
 BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
@@ -45,6 +46,7 @@ class ParallelismConfig:
     that are assigned later take effect when the mesh is built.
 
     Args:
+        pp_size: Number of ranks that have different layers of the model, by pipeline parallelism.
         dp_replicate_size: Number of replicas of the model.
         dp_shard_size: Number of ranks that shard one replica.
         tp_size: Number of ranks that shard each layer, by tensor parallelism.
@@ -52,6 +54,7 @@ class ParallelismConfig:
         cp_backend: "torch".
         sp_size: Number of ranks that shard each sequence, by Ulysses sequence parallelism.
         sp_backend: "deepspeed".
+        pp_handler: Options of pipeline parallelism.
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
         sp_handler: Options of sequence parallelism.
@@ -71,6 +74,8 @@ class ParallelismConfig:
     tp_handler: TorchTensorParallelConfig | None = None
     cp_handler: TorchContextParallelConfig | None = None
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
+    pp_size: int | None = None
+    pp_handler: PipelineConfig | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
@@ -86,6 +91,8 @@ class ParallelismConfig:
         if self.cp_enabled and self.sp_enabled:
             reason = f"cp_size={self.cp_size} shards sequences already"
             raise wrong_value("sp_size", self.sp_size, reason, "Leave one of them at 1")
+        if self.pp_enabled:
+            self.pp_handler = self.pp_handler or PipelineConfig()
         if self.tp_enabled:
             self.tp_handler = self.tp_handler or TorchTensorParallelConfig()
         if self.cp_enabled:
@@ -105,7 +112,7 @@ class ParallelismConfig:
     @property
     def non_dp_dim_names(self) -> list[str]:
         """Dimensions along which ranks have the same data."""
-        return self._active("tp", "cp", "sp")
+        return self._active("pp", "tp", "cp", "sp")
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
@@ -130,12 +137,17 @@ class ParallelismConfig:
     @property
     def non_data_parallel_size(self) -> int:
         """Number of ranks that have the same data."""
-        return prod(self._sizes[axis] for axis in ("tp", "cp", "sp"))
+        return prod(self._sizes[axis] for axis in ("pp", "tp", "cp", "sp"))
 
     @property
     def data_parallel_size(self) -> int:
         """Number of groups of ranks that have different data."""
         return prod(self._sizes[axis] for axis in ("dp_replicate", "dp_shard"))
+
+    @property
+    def pp_enabled(self) -> bool:
+        """True if layers are on different ranks, by pipeline parallelism."""
+        return self._sizes["pp"] > 1
 
     @property
     def dp_replicate_enabled(self) -> bool:

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, ParallelismConfig
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError
 from accelerate.checkpointing import find_shards
+from accelerate.local_sgd import LocalSGD
 from accelerate.utils import GradientAccumulationPlugin
 
 Run = Callable[..., list[Any]]
@@ -81,6 +82,8 @@ def attach_adapters(model: Net) -> None:
 
 
 def shard(model: Net, layout: str) -> None:
+    if not dist.is_initialized():  # in one process, which the Accelerator does not initialize
+        dist.init_process_group("gloo")
     size = dist.get_world_size()
     if layout == "units":
         shard_units(model, None)
@@ -113,6 +116,17 @@ def whole(tensor: Any) -> torch.Tensor:
     return full.detach().clone()
 
 
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, atol=1e-5, rtol=1e-5)
+
+
+def samples() -> list[tuple[torch.Tensor, int]]:
+    rows = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
+    return [(row, index % 3) for index, row in enumerate(rows)]
+
+
 def build(accelerator: Accelerator, layout: str, adapters: bool) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = Net()
@@ -120,19 +134,29 @@ def build(accelerator: Accelerator, layout: str, adapters: bool) -> tuple[Any, A
         shard(model, layout)
     if adapters:
         attach_adapters(model)
-    rows = torch.randn(SAMPLES, 8, generator=torch.Generator().manual_seed(1))
-    data = [(row, index % 3) for index, row in enumerate(rows)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    loader = DataLoader(data, batch_size=BATCH)  # type: ignore[arg-type]
+    loader = DataLoader(samples(), batch_size=BATCH)  # type: ignore[arg-type]
     return accelerator.prepare(model, optimizer, loader)  # type: ignore[no-any-return]
 
 
 def train(
-    layout: str, adapters: bool = False, steps: int = 1, norm: float = 2.0, syncs_early: bool = False
+    layout: str,
+    adapters: bool = False,
+    steps: int = 1,
+    norm: float = 2.0,
+    syncs_early: bool = False,
+    has_plugin: bool = False,
+    tp_size: int = 1,
 ) -> dict[str, Any]:
     """Trains on global batches of 8 samples, whatever the number of ranks, and returns what a user sees."""
     accumulation = GradientAccumulationPlugin(steps, sync_each_batch=syncs_early)
-    accelerator = Accelerator(gradient_accumulation_plugin=accumulation, split_batches=True, cpu=True)
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=accumulation,
+        split_batches=True,
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if layout and has_plugin else None,
+        parallelism_config=ParallelismConfig(tp_size=tp_size) if layout and tp_size > 1 else None,
+    )
     model, optimizer, loader = build(accelerator, layout, adapters)
     norms, losses = [], []
     for _ in range(2):
@@ -276,6 +300,34 @@ def test_replicas_of_shards_are_averaged_once_in_a_window(run: Run) -> None:
     assert run(count_all_reduces, processes=4) == [[0, 0, 3]] * 4  # one for each unit
 
 
+class Counter(nn.Module):
+    """A module with a state that is not a tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"count": 3}
+
+
+def gather_extra_states(folder: Path) -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    shard(model, "units")
+    model.counter = Counter()
+    model = accelerator.prepare(model)
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        assert state["counter._extra_state"] == {"count": 3}
+    accelerator.save_model(model, folder, safe_serialization=False)
+    accelerator.save_state(str(folder / "state"))
+    accelerator.load_state(str(folder / "state"))
+
+
+def test_extra_states_of_sharded_models_are_kept(run: Run, tmp_path: Path) -> None:
+    run(gather_extra_states, tmp_path)
+
+
 def step_schedule_and_generate() -> None:
     """Steps a schedule, and runs a different number of forwards on each rank."""
     accelerator = Accelerator(cpu=True)
@@ -303,6 +355,204 @@ def test_schedules_and_forwards_of_single_ranks(run: Run) -> None:
     run(step_schedule_and_generate)
 
 
+def prepare_again() -> None:
+    """Prepares a schedule before its model, and the model again with a loader and without one."""
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    shard(model, "plan")
+    experts = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))
+    weight = nn.Parameter(distribute_tensor(torch.ones(4), experts, [Shard(0)]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    assert schedule.num_processes == 2
+    accelerator.prepare(model)
+    assert schedule.num_processes == 1
+    accelerator.free_memory()
+    _, loader = accelerator.prepare(model, DataLoader(range(8)))  # type: ignore[arg-type]
+    assert len(loader) == 8
+    accelerator.free_memory()
+    plain = accelerator.prepare(nn.Linear(2, 2))
+    LocalSGD(accelerator, plain, 2)  # refused for sharded models only
+    accelerator.free_memory()
+    holder = nn.ParameterList([weight])
+    accelerator.prepare_model(holder, evaluation_mode=True)
+    accelerator.free_memory()
+    accelerator.prepare(holder)
+    accelerator.backward(weight.to_local().sum())  # the sum over two batches
+    assert weight.grad is not None
+    assert weight.grad.to_local().tolist() == [0.5, 0.5]
+
+
+def test_models_are_prepared_again(run: Run) -> None:
+    run(prepare_again)
+
+
+def keep_part_of_a_mesh() -> None:
+    """Prepares a model with a unit that is averaged over one of two ranks."""
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    model = Net()
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(model.blocks[0], mesh=mesh["shard"])
+    with pytest.raises(PreparationError, match="Net.blocks.0 is already sharded by fully_shard"):
+        accelerator.prepare(model)
+
+
+def test_units_that_the_plugin_does_not_complete_are_refused(run: Run) -> None:
+    run(keep_part_of_a_mesh)
+
+
+def leave_a_rank_out() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    apply_plan(model, DeviceMesh("cpu", [0], mesh_dim_names=("tp",)))
+    with pytest.raises(PreparationError, match="Net is sharded over a mesh without rank 1, and all 2 ranks"):
+        accelerator.prepare(model)
+
+
+def test_a_mesh_without_a_rank_is_refused_on_all_ranks(run: Run) -> None:
+    run(leave_a_rank_out)
+
+
+def train_after_forward(layout: str) -> dict[str, torch.Tensor]:
+    """Trains a model of which a forward has left a unit gathered before its optimizer is created."""
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    torch.manual_seed(0)
+    model = Net()
+    if layout:
+        shard(model, layout)
+    with torch.no_grad():
+        model(torch.ones(1, 8))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    loader = DataLoader(samples(), batch_size=BATCH)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for rows, labels in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(rows), labels))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [("units", 2), pytest.param("replicas of shards", 4, marks=pytest.mark.slow)],
+)
+def test_units_that_a_forward_left_gathered_train(run: Run, layout: str, processes: int) -> None:
+    (expected,) = run(train_after_forward, "", processes=1)
+    for weights in run(train_after_forward, layout, processes=processes, timeout=180):
+        assert_equal(weights, expected)
+
+
+def train_by_items(layout: str) -> list[float]:
+    """Returns the gradient norms of windows with counted items, whose gradients are reduced early."""
+    plugin = GradientAccumulationPlugin(3, sync_each_batch=True)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin, split_batches=True, cpu=True)
+    model, optimizer, loader = build(accelerator, layout, False)
+    norms = []
+    for rows, labels in [*loader, *loader]:
+        with accelerator.accumulate(model, num_items=labels.sum()):
+            losses = nn.functional.cross_entropy(model(rows), labels, reduction="none")
+            accelerator.backward((losses * labels).sum())
+            if accelerator.sync_gradients:
+                norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return norms
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [("units", 2), pytest.param("replicas of shards", 4, marks=pytest.mark.slow)],
+)
+def test_items_are_counted_in_windows_that_reduce_early(run: Run, layout: str, processes: int) -> None:
+    (expected,) = run(train_by_items, "", processes=1)
+    assert len(expected) == 2
+    for norms in run(train_by_items, layout, processes=processes, timeout=180):
+        assert norms == pytest.approx(expected, rel=1e-4)
+
+
+class Tokens(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.net = nn.Embedding(16, 8, sparse=True), Net()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.net(self.embedding(ids))
+        return logits
+
+
+def train_sparse(is_sharded: bool) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    torch.manual_seed(0)
+    model = Tokens()
+    if is_sharded:
+        fully_shard(model.net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = [(index % 16, index % 3) for index in range(SAMPLES)]
+    model, optimizer, loader = accelerator.prepare(
+        model,
+        optimizer,
+        DataLoader(data, batch_size=BATCH),  # type: ignore[arg-type]
+    )
+    for ids, labels in loader:
+        accelerator.backward(nn.functional.cross_entropy(model(ids), labels))
+        assert model.embedding.weight.grad.is_sparse
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: whole(value) for name, value in model.state_dict().items()}
+
+
+def test_sparse_gradients_beside_shards_are_averaged(run: Run) -> None:
+    (expected,) = run(train_sparse, False, processes=1)
+    for weights in run(train_sparse, True):
+        assert_equal(weights, expected)
+
+
+class Average:
+    """Moving average of the parameters of a model, which has their placements."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.shadow = {name: value.detach().clone() for name, value in model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": 0.5, "shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state["shadow"].items():
+            self.shadow[name].copy_(value)
+
+
+def load_average(layout: str, folder: Path, saves: bool) -> dict[str, torch.Tensor]:
+    accelerator = Accelerator(cpu=True)
+    model, _, _ = build(accelerator, layout, False)
+    average = Average(accelerator.unwrap_model(model))
+    accelerator.register_for_checkpointing(average)
+    if saves:
+        accelerator.save_state(str(folder / "state"))
+    for value in average.shadow.values():
+        value.zero_()
+    accelerator.load_state(str(folder / "state"))
+    return {name: whole(value) for name, value in average.shadow.items()}
+
+
+def test_registered_objects_with_shards_are_saved_whole(run: Run, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    expected = {name: value.detach() for name, value in Net().named_parameters()}
+    for layout, processes, saves in [("units", 2, True), ("plan", 2, False), ("units", 1, False)]:
+        for weights in run(load_average, layout, tmp_path, saves, processes=processes):
+            assert_equal(weights, expected)
+
+
+def test_one_process_trains_and_saves_what_it_has_sharded(run: Run, tmp_path: Path) -> None:
+    (expected,) = run(train, "", processes=1)
+    for layout in ("units", "plan"):
+        (found,) = run(train, layout, processes=1)
+        assert_equal(found["weights"], expected["weights"])
+        assert found["state"] == expected["state"]
+        run(resume, layout, tmp_path / layout, "no", processes=1)
+        run(weights_of, tmp_path / layout, "", processes=1)
+
+
 def test_a_mesh_that_shards_needs_a_plugin_or_a_sharded_model(run: Run) -> None:
     run(prepare_by_mesh)
 
@@ -318,6 +568,10 @@ CASES = [
     *((layout, 2, {}) for layout in TWO),
     ("units", 2, {"adapters": True, "steps": 2}),
     ("plan and units", 4, {"steps": 2}),
+    ("units", 2, {"adapters": True, "has_plugin": True}),
+    ("plan", 2, {"adapters": True, "tp_size": 2}),
+    pytest.param("plan and units", 4, {"has_plugin": True}, marks=pytest.mark.slow),
+    pytest.param("replicas of shards", 4, {"has_plugin": True, "steps": 2}, marks=pytest.mark.slow),
     *(
         pytest.param(layout, 4, options, marks=pytest.mark.slow)
         for layout in [*TWO, *FOUR]
@@ -336,8 +590,7 @@ def test_training_is_that_of_one_process(
         assert found["norms"] == pytest.approx(expected["norms"], rel=1e-5, abs=1e-6)
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-6)
         assert "DistributedDataParallel" not in found["kinds"]
-        for name, value in expected["weights"].items():
-            torch.testing.assert_close(found["weights"][name], value, atol=1e-5, rtol=1e-5)
+        assert_equal(found["weights"], expected["weights"])
 
 
 def train_with(layout: str, options: dict[str, Any]) -> dict[str, Any]:

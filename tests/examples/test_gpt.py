@@ -31,7 +31,16 @@ WAYS = {
         *("--parallelism_config_dp_shard_size", "2", "--parallelism_config_cp_size", "2"),
     ],
 }
-FAST = ("CP",)
+PIPELINE = [*MESH, "--parallelism_config_pp_size", "2"]
+WAYS |= {
+    "PP": [*TWO, *PIPELINE, "--parallelism_config_pp_schedule", "zbvzerobubble"],
+    "PP+FSDP2": [
+        *("--num_processes", "4", *SHARDED, *PIPELINE),
+        *("--parallelism_config_dp_shard_size", "2"),
+    ],
+    "PP+TP": ["--num_processes", "4", *PIPELINE, "--parallelism_config_tp_size", "2"],
+}
+FAST = ("CP", "PP")
 
 
 def losses(*command: str) -> list[float]:

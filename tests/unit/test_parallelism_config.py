@@ -32,7 +32,7 @@ def test_axes_have_an_order_and_common_names() -> None:
     assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
     assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
     assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (120, 6, 20)
-    assert config._sizes == {"dp_replicate": 2, "dp_shard": 3, "cp": 5, "sp": 1, "tp": 4}
+    assert config._sizes == {"pp": 1, "dp_replicate": 2, "dp_shard": 3, "cp": 5, "sp": 1, "tp": 4}
 
 
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")  # which torch is about to change
@@ -101,8 +101,8 @@ def test_invalid_settings_are_refused(wrong: dict[str, Any], named: str) -> None
 
 
 def test_an_unknown_axis_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="parallelism='pp'"):
-        ParallelismConfig()._set_size("pp", 2)
+    with pytest.raises(ConfigurationError, match="parallelism='xp'"):
+        ParallelismConfig()._set_size("xp", 2)
 
 
 def test_the_mesh_is_made_of_all_processes() -> None:

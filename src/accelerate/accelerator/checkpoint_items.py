@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate import checkpointing, rng
+from accelerate import checkpointing, rng, strategies
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import Change, CheckpointReader, CheckpointSource, Part, Payload, Staging
@@ -141,8 +141,9 @@ def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:
     """Returns the parts of schedulers, the scaler, registered objects and loaders."""
     prepared, rank, scaler = runtime.prepared, runtime.state.process_index, runtime.strategy.precision.scaler
     loaders = enumerate(prepared.loaders)
+    distribute = None if runtime.strategy.holds_whole_models else strategies.fsdp.distribute_like
     return [
-        *checkpointing.state_parts(_own(prepared.schedulers), scaler, prepared.custom),
+        *checkpointing.state_parts(_own(prepared.schedulers), scaler, prepared.custom, distribute),
         *(checkpointing.LoaderPart(index, loader, rank, resized) for index, loader in loaders),
     ]
 

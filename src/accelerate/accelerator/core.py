@@ -531,6 +531,38 @@ class Accelerator(ProcessControl):
             learning_rate = find_fused_optimizer(self._optimizers).param_groups[0]["lr"]
         self.lomo_backward(loss, learning_rate)
 
+    def forward_backward(
+        self, model: nn.Module, batch: Any, loss_fn: Callable[[Any, Any], torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Computes the gradients of the loss of a batch, also for a model whose layers are on several ranks.
+
+        It does the work of a forward and `backward`. With pipeline parallelism the batch is split into
+        micro-batches, and their forward and backward passes overlap. Called on all ranks, in which all ranks
+        of a pipeline have the same batch.
+
+        Args:
+            model: A prepared model.
+            batch: Mapping of the arguments of the model by name, in which others are for the loss function
+                only; or tuple of positional arguments and the target.
+            loss_fn: Returns the loss as a 0-d tensor from the outputs and the target, which is the mapping
+                or the last element of the tuple. The loss is the mean over samples, or with `num_items` the
+                sum over items. None uses the loss that the model returns.
+
+        Returns:
+            The loss of the batch of this rank, as a 0-d float32 tensor that is detached.
+
+        Raises:
+            PreparationError: The model cannot be split into stages, or the loss of a batch is not the mean
+                of the losses of its samples.
+        """
+        accumulation = self._accumulation
+        loss = self._runtime.strategy.forward_backward(
+            model, batch, loss_fn, accumulation.scale, is_sum=accumulation.weighting is not None
+        )
+        if step_clock.wanted:
+            step_clock.keep("loss", local_scalar(loss))
+        return loss
+
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Runs the backward pass of an optimizer that updates parameters while gradients are computed (LOMO).
 

@@ -3,7 +3,7 @@
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from functools import reduce
 from pathlib import PurePath
@@ -177,3 +177,18 @@ def spell_ranks(ranks: Sequence[int]) -> str:
             runs.append([rank])
     text = ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def describe_position(sizes: Mapping[str, int], rank: int) -> str:
+    """Returns the index of a rank along each dimension of a mesh, such as "pp 1, dp_shard 0".
+
+    Args:
+        sizes: Size of each dimension by its name, the outermost first. Dimensions of size 1 are left out.
+        rank: A rank of the mesh, whose ranks are in row-major order.
+    """
+    indices: list[str] = []
+    for name, size in reversed(list(sizes.items())):
+        rank, index = divmod(rank, size)
+        if size > 1:
+            indices.insert(0, f"{name} {index}")
+    return ", ".join(indices)

@@ -24,6 +24,7 @@ from accelerate.checkpointing.changes import (
 )
 from accelerate.checkpointing.compatibility import (
     GROUPS as GROUPS,
+    PARAMETERS as PARAMETERS,
     STATE as STATE,
     check_optimizer as check_optimizer,
     check_shapes as check_shapes,

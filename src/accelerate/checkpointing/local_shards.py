@@ -91,23 +91,24 @@ def write_item(
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 
-def to_local_shards(value: Any, position: int, rank: int) -> LocalShards | PlainValue:
+def to_local_shards(value: Any, position: int, rank: int, first: int = 0) -> LocalShards | PlainValue:
     """Returns the part of a value that is on this rank.
 
-    Values that are not distributed are equal on all ranks, and rank 0 saves them.
+    Values that are not distributed are equal on all ranks, and the first one saves them.
 
     Args:
         value: Tensor, distributed tensor or any other value.
         position: Position among all values. Ranks with the same shards take turns in saving them.
         rank: This rank.
+        first: First rank with these values.
     """
     if isinstance(value, (LocalShards, PlainValue)):
         return value
     if is_dtensor(value):
-        return _of_distributed(value, position)
+        return _of_distributed(value, position, first)
     if isinstance(value, Tensor):
-        return single_shard(value.detach(), rank == 0)
-    return PlainValue(value, rank == 0)
+        return single_shard(value.detach(), rank == first)
+    return PlainValue(value, rank == first)
 
 
 def single_shard(tensor: Tensor, owned: bool = True) -> LocalShards:
@@ -119,10 +120,10 @@ def _local_tensor(value: DTensor) -> Tensor:
     return value.detach().to_local()  # type: ignore[no-any-return, attr-defined]
 
 
-def _of_distributed(value: DTensor, position: int) -> LocalShards:
+def _of_distributed(value: DTensor, position: int, first: int) -> LocalShards:
     mesh, local = value.device_mesh, _local_tensor(value)
     coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    owned = bool((mesh.mesh == 0).any()) and all(  # other meshes of the run have replicas
+    owned = bool((mesh.mesh == first).any()) and all(  # other meshes of the run have replicas
         coordinate[dim] == position % mesh.size(dim)
         for dim, placement in enumerate(value.placements)
         if placement.is_replicate()

@@ -40,6 +40,8 @@ from accelerate.checkpointing.changes import Change, Stage, no_change
 from accelerate.checkpointing.manifest import checksum_of
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
+from accelerate.nested import honor_mapping, honor_type, recursively_apply
+from accelerate.ops import is_dtensor, run_on_all_ranks, to_full_tensor
 from accelerate.weights import (
     drop_shared,
     missing_names,
@@ -55,6 +57,8 @@ logger = get_logger(__name__)
 LOADER_NAME = "dl_state_dict"  # file of other software with the position of a loader
 
 Fill = Callable[[nn.Module, Mapping[str, Tensor]], None]
+Distribute = Callable[[Any, Tensor], Any]
+"""Function that returns a tensor distributed like another one."""
 
 
 @dataclass(frozen=True)
@@ -145,9 +149,14 @@ class StatePart:
     owner: Any  # has `state_dict` and `load_state_dict`
     write: Callable[[Any, Path], None] = write_torch
     may_lack: bool = False  # whether a checkpoint of other software may be without it
+    distribute: Distribute | None = None  # for an object that may have DTensors
 
     def collect(self, writes_common: bool = True) -> list[Payload]:
-        return [Payload(self.name, self.owner.state_dict(), self.write)] if writes_common else []
+        if self.distribute is not None:
+            state = _gather_shards(run_on_all_ranks(self.owner.state_dict), keep=writes_common)
+        elif writes_common:
+            state = self.owner.state_dict()
+        return [Payload(self.name, state, self.write)] if writes_common else []
 
     def read(self, reader: CheckpointReader) -> Change:
         kind = type(self.owner).__name__
@@ -160,7 +169,10 @@ class StatePart:
 
         def apply() -> None:
             with reader.error_context(self.name, kind):
-                self.owner.load_state_dict(state)
+                own = state
+                if self.distribute is not None:
+                    own = _distribute_nested(state, self.owner.state_dict(), self.distribute)
+                self.owner.load_state_dict(own)
 
         return Change(apply, f"{kind} ({self.name})")
 
@@ -174,6 +186,32 @@ class StatePart:
             compatibility.check_keys(state, owner.state_dict().keys())
         elif isinstance(owner, torch.optim.lr_scheduler.LRScheduler):
             compatibility.check_keys(state, ())
+
+
+def _gather_shards(state: Any, *, keep: bool) -> Any:
+    """Returns a state with whole tensors on the CPU, or without values if `keep` is False.
+
+    Called on all ranks.
+    """
+
+    def gather(value: Any) -> Any:
+        whole = to_full_tensor(value)
+        return whole.cpu() if keep else None
+
+    return recursively_apply(gather, state, test_type=is_dtensor)
+
+
+def _distribute_nested(state: Any, own: Any, distribute: Distribute) -> Any:
+    """Returns a state in which tensors are distributed like those at the same positions of another state."""
+    if is_dtensor(own):
+        return distribute(state, own)
+    if isinstance(own, Mapping) and isinstance(state, Mapping):
+        items = {key: _distribute_nested(state[key], own.get(key), distribute) for key in state}
+        return honor_mapping(state, items)
+    if isinstance(own, (list, tuple)) and isinstance(state, (list, tuple)) and len(own) == len(state):
+        pairs = zip(state, own, strict=True)
+        return honor_type(state, (_distribute_nested(*pair, distribute) for pair in pairs))
+    return state
 
 
 @dataclass(frozen=True)
@@ -464,13 +502,15 @@ def number(stem: str, index: int, suffix: str) -> str:
     return f"{stem}{suffix}" if index == 0 else f"{stem}_{index}{suffix}"
 
 
-def state_parts(schedulers: Sequence[Any], scaler: Any, custom: Sequence[Any] = ()) -> list[StatePart]:
+def state_parts(
+    schedulers: Sequence[Any], scaler: Any, custom: Sequence[Any] = (), distribute: Distribute | None = None
+) -> list[StatePart]:
     """Returns the parts of schedulers, scaler and objects of the user.
 
     The objects of the user come first, because their `load_state_dict` may refuse a state.
     """
     return [
-        *(custom_part(index, owner) for index, owner in enumerate(custom)),
+        *(custom_part(index, owner, distribute) for index, owner in enumerate(custom)),
         *(StatePart(number(SCHEDULER_NAME, index, ".bin"), owner) for index, owner in enumerate(schedulers)),
         *([] if scaler is None else [StatePart(SCALER_NAME, scaler, may_lack=True)]),
     ]
@@ -484,6 +524,12 @@ def optimizer_parts(optimizers: Sequence[Any]) -> list[OptimizerPart]:
     ]
 
 
-def custom_part(index: int, owner: Any) -> StatePart:
-    """Returns the part of an object of the user, by its index."""
-    return StatePart(f"custom_checkpoint_{index}.pkl", owner, write=_write_custom)
+def custom_part(index: int, owner: Any, distribute: Distribute | None = None) -> StatePart:
+    """Returns the part of an object of the user, by its index.
+
+    Args:
+        index: Index of the object.
+        owner: The object.
+        distribute: Function for states with DTensors, which are then gathered on all ranks, or None.
+    """
+    return StatePart(f"custom_checkpoint_{index}.pkl", owner, write=_write_custom, distribute=distribute)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections.abc import Callable, Container, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping, Set
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -80,6 +80,11 @@ class ShardIndex:
         if not hasattr(entry, "size"):
             return None
         return torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+
+    def without(self, names: Set[str]) -> ShardIndex:
+        """Returns an index without the values of some weights or parameters."""
+        kept = {path: key for path, key in self.paths.items() if not names & set(path[1:3])}
+        return replace(self, paths=kept)
 
     def check_files(self, keys: Container[str]) -> None:
         """Verifies that the files of some keys exist and are large enough."""

@@ -289,7 +289,7 @@ def format_plan(
     from accelerate import planning
 
     layout, accumulation = plan.layout, plan.layout.accumulation
-    count = layout.shards * layout.tensor_parallel
+    count = layout.num_devices
     lines = [
         f"A training step of {args.model_name} with {args.optimizer}, mixed precision "
         f"{args.mixed_precision}, batch size {plan.batch_size}"

@@ -27,6 +27,7 @@ from accelerate.settings.sections import (
     Fp8Section,
     LaunchSection,
     ParallelismSection,
+    PipelineSection,
     SequenceParallelSection,
 )
 
@@ -281,7 +282,7 @@ def prepare_extend_env_parallelism_config(
     """Adds the variables of the device mesh."""
     settings = settings_of(args, use_parallelism_config=True)
     current_env["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
-    mesh = (ParallelismSection, ContextParallelSection, SequenceParallelSection)
+    mesh = (ParallelismSection, PipelineSection, ContextParallelSection, SequenceParallelSection)
     current_env.update(env.encode(settings, mesh))
     return current_env
 

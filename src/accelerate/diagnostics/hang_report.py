@@ -18,11 +18,12 @@ from pathlib import Path
 
 import psutil
 
-from accelerate.base import spell_ranks
+from accelerate.base import describe_position, spell_ranks
 from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
-from accelerate.state import record_event
+from accelerate.state import AcceleratorState, record_event
 
 MAX_STACKS = 3
+MAX_RANKS = 16  # whose positions in the mesh are listed
 EXIT_CODE = 1  # of a process that ends after a report
 
 CHECK_INTERVAL = 1.0  # seconds
@@ -128,11 +129,22 @@ def format_report(states: Sequence[RankState], folder: str) -> str:
         name = f"rank {state.rank} (process {state.pid} on {state.host})"
         lines += [f"{name} is at:", state.stack.rstrip()] if state.stack else []
         lines += [f"{name} {state.details.rstrip()}"] if state.details else []
+    if places := _positions([state.rank for state in (states if len(states) <= MAX_RANKS else shown)]):
+        lines.append(f"In the mesh {places}.")
     # The progress of the collectives of torch on the ranks, if it differs.
     records = group_ranks((state.recorded, state.rank) for state in states if state.recorded)
     if len(records) > 1 and any(state.activity == Activity.TORCH for state in states):
         lines += [f"torch recorded on {spell_ranks(ranks)}: {text}." for text, ranks in records.items()]
     return "\n".join(lines)
+
+
+def _positions(ranks: Iterable[int]) -> str:
+    """Returns the positions of ranks in the mesh of the run, or nothing without a mesh."""
+    mesh = AcceleratorState._shared_state.get("device_mesh")
+    if mesh is None or mesh.ndim < 2:
+        return ""
+    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    return "; ".join(f"rank {rank} = {describe_position(sizes, rank)}" for rank in sorted(ranks))
 
 
 def group_states(states: Sequence[RankState], folder: str) -> list[tuple[str, list[RankState]]]:

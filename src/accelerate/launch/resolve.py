@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from accelerate.base import ConfigurationError, LaunchError, PrecisionType, read_seconds, wrong_value
+from accelerate.base import (
+    ConfigurationError,
+    LaunchError,
+    PrecisionType,
+    describe_position,
+    read_seconds,
+    wrong_value,
+)
 from accelerate.devices import CPU
 from accelerate.launch import layout
 from accelerate.launch.backends import Launcher, launcher_for, launcher_named
@@ -22,6 +30,7 @@ from accelerate.settings.sections import (
     DiagnosticsSection,
     LaunchSection,
     MpirunSection,
+    ParallelismSection,
     PrecisionSection,
     RendezvousSection,
     SlurmSection,
@@ -30,6 +39,9 @@ from accelerate.settings.sections import (
 )
 
 HIDDEN = "(hidden)"
+MAX_RANKS = 64  # whose positions in the mesh are listed
+_SIZE = ("parallelism_config_", "_size")
+"""Beginning and end of the names of options that are sizes of mesh dimensions."""
 STREAMS = re.compile(r"[0-3]|(\d:[0-3],)*\d:[0-3]")
 NEEDS_GROUP = ("use_fsdp", "use_deepspeed", "use_megatron_lm", "use_parallelism_config")
 """Strategies that need a process group, even with one process."""
@@ -256,6 +268,8 @@ def as_text(plan: LaunchPlan, settings: Settings) -> str:
         ("Notes", [[note] for note in plan.notes]),
         ("Processes", [[_layout(plan)]]),
     ]
+    if ParallelismSection.active(settings.values):
+        parts.append(("Mesh", [[line] for line in _mesh(plan, settings)]))
     for section in (section for section in SECTIONS if section.active(settings.values)):
         rows = [
             [row.name, str(_shown(row, settings.values[row.name])), settings.source(row.name)]
@@ -300,6 +314,19 @@ def _layout(plan: LaunchPlan) -> str:
         return f"{text}, on this machine"
     here = f"this is machine {plan.machine}, with {plan.ranks}"
     return f"{text}: {plan.layout}; {here}"
+
+
+def _mesh(plan: LaunchPlan, settings: Settings) -> list[str]:
+    """Returns the dimensions of the mesh and the position of each rank."""
+    names = [name for name in settings.values if name.startswith(_SIZE[0]) and name.endswith(_SIZE[1])]
+    sizes = {name[len(_SIZE[0]) : -len(_SIZE[1])]: settings.values[name] for name in names}
+    active = {name: size for name, size in sizes.items() if size > 1}
+    if math.prod(active.values()) != plan.processes:
+        return [f"its sizes make {math.prod(active.values())} processes, and there are {plan.processes}"]
+    ranks = range(plan.processes)
+    lines = [f"rank {rank} = {describe_position(active, rank)}" for rank in ranks[:MAX_RANKS]]
+    rest = [f"and {plan.processes - MAX_RANKS} more ranks"] * (plan.processes > MAX_RANKS)
+    return [" x ".join(f"{name} {size}" for name, size in active.items()), *lines, *rest]
 
 
 def _shown(row: Option, value: Any) -> Any:

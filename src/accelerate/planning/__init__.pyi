@@ -41,6 +41,7 @@ from accelerate.planning.tracing import (
     Step as Step,
     batch_size_of as batch_size_of,
     blocks_of as blocks_of,
+    fake_operators as fake_operators,
     loss_of as loss_of,
     loss_or_sum as loss_or_sum,
     meta_copy as meta_copy,

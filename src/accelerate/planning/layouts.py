@@ -56,8 +56,9 @@ LARGEST_TENSOR_PARALLEL = 8
 class Layout:
     """Distribution of a model over devices.
 
-    `shards` ranks shard the tensors that `sharding` names, and `tensor_parallel` ranks shard each layer. The
-    number of devices is the product.
+    `shards` ranks shard the tensors that `sharding` names, `tensor_parallel` ranks shard each layer, and
+    `stages` ranks have different layers. The number of devices is the product. A pipeline splits a batch into
+    `microbatches`, and its schedule is 1F1B.
     """
 
     sharding: str = "none"
@@ -66,13 +67,15 @@ class Layout:
     offload: str = "none"
     checkpointing: bool = False
     accumulation: int = 1
+    stages: int = 1
+    microbatches: int = 8
 
     def __post_init__(self) -> None:
         row = SHARDINGS[self.sharding]
-        for name in ("shards", "tensor_parallel", "accumulation"):
+        for name in ("shards", "tensor_parallel", "accumulation", "stages", "microbatches"):
             if getattr(self, name) < 1:
                 raise wrong_value(name, getattr(self, name), "it counts from 1", "Give 1 or more")
-        if row.has_masters and self.tensor_parallel > 1:
+        if row.has_masters and self.tensor_parallel * self.stages > 1:
             fix = "Use full_shard, shard_grad_op or none"
             raise wrong_value("sharding", self.sharding, "DeepSpeed's engine splits no layers", fix)
         if self.offload == "all" and not row.weights:
@@ -85,10 +88,16 @@ class Layout:
     @property
     def name(self) -> str:
         parts = ["ddp" if self.sharding == "none" and self.shards > 1 else self.sharding]
+        parts += [f"pp {self.stages}"] * (self.stages > 1)
         parts += [f"tp {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         parts += [f"offload {self.offload}"] * (self.offload != "none")
         parts += ["checkpointing"] * self.checkpointing
         return " + ".join(parts)
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices, which is the product of all sizes."""
+        return self.shards * self.tensor_parallel * self.stages
 
     @property
     def is_sharded(self) -> bool:
@@ -136,19 +145,31 @@ def _shard_moment(moment: Parts, trace: Trace, layout: Layout, *, is_step: bool)
         gradients=gradients,
         optimizer=optimizer,
         activations=moment.activations * _activation_fraction(layout),
-        temporary=temporary,
+        temporary=temporary if is_step or layout.stages == 1 else temporary / layout.microbatches,
         communication=0 if is_step and row.weights else _buffers(moment, trace, layout, is_whole) * split,
     )
 
 
 def _tensor_parallel_fraction(trace: Trace, layout: Layout) -> float:
-    """Returns the fraction of the parameters on each rank if tensor parallelism shards all blocks."""
+    """Returns the fraction of the parameters on a rank, of which each has a part of all blocks.
+
+    The parameters outside of blocks, such as embeddings, are on one rank of a pipeline.
+    """
     whole = max(moment.parameters for moment in (*trace.forward_backward, *trace.step))
     outside = trace.outside_blocks / whole if whole else 1.0
-    return outside + (1 - outside) / layout.tensor_parallel
+    return outside + (1 - outside) / (layout.tensor_parallel * layout.stages)
 
 
 def _activation_fraction(layout: Layout) -> float:
+    """Returns the fraction of the activations of a batch on the rank with the most.
+
+    The first stage of a pipeline has those of its layers for one micro-batch of each stage.
+    """
+    alive = 1.0 if layout.stages == 1 else 1 / max(layout.microbatches, layout.stages)
+    return alive * _tensor_parallel_activations(layout)
+
+
+def _tensor_parallel_activations(layout: Layout) -> float:
     return REPLICATED_ACTIVATIONS + (1 - REPLICATED_ACTIVATIONS) / layout.tensor_parallel
 
 
@@ -162,9 +183,9 @@ def _buffers(moment: Parts, trace: Trace, layout: Layout, is_whole: bool) -> flo
     if layout.shards == 1:
         return 0
     reduced = 0 if is_whole else trace.outside_blocks + UNITS_REDUCED * trace.largest_block
-    if row.gathered == "layer":
+    if row.gathered == "layer" and layout.stages == 1:
         return trace.outside_blocks + UNITS_GATHERED * trace.largest_block + reduced
-    if row.gathered == "all":
+    if row.gathered in ("layer", "all"):  # a pipeline gathers its stage for all micro-batches
         return moment.parameters + reduced
     if row.has_masters:  # a bucket of gradients, and one that is reduced at the same time
         element = 4 / trace.master_ratio
@@ -196,7 +217,12 @@ def communication_of(trace: Trace, layout: Layout) -> float:
     else:
         size = 2 * gradients
     layers = 4 * 2 * trace.block_outputs * passes  # two all-reduces per block, in forward and in backward
-    return size * (n - 1) / n + layers * (t - 1) / t
+    between_stages = 2 * trace.block_outputs / _num_blocks(trace) * passes  # activations and gradients
+    return size * (n - 1) / n + layers * (t - 1) / t + between_stages * (layout.stages > 1)
+
+
+def _num_blocks(trace: Trace) -> int:
+    return max(1, round((trace.peak.parameters - trace.outside_blocks) / max(1, trace.largest_block)))
 
 
 def candidate_layouts(

@@ -142,13 +142,9 @@ def record_step(step: Step) -> Recording:
     master_ratio = _cast(model, step.parameter_dtype) if step.parameter_dtype is not None else 1.0
     model = step.convert(model)
     tracker = torch_private.MemTracker()
-    log = logging.getLogger(
-        "torch._subclasses.fake_tensor"
-    )  # it logs the traceback of the errors raised here
-    level = log.level
-    log.setLevel(logging.CRITICAL)
     try:
         with (
+            _quiet_fake_tensors(),
             warnings.catch_warnings(),
             _restored_generators(),
             torch_private.fake_parameters_converted(),
@@ -166,8 +162,29 @@ def record_step(step: Step) -> Recording:
             "and a trace has only shapes. Replace it (for example .item(), nonzero() and masks as indices by "
             "torch.where), or plan a version of the model without it."
         ) from error
+
+
+@contextmanager
+def _quiet_fake_tensors() -> Iterator[None]:
+    """Keeps torch from logging the tracebacks of errors that this package handles."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
     finally:
         log.setLevel(level)
+
+
+@contextmanager
+def fake_operators(mode: Any) -> Iterator[None]:
+    """Runs operators on fake tensors inside the block, also those that need values, such as routing.
+
+    Args:
+        mode: The `FakeTensorMode`.
+    """
+    with _quiet_fake_tensors(), values_readable(), mode, OperatorMode(Kernels(measures=False, on_cpu=False)):
+        yield
 
 
 @contextmanager

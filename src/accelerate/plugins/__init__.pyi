@@ -49,9 +49,11 @@ from accelerate.plugins.megatron_models import (
     parse_t5_config as parse_t5_config,
 )
 from accelerate.plugins.training import (
+    SCHEDULES as SCHEDULES,
     DataLoaderConfiguration as DataLoaderConfiguration,
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     GradientAccumulationPlugin as GradientAccumulationPlugin,
+    PipelineConfig as PipelineConfig,
     ProjectConfiguration as ProjectConfiguration,
     TorchContextParallelConfig as TorchContextParallelConfig,
     TorchDynamoPlugin as TorchDynamoPlugin,

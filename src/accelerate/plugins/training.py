@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
-from accelerate.base import ConfigurationError, DynamoBackend, DynamoName, refuse_path
+from accelerate.base import (
+    ConfigurationError,
+    DynamoBackend,
+    DynamoName,
+    current,
+    refuse_path,
+    wrong_value,
+)
 from accelerate.plugins.checks import at_least, check_choices, fill_from, member, one_of, plain_fields
 from accelerate.plugins.handlers import KwargsHandler
-from accelerate.settings.sections import ContextParallelSection, DynamoSection, SequenceParallelSection
+from accelerate.settings import decode
+from accelerate.settings.sections import (
+    ContextParallelSection,
+    DynamoSection,
+    PipelineSection,
+    SequenceParallelSection,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -218,6 +232,78 @@ class TorchTensorParallelConfig:
                 "enable_async_tp=True has no effect: tensor parallelism does not overlap its communication.",
                 stacklevel=3,
             )
+
+
+class PipelineSchedule(NamedTuple):
+    """Properties of a schedule of `torch.distributed.pipelining`.
+
+    Attributes:
+        stages_per_rank: Default number of stages on each rank.
+        is_v: Whether the last rank has two adjacent stages, and the first rank the first and the last one.
+        splits_backward: Whether gradients of inputs and of weights are computed in separate passes.
+    """
+
+    stages_per_rank: int
+    is_v: bool = False
+    splits_backward: bool = False
+
+
+SCHEDULES = {
+    "gpipe": PipelineSchedule(1),
+    "1f1b": PipelineSchedule(1),
+    "interleaved1f1b": PipelineSchedule(2),
+    "loopedbfs": PipelineSchedule(2),
+    "interleavedzerobubble": PipelineSchedule(2, splits_backward=True),
+    "zbvzerobubble": PipelineSchedule(2, is_v=True, splits_backward=True),
+    "dualpipev": PipelineSchedule(2, is_v=True, splits_backward=True),
+}
+"""Schedules by the names of their classes in torch, in lower case."""
+
+
+def _pipeline_section() -> PipelineSection:
+    return decode(PipelineSection, current())
+
+
+@dataclass
+class PipelineConfig:
+    """Options of pipeline parallelism.
+
+    Fields that are not passed are read from environment variables.
+
+    Args:
+        schedule: Order of the forward and backward passes of micro-batches, by the name that torch gives it,
+            in any case: "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble",
+            "ZBVZeroBubble" or "DualPipeV". From PARALLELISM_CONFIG_PP_SCHEDULE, otherwise "1F1B".
+        microbatches: Number of parts into which a batch is split. A batch with fewer samples has fewer. From
+            PARALLELISM_CONFIG_PP_MICROBATCHES, otherwise 8.
+        split: "auto", or the names of the modules with which the stages after the first begin.
+        stages_per_rank: Number of stages on each rank. The default is 1 for "GPipe" and "1F1B", which take no
+            other number, and 2 for other schedules.
+
+    Raises:
+        ConfigurationError: The schedule is unknown, or a number does not fit it.
+    """
+
+    schedule: str = field(default_factory=lambda: _pipeline_section().parallelism_config_pp_schedule)
+    microbatches: int = field(default_factory=lambda: _pipeline_section().parallelism_config_pp_microbatches)
+    split: str | Sequence[str] = "auto"
+    stages_per_rank: int | None = None
+
+    def __post_init__(self) -> None:
+        name = str(self.schedule).lower()
+        one_of("schedule", name, SCHEDULES)
+        self.schedule = name
+        at_least("microbatches", self.microbatches, 1)
+        known = SCHEDULES[name]
+        if self.stages_per_rank is None:
+            self.stages_per_rank = known.stages_per_rank
+        at_least("stages_per_rank", self.stages_per_rank, 1)
+        is_fixed = known.stages_per_rank == 1 or known.is_v
+        if is_fixed and self.stages_per_rank != known.stages_per_rank:
+            reason = f"{name} takes {known.stages_per_rank} on each rank"
+            raise wrong_value("stages_per_rank", self.stages_per_rank, reason, "Leave it out")
+        if isinstance(self.split, str) and self.split != "auto":
+            raise wrong_value("split", self.split, "it is neither 'auto' nor a list", "Pass a list of names")
 
 
 @dataclass

@@ -27,6 +27,7 @@ SECTIONS: tuple[type[Section], ...] = (
     sections.SlurmSection,
     sections.StoppingSection,
     sections.ParallelismSection,
+    sections.PipelineSection,
     sections.ContextParallelSection,
     sections.SequenceParallelSection,
     sections.DiagnosticsSection,

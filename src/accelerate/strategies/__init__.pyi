@@ -14,6 +14,7 @@ from accelerate.strategies.bundle import (
 )
 from accelerate.strategies.ddp import (
     DataParallel as DataParallel,
+    SingleProcess as SingleProcess,
     adopt_order as adopt_order,
     order_of as order_of,
     sync_in_backward as sync_in_backward,

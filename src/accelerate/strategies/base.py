@@ -1,7 +1,7 @@
 """Interface of a strategy, that is, how objects are wrapped and how gradients are exchanged in a run.
 
-`resolve_strategy` chooses the class, and `Accelerator` calls the methods. The base class is the strategy of
-one process. Everything about checkpoints is in `strategy.state`.
+`resolve_strategy` chooses the class, and `Accelerator` calls the methods. The base class implements the
+strategy of one process. Everything about checkpoints is in `strategy.state`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +29,13 @@ from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
 from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
-from accelerate.strategies.fsdp import gradient_sync, keep_gathered, reduction_in_replicas, units_of
+from accelerate.strategies.fsdp import (
+    gradient_sync,
+    keep_gathered,
+    named_parameters,
+    reduction_in_replicas,
+    units_of,
+)
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
@@ -44,7 +51,7 @@ Parameters = Iterable[Tensor]
 
 
 class Strategy:
-    """Strategy of one process, and base class of all strategies.
+    """Base class of all strategies, which implements that of one process.
 
     All ranks create the same strategy, and `Accelerator` calls its methods in the same order on all ranks:
 
@@ -67,13 +74,22 @@ class Strategy:
     def __init__(self, context: Context) -> None:
         self.context = context
         self.session = context.session
-        self.axes = resolve_axes(context.request.parallelism, context.mesh)
+        self.axes = resolve_axes(context.request.parallelism, context.mesh, context.device)
         self.precision = self.choose_precision()
-        self.state = self.state_class(self)
+        self.state = self._make_state()
+        self.names_of_stages: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+        """Optimizer -> names of its parameters on all ranks of a pipeline."""
         self.sharded: dict[nn.Module, ShardedModel] = {}
         """Models that were sharded before they were prepared."""
 
     # Settings
+
+    def _make_state(self) -> StrategyState:
+        if self.axes.pipeline is None:
+            return self.state_class(self)
+        from accelerate.strategies.pipeline import PipelineState
+
+        return PipelineState(self)
 
     def choose_precision(self) -> Precision:
         """Returns the mixed precision of the run, which has no effect where an engine casts by itself."""
@@ -137,6 +153,8 @@ class Strategy:
             )
         new_models, new_optimizers = bundle.new(Kind.MODEL), bundle.new(Kind.OPTIMIZER)
         prepared = self.session.prepared
+        for model in filter(self.keeps_sharding, [*new_models, *(prepared.models if new_optimizers else ())]):
+            self._free(model)
         self.session.remap(new_optimizers)
         for model in new_models:
             self.check_model(model)
@@ -152,12 +170,23 @@ class Strategy:
         for message in find_unrelated_optimizers(new_optimizers, models, stepped) if models else []:
             logger.warning(message)
 
+    def _free(self, model: nn.Module) -> None:
+        """Frees units that a forward has left gathered, and records the shards of their parameters."""
+        gathered = named_parameters(model)
+        for unit in units_of(model):
+            unit.reshard()
+        self.session.replace((gathered[name], shard) for name, shard in named_parameters(model).items())
+
     def check_model(self, model: nn.Module) -> None:
         """Raises an error for a model that this strategy cannot train."""
 
     def keeps_sharding(self, model: nn.Module) -> bool:
         """Returns whether the meshes and placements of a model are kept, which is sharded already."""
         return False
+
+    def is_in_stages(self, model: nn.Module) -> bool:
+        """Returns whether the layers of a model are on different ranks of a pipeline."""
+        return self.axes.pipeline is not None and model in self.axes.pipeline.pipelines
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
@@ -189,11 +218,41 @@ class Strategy:
         models, optimizers = self.precision.initialize(models, optimizers)
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
         bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
-        for model in bundle.new(Kind.MODEL):  # loaders, which are prepared before models, need their meshes
-            if self.keeps_sharding(model):
-                self.adopt(model)
+        known = {id(model) for model in self.session.prepared.models}
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
+            for model in bundle.new(Kind.MODEL):
+                self._split_into_stages(model)
+            for model in bundle.models:  # loaders, which are prepared before models, need their meshes
+                if id(model) not in known and self.keeps_sharding(model):
+                    self.adopt(model)
             yield
+        self._name_parameters(bundle)
+
+    def _name_parameters(self, bundle: Bundle) -> None:
+        """Gathers the names of the parameters of optimizers, of which each rank of a pipeline steps some."""
+        if self.axes.pipeline is None:
+            return
+        prepared = self.session.prepared
+        models = list(dict.fromkeys([*prepared.models, *bundle.models]))
+        state: Any = self.state
+        for optimizer in dict.fromkeys([*prepared.optimizers, *bundle.optimizers]):
+            inner = getattr(optimizer, "optimizer", optimizer)
+            self.names_of_stages[inner] = state.gather_names(inner, models)
+
+    def _split_into_stages(self, model: nn.Module) -> None:
+        """Removes the layers of other ranks from a model, if the run has a pipeline and trains the model.
+
+        Called on all ranks.
+        """
+        pipeline = self.axes.pipeline
+        if pipeline is None or not any(p.requires_grad for p in model.parameters()):
+            return
+        before = dict(model.named_parameters())
+        self.axes.tensor.transform_model(model)
+        self.session.replace((old, model.get_parameter(name)) for name, old in before.items())
+        pipeline.transform_model(model)
+        self.session.drop(pipeline.pipelines[model].model.removed)
+        self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Returns the loader to shard, with batches of the size that the strategy needs."""
@@ -223,17 +282,27 @@ class Strategy:
 
         if model in self.sharded:
             return self.sharded[model]
-        adopted = ShardedModel(model, self.context.device.type)
+        self._free(model)
+        device_type = self.context.device.type
+        if self.axes.pipeline is not None and self.is_in_stages(model):
+            stages = self.axes.pipeline.pipelines[model].stages.values()
+            adopted = ShardedModel(model, device_type, self.context.mesh, stages)
+        else:
+            adopted = ShardedModel(model, device_type)
         together = [*self.sharded.values(), adopted]
         mesh = self._mesh_for(self.sharded.values() if self.session.prepared.loaders else together)
         size = self.context.topology.size
+        groups, _ = data_groups(mesh, size, self.context.topology.rank)
         if not all(each.fits(mesh, size) for each in together):
-            groups, _ = data_groups(mesh, size, self.context.topology.rank)
             raise PreparationError(
                 f"The ranks of {type(model).__name__} work on {adopted.loader_mesh.size(0)} batches at a "
                 f"time by its meshes, and loaders of this run are for {groups}. Prepare the model before its "
-                "loaders or in the same call, and use one layout of ranks in a run."
+                "loaders or in the same call, or pass parallelism_config with the sizes of its meshes. Use "
+                "one layout of ranks in a run."
             )
+        for scheduler in self.session.prepared.schedulers:
+            scheduler.num_processes = groups
+        adopted.divide_by_batches()
         self.sharded[model] = adopted
         self.holds_whole_models = False
         return adopted
@@ -259,8 +328,13 @@ class Strategy:
                 "skip_nonfinite_updates", True, "the engine of this run holds the gradients", "Leave it out"
             )
         scaler = self.precision.scaler
-        if scaler is not None and any(
-            is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]
+        if (
+            scaler is not None
+            and any(
+                is_dtensor(parameter) for group in optimizer.param_groups for parameter in group["params"]
+            )
+            or scaler is not None
+            and self.axes.pipeline is not None
         ):
             torch_private.unscale_shards(scaler)
         return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
@@ -335,6 +409,38 @@ class Strategy:
             for adopted in self.sharded.values():
                 adopted.average_gradients()
 
+    def forward_backward(
+        self, model: nn.Module, batch: Any, loss_fn: Any, scale: Callable[[Tensor], Tensor], *, is_sum: bool
+    ) -> Tensor:
+        """Computes the gradients of a batch, and returns its loss.
+
+        Args:
+            model: A prepared model.
+            batch: The batch, as for `Accelerator.forward_backward`.
+            loss_fn: Returns the loss of outputs and target, or None if the model computes it.
+            scale: Returns a loss times its weight in the window.
+            is_sum: Whether losses are sums over items.
+        """
+        from accelerate.strategies.pipeline import arguments_of, loss_of
+
+        inner = self.unwrap(model, keep_compiled=False)
+        pipeline = self.axes.pipeline.pipelines.get(inner) if self.axes.pipeline is not None else None
+        if pipeline is None:
+            args, kwargs, target = arguments_of(inner, batch, loss_fn is not None)
+            loss = loss_of(model(*args, **kwargs), target, loss_fn)
+            self.backward(scale(loss))
+            return loss.detach().float()
+        scaler = self.precision.scaler
+        to_backward = (lambda loss: scaler.scale(scale(loss))) if scaler is not None else scale
+        if scaler is not None:  # a rank without the last stage scales no loss
+            scaler.scale(torch.zeros((), device=self.context.device))
+        total: Tensor = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum)
+        if self.context.gradients.sync_gradients:
+            pipeline.sum_shared_gradients()
+            for adopted in self.sharded.values():
+                adopted.average_gradients()
+        return total
+
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Returns a context manager in which the backward pass of a model exchanges no gradients."""
         return gradient_sync(model, enabled=False) if self.sharded else nullcontext()
@@ -358,13 +464,29 @@ class Strategy:
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales gradients so that their total norm is at most `max_norm`, and returns the norm before."""
         parameters = as_list(parameters)
-        if not _any_distributed(parameters):
+        if not _any_distributed(parameters) and self.axes.pipeline is None:
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-        from accelerate.strategies.fsdp import gradient_norm, scale_down
+        from accelerate.strategies.fsdp import scale_down
 
-        norm = gradient_norm(parameters, norm_type, self.context.device)
+        norm = self.gradient_norm(parameters, norm_type)
         scale_down(parameters, norm, max_norm)
         return norm
+
+    def gradient_norm(self, parameters: Sequence[Tensor], norm_type: float, **options: Any) -> Tensor:
+        """Returns the norm of all gradients over all ranks, of which each is counted once.
+
+        Called on all ranks.
+        """
+        from accelerate.strategies.fsdp import gradient_norm
+
+        pipeline = self.axes.pipeline
+        if pipeline is None:
+            return gradient_norm(parameters, norm_type, self.context.device, **options)
+        repeated = pipeline.repeated_parameters()
+        own = [parameter for parameter in parameters if id(parameter) not in repeated]
+        norm: Tensor = gradient_norm(own, norm_type, self.context.device, **options)
+        combined: Tensor = pipeline.combine_norms(norm, norm_type)
+        return combined
 
     def clip_grad_value(self, parameters: Parameters, clip_value: float) -> None:
         """Clamps each gradient element to the range from `-clip_value` to `clip_value`."""
@@ -380,7 +502,12 @@ class Strategy:
 
     def release(self) -> None:
         """Releases everything that the strategy holds in addition to the prepared objects."""
+        for adopted in self.sharded.values():
+            adopted.remove_hooks()
         self.sharded.clear()
+        self.holds_whole_models = type(self).holds_whole_models
+        if self.axes.pipeline is not None:
+            self.axes.pipeline.pipelines.clear()
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:

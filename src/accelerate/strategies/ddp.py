@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate import torch_private
 from accelerate.base import listed, wrong_value
 from accelerate.logging import get_logger
+from accelerate.ops import is_dtensor
 from accelerate.planning import Layout
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
@@ -123,8 +124,8 @@ def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
     return gradient_sync(model) if replica is None else _synced_backward(replica)
 
 
-class DataParallelState(StrategyState):
-    """State of replicas, with the order of their buckets, or of models that the user has sharded."""
+class KeptShardsState(StrategyState):
+    """State of whole models, or of models that the user has sharded before they are prepared."""
 
     @property
     def saves_shards(self) -> bool:  # type: ignore[override]  # decided when models are prepared
@@ -151,6 +152,10 @@ class DataParallelState(StrategyState):
         state_dict = self._of_shards().state_dict if self.saves_shards else super().state_dict
         return state_dict(model, unwrap=unwrap)
 
+
+class DataParallelState(KeptShardsState):
+    """State of replicas, with the order of their buckets, or of models that the user has sharded."""
+
     def gradient_order(self, model: nn.Module) -> list[int]:
         replica = _replica(model)
         return [] if replica is None else order_of(replica)
@@ -159,6 +164,16 @@ class DataParallelState(StrategyState):
         replica = _replica(model)
         if replica is not None:
             adopt_order(replica, order)
+
+
+class SingleProcess(Strategy):
+    """Strategy of one process, which keeps a model that the user has sharded over its one rank."""
+
+    state_class = KeptShardsState
+
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        is_unit = any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+        return is_unit or any(map(is_dtensor, model.parameters()))
 
 
 class DataParallel(Strategy):
@@ -177,7 +192,7 @@ class DataParallel(Strategy):
     def keeps_sharding(self, model: nn.Module) -> bool:
         from accelerate.strategies.sharded_models import is_sharded
 
-        return is_sharded(model)
+        return is_sharded(model) or self.is_in_stages(model)
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Returns the replica, compiled including DistributedDataParallel, whose buckets split the graph."""
@@ -196,7 +211,16 @@ class DataParallel(Strategy):
         return self.compile(replica)
 
     def memory_layout(self) -> Layout:
-        return Layout(shards=self.replicas)
+        mesh = self.context.request.parallelism
+        if mesh is None or not mesh.pp_enabled:
+            return Layout(shards=self.replicas)
+        assert mesh.pp_handler is not None
+        return Layout(
+            shards=mesh.data_parallel_size,
+            tensor_parallel=self.axes.tensor.size,
+            stages=self.axes.pipeline.size,
+            microbatches=mesh.pp_handler.microbatches,
+        )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         replica = _replica(model)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from accelerate.base import ConfigurationError, wrong_value
+from accelerate.base import ConfigurationError, DynamoBackend, wrong_value
 from accelerate.devices import hardware_table
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins import FullyShardedDataParallelPlugin, version_of
+from accelerate.plugins import SCHEDULES, FullyShardedDataParallelPlugin, version_of
 from accelerate.state import Topology
 from accelerate.strategies import deepspeed, fsdp, megatron
 from accelerate.strategies.base import Strategy
-from accelerate.strategies.ddp import DataParallel
+from accelerate.strategies.ddp import DataParallel, SingleProcess
 from accelerate.strategies.request import RunRequest
 
 
@@ -35,13 +35,15 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
         return deepspeed.DeepSpeed
     if mesh is not None:
         _check_mesh(mesh, request.fsdp)
+        if mesh.pp_enabled:
+            _check_pipeline(mesh, request)
     if hardware == "xla":
         return _on_xla(request)
     if topology.size == 1:  # `build_runtime` warns that FSDP has no effect
-        return Strategy
+        return SingleProcess
     if request.fsdp is not None:
         return fsdp.Fsdp1 if version_of(request.fsdp).number == 1 else fsdp.Fsdp2
-    if mesh is not None and mesh.tp_enabled:
+    if mesh is not None and mesh.tp_enabled and not mesh.pp_enabled:
         return fsdp.ReplicatedTensorParallel if mesh.dp_cp_dim_names else fsdp.TensorParallel
     return DataParallel
 
@@ -82,7 +84,7 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
         )
     mesh = request.parallelism
     hint = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
-    for axis in ("tp", "cp") if mesh is not None else ():
+    for axis in ("pp", "tp", "cp") if mesh is not None else ():
         size = getattr(mesh, f"{axis}_size")
         if size > 1:
             reason = "DeepSpeed's engine shards sequences (sp_size) and data only"
@@ -116,6 +118,26 @@ def _check_megatron(request: RunRequest, hardware: str) -> None:
             f"megatron_lm_plugin and {' and '.join(exclusive)} both shard the model. Pass one of "
             "them; tp_degree, pp_degree and context_parallel_size are Megatron-LM's own axes."
         )
+
+
+def _check_pipeline(mesh: ParallelismConfig, request: RunRequest) -> None:
+    """Raises an error for arguments that do not work with pipeline parallelism."""
+    if mesh.cp_enabled:
+        reason = "the stages of a pipeline exchange whole sequences"
+        raise wrong_value("cp_size", mesh.cp_size, reason, "Set it to 1, or pp_size=1")
+    if request.fsdp is not None and version_of(request.fsdp).number == 1:
+        reason = "the schedules of torch take FSDP 2"
+        raise wrong_value("fsdp_version", 1, reason, "Set fsdp_version=2, or pp_size=1")
+    if request.dynamo.backend != DynamoBackend.NO:
+        reason = "a compiled model cannot be split into stages"
+        raise wrong_value("dynamo_backend", request.dynamo.backend, reason, 'Set it to "no"')
+    assert mesh.pp_handler is not None
+    schedule = mesh.pp_handler.schedule
+    policy = request.activations
+    if policy is not None and policy.save_operators is not None and SCHEDULES[schedule].splits_backward:
+        reason = f"the schedule {schedule} runs two backward passes over a layer, and torch allows one"
+        fix = "Leave it out, which recomputes whole blocks, or use the schedule 1f1b"
+        raise wrong_value("save_operators", policy.save_operators, reason, fix)
 
 
 def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin | None) -> None:

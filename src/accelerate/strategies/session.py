@@ -70,6 +70,7 @@ class PrepareSession:
     def __init__(self) -> None:
         self.prepared = Prepared()
         self.replaced = ReplacedParameters()
+        self.dropped = ReplacedParameters()  # parameters that this rank does not have, as keys
         self.waiting: Sequence[Any] = ()  # optimizers of this call, which are updated after each replacement
 
     @contextmanager
@@ -87,6 +88,11 @@ class PrepareSession:
             if new is not old:
                 self.replaced[old] = new
 
+    def drop(self, parameters: Iterable[Tensor]) -> None:
+        """Records parameters that this rank does not have, which its optimizers do not step."""
+        for parameter in parameters:
+            self.dropped[parameter] = parameter.detach()[:0] if parameter.ndim else parameter.detach()
+
     def remap(self, optimizers: Iterable[Any]) -> None:
         """Replaces old parameters in optimizers and their states."""
         mapping: Mapping[Tensor, Tensor] = self.replaced
@@ -96,6 +102,11 @@ class PrepareSession:
                 fsdp2_switch_optimizer_parameters(inner, mapping)
                 for old in [key for key in inner.state if isinstance(key, Tensor) and key in mapping]:
                     inner.state[mapping[old]] = inner.state.pop(old)
+            if len(self.dropped):
+                for group in getattr(inner, "param_groups", ()):
+                    group["params"] = [p for p in group["params"] if p not in self.dropped]
+                for old in [key for key in inner.state if isinstance(key, Tensor) and key in self.dropped]:
+                    del inner.state[old]
             if update_singly(inner):
                 inner.register_load_state_dict_post_hook(update_singly)  # type: ignore[arg-type]
 
@@ -103,3 +114,4 @@ class PrepareSession:
         """Removes all objects and parameters."""
         self.prepared.clear()
         self.replaced.clear()
+        self.dropped.clear()

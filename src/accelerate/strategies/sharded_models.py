@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from accelerate import torch_private
 from accelerate.base import PreparationError
@@ -50,17 +51,21 @@ class Replicas:
 
     Attributes:
         parameters: The parameters, in the same order on all ranks.
+        sparse: Those of which gradients are sparse.
         group: Process group of the ranks with the same elements of these parameters.
         has_batches: Whether these ranks have different batches. Otherwise their gradients are equal.
+        averages: Whether gradients are averaged. Otherwise they are added, such as those of stages.
     """
 
     parameters: list[nn.Parameter]
+    sparse: set[nn.Parameter]
     group: Any
     has_batches: bool
+    averages: bool = True
 
     @torch.no_grad()
     def average(self) -> None:
-        """Averages the gradients over the group, where a rank without a gradient counts as zeros.
+        """Averages or adds the gradients over the group, where a rank without a gradient counts as zeros.
 
         Called on all ranks of the group.
         """
@@ -68,13 +73,27 @@ class Replicas:
         by_dtype: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
         for parameter in self.parameters:
             local = _local(parameter)
-            by_dtype.setdefault((local.device, local.dtype), []).append(parameter)
+            if parameter in self.sparse:
+                self._average_sparse(parameter)
+            else:
+                by_dtype.setdefault((local.device, local.dtype), []).append(parameter)
         for parameters in by_dtype.values():
             self._average(parameters)
 
+    def _average_sparse(self, parameter: nn.Parameter) -> None:
+        gradient = parameter.grad
+        if gradient is None:
+            values = parameter.new_empty(0, *parameter.shape[1:])
+            indices = torch.empty(1, 0, dtype=torch.long, device=parameter.device)
+            gradient = torch.sparse_coo_tensor(indices, values, parameter.shape)
+        mean = (gradient / dist.get_world_size(self.group)).coalesce()
+        dist.all_reduce(mean, group=self.group)
+        if parameter.grad is not None or mean.values().numel():
+            parameter.grad = mean
+
     def _average(self, parameters: Sequence[nn.Parameter]) -> None:
         shards = [_local(p) if p.grad is None else _local(p.grad) for p in parameters]
-        size = dist.get_world_size(self.group)
+        size = dist.get_world_size(self.group) if self.averages else 1
         exists = shards[0].new_tensor([p.grad is not None for p in parameters])
         parts = [
             (torch.zeros_like(shard) if p.grad is None else shard / size).reshape(-1)
@@ -118,27 +137,39 @@ class ShardedModel:
     Args:
         model: The model.
         device_type: Type of the devices of the meshes.
+        mesh: Mesh of a run whose model has stages on different ranks, or None.
+        stages: Modules of the stages of this rank.
 
     Attributes:
         loader_mesh: Mesh of all ranks, in which ranks along "tp" work on the same batch.
         replicas: Parameters that several ranks have, and that DTensors and FSDP do not keep equal.
     """
 
-    def __init__(self, model: nn.Module, device_type: str) -> None:
-        transport = current_transport()
+    def __init__(
+        self,
+        model: nn.Module,
+        device_type: str,
+        mesh: DeviceMesh | None = None,
+        stages: Iterable[nn.Module] = (),
+    ) -> None:
         parameters: Mapping[Any, Sequence[nn.Parameter]] = _by_mesh(model)
-        managed = torch_private.meshes_of_fsdp2(model)
-        layouts = transport.gather_object(_layout(model, list(parameters), managed))
+        managed: dict[Tensor, Any] = {}
+        for module in (model, *stages):
+            managed.update(torch_private.meshes_of_fsdp2(module))
+        layouts = _gather_layouts(model, list(parameters), managed, mesh)
         batches = _batch_groups(model, layouts)
         self.loader_mesh = DeviceMesh(
             device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
         )
-        self.replicas = list(_find_replicas(parameters, layouts, batches, transport.rank))
-        for parameter in (p for members in parameters.values() for p in members if p not in managed):
+        self.replicas = list(_find_replicas(parameters, layouts, batches, _sparse_weights(model)))
+        self._num_batches = {
             # The gradients of experts are sums over the batches of the ranks that exchange tokens.
-            count = prod(_count_batches(ranks, batches) for ranks in _expert_groups(parameter))
-            if count > 1:
-                parameter.register_hook(partial(torch.mul, other=1 / count))  # type: ignore[no-untyped-call]
+            parameter: prod(_count_batches(ranks, batches) for ranks in _expert_groups(parameter))
+            for members in parameters.values()
+            for parameter in members
+            if parameter not in managed
+        }
+        self._hooks: list[RemovableHandle] = []
 
     def fits(self, mesh: Any, num_ranks: int) -> bool:
         """Returns whether loaders give one batch to ranks that work on the same batch.
@@ -156,6 +187,18 @@ class ShardedModel:
         groups = self.loader_mesh.mesh.tolist()
         return all(len({batch_of[rank] for rank in group}) == 1 for group in groups)
 
+    def divide_by_batches(self) -> None:
+        """Makes backward passes divide gradients of experts by the number of batches in their sums."""
+        for parameter, count in self._num_batches.items():
+            if count > 1:
+                hook = partial(torch.mul, other=1 / count)
+                self._hooks.append(parameter.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def remove_hooks(self) -> None:
+        """Makes backward passes leave gradients as they are."""
+        for hook in self._hooks:
+            hook.remove()
+
     def average_gradients(self) -> None:
         """Averages the gradients that the backward pass did not average.
 
@@ -171,9 +214,20 @@ class ShardedModel:
         Called on all ranks.
         """
         for group in self.replicas:
-            for parameter in group.parameters:
-                if not isinstance(parameter, DTensor):
-                    dist.broadcast(parameter.data, dist.get_global_rank(group.group, 0), group=group.group)
+            send_unsharded(group.parameters, group.group)
+
+
+def send_unsharded(parameters: Iterable[nn.Parameter], group: Any = None) -> None:
+    """Sends trained parameters that are not sharded from the first rank of a process group.
+
+    Called on all ranks of the group. None is the group of all ranks.
+    """
+    group = dist.group.WORLD if group is None else group
+    for parameter in parameters:
+        if parameter.requires_grad and not isinstance(parameter, DTensor) and not parameter.is_meta:
+            values = parameter.data.contiguous()
+            dist.broadcast(values, dist.get_global_rank(group, 0), group=group)
+            parameter.data.copy_(values)
 
 
 def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
@@ -186,8 +240,32 @@ def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
     return found
 
 
-def _layout(model: nn.Module, meshes: Sequence[Any], managed: Mapping[Tensor, Any]) -> RankLayout:
-    roots = {torch_private.root_mesh(mesh) for mesh in [*_meshes_of(model), *managed.values()]}
+def _sparse_weights(model: nn.Module) -> set[nn.Parameter]:
+    """Returns the weights of embeddings with sparse gradients."""
+    sparse = (module for module in model.modules() if getattr(module, "sparse", False))
+    return {parameter for module in sparse for parameter in module.parameters(recurse=False)}
+
+
+def _gather_layouts(
+    model: nn.Module, meshes: Sequence[Any], managed: Mapping[Tensor, Any], mesh: DeviceMesh | None
+) -> list[RankLayout]:
+    """Returns the layouts of all ranks, or raises an error on all of them if a mesh is without a rank."""
+    used = [*_meshes_of(model), *managed.values()]
+    is_in = all(each.get_coordinate() is not None for each in used)
+    layouts = current_transport().gather_object(_layout(model, meshes, managed, mesh) if is_in else None)
+    if absent := [str(rank) for rank, layout in enumerate(layouts) if layout is None]:
+        raise PreparationError(
+            f"{type(model).__name__} is sharded over a mesh without rank {', '.join(absent)}, and all "
+            f"{len(layouts)} ranks of this run train it. Use meshes that have all ranks, or launch fewer."
+        )
+    return layouts
+
+
+def _layout(
+    model: nn.Module, meshes: Sequence[Any], managed: Mapping[Tensor, Any], mesh: DeviceMesh | None
+) -> RankLayout:
+    known = [*_meshes_of(model), *managed.values(), *([] if mesh is None else [mesh])]
+    roots = {torch_private.root_mesh(each) for each in known}
     same_batch = set(_named_groups(roots))
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
@@ -264,19 +342,23 @@ def _find_replicas(
     parameters: Mapping[Any, Sequence[nn.Parameter]],
     layouts: Sequence[RankLayout],
     batches: Sequence[Ranks],
-    rank: int,
+    sparse: set[nn.Parameter],
 ) -> Iterator[Replicas]:
     """Yields the parameters that several ranks have, with their process group."""
-    for index, (mesh, members) in enumerate(parameters.items()):
+    own = list(parameters.values())
+    for index in range(max(len(layout.coordinates) for layout in layouts)):
         replicas: dict[Any, list[int]] = {}
         for other, layout in enumerate(layouts):
-            replicas.setdefault((layout.stage, layout.coordinates[index]), []).append(other)
+            if index < len(layout.coordinates):
+                replicas.setdefault((layout.stage, layout.coordinates[index]), []).append(other)
         has_batches = any(_count_batches(ranks, batches) > 1 for ranks in replicas.values())
-        is_equal = mesh is not None and not has_batches
-        if not members or is_equal or len(replicas) == len(layouts):
+        is_equal = index > 0 and not has_batches  # the first kind of parameters is not sharded
+        if is_equal or all(len(ranks) == 1 for ranks in replicas.values()):
             continue
+        members = own[index] if index < len(own) else []
         group = dist.group.WORLD
         if len(replicas) > 1:
             enumerate_groups: Any = dist.new_subgroups_by_enumeration
             group, _ = enumerate_groups(list(replicas.values()))
-        yield Replicas(list(members), group, has_batches)
+        if members:
+            yield Replicas(list(members), sparse & set(members), group, has_batches)

@@ -31,6 +31,7 @@ from accelerate.torch_private.loaders import (
 )
 from accelerate.torch_private.modules import (
     WRAPPED as WRAPPED,
+    Weights as Weights,
     comm_hooks as comm_hooks,
     count_recompilations as count_recompilations,
     ddp_statistics as ddp_statistics,
@@ -39,7 +40,10 @@ from accelerate.torch_private.modules import (
     is_compiled_in_place as is_compiled_in_place,
     is_optimized_module as is_optimized_module,
     non_persistent_buffers as non_persistent_buffers,
+    placeholder_weights as placeholder_weights,
     recomputed_module as recomputed_module,
+    remove_weights as remove_weights,
+    replaced_weights as replaced_weights,
     state_dict_hooks as state_dict_hooks,
     uncompiled as uncompiled,
 )
@@ -53,6 +57,9 @@ from accelerate.torch_private.optimizers import (
     set_scheduler_optimizer as set_scheduler_optimizer,
     step_replaced as step_replaced,
     unscale_shards as unscale_shards,
+)
+from accelerate.torch_private.pipelining import (
+    PipelineStageOfChunks as PipelineStageOfChunks,
 )
 from accelerate.torch_private.processes import (
     agent_hooks as agent_hooks,

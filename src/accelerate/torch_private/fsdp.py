@@ -171,12 +171,16 @@ def is_freed_after_forward(unit: Any) -> bool:
 
 
 def unreduced_gradients(model: nn.Module) -> list[Tensor]:
-    """Returns the unsharded gradients of FSDP 2 that are not reduced yet, which are not public."""
+    """Returns the gradients of FSDP 2 that are not reduced yet, and the sharded ones of gathered units.
+
+    They are not public, and not gradients of the parameters that `Module.parameters` returns now.
+    """
     parameters = list(_parameters_of_fsdp2(model))
     kept = [parameter.unsharded_accumulated_grad for parameter in parameters]
     kept += [
         parameter._unsharded_param.grad for parameter in parameters if hasattr(parameter, "_unsharded_param")
     ]
+    kept += [parameter.sharded_param.grad for parameter in parameters]
     kept += [group._partial_reduce_output for group in _groups_of_fsdp2(model)]  # no all-reduce yet
     return [gradient for gradient in kept if gradient is not None]
 
@@ -187,5 +191,6 @@ def drop_unreduced_gradients(model: nn.Module) -> None:
         group._partial_reduce_output = None
     for parameter in _parameters_of_fsdp2(model):
         parameter.unsharded_accumulated_grad = None
+        parameter.sharded_param.grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None

@@ -6,7 +6,9 @@ Wrappers, hooks and checkpoints use them.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -69,3 +71,43 @@ def count_recompilations() -> int:
     """Returns the number of recompilations of torch.compile, or 0 if dynamo is not loaded."""
     counts = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {})
     return sum(count - 1 for count in counts.copy().values())
+
+
+Weights = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
+"""Parameters and buffers of one module by name."""
+
+
+def placeholder_weights(module: nn.Module, device: torch.device) -> Weights:
+    """Returns tensors without memory of the shapes and dtypes of the parameters and buffers of one module."""
+
+    def placeholder(tensor: Tensor | None) -> Tensor | None:
+        if tensor is None:
+            return None
+        empty = torch.zeros((), dtype=tensor.dtype, device=device).expand(tensor.shape)
+        return nn.Parameter(empty, requires_grad=False) if isinstance(tensor, nn.Parameter) else empty
+
+    kinds = (module._parameters, module._buffers)
+    return tuple(  # type: ignore[return-value]
+        {name: placeholder(tensor) for name, tensor in kind.items()} for kind in kinds
+    )
+
+
+@contextmanager
+def replaced_weights(weights: Mapping[nn.Module, Weights]) -> Iterator[None]:
+    """Replaces the parameters and buffers of modules inside the block, in which they run without hooks."""
+    names = ("_parameters", "_buffers", "_forward_hooks", "_forward_pre_hooks")
+    kept = {module: tuple(module.__dict__[name] for name in names) for module in weights}
+    try:
+        for module, values in weights.items():
+            module.__dict__.update(zip(names, (*values, OrderedDict(), OrderedDict()), strict=True))
+        yield
+    finally:
+        for module, values in kept.items():
+            module.__dict__.update(zip(names, values, strict=True))
+
+
+def remove_weights(module: nn.Module) -> None:
+    """Sets the parameters and buffers of a module and its submodules to None."""
+    for part in module.modules():
+        for kind in (part._parameters, part._buffers):
+            kind.update(dict.fromkeys(kind))

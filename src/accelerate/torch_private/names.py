@@ -144,6 +144,10 @@ NAMES: dict[str, PrivateName] = {
         "torch.utils.data._utils.collate",
         "The default collate function with another function for tensors; the documentation uses this name.",
     ),
+    "pytree": PrivateName(
+        "torch.utils._pytree",
+        "Flattens nested values, also those of libraries; the documentation uses this name.",
+    ),
     "fake_tensors": PrivateName(
         "torch._subclasses.fake_tensor",
         "Fake tensors, and the errors of operators that they cannot run; the documentation uses this name.",

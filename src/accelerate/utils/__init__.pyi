@@ -182,6 +182,7 @@ from accelerate.plugins import (
     KwargsHandler as KwargsHandler,
     MegatronLMPlugin as MegatronLMPlugin,
     MSAMPRecipeKwargs as MSAMPRecipeKwargs,
+    PipelineConfig as PipelineConfig,
     ProfileKwargs as ProfileKwargs,
     ProjectConfiguration as ProjectConfiguration,
     TERecipeKwargs as TERecipeKwargs,

@@ -13,7 +13,6 @@ from torch import nn
 from accelerate import Accelerator
 from accelerate.accelerator import checkpoint_items
 from accelerate.base import CheckpointError
-from accelerate.strategies import Strategy
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -82,5 +81,6 @@ def test_one_process_saves_and_loads_shards(
     assert "holds optimizer_0/.metadata, and this run has prepared" in caplog.text
 
 
-def test_the_strategy_of_one_process_saves_no_shards() -> None:
-    assert Strategy.state_class.saves_shards is False
+def test_the_strategy_of_one_process_saves_no_shards_of_whole_models() -> None:
+    accelerator, *_ = prepared()
+    assert accelerator._runtime.strategy.state.saves_shards is False

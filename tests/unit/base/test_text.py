@@ -104,6 +104,12 @@ def test_ranks_are_written_as_ranges() -> None:
     assert text.spell_ranks([4, 5, 6, 8, 9]) == "ranks 4-6, 8-9"
 
 
+def test_positions_in_a_mesh():
+    sizes = {"pp": 2, "dp_shard": 3, "cp": 1, "tp": 2}
+    assert text.describe_position(sizes, 0) == "pp 0, dp_shard 0, tp 0"
+    assert text.describe_position(sizes, 9) == "pp 1, dp_shard 1, tp 1"
+
+
 @pytest.mark.parametrize(
     ("written", "number"), [("0", 0), (" 12 ", 12), ("-3", -3), (str(2**63 - 1), 2**63 - 1)]
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,6 +16,7 @@ from accelerate.diagnostics.hang_report import (
     is_hang,
     odd_groups,
 )
+from accelerate.state import AcceleratorState
 
 
 def in_gather(rank: int, sequence: int = 581, seconds: float = 60.4) -> RankState:
@@ -47,6 +49,13 @@ def test_the_report_has_one_sentence_and_the_stack_of_the_differing_rank() -> No
         "rank 1 (process 7 on a) is at:",
         '  File "/job/train.py", line 120, in main',
     ]
+
+
+def test_the_report_has_the_positions_of_ranks_in_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh = SimpleNamespace(ndim=2, mesh_dim_names=("pp", "dp_shard"), shape=(2, 2))
+    monkeypatch.setitem(AcceleratorState._shared_state, "device_mesh", mesh)
+    text = format_report([in_gather(0), in_save(3)], "/job")
+    assert text.splitlines()[-1] == "In the mesh rank 0 = pp 0, dp_shard 0; rank 3 = pp 1, dp_shard 1."
 
 
 def test_all_operations_are_shown_when_no_group_is_the_largest() -> None:

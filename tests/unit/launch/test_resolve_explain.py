@@ -43,6 +43,16 @@ def test_unused_training_methods_are_omitted() -> None:
     assert all(titles)
 
 
+def test_the_mesh_is_shown_with_the_position_of_each_rank() -> None:
+    sizes = {"parallelism_config_pp_size": 2, "parallelism_config_tp_size": 2}
+    flags = Layer(FLAG, {"num_processes": 4, "use_parallelism_config": True, **sizes})
+    machine = Machine(cores=4, port_in_use=lambda port: False)
+    text = as_text(*resolve_plan(merge_layers(flags), machine, Target("script", "train.py", ())))
+    mesh = next(part for part in text.split("\n\n") if part.startswith("Mesh"))
+    assert mesh.splitlines()[1:3] == ["  pp 2 x tp 2", "  rank 0 = pp 0, tp 0"]
+    assert mesh.splitlines()[-1] == "  rank 3 = pp 1, tp 1"
+
+
 def test_values_are_aligned_in_a_column() -> None:
     text, _ = explained()
     section = next(part for part in text.split("\n\n") if "\n  mixed_precision" in part)

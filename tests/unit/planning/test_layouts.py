@@ -87,6 +87,20 @@ def test_tensor_parallel_splits_blocks_and_most_activations() -> None:
     assert ACTIVATIONS / 2 < found.activations < ACTIVATIONS
 
 
+def test_a_pipeline_splits_blocks_and_keeps_the_activations_of_some_micro_batches() -> None:
+    layout = Layout(stages=2, microbatches=8)
+    found = memory_of(TRACE, layout)
+    assert layout.name == "none + pp 2"
+    assert found.parameters == OUTSIDE + (WEIGHTS - OUTSIDE) / 2
+    assert found.activations == ACTIVATIONS / 2 * (2 / 8)  # one micro-batch for each stage
+    assert memory_of(TRACE, Layout(stages=4, microbatches=2)).activations == ACTIVATIONS / 4
+    blocks = (WEIGHTS - OUTSIDE) / BLOCK
+    assert communication_of(TRACE, layout) == pytest.approx(2 * 60 / blocks)
+    sharded = Layout("full_shard", N, stages=2)
+    assert sharded.num_devices == 2 * N
+    assert memory_of(TRACE, sharded).parameters == (OUTSIDE + (WEIGHTS - OUTSIDE) / 2) / N
+
+
 def test_the_host_has_what_is_offloaded() -> None:
     assert host_bytes(TRACE, Layout("full_shard", N)) == 0
     assert host_bytes(TRACE, Layout("zero2", N, offload="optimizer")) == STATE / N

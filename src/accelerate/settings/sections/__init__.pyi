@@ -29,5 +29,6 @@ from accelerate.settings.sections.strategies import (
     MegatronSection as MegatronSection,
     OffloadDevice as OffloadDevice,
     ParallelismSection as ParallelismSection,
+    PipelineSection as PipelineSection,
     SequenceParallelSection as SequenceParallelSection,
 )

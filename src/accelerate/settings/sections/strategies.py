@@ -334,6 +334,11 @@ class _MeshSection(Section):
 class ParallelismSection(_MeshSection):
     """Sizes of the dimensions of the device mesh."""
 
+    parallelism_config_pp_size: int = option(
+        1,
+        "Processes that share the layers of a model (pipeline parallelism).",
+        ask="How many processes share the layers of the model (pipeline parallelism)?",
+    )
     parallelism_config_dp_replicate_size: int = option(
         1,
         "Groups of processes that hold a whole copy of the model.",
@@ -361,6 +366,25 @@ class ParallelismSection(_MeshSection):
     parallelism_config_sp_backend: str = option(
         "deepspeed", "Implementation of sequence parallelism.", choices=("deepspeed",)
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineSection(_MeshSection):
+    """Details of pipeline parallelism."""
+
+    switch = "--parallelism_config_pp_size above 1"
+
+    parallelism_config_pp_schedule: str = option(
+        "1f1b",
+        "Order of the passes of micro-batches: gpipe, 1f1b, interleaved1f1b, loopedbfs, "
+        "interleavedzerobubble, zbvzerobubble or dualpipev.",
+    )
+    parallelism_config_pp_microbatches: int = option(8, "Micro-batches into which a pipeline splits a batch.")
+
+    @classmethod
+    def active(cls, values: Mapping[str, Any]) -> bool:
+        """Returns whether layers are sharded over a pipeline."""
+        return ParallelismSection.active(values) and values["parallelism_config_pp_size"] > 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,5 +1,6 @@
 from accelerate.strategies.axes.base import Axes as Axes, Axis as Axis
 from accelerate.strategies.axes.context import ContextAxis as ContextAxis
+from accelerate.strategies.axes.pipeline import PipelineAxis as PipelineAxis
 from accelerate.strategies.axes.resolve import resolve_axes as resolve_axes
 from accelerate.strategies.axes.tensor import (
     TensorAxis as TensorAxis,

@@ -72,3 +72,4 @@ class Axes(NamedTuple):
 
     tensor: Axis = Axis()  # shards the weights of layers
     sequence: Axis = Axis()  # shards the sequences of a batch
+    pipeline: Any = None  # `PipelineAxis`, whose ranks have different layers, or None

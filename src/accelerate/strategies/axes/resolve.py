@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.axes.base import Axes, Axis
 from accelerate.strategies.axes.tensor import TensorAxis
 from accelerate.strategies.axes.ulysses import UlyssesAxis
 
+if TYPE_CHECKING:
+    from accelerate.strategies.axes.pipeline import PipelineAxis
 
-def resolve_axes(parallelism: ParallelismConfig | None, mesh: Any) -> Axes:
+
+def resolve_axes(parallelism: ParallelismConfig | None, mesh: Any, device: Any = None) -> Axes:
     """Returns the axes along which ranks work on the same batch."""
     if parallelism is None:
         return Axes()
     tensor = TensorAxis(mesh) if parallelism.tp_enabled else Axis()
-    return Axes(tensor, _resolve_sequence_axis(parallelism, mesh))
+    return Axes(
+        tensor, _resolve_sequence_axis(parallelism, mesh), _resolve_pipeline(parallelism, mesh, device)
+    )
+
+
+def _resolve_pipeline(parallelism: ParallelismConfig, mesh: Any, device: Any) -> PipelineAxis | None:
+    if not parallelism.pp_enabled or mesh is None:
+        return None
+    from accelerate.strategies.axes.pipeline import PipelineAxis  # imports torch.distributed.pipelining
+
+    assert parallelism.pp_handler is not None
+    return PipelineAxis(mesh, parallelism.pp_handler, device)
 
 
 def _resolve_sequence_axis(parallelism: ParallelismConfig, mesh: Any) -> Axis:

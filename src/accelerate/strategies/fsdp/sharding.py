@@ -58,7 +58,9 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     if issubclass(type(model), FSDPModule):  # the class that fully_shard sets
         return model
     plugin = accelerator.state.fsdp_plugin
-    loads_from_rank0 = plugin.cpu_ram_efficient_loading
+    whole: set[nn.Parameter] = getattr(model, "whole_on_ranks", set())
+    # Rank 0 has no weights of other stages of a pipeline.
+    loads_from_rank0 = plugin.cpu_ram_efficient_loading and not hasattr(model, "whole_on_ranks")
     # Ignored parameters are moved before the model is moved to the meta device.
     ignored, chosen, in_float32 = plan_units(
         plugin,
@@ -67,6 +69,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
         None if loads_from_rank0 else accelerator.device,
         getattr(accelerator, "scaler_handler", None),
     )
+    ignored |= whole
     units = split_by_dtype(model, [*in_float32, *chosen], ignored)
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = MainWeights(model) if loads_from_rank0 else None

@@ -43,7 +43,7 @@ from accelerate.strategies.fsdp.exchange import (
     reduction_in_replicas,
     units_of,
 )
-from accelerate.strategies.fsdp.norms import Groups, clip_values, gradient_norm, groups_of, scale_down
+from accelerate.strategies.fsdp.norms import Groups, clip_values, groups_of, scale_down
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.request import Context
@@ -78,8 +78,13 @@ class DistributedTensorState(FsdpState):
         return self._inner(model).state_dict(keep_vars=True), self._gather
 
     @torch.no_grad()
-    def _gather(self, value: Tensor) -> Tensor:
-        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
+    def _gather(self, value: Any) -> Any:
+        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others.
+
+        Other values, such as extra states of modules, are returned unchanged.
+        """
+        if not isinstance(value, Tensor):
+            return value
         whole = to_full_tensor(value) if isinstance(value, DTensor) else value
         return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
 
@@ -93,7 +98,7 @@ class DistributedTensorState(FsdpState):
         """Returns the full state dict on the CPU of the first rank of each node."""
         source = self._inner(model) if unwrap else model
         state: dict[str, Any] = {}
-        gathered: dict[int, Tensor] = {}  # tied tensors stay tied
+        gathered: dict[int, Any] = {}  # tied tensors stay tied
         for name, value in source.state_dict(keep_vars=True).items():
             if id(value) not in gathered:
                 gathered[id(value)] = self._gather(value)
@@ -133,7 +138,8 @@ class Sharded(Strategy, ABC):
         mesh, plugin = self.context.request.parallelism, self.plugin
         layers = mesh.tp_size or 1 if mesh is not None else 1
         replicas = mesh.dp_replicate_size or 1 if mesh is not None else 1
-        shards = self.context.topology.size // layers
+        stages = 1 if self.axes.pipeline is None else self.axes.pipeline.size
+        shards = self.context.topology.size // (layers * stages)
         if plugin is None:
             return Layout(shards=shards, tensor_parallel=layers)
         return Layout(
@@ -142,6 +148,8 @@ class Sharded(Strategy, ABC):
             layers,
             "all" if offloads(plugin.cpu_offload) else "none",
             bool(plugin.activation_checkpointing),
+            stages=stages,
+            microbatches=1 if mesh is None or mesh.pp_handler is None else mesh.pp_handler.microbatches,
         )
 
     def check_model(self, model: nn.Module) -> None:
@@ -194,7 +202,7 @@ class Sharded(Strategy, ABC):
     def clip_grad_norm(self, parameters: Parameters, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Clips gradients by their global norm, and returns the norm as a plain tensor."""
         parameters = as_list(parameters)
-        norm = gradient_norm(parameters, norm_type, self.context.device, self.groups_of)
+        norm = self.gradient_norm(parameters, norm_type, find_groups=self.groups_of)
         scale_down(parameters, norm, max_norm)
         return norm
 
@@ -217,21 +225,36 @@ class Fsdp2(DistributedTensors):
 
     gathers_shards = True
 
+    def keeps_sharding(self, model: nn.Module) -> bool:
+        return isinstance(torch_private.uncompiled(model), FSDPModule)
+
     def split(self, model: nn.Module) -> nn.Module:
         """Returns the same model, with DTensors as parameters."""
-        self._check_unsharded(model)
-        context = self.context
-        shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
-        return self.follow(model, shard, named_parameters)
+        context, pipeline = self.context, self.axes.pipeline
+        if pipeline is None or not self.is_in_stages(model):
+            self._check_unsharded(model)
+            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
+            return self.follow(model, shard, named_parameters)
+        for stage in pipeline.stages_to_shard(model):
+            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, stage)
+            self.follow(stage, shard, named_parameters)
+            for unit in units_of(stage):  # schedules gather units once for all micro-batches
+                unit.set_reshard_after_forward(False, recurse=False)
+        self.adopt(model).send_unsharded()
+        return model
 
     def _check_unsharded(self, model: nn.Module) -> None:
         """Raises an error for a model that is sharded, except by FSDP 2 or over the "tp" dimension."""
-        mesh = self.context.mesh
+        mesh, size = self.context.mesh, self.context.topology.size
         has_axis = mesh is not None and "tp" in (mesh.mesh_dim_names or ())
         units: list[Any] = list(units_of(model))
-        in_units = {id(parameter) for unit in units for parameter in unit.parameters()}
+        averaged = torch_private.meshes_of_fsdp2(model)
         wrapped = any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-        others = [p for p in model.parameters() if isinstance(p, DTensor) and id(p) not in in_units]
+        others = [
+            p
+            for p in model.parameters()
+            if isinstance(p, DTensor) and (p not in averaged or averaged[p].size() < size)
+        ]
         # torch raises an error for a module that is sharded twice
         again = not isinstance(model, FSDPModule) and set(units) & set(
             choose_units(self.plugin, model) if units else []
@@ -248,13 +271,6 @@ class Fsdp2(DistributedTensors):
             for model in self.session.prepared.models:
                 self._free(model)
         super().check(bundle)
-
-    def _free(self, model: nn.Module) -> None:
-        """Frees units that a forward has left gathered, and records the shards of their parameters."""
-        gathered = named_parameters(model)
-        for unit in units_of(model):
-            unit.reshard()
-        self.session.replace((gathered[name], shard) for name, shard in named_parameters(model).items())
 
     def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[None]:
         """Gathers all units and keeps them gathered inside the block."""
@@ -284,7 +300,10 @@ class TensorParallel(DistributedTensors):
         return bool(units_of(model))
 
     def split(self, model: nn.Module) -> nn.Module:
+        from accelerate.strategies.sharded_models import send_unsharded
+
         self.place(model)
+        send_unsharded(model.parameters())
         return self.follow(model, lambda: self._shard_layers(model), named_parameters)
 
     def _shard_layers(self, model: nn.Module) -> nn.Module:

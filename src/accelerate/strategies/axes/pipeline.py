@@ -1,0 +1,95 @@
+"""Pipeline parallelism, in which ranks of an axis have different layers of a model.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from accelerate.base import PreparationError, listed
+from accelerate.plugins import PipelineConfig
+from accelerate.strategies.axes.base import Axis
+from accelerate.strategies.pipeline import Pipeline
+
+AXIS = "pp"
+
+
+class PipelineAxis(Axis):
+    """Axis along which ranks have different layers.
+
+    Attributes:
+        pipelines: Pipelines of the models that are prepared for training.
+        first_rank: First rank of the run with the stages of this rank.
+    """
+
+    def __init__(self, mesh: Any, config: PipelineConfig, device: torch.device) -> None:
+        self.size = mesh[AXIS].size()
+        self.group = mesh.get_group(AXIS)
+        self.pipelines: dict[nn.Module, Pipeline] = {}
+        dim = mesh.mesh_dim_names.index(AXIS)
+        row = mesh.mesh.movedim(dim, 0)[dist.get_rank(self.group)]
+        self.first_rank = int(row.min())
+        self._columns = mesh.mesh.movedim(dim, 0).reshape(self.size, -1).T.tolist()
+        self._config, self._device = config, device
+
+    def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
+        """Removes the layers of other ranks from a model."""
+        pipeline = Pipeline(model, self._config, self.group, self._device)
+        self.pipelines[model] = pipeline
+        by_ranks: dict[tuple[int, ...], list[str]] = {}
+        for name, ranks in pipeline.holders.items():
+            by_ranks.setdefault(tuple(sorted(ranks)), []).append(name)
+        for holders, names in sorted(by_ranks.items()):
+            if len(holders) > 1:
+                enumerate_groups: Any = dist.new_subgroups_by_enumeration
+                group, _ = enumerate_groups([[column[rank] for rank in holders] for column in self._columns])
+                if dist.get_rank(self.group) in holders:
+                    pipeline.shared.append((names, group))
+        return model
+
+    def stages_to_shard(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the modules of this rank's stages, which FSDP shards.
+
+        Raises:
+            PreparationError: A parameter is on several stages, or on the meta device.
+        """
+        pipeline = self.pipelines[model]
+        whole = {id(p) for stage in pipeline.stages.values() for p in stage.whole_on_ranks}
+        names = [name for name, stages in pipeline.model.holders.items() if len(stages) > 1]
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        tied = [name for name in names if name in parameters and id(parameters[name]) not in whole]
+        if tied:
+            raise PreparationError(
+                f"{listed(tied)} of {type(model).__name__} are used on several stages of a pipeline, and "
+                "FSDP shards each stage by itself. Untie them (tie_word_embeddings=False), or leave "
+                "fsdp_plugin out."
+            )
+        if on_meta := [name for name, p in parameters.items() if p.is_meta]:
+            raise PreparationError(
+                f"{listed(on_meta)} of {type(model).__name__} have no values yet, and a pipeline does not "
+                "load them from rank 0. Load the model on each rank before `prepare`."
+            )
+        return list(pipeline.stages.values())
+
+    def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
+        """Returns the norm of the gradients of all stages from that of this rank's stages."""
+        is_max = norm_type == float("inf")
+        power = norm if is_max else norm**norm_type
+        dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.group)
+        return power if is_max else power ** (1.0 / norm_type)
+
+    def repeated_parameters(self) -> set[int]:
+        """Returns the ids of parameters of this rank that an earlier rank of the pipeline has too."""
+        rank = dist.get_rank(self.group)
+        return {
+            id(pipeline.model.model.get_parameter(name))
+            for pipeline in self.pipelines.values()
+            for names, _ in pipeline.shared
+            for name in names
+            if min(pipeline.holders[name]) < rank and pipeline.is_parameter(name)
+        }

@@ -1,0 +1,199 @@
+"""Micro-batches of a pipeline, and losses and outputs of their batch."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from accelerate import torch_private
+from accelerate.base import PreparationError, wrong_value
+from accelerate.devices import of_device
+
+LossFunction = Callable[[Any, Any], Tensor]
+
+
+def restored_generators(device: torch.device) -> AbstractContextManager[None]:
+    """Returns a context manager that restores the random generators of the CPU and a device at its end."""
+    devices = [] if of_device(device).is_host else [device]
+    return torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+
+
+class MicroBatch(NamedTuple):
+    """Part of a batch.
+
+    Attributes:
+        args: Positional arguments of the model.
+        kwargs: Keyword arguments of the model.
+        target: Second argument of the loss function.
+        size: Number of samples.
+        weight: Weight of its loss in that of the batch.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    size: int
+    weight: float
+
+
+def arguments_of(model: nn.Module, batch: Any, has_loss: bool) -> tuple[tuple[Any, ...], dict[str, Any], Any]:
+    """Returns the arguments of a model, and the target of its loss function.
+
+    Args:
+        model: A model.
+        batch: Mapping of arguments of the model by name, and of others that only the loss function reads; or
+            tuple of positional arguments, of which the last one is the target; or the one argument.
+        has_loss: Whether there is a loss function. Otherwise a tuple has no target.
+    """
+    if isinstance(batch, Mapping):
+        parameters = inspect.signature(model.forward).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        kwargs = {name: value for name, value in batch.items() if takes_all or name in parameters}
+        return (), kwargs, batch
+    if isinstance(batch, (tuple, list)) and has_loss:
+        if len(batch) < 2:
+            raise wrong_value(
+                "batch",
+                f"a {type(batch).__name__} of {len(batch)}",
+                "it has no target",
+                "Pass (inputs, target)",
+            )
+        return tuple(batch[:-1]), {}, batch[-1]
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}, batch
+
+
+def split_batch(values: Any, count: Callable[[int], int]) -> tuple[list[Any], list[int]]:
+    """Returns parts of nested values along their first dimension, and the number of samples of each.
+
+    Args:
+        values: Nested tensors of which those with the size of the first one are split. Others are in all
+            parts.
+        count: Returns the number of parts from the number of samples.
+    """
+    leaves, tree = torch_private.pytree.tree_flatten(values)
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
+    if not sizes or not sizes[0]:
+        raise wrong_value(
+            "batch", type(values).__name__, "it has no tensor with samples", "Pass a batch with tensors"
+        )
+    total = sizes[0]
+    num_parts = count(total)
+    parts = [
+        list(torch.tensor_split(leaf, num_parts))
+        if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] == total
+        else [leaf] * num_parts
+        for leaf in leaves
+    ]
+    split = [torch_private.pytree.tree_unflatten(list(part), tree) for part in zip(*parts, strict=True)]
+    return split, [len(part) for part in torch.arange(total).tensor_split(num_parts)]
+
+
+def split_into_microbatches(
+    model: nn.Module, batch: Any, count: Callable[[int], int], *, has_loss: bool, is_sum: bool
+) -> list[MicroBatch]:
+    """Returns the micro-batches of a batch.
+
+    Args:
+        model: The model that computes them.
+        batch: The batch, as for `arguments_of`.
+        count: Returns the number of micro-batches from the number of samples.
+        has_loss: Whether there is a loss function. Otherwise the model computes its loss, as those of
+            transformers do, and its mean is over the labels that are not ignored.
+        is_sum: Whether losses are sums, which are added, or means, which are averaged.
+    """
+    parts, sizes = split_batch(batch, count)
+    items = list(sizes)
+    if not has_loss and isinstance(batch, Mapping):
+        items = [_count_labels(part.get("labels"), size) for part, size in zip(parts, sizes, strict=True)]
+    total = sum(items) or 1
+    return [
+        _microbatch(model, part, has_loss, size, 1.0 if is_sum else own / total)
+        for part, size, own in zip(parts, sizes, items, strict=True)
+    ]
+
+
+def _microbatch(model: nn.Module, part: Any, has_loss: bool, size: int, weight: float) -> MicroBatch:
+    args, kwargs, target = arguments_of(model, part, has_loss)
+    return MicroBatch(args, kwargs, target, size, weight)
+
+
+def _count_labels(labels: Any, size: int) -> int:
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
+        return size
+    return int((labels != -100).sum())
+
+
+def loss_of(outputs: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
+    """Returns the loss of a micro-batch."""
+    if loss_fn is not None:
+        loss: Any = loss_fn(outputs, target)
+        source = "loss_fn"
+    else:
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", outputs)
+        source = "the model"
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        fix = "Return a tensor with one element" if loss_fn else "Pass loss_fn, or labels in the batch"
+        raise wrong_value("loss", got, f"{source} returned no scalar", fix)
+    return loss.reshape(())
+
+
+class Computed(NamedTuple):
+    """Outputs and loss of a micro-batch."""
+
+    microbatch: MicroBatch
+    outputs: Any
+    loss: Tensor
+
+
+@torch.no_grad()
+def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool) -> None:
+    """Raises an error if the loss of two micro-batches together is not the mean or sum of their losses.
+
+    Such a loss, for example over pairs of samples, is not that of one process in a pipeline.
+    """
+    sizes = [each.microbatch.size for each in computed]
+    losses = [each.loss for each in computed]
+    both = merge_outputs([each.outputs for each in computed], sizes)
+    target = merge_outputs([each.microbatch.target for each in computed], sizes)
+    with restored_generators(losses[0].device):
+        together = loss_of(both, target, loss_fn).float()
+    weights = [1.0 if is_sum else float(size) for size in sizes]
+    weighted = [w * loss.float() for w, loss in zip(weights, losses, strict=True)]
+    apart = torch.stack(weighted).sum() / (1 if is_sum else sum(weights))
+    if torch.allclose(together, apart, rtol=2e-2, atol=1e-3):
+        return
+    kind = "sum" if is_sum else "mean"
+    raise PreparationError(
+        f"The loss of two micro-batches together is {together.item():.4g}, and the {kind} of their losses is "
+        f"{float(apart):.4g}, so the loss of a batch is not the {kind} over its samples. For a mean over "
+        "tokens return the sum and use accumulate(model, num_items=...). A loss over pairs of samples needs "
+        "the whole batch, so set microbatches=1."
+    )
+
+
+def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Returns nested outputs of a batch from those of its micro-batches.
+
+    Tensors with one entry for each sample are concatenated, and scalars are averaged over samples. Other
+    values are those of the first micro-batch.
+    """
+    flat = [torch_private.pytree.tree_flatten(part) for part in parts]
+    tree = flat[0][1]
+    merged = []
+    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
+        if not isinstance(leaves[0], Tensor):
+            merged.append(leaves[0])
+        elif leaves[0].ndim and all(len(leaf) == n for leaf, n in zip(leaves, sizes, strict=True)):
+            merged.append(torch.cat(leaves))
+        elif not leaves[0].ndim and leaves[0].is_floating_point():
+            weights = torch.tensor(sizes, dtype=leaves[0].dtype, device=leaves[0].device)
+            merged.append((torch.stack(leaves) * weights).sum() / weights.sum())
+        else:
+            merged.append(leaves[0])
+    return torch_private.pytree.tree_unflatten(merged, tree)

@@ -1,0 +1,316 @@
+"""Forward and backward passes of a pipeline, by the schedules of `torch.distributed.pipelining`.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules
+
+from accelerate import torch_private
+from accelerate.base import ConfigurationError, PreparationError, StateError
+from accelerate.plugins import SCHEDULES, PipelineConfig
+from accelerate.strategies.pipeline.microbatches import (
+    Computed,
+    LossFunction,
+    MicroBatch,
+    check_loss,
+    loss_of,
+    merge_outputs,
+    split_batch,
+    split_into_microbatches,
+)
+from accelerate.strategies.pipeline.split import split_model
+from accelerate.strategies.pipeline.stages import PipelineModel, StageModule, is_split
+from accelerate.strategies.pipeline.tracing import TensorSpec, Trace, to_zeros
+from accelerate.strategies.sharded_models import Replicas
+
+
+def stage_ranks(config: PipelineConfig, num_ranks: int) -> list[int]:
+    """Returns the rank of each stage, in the order of the stages."""
+    ranks = list(range(num_ranks))
+    if SCHEDULES[config.schedule].is_v:
+        return [*ranks, *reversed(ranks)]
+    return ranks * (config.stages_per_rank or 1)
+
+
+class Pipeline:
+    """Pipeline of one model.
+
+    Args:
+        model: A model that is not wrapped yet, with all its parameters. Those of other ranks are removed.
+        config: Schedule, number of micro-batches and split.
+        group: Process group of the ranks of the pipeline.
+        device: Device of this rank.
+
+    Attributes:
+        stages: Module of each stage on this rank, by the index of the stage.
+        model: The model in its stages.
+        holders: Ranks of the pipeline that have each parameter and buffer, by its name.
+        shared: Names of parameters that several ranks have, with the process group of these ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, config: PipelineConfig, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._config, self._group, self._device = config, group, device
+        self._rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
+        self._ranks = stage_ranks(config, num_ranks)
+        _check_model(model)
+        split = split_model(model, len(self._ranks), config.split)
+        own = [stage for stage, rank in enumerate(self._ranks) if rank == self._rank]
+        self.model = PipelineModel(model, split, own, device, self._call)
+        self.stages = {stage: StageModule(self.model, stage) for stage in own}
+        for stage, module in self.stages.items():
+            module.compute = partial(self._compute, stage)
+        self.holders = {
+            name: {self._ranks[stage] for stage in stages} for name, stages in self.model.holders.items()
+        }
+        self.shared: list[tuple[list[str], Any]] = []
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._schedules: dict[bool, tuple[Any, Any]] = {}  # by whether it has a backward pass
+        self._traces: dict[Any, Trace] = {}
+        self._is_checked = False
+        # Of the batch that is computed now
+        self._microbatches: list[MicroBatch] = []
+        self._chunk_traces: list[Trace] = []
+        self._finish: Callable[[Any, int], Tensor] | None = None
+
+    def train(
+        self, batch: Any, loss_fn: LossFunction | None, scale: Callable[[Tensor], Tensor], *, is_sum: bool
+    ) -> Tensor:
+        """Computes the gradients of this rank's stages for a batch, and returns its loss.
+
+        Called on all ranks of the pipeline with the same batch. Gradients are not exchanged with ranks that
+        have other batches.
+
+        Args:
+            batch: The batch, as for `arguments_of`.
+            loss_fn: Returns the loss of the outputs and the target, or None if the model computes it.
+            scale: Returns the loss of a micro-batch times its scale in the backward pass.
+            is_sum: Whether losses are sums over items.
+
+        Returns:
+            The loss of the batch without its scale, as a 0-d float32 tensor on all ranks of the pipeline.
+        """
+        microbatches = split_into_microbatches(
+            self.model.model, batch, self._count, has_loss=loss_fn is not None, is_sum=is_sum
+        )
+        losses: list[Tensor] = []
+        first: list[Computed] = []
+
+        def finish(outputs: Any, index: int) -> Tensor:
+            part = microbatches[index]
+            loss = loss_of(outputs, part.target, loss_fn)
+            losses.append(part.weight * loss.detach().float())
+            if loss_fn is not None and not self._is_checked and len(first) < 2:
+                first.append(Computed(part, _detached(outputs), loss.detach()))
+                if len(first) == 2:
+                    check_loss(first, loss_fn, is_sum)
+                    self._is_checked = True
+            return scale(loss * part.weight)
+
+        with torch.enable_grad():
+            self._run(microbatches, finish, has_backward=True)
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
+        dist.broadcast(total, self._last_rank, group=self._group)
+        return total
+
+    @property
+    def order(self) -> dict[str, int]:
+        """Position of each name in the state dict of the whole model."""
+        return {name: position for position, name in enumerate(self.model.specs)}
+
+    def aliases(self, name: str) -> list[str]:
+        """Returns all names of a weight in the whole model, of which tied ones have several."""
+        return self.model.aliases.get(name, [name])
+
+    def holders_of(self, name: str) -> set[int]:
+        """Returns the ranks of the pipeline that have a weight."""
+        return self.holders.get(name, {0})
+
+    def _count(self, num_samples: int) -> int:
+        """Returns the number of micro-batches of a batch, the largest one that the schedule takes."""
+        largest = min(self._config.microbatches, num_samples)
+        if not self._config.schedule.startswith("interleaved"):
+            return largest
+        num_ranks = dist.get_world_size(self._group)
+        # These schedules have rounds of one size, with at least one micro-batch for each rank.
+        fits = (n for n in range(largest, 0, -1) if n % max(1, n // num_ranks) == 0)
+        return next(fits)
+
+    def is_parameter(self, name: str) -> bool:
+        """Returns whether a name is that of a parameter, and not of a buffer."""
+        return name in self._parameters
+
+    def sum_shared_gradients(self) -> None:
+        """Adds up the gradients of parameters that several stages use, such as tied ones.
+
+        Called on all ranks of the pipeline.
+        """
+        for names, group in self.shared:
+            found = [self.model.model.get_parameter(name) for name in names if self.is_parameter(name)]
+            trained = {id(parameter): parameter for parameter in found if parameter.requires_grad}
+            if trained:
+                Replicas(list(trained.values()), set(), group, True, averages=False).average()
+
+    def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Returns the outputs of the model on all ranks of the pipeline, without gradients."""
+        model = self.model.model
+        if self.model.is_running:
+            return call(*args, **kwargs)
+        if model.training and torch.is_grad_enabled():
+            raise StateError(
+                f"{type(model).__name__} is in a pipeline of {len(self._ranks)} stages, so its forward and "
+                "backward passes overlap. Call accelerator.forward_backward(model, batch, loss_fn) in place "
+                "of the model and `backward`. For evaluation call model.eval() before."
+            )
+        with torch.no_grad():
+            return self._evaluate(args, kwargs)
+
+    def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        parts, sizes = split_batch((args, kwargs), self._count)
+        microbatches = [
+            MicroBatch(part[0], part[1], None, size, 1.0) for part, size in zip(parts, sizes, strict=True)
+        ]
+        found: dict[int, Any] = {}
+
+        def finish(outputs: Any, index: int) -> Tensor:
+            found[index] = outputs
+            return torch.zeros((), device=self._device)
+
+        self._run(microbatches, finish, has_backward=False)
+        merged = merge_outputs([found[i] for i in range(len(parts))], sizes) if found else None
+        return self._sent_from_last(merged)
+
+    def _sent_from_last(self, outputs: Any) -> Any:
+        """Returns the outputs of the last stage on all ranks of the pipeline."""
+        pytree = torch_private.pytree
+        specs = [pytree.tree_map_only(Tensor, lambda tensor: TensorSpec(tensor.shape, tensor.dtype), outputs)]
+        dist.broadcast_object_list(specs, self._last_rank, group=self._group, device=self._device)
+        is_last = dist.get_rank() == self._last_rank
+        values = outputs if is_last else to_zeros(specs[0], self._device)
+        leaves, tree = pytree.tree_flatten(values)
+        leaves = [leaf.contiguous() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        for leaf in leaves:
+            if isinstance(leaf, Tensor):
+                dist.broadcast(leaf, self._last_rank, group=self._group)
+        return pytree.tree_unflatten(leaves, tree)
+
+    @property
+    def _last_rank(self) -> int:
+        return dist.get_global_rank(self._group, self._ranks[-1])
+
+    # Schedules
+
+    def _run(
+        self, microbatches: list[MicroBatch], finish: Callable[[Any, int], Tensor], *, has_backward: bool
+    ) -> None:
+        microbatches = [part._replace(kwargs=self._without_cache(part.kwargs)) for part in microbatches]
+        with self.model.running():
+            self._chunk_traces = [self._trace(part) for part in microbatches]
+            self._microbatches, self._finish = microbatches, finish
+            schedule = self._schedule(has_backward)
+            # The index of a micro-batch selects its inputs, which may be any objects.
+            indices, targets = torch.arange(len(microbatches)), torch.zeros(len(microbatches))
+            run = schedule.step if has_backward else schedule.eval
+            try:
+                run(microbatch=indices, target=targets, return_outputs=False)
+            except RuntimeError as error:
+                if isinstance(error.__cause__, (ConfigurationError, PreparationError, StateError)):
+                    raise error.__cause__ from None
+                raise
+            finally:
+                self._microbatches, self._chunk_traces, self._finish = [], [], None
+
+    def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns keyword arguments that disable key-value caches, which are not sent between stages."""
+        config = getattr(self.model.model, "config", None)
+        return {"use_cache": False, **kwargs} if getattr(config, "use_cache", False) else kwargs
+
+    def _trace(self, part: MicroBatch) -> Trace:
+        key = _signature((part.args, part.kwargs, self.model.model.training))
+        if key not in self._traces:
+            self._traces[key] = self.model.trace(part.args, part.kwargs)
+        return self._traces[key]
+
+    def _schedule(self, has_backward: bool) -> Any:
+        """Returns the schedule of the current micro-batches, which the next batch of these shapes reuses."""
+        key = tuple(map(id, self._chunk_traces))
+        known = self._schedules.get(has_backward)
+        if known is not None and known[0] == key:
+            return known[1]
+        boundaries = [[boundary.specs for boundary in trace.boundaries] for trace in self._chunk_traces]
+        num_stages, count = len(self._ranks), len(self._chunk_traces)
+        loss = (TensorSpec(torch.Size(()), torch.float32),)
+        stages = [
+            torch_private.PipelineStageOfChunks(
+                module,
+                index,
+                num_stages,
+                self._device,
+                self._group,
+                [specs[index - 1] if index else () for specs in boundaries],
+                [specs[index] if index < num_stages - 1 else loss for specs in boundaries],
+            )
+            for index, module in self.stages.items()
+        ]
+        kind = schedules.get_schedule_class(self._config.schedule)
+        is_single = issubclass(kind, schedules.PipelineScheduleSingle)
+        try:
+            schedule = kind(stages[0] if is_single else stages, count, loss_fn=_output, scale_grads=False)
+        except ValueError as error:
+            raise ConfigurationError(
+                f"schedule={self._config.schedule!r} does not take {count} micro-batches on "
+                f"{dist.get_world_size(self._group)} ranks ({error}). Change microbatches, make batches "
+                "divisible by it, or set drop_last=True in the loader."
+            ) from error
+        self._schedules[has_backward] = key, schedule
+        return schedule
+
+    def _compute(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
+        part, trace = self._microbatches[index], self._chunk_traces[index]
+        outputs = self.model.compute(stage, trace, received, part.args, part.kwargs)
+        if stage < len(self._ranks) - 1:
+            return outputs
+        assert self._finish is not None
+        return self._finish(outputs, index)
+
+
+def _output(output: Tensor, target: Tensor) -> Tensor:
+    """Returns the output of the last stage, which is the loss."""
+    return output
+
+
+def _detached(values: Any) -> Any:
+    return torch_private.pytree.tree_map_only(Tensor, Tensor.detach, values)
+
+
+def _signature(values: Any) -> Any:
+    leaves, tree = torch_private.pytree.tree_flatten(values)
+    described = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
+    return described, str(tree)
+
+
+def _check_model(model: nn.Module) -> None:
+    """Raises an error for a model that is split already, or that returns values of layers on all stages."""
+    if is_split(model):
+        raise PreparationError(
+            f"{type(model).__name__} was split into stages by an earlier `prepare`, so this rank has only "
+            "some of its layers. Pass a model that was not prepared."
+        )
+    config = getattr(model, "config", None)
+    fields = ("output_hidden_states", "output_attentions", "output_router_logits")
+    wrong = [field for field in fields if getattr(config, field, False)]
+    if wrong:
+        raise PreparationError(
+            f"{type(config).__name__}.{wrong[0]}=True collects outputs of all layers, and each stage of a "
+            f"pipeline has only its own. Set {wrong[0]}=False."
+        )

@@ -1,0 +1,207 @@
+"""Split of a model into the stages of a pipeline.
+
+A stage begins at a module that the forward calls once, such as a layer. The modules between two such modules,
+in the order of registration, belong to the earlier stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from accelerate.base import ConfigurationError, PreparationError, listed, wrong_value
+
+_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+
+@dataclass(eq=False)
+class Submodule:
+    """Module of a model that is computed as a whole on one stage, or on each stage that uses it.
+
+    Attributes:
+        names: Names of the module in the model.
+        module: The module.
+        stages: Stages that have the parameters and buffers of the module.
+    """
+
+    names: list[str]
+    module: nn.Module
+    stages: set[int] = field(default_factory=set)
+
+    @property
+    def has_parameters(self) -> bool:
+        """True if the module has parameters, which only its stages keep."""
+        return next(self.module.parameters(), None) is not None
+
+
+@dataclass(frozen=True)
+class Split:
+    """Submodules of a model and its containers, which are the modules around them.
+
+    Attributes:
+        submodules: All submodules, in the order of registration.
+        starts: Submodule with which each stage but the first begins.
+        containers: Names of the modules that contain submodules. Their forwards run on each stage.
+    """
+
+    submodules: list[Submodule]
+    starts: list[Submodule]
+    containers: list[str]
+
+
+def split_model(model: nn.Module, num_stages: int, split: str | Sequence[str]) -> Split:
+    """Returns the split of a model into stages.
+
+    Args:
+        model: A model that is not wrapped yet.
+        num_stages: Number of stages.
+        split: "auto", or the names of the modules with which the stages after the first begin.
+
+    Raises:
+        PreparationError: The model has too few layers.
+        ConfigurationError: A name is wrong.
+    """
+    if split == "auto":
+        candidates = list(_layers_of(model))
+        starts = [] if num_stages == 1 else _balanced(model, candidates, num_stages)
+    else:
+        candidates = starts = _checked(model, num_stages, split)
+    containers = _ancestors(candidates)
+    names = list(_submodule_names(model, containers))
+    submodules: dict[nn.Module, Submodule] = {}
+    stage = 0
+    for name in names:
+        stage += name in starts
+        module = model.get_submodule(name)
+        submodule = submodules.setdefault(module, Submodule([], module))
+        submodule.names.append(name)
+        submodule.stages.add(stage)
+    begins = [submodules[model.get_submodule(name)] for name in starts]
+    return Split(list(submodules.values()), begins, containers)
+
+
+def _checked(model: nn.Module, num_stages: int, split: Sequence[str]) -> list[str]:
+    names = dict(model.named_modules(remove_duplicate=False))
+    if isinstance(split, str):
+        raise wrong_value("split", split, "it is one name", 'Pass "auto" or a list of names')
+    unknown = [name for name in split if name not in names or not name]
+    if unknown:
+        raise wrong_value(
+            "split",
+            listed(unknown),
+            f"{type(model).__name__} has no such modules",
+            f"Pass names such as {listed([name for name in names if name][:3])}",
+        )
+    if len(split) != num_stages - 1:
+        raise wrong_value(
+            "split",
+            list(split),
+            f"{num_stages} stages begin at {num_stages - 1} modules, besides the first stage",
+            f"Pass {num_stages - 1} names",
+        )
+    order = {name: position for position, name in enumerate(names)}
+    if sorted(split, key=order.__getitem__) != list(split) or len(set(split)) < len(split):
+        raise wrong_value(
+            "split", list(split), "the modules are not in the order of the model", "Sort the names"
+        )
+    nested = [name for name in split for other in split if name.startswith(f"{other}.")]
+    if nested:
+        raise wrong_value(
+            "split", listed(nested), "they are inside of other modules of the list", "Drop them"
+        )
+    return list(split)
+
+
+def _layers_of(model: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yields the names of the modules in the outermost lists of a model."""
+    if isinstance(model, _LISTS):
+        yield from (f"{prefix}{name}" for name, _ in model.named_children())
+        return
+    for name, child in model.named_children():
+        yield from _layers_of(child, f"{prefix}{name}.")
+
+
+def _ancestors(names: Sequence[str]) -> list[str]:
+    """Returns the names of the modules that contain some modules, the outermost first."""
+    parents = {"": None}
+    for name in names:
+        parts = name.split(".")
+        parents.update(dict.fromkeys(".".join(parts[:depth]) for depth in range(1, len(parts))))
+    return list(parents)
+
+
+def _submodule_names(model: nn.Module, containers: Sequence[str]) -> Iterator[str]:
+    """Yields the names of the modules in containers that are no containers, in the order of registration."""
+    inner = set(containers)
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[str]:
+        for child_name, child in module._modules.items():  # named_children() yields a tied module once
+            name = f"{prefix}{child_name}"
+            if child is None:
+                continue
+            if name in inner:
+                yield from walk(child, f"{name}.")
+            else:
+                yield name
+
+    return walk(model, "")
+
+
+def _balanced(model: nn.Module, candidates: Sequence[str], num_stages: int) -> list[str]:
+    """Returns the layers at which stages begin, so that the largest stage is as small as possible.
+
+    The size of a stage is the number of its parameters, without embeddings, which are only looked up.
+    """
+    names = list(_submodule_names(model, _ancestors(candidates)))
+    layers = set(candidates)
+    positions = [i for i, name in enumerate(names) if name in layers and i > 0]
+    if len(positions) < num_stages - 1:
+        raise PreparationError(
+            f"{type(model).__name__} cannot be split into {num_stages} stages: a stage begins at a module of "
+            f"an nn.ModuleList or nn.Sequential, and the model has {len(positions)} after its first one. "
+            "Use fewer stages, or name the first module of each later stage in PipelineConfig(split=[...])."
+        )
+    costs = [_cost(model.get_submodule(name)) for name in names]
+    total = [0]
+    for cost in costs:
+        total.append(total[-1] + cost)
+    # best[k][i]: smallest size of the largest of k + 1 stages up to position i, and where the last begins
+    ends = [*positions, len(names)]
+    best: list[dict[int, tuple[int, int]]] = [{end: (total[end], 0) for end in ends}]
+    for _ in range(num_stages - 1):
+        previous, row = best[-1], {}
+        for end in ends:
+            options = [
+                (max(previous[start][0], total[end] - total[start]), start)
+                for start in positions
+                if start < end and start in previous
+            ]
+            if options:
+                row[end] = min(options)
+        best.append(row)
+    starts: list[int] = []
+    end = len(names)
+    for row in reversed(best[1:]):
+        end = row[end][1]
+        starts.append(end)
+    return [names[start] for start in reversed(starts)]
+
+
+def _cost(module: nn.Module) -> int:
+    embeddings = {
+        id(parameter)
+        for part in module.modules()
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag))
+        for parameter in part.parameters(recurse=False)
+    }
+    return 1 + sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
+
+
+def check_sizes(num_stages: int, num_ranks: int) -> None:
+    """Raises an error for stages that do not divide over the ranks of a pipeline."""
+    if num_stages % num_ranks:
+        raise ConfigurationError(
+            f"A pipeline of {num_ranks} ranks cannot have {num_stages} stages: each rank has the same number."
+        )

@@ -1,0 +1,341 @@
+"""Model whose stages are on different ranks, and the modules of the stages of this rank.
+
+The model stays the module of the user. Submodules of other stages have no parameters, and return zeros.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate import torch_private
+from accelerate.base import PreparationError, StateError
+from accelerate.strategies.fsdp import fsdp2_canonicalize_names
+from accelerate.strategies.pipeline.microbatches import restored_generators
+from accelerate.strategies.pipeline.split import Split, Submodule
+from accelerate.strategies.pipeline.tracing import (
+    Boundary,
+    Replacements,
+    Trace,
+    Tracer,
+    replace_tensors,
+    to_zeros,
+)
+
+_OWNER = "_pipeline_of_submodule"
+"""Attribute of submodules and of the model, with the function that replaces their `__call__`."""
+
+
+@dataclass
+class StageRun:
+    """Forward of one micro-batch on one stage.
+
+    Attributes:
+        stage: Index of the stage.
+        trace: Trace of this forward.
+        received: Tensors from the stage before.
+    """
+
+    stage: int
+    trace: Trace
+    received: Sequence[Tensor]
+    _position: int = field(default=0, init=False)
+    _received: Replacements = field(default_factory=dict, init=False)
+
+    def call(
+        self,
+        split: Split,
+        device: torch.device,
+        submodule: Submodule,
+        run: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Returns the outputs of a submodule, or zeros if another stage computes it."""
+        position, self._position = self._position, self._position + 1
+        calls = self.trace.calls
+        if position >= len(calls) or calls[position].submodule is not submodule:
+            raise PreparationError(
+                f"{submodule.names[0]} is called in another order than in the trace of this forward. The "
+                "code between layers must call the same layers for inputs of the same shapes."
+            )
+        call = calls[position]
+        begins = position == 0 or calls[position - 1].stage < call.stage
+        if begins and call.stage == self.stage + 1:
+            boundary = self.trace.boundaries[self.stage]
+            leaves, _ = torch_private.pytree.tree_flatten(replace_tensors(self._received, (args, kwargs)))
+            raise StageEnd(
+                boundary, [leaves[i] for i in boundary.positions], split.starts[self.stage].names[0]
+            )
+        if begins and call.stage == self.stage and self.stage > 0:
+            leaves, _ = torch_private.pytree.tree_flatten((args, kwargs))
+            replaced = [leaves[i] for i in self.trace.boundaries[self.stage - 1].positions]
+            self._received = {id(old): (old, new) for old, new in zip(replaced, self.received, strict=True)}
+        if call.stage == self.stage or call.outputs is None:
+            args, kwargs = replace_tensors(self._received, (args, kwargs))
+            return run(*args, **kwargs)
+        return to_zeros(call.outputs, device)
+
+    def replace_received(self, values: Any) -> Any:
+        """Returns nested values with received tensors."""
+        return replace_tensors(self._received, values)
+
+
+class StageEnd(Exception):
+    """Raised inside a forward where the next stage begins, with the tensors to send to it."""
+
+    def __init__(self, boundary: Boundary, tensors: list[Any], start: str) -> None:
+        super().__init__(start)
+        self.boundary, self.tensors, self.start = boundary, tensors, start
+
+    def checked(self) -> tuple[Tensor, ...]:
+        """Returns the tensors in the dtypes of the next stage, if they have the shapes that it expects."""
+        for tensor, spec in zip(self.tensors, self.boundary.specs, strict=True):
+            got = list(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
+            if got != list(spec.shape):
+                raise PreparationError(
+                    f"The stage that ends before {self.start} passes on {got}, and the next stage expects "
+                    f"{list(spec.shape)}: the outputs of a layer have another shape than its trace on fake "
+                    "tensors. Split the model at another module, in PipelineConfig(split=[...])."
+                )
+        # FSDP may compute in another dtype than that of the weights in the trace.
+        return tuple(
+            tensor.to(spec.dtype).contiguous()
+            for tensor, spec in zip(self.tensors, self.boundary.specs, strict=True)
+        )
+
+
+class PipelineModel:
+    """Pipeline of a model.
+
+    Args:
+        model: A model with all its parameters. Those of stages on other ranks are removed from it.
+        split: The split of the model.
+        own_stages: Indices of the stages on this rank.
+        device: Device of this rank.
+        evaluate: Called with the arguments of the model when the user calls it.
+
+    Attributes:
+        specs: Weights of the whole model by name on the meta device, in the order of its state dict.
+        aliases: All names of each weight by its name.
+        removed: Parameters that this rank does not have.
+        holders: Stages of each parameter or buffer by its name.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        own_stages: Sequence[int],
+        device: torch.device,
+        evaluate: Callable[..., Any],
+    ) -> None:
+        self.model, self.split, self.own_stages = model, split, tuple(own_stages)
+        self.device = device
+        self.num_stages = len(split.starts) + 1
+        state = model.state_dict(keep_vars=True)
+        self.specs = {
+            name: torch.empty_like(value, device="meta")
+            for name, value in state.items()
+            if isinstance(value, Tensor)
+        }
+        by_id: dict[int, list[str]] = {}
+        for name, value in state.items():
+            by_id.setdefault(id(value), []).append(name)
+        self.aliases = {name: names for names in by_id.values() for name in names}
+        self.holders = dict(self._find_holders())
+        self._run: StageRun | Tracer | None = None
+        self._placeholders = {
+            submodule: {
+                part: torch_private.placeholder_weights(part, device) for part in submodule.module.modules()
+            }
+            for submodule in split.submodules
+            if submodule.has_parameters
+        }
+        absent = [submodule for submodule in split.submodules if self._is_absent(submodule)]
+        self._absent = {
+            part: weights for each in absent for part, weights in self._placeholders[each].items()
+        }
+        kept = {id(parameter) for parameter in self._parameters_of(set(split.submodules) - set(absent))}
+        self.removed = [p for p in self._parameters_of(absent) if id(p) not in kept]
+        for submodule in split.submodules:
+            self._replace_call(submodule)
+        _set_call(model, evaluate)
+        for submodule in absent:
+            torch_private.remove_weights(submodule.module)
+
+    def _parameters_of(self, submodules: Any) -> list[nn.Parameter]:
+        found = {id(p): p for submodule in submodules for p in submodule.module.parameters()}
+        return list(found.values())
+
+    def _is_absent(self, submodule: Submodule) -> bool:
+        return submodule in self._placeholders and not submodule.stages & set(self.own_stages)
+
+    def _find_holders(self) -> Iterator[tuple[str, set[int]]]:
+        """Yields the name of each parameter and buffer with the stages that have it, also by a tied name."""
+        stages_of = {
+            name: submodule.stages for submodule in self.split.submodules for name in submodule.names
+        }
+        named = {
+            **dict(self.model.named_parameters(remove_duplicate=False)),
+            **dict(self.model.named_buffers(remove_duplicate=False)),
+        }
+        tensors = fsdp2_canonicalize_names(named).items()
+        by_tensor: dict[int, set[int]] = {}
+        for name, tensor in tensors:
+            owners = [owner for owner in stages_of if name == owner or name.startswith(f"{owner}.")]
+            stages = stages_of[owners[0]] if owners else set(range(self.num_stages))
+            by_tensor.setdefault(id(tensor), set()).update(stages)
+        for name, tensor in tensors:
+            yield name, by_tensor[id(tensor)]
+
+    # Calls
+
+    def _replace_call(self, submodule: Submodule) -> None:
+        def call(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if isinstance(self._run, StageRun):
+                return self._run.call(self.split, self.device, submodule, run, args, kwargs)
+            if isinstance(self._run, Tracer):
+                return self._run.call(submodule, run, args, kwargs)
+            if self._is_absent(submodule):
+                stages = ", ".join(map(str, sorted(submodule.stages)))
+                raise StateError(
+                    f"{submodule.names[0]} is on stage {stages} of the pipeline, and not on this rank. Call "
+                    "the whole model, on all ranks."
+                )
+            return run(*args, **kwargs)
+
+        _set_call(submodule.module, call)
+
+    def forward(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Runs the forward of the user's model."""
+        return self.model(*args, **kwargs)
+
+    @property
+    def is_running(self) -> bool:
+        """True inside a forward of a stage or a trace."""
+        return self._run is not None
+
+    def running(self) -> AbstractContextManager[None]:
+        """Returns a context manager in which forwards may read shapes of weights of other stages."""
+        return torch_private.replaced_weights(self._absent)
+
+    @torch.no_grad()
+    def trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Trace:
+        """Returns the trace of a forward, without communication and without a change of random states."""
+        tracer = Tracer(self.model, self.split, self._placeholders, self.device)
+        self._run = tracer
+        try:
+            with restored_generators(self.device), tracer:
+                outputs = self.forward(args, kwargs)
+        finally:
+            self._run = None
+        return tracer.finish(outputs)
+
+    def compute(
+        self,
+        stage: int,
+        trace: Trace,
+        received: Sequence[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Returns the outputs of the model on the last stage, and on others the tensors to send."""
+        self._run = StageRun(stage, trace, received)
+        try:
+            outputs = self.forward(args, kwargs)
+            return self._run.replace_received(outputs)
+        except StageEnd as end:
+            return end.checked()
+        finally:
+            self._run = None
+
+
+def is_split(model: nn.Module) -> bool:
+    """Returns whether a model was split into stages."""
+    return _OWNER in vars(model)
+
+
+class StageModule(nn.Module):
+    """Modules of one stage, under their names in the model.
+
+    Its forward runs the code of the model between them.
+
+    Args:
+        pipeline: The pipeline.
+        stage: Index of the stage.
+    """
+
+    def __init__(self, pipeline: PipelineModel, stage: int) -> None:
+        super().__init__()
+        model = pipeline.model
+        containers: dict[str, nn.Module] = {"": self}
+
+        def container(name: str) -> nn.Module:
+            if name not in containers:
+                parent, _, last = name.rpartition(".")
+                containers[name] = nn.Module()
+                container(parent).add_module(last, containers[name])
+            return containers[name]
+
+        for name in pipeline.split.containers:
+            for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
+                container(name).register_parameter(key, parameter)
+        for submodule in pipeline.split.submodules:
+            if stage in submodule.stages:
+                for name in submodule.names:
+                    parent, _, last = name.rpartition(".")
+                    container(parent).add_module(last, submodule.module)
+        self.whole_on_ranks = {
+            parameter
+            for name in pipeline.split.containers
+            for parameter in model.get_submodule(name).parameters(recurse=False)
+        }
+        """Parameters of the code between modules, which FSDP does not shard."""
+        for name in ("_no_split_modules", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+            if hasattr(model, name):  # FSDP finds its units by them
+                setattr(self, name, getattr(model, name))
+        self.compute: Callable[..., Any] | None = None
+        self.training = model.training
+
+    def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
+        """Computes the stage of a micro-batch.
+
+        Args:
+            *received: Tensors from the stage before.
+            microbatch: Index of the micro-batch, as a tensor with one element.
+        """
+        assert self.compute is not None
+        return self.compute(received, int(microbatch))
+
+
+@cache
+def _with_replaced_call(kind: Any) -> type[nn.Module]:
+    """Returns a class whose instances are called through a function of their own."""
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        replaced = self.__dict__[_OWNER]
+        return replaced(_original_call(self), *args, **kwargs)
+
+    names = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__, "_called_class": kind}
+    return type(kind.__name__, (kind,), names)
+
+
+def _original_call(module: nn.Module) -> Callable[..., Any]:
+    kind: Any = next(
+        kind.__dict__["_called_class"] for kind in type(module).__mro__ if "_called_class" in kind.__dict__
+    )
+    return lambda *args, **kwargs: kind.__call__(module, *args, **kwargs)
+
+
+def _set_call(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Replaces the call of a module by a function, whose first argument is the original call."""
+    module.__dict__[_OWNER] = function
+    kind: Any = type(module)
+    module.__class__ = _with_replaced_call(kind)

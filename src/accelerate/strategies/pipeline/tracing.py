@@ -1,0 +1,284 @@
+"""Trace of a forward on one rank, which computes the shapes of all tensors that stages exchange.
+
+The code of the containers runs with the inputs of a micro-batch. Submodules run on fake tensors, so a trace
+needs neither weights of other stages nor communication. The trace follows which tensors depend on outputs of
+submodules: those among the arguments of the first submodule of a stage are received from the stage before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from accelerate import planning, torch_private
+from accelerate.base import PreparationError, listed
+from accelerate.strategies.pipeline.split import Split, Submodule
+
+
+class TensorSpec(NamedTuple):
+    """Shape and dtype of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Call(NamedTuple):
+    """Call of a submodule in a forward.
+
+    Attributes:
+        submodule: The submodule.
+        stage: Stage that computes it.
+        outputs: Outputs with specs in place of tensors, or None if each stage computes them.
+    """
+
+    submodule: Submodule
+    stage: int
+    outputs: Any
+
+
+class Boundary(NamedTuple):
+    """Arguments with which the first submodule of a stage is called.
+
+    Attributes:
+        positions: Positions of the received tensors among the flattened arguments.
+        specs: Their shapes and dtypes.
+    """
+
+    positions: tuple[int, ...]
+    specs: tuple[TensorSpec, ...]
+
+
+@dataclass
+class Trace:
+    """Calls of submodules in a forward, and the boundaries of stages after the first."""
+
+    calls: list[Call] = field(default_factory=list)
+    boundaries: list[Boundary] = field(default_factory=list)
+
+
+Placeholders = Mapping[nn.Module, torch_private.Weights]
+"""Tensors without memory in place of the parameters and buffers of modules."""
+
+
+@contextmanager
+def fake_weights(placeholders: Placeholders, device: torch.device) -> Iterator[None]:
+    """Gives modules fake weights inside the block, which is inside of a `FakeTensorMode`."""
+
+    def fake(kind: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+        return {
+            name: None if tensor is None else torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+            for name, tensor in kind.items()
+        }
+
+    weights = {module: (fake(values[0]), fake(values[1])) for module, values in placeholders.items()}
+    with torch_private.replaced_weights(weights):
+        yield
+
+
+Replacements = Mapping[int, tuple[Tensor, Tensor]]
+"""Id of a tensor in the code of containers -> this tensor, and the one that the stage has received for it."""
+
+
+def replace_tensors(replacements: Replacements, values: Any) -> Any:
+    """Returns nested values with received tensors."""
+
+    def replace(tensor: Tensor) -> Tensor:
+        return replacements[id(tensor)][1] if id(tensor) in replacements else tensor
+
+    return torch_private.pytree.tree_map_only(Tensor, replace, values) if replacements else values
+
+
+_FROM_SHAPES = {
+    torch.zeros_like,
+    torch.ones_like,
+    torch.empty_like,
+    torch.full_like,
+    torch.rand_like,
+    torch.randn_like,
+    Tensor.new_zeros,
+    Tensor.new_ones,
+    Tensor.new_empty,
+    Tensor.new_full,
+    Tensor.new_tensor,
+}
+"""Functions whose results depend on the shape of a tensor only."""
+
+_TO_PYTHON = {Tensor.__bool__, Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+"""Functions that make the code of a forward depend on the values of a tensor."""
+
+
+class Tracer(TorchFunctionMode):
+    """Context in which a forward is traced.
+
+    Args:
+        model: The model, for messages.
+        split: Its split.
+        placeholders: Weights of each submodule with parameters, without memory.
+        device: Device of the outputs of submodules.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        split: Split,
+        placeholders: Mapping[Submodule, Placeholders],
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.trace = Trace()
+        self.stage = 0
+        self._model, self._split, self._device = model, split, device
+        self._placeholders = placeholders
+        self._stage_of: dict[int, tuple[Tensor, int]] = {}  # id -> tensor from submodules, and its stage
+        self._received: Replacements = {}
+        self._owners = {
+            id(parameter): submodule
+            for submodule in split.submodules
+            for parameter in submodule.module.parameters()
+        }
+
+    # Submodules
+
+    def call(
+        self, submodule: Submodule, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Returns the outputs of a submodule, which are zeros of the right shapes."""
+        starts = self._split.starts
+        if self.stage < len(starts) and submodule is starts[self.stage]:
+            self._enter(args, kwargs)
+        # Code of containers may pass received tensors to later layers too, such as the output of an encoder.
+        args, kwargs = replace_tensors(self._received, (args, kwargs))
+        where = f"{submodule.names[0]} on stage {self.stage}"
+        self._check_stale(_tensors_in((args, kwargs)), where)
+        weights = self._placeholders.get(submodule)
+        if weights is not None and self.stage not in submodule.stages:
+            raise PreparationError(
+                f"{type(self._model).__name__} cannot be split like this: its forward calls {where}, and "
+                f"the module is on {_stages(submodule.stages)} by the order of registration. Name the first "
+                "module of each stage in PipelineConfig(split=[...]), or register modules in the order of "
+                "the forward."
+            )
+        if weights is None:
+            outputs = run(*args, **kwargs)
+            depends = any(id(leaf) in self._stage_of for leaf in _tensors_in(outputs))
+            specs = _specs_of(outputs) if depends else None
+        else:
+            specs = self._outputs_of(submodule, weights, run, args, kwargs)
+            outputs = to_zeros(specs, self._device)
+            self._mark(_tensors_in(outputs))
+        self.trace.calls.append(Call(submodule, self.stage, specs))
+        return outputs
+
+    def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begins the next stage, which receives the tensors among the arguments of its first submodule."""
+        start = self._split.starts[self.stage].names[0]
+        leaves, _ = torch_private.pytree.tree_flatten((args, kwargs))
+        positions = [i for i, leaf in enumerate(leaves) if id(leaf) in self._stage_of]
+        sent = [self._received.get(id(leaves[i]), (None, leaves[i]))[1] for i in positions]
+        self._check_stale(sent, f"{start}, with which stage {self.stage + 1} begins")
+        self.stage += 1
+        specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in sent]
+        self.trace.boundaries.append(Boundary(tuple(positions), tuple(specs)))
+        received = [to_zeros(spec, self._device) for spec in specs]
+        self._mark(received)
+        self._received = {
+            id(leaves[i]): (leaves[i], tensor) for i, tensor in zip(positions, received, strict=True)
+        }
+
+    def _outputs_of(
+        self, submodule: Submodule, weights: Any, run: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Returns the outputs of a submodule on fake tensors, with specs in place of tensors."""
+        mode = torch_private.fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
+        with planning.fake_operators(mode), fake_weights(weights, self._device):
+            converted = torch_private.pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+            outputs = submodule.module.forward(*converted[0], **converted[1])
+        return _specs_of(outputs)
+
+    # Functions in the code of containers
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        inputs = _tensors_in((args, kwargs))
+        owned = [self._owners[id(tensor)] for tensor in inputs if id(tensor) in self._owners]
+        followed = [tensor for tensor in inputs if id(tensor) in self._stage_of]
+        name = getattr(func, "__name__", str(func))
+        if followed and func in _TO_PYTHON:
+            raise PreparationError(
+                f"{type(self._model).__name__} cannot be split: the code between its layers reads the values "
+                f"of activations ({name}), which only one stage has. Move this code into a layer."
+            )
+        outputs = func(*args, **kwargs)
+        results = _tensors_in(outputs)
+        if not results or func in _FROM_SHAPES:
+            return outputs
+        if owned:
+            raise PreparationError(
+                f"{type(self._model).__name__} cannot be split: the code between its layers uses a parameter "
+                f"of {owned[0].names[0]} ({name}), which other stages do not have. Call the module instead, "
+                "or tie the parameter to one of the module that uses it."
+            )
+        if followed:
+            self._check_stale(followed, f"{name} on stage {self.stage}")
+            self._mark(results)
+        return outputs
+
+    # Tensors that depend on submodules
+
+    def _mark(self, tensors: Iterable[Tensor]) -> None:
+        self._stage_of.update({id(tensor): (tensor, self.stage) for tensor in tensors})
+
+    def _check_stale(self, tensors: Iterable[Tensor], where: str) -> None:
+        """Raises an error for a tensor of an earlier stage that the stages in between did not pass on."""
+        stages = {self._stage_of[id(tensor)][1] for tensor in tensors if id(tensor) in self._stage_of}
+        if earlier := stages - {self.stage}:
+            raise PreparationError(
+                f"{type(self._model).__name__} cannot be split here: {where} uses a tensor of "
+                f"{_stages(earlier)} that is no argument of the layer with which the stage begins. Begin "
+                "the stage at another module, in PipelineConfig(split=[...])."
+            )
+
+    def finish(self, outputs: Any) -> Trace:
+        """Returns the trace of a forward with these outputs."""
+        if self.stage < len(self._split.starts):
+            missing = [start.names[0] for start in self._split.starts[self.stage :]]
+            raise PreparationError(
+                f"The forward of {type(self._model).__name__} does not call {listed(missing)}, with which "
+                "stages begin. Name modules that it calls in PipelineConfig(split=[...])."
+            )
+        outputs = replace_tensors(self._received, outputs)
+        self._check_stale(_tensors_in(outputs), f"the output of {type(self._model).__name__}")
+        return self.trace
+
+
+def _stages(stages: Iterable[int]) -> str:
+    return f"stage {', '.join(map(str, sorted(stages)))}"
+
+
+def _tensors_in(values: Any) -> list[Tensor]:
+    return [leaf for leaf in torch_private.pytree.tree_flatten(values)[0] if isinstance(leaf, Tensor)]
+
+
+def _specs_of(values: Any) -> Any:
+    return torch_private.pytree.tree_map_only(
+        Tensor, lambda tensor: TensorSpec(tensor.shape, tensor.dtype), values
+    )
+
+
+def to_zeros(specs: Any, device: torch.device) -> Any:
+    """Returns a value with zeros in place of specs."""
+    return torch_private.pytree.tree_map(
+        lambda spec: (
+            torch.zeros(spec.shape, dtype=spec.dtype, device=device) if isinstance(spec, TensorSpec) else spec
+        ),
+        specs,
+        is_leaf=lambda value: isinstance(value, TensorSpec),
+    )

@@ -1,0 +1,91 @@
+"""Stage of `torch.distributed.pipelining` whose micro-batches may have different sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+Specs = Sequence[Any]
+"""Shape and dtype of each tensor that stages exchange."""
+
+
+class PipelineStageOfChunks(PipelineStage):
+    """Stage that exchanges tensors whose shapes depend on the micro-batch.
+
+    torch allocates the same buffers for all micro-batches.
+
+    Args:
+        module: Module of the stage.
+        index: Index of the stage.
+        num_stages: Number of stages.
+        device: Device of this rank.
+        group: Process group of the pipeline.
+        inputs: Tensors that the stage receives, for each micro-batch.
+        outputs: Tensors that it returns, for each micro-batch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        num_stages: int,
+        device: torch.device,
+        group: Any,
+        inputs: Sequence[Specs],
+        outputs: Sequence[Specs],
+    ) -> None:
+        example = [tuple(map(_example, specs[0])) for specs in (inputs, outputs)]
+        super().__init__(
+            module, index, num_stages, device, input_args=example[0], output_args=example[1], group=group
+        )
+        self._inputs, self._outputs = inputs, outputs
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(num_microbatches, has_backward)
+        if not self.is_first:
+            self._resize(self.args_recv_info, self._inputs)
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(num_microbatches)
+        if not self.is_last:
+            self._resize(self.grad_recv_info, self._outputs)
+
+    def _resize(self, buffers: dict[int, Any], specs: Sequence[Specs]) -> None:
+        for chunk, infos in buffers.items():
+            for info, spec in zip(infos, specs[chunk], strict=True):
+                if info.buffer is not None and info.buffer.shape != spec.shape:
+                    info.buffer = info.buffer.new_empty(spec.shape)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        if self.has_backward and not self.is_first:
+            gradients = zip(self.bwd_cache[bwd_chunk_id], self._inputs[bwd_chunk_id], strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(
+                self._zeros(spec) if gradient is None else gradient.contiguous()
+                for gradient, spec in gradients
+            )
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    # torch exchanges gradients between two stages on one rank also without a backward pass.
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()  # type: ignore[no-untyped-call]
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def _zeros(self, spec: Any) -> Tensor | None:
+        """Returns the gradient of a tensor that the loss does not depend on."""
+        if not spec.dtype.is_floating_point:
+            return None
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+
+
+def _example(spec: Any) -> Tensor:
+    requires_grad = spec.dtype.is_floating_point
+    return torch.empty(spec.shape, dtype=spec.dtype, device="meta", requires_grad=requires_grad)

@@ -1,0 +1,414 @@
+"""Models whose layers are on different ranks train as on one process, under each schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.base import ConfigurationError, PreparationError, StateError
+from accelerate.checkpointing import find_shards
+from accelerate.utils import PipelineConfig
+
+Run = Callable[..., list[Any]]
+SAMPLES, BATCH = 32, 16
+SCHEDULES = ["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
+
+
+SIZES = {"ddp": "dp_replicate_size", "fsdp": "dp_shard_size", "tp": "tp_size"}
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, hidden: Tensor, *, scale: Tensor) -> tuple[Tensor]:
+        return (hidden + scale * self.down(torch.relu(self.up(self.norm(hidden)))),)
+
+
+class Net(nn.Module):
+    """Embedding, blocks that get a tensor from the code around them, and a head, which may be tied."""
+
+    tp_plan = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+    def __init__(self, is_tied: bool = False) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.positions = nn.Parameter(0.1 * torch.randn(4, 8))
+        self.blocks = nn.ModuleList(Block() for _ in range(8))
+        self.norm = nn.LayerNorm(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        if is_tied:
+            self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.tokens(ids) + self.positions
+        scale = 1.0 + 0.1 * (ids == 0).unsqueeze(-1).float()
+        for block in self.blocks:
+            (hidden,) = block(hidden, scale=scale)
+        logits: Tensor = self.head(self.norm(hidden))
+        return logits
+
+
+def mean_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+def make_accelerator(layout: str, schedule: str, processes: int, **options: Any) -> Accelerator:
+    """Returns the accelerator of a layout, in which `processes` are the ranks of the run."""
+    if processes == 1:
+        return Accelerator(cpu=True, split_batches=True, **options)
+    sizes = {"": {}, "ddp": {"dp_replicate_size": 2}, "fsdp": {"dp_shard_size": 2}, "tp": {"tp_size": 2}}[
+        layout
+    ]
+    # Five micro-batches have different sizes. DualPipeV needs one for each stage.
+    config = PipelineConfig(schedule=schedule, microbatches=8 if schedule == "dualpipev" else 5)
+    mesh = ParallelismConfig(pp_size=processes // (2 if layout else 1), pp_handler=config, **sizes)
+    policy = partial(_is_block)
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy=policy, cpu_ram_efficient_loading=False
+    )
+    plugins = {"fsdp_plugin": plugin} if layout == "fsdp" else {}
+    return Accelerator(cpu=True, split_batches=True, parallelism_config=mesh, **plugins, **options)
+
+
+def _is_block(module: nn.Module, recurse: bool = False, **_: Any) -> bool:
+    return recurse or isinstance(module, Block)
+
+
+def build(accelerator: Accelerator, is_tied: bool = False) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = Net(is_tied)
+    generator = torch.Generator().manual_seed(1)
+    data = [
+        {
+            "ids": torch.randint(11, (4,), generator=generator),
+            "targets": torch.randint(11, (4,), generator=generator),
+        }
+        for _ in range(SAMPLES)
+    ]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    loader = DataLoader(data, batch_size=BATCH)  # type: ignore[arg-type]
+    return accelerator.prepare(model, optimizer, loader)  # type: ignore[no-any-return]
+
+
+def train(
+    layout: str, schedule: str, processes: int, steps: int = 1, norm: float = 2.0, is_tied: bool = False
+) -> dict[str, Any]:
+    accelerator = make_accelerator(layout, schedule, processes, gradient_accumulation_steps=steps)
+    model, optimizer, loader = build(accelerator, is_tied)
+    losses, norms = [], []
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = accelerator.forward_backward(model, batch, mean_loss)
+                if accelerator.sync_gradients:
+                    norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5, norm)))
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(float(accelerator.reduce(loss, "mean")))
+    model.eval()
+    with torch.no_grad():
+        pairs = [accelerator.gather_for_metrics((model(batch["ids"]), batch["targets"])) for batch in loader]
+    state = accelerator.get_state_dict(model)
+    return {
+        "losses": losses,
+        "norms": norms,
+        "logits": torch.cat([logits for logits, _ in pairs]),
+        "targets": torch.cat([targets for _, targets in pairs]),
+        "state": {name: value.clone() for name, value in state.items()},
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+
+
+CASES = [
+    ("", "1f1b", 2, {"is_tied": True}),
+    ("", "zbvzerobubble", 2, {"steps": 2}),
+    ("ddp", "1f1b", 4, {"is_tied": True, "steps": 2}),
+    ("fsdp", "interleavedzerobubble", 4, {}),
+    ("tp", "1f1b", 4, {}),
+    *(
+        pytest.param(layout, schedule, processes, {"steps": steps}, marks=pytest.mark.slow)
+        for schedule in SCHEDULES
+        for layout, processes in [("", 2), ("", 4), ("ddp", 4), ("fsdp", 4), ("tp", 4)]
+        for steps in (1, 2)
+    ),
+    pytest.param("fsdp", "1f1b", 4, {"norm": float("inf")}, marks=pytest.mark.slow),
+    pytest.param("", "loopedbfs", 2, {"norm": float("inf")}, marks=pytest.mark.slow),
+    pytest.param("", "dualpipev", 2, {"is_tied": True}, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("layout", "schedule", "processes", "options"), CASES)
+def test_training_is_that_of_one_process(
+    run: Run, layout: str, schedule: str, processes: int, options: dict[str, Any]
+) -> None:
+    (expected,) = run(train_with, layout, schedule, 1, options, processes=1)
+    found = run(train_with, layout, schedule, processes, options, processes=processes, timeout=180)
+    for rank, each in enumerate(found):
+        assert each["losses"] == pytest.approx(expected["losses"], rel=1e-6, abs=1e-6)
+        assert each["norms"] == pytest.approx(expected["norms"], rel=1e-5, abs=1e-6)
+        torch.testing.assert_close(each["logits"], expected["logits"], atol=1e-5, rtol=1e-5)
+        assert torch.equal(each["targets"], expected["targets"])
+        assert each["parameters"] < expected["parameters"]
+        assert list(each["state"]) == ([] if rank else list(expected["state"]))
+        for name, value in each["state"].items():
+            torch.testing.assert_close(value, expected["state"][name], atol=1e-5, rtol=1e-5)
+
+
+def train_with(layout: str, schedule: str, processes: int, options: dict[str, Any]) -> dict[str, Any]:
+    return train(layout, schedule, processes, **options)
+
+
+# Checkpoints
+
+
+def resume(
+    layout: str, schedule: str, processes: int, folder: Path, saves: bool, is_tied: bool
+) -> list[float]:
+    accelerator = make_accelerator(layout, schedule, processes)
+    model, optimizer, loader = build(accelerator, is_tied)
+
+    def step_through() -> list[float]:
+        losses = []
+        for batch in loader:
+            losses.append(
+                float(accelerator.reduce(accelerator.forward_backward(model, batch, mean_loss), "mean"))
+            )
+            optimizer.step()
+            optimizer.zero_grad()
+        return losses
+
+    if saves:
+        step_through()
+        accelerator.save_state(str(folder / "state"))
+        accelerator.save_model(model, folder / "model", max_shard_size="2KB")
+        return step_through()
+    accelerator.load_state(str(folder / "state"))
+    return step_through()
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("", "1f1b", 2), ("", "1f1b", 1)),
+        (("", "1f1b", 1), ("", "zbvzerobubble", 2)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                (("", "1f1b", 2), ("", "1f1b", 4)),
+                (("", "zbvzerobubble", 2), ("ddp", "1f1b", 4)),
+                (("fsdp", "1f1b", 4), ("fsdp", "interleaved1f1b", 4)),
+                (("fsdp", "1f1b", 4), ("", "1f1b", 1)),
+                (("tp", "1f1b", 4), ("", "1f1b", 2)),
+                (("", "1f1b", 1), ("tp", "1f1b", 4)),
+            ]
+        ),
+    ],
+)
+def test_checkpoints_load_with_another_number_of_stages(
+    run: Run, tmp_path: Path, saved: tuple[str, str, int], loaded: tuple[str, str, int]
+) -> None:
+    is_tied = "fsdp" not in (saved[0], loaded[0])
+    first = run(resume, *saved, tmp_path, True, is_tied, processes=saved[2], timeout=180)
+    again = run(resume, *loaded, tmp_path, False, is_tied, processes=loaded[2], timeout=180)
+    assert again[0] == pytest.approx(first[0], rel=1e-6)
+    weights = {name for path in find_shards(tmp_path / "model") for name in load_file(path)}
+    names = set(Net().state_dict())
+    assert weights | {"head.weight"} == names
+
+
+# Memory
+
+
+class Alive(torch.autograd.Function):
+    """Counts the micro-batches whose activations are alive."""
+
+    now = most = 0
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or hidden.requires_grad:
+            Alive.now += 1
+            Alive.most = max(Alive.most, Alive.now)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        Alive.now -= 1
+        return gradients[0]
+
+
+class Counted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        counted: Tensor = Alive.apply(self.linear(hidden))  # type: ignore[no-untyped-call]
+        return counted
+
+
+def count_alive(schedule: str) -> int:
+    config = PipelineConfig(schedule=schedule, microbatches=8)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=config))
+    model = accelerator.prepare(nn.Sequential(Counted(), Counted()))
+    accelerator.forward_backward(model, (torch.randn(8, 4), torch.randn(8, 4)), F.mse_loss)
+    Alive.now = Alive.most = 0  # the first pass also traces the model
+    accelerator.forward_backward(model, (torch.randn(8, 4), torch.randn(8, 4)), F.mse_loss)
+    assert Alive.now == 0
+    return Alive.most
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("gpipe", [8, 8]), ("1f1b", [2, 1])])
+def test_activations_are_alive_as_long_as_the_schedule_says(
+    run: Run, schedule: str, expected: list[int]
+) -> None:
+    assert run(count_alive, schedule, processes=2) == expected
+
+
+# Uneven batches, losses and errors
+
+
+def train_sums(processes: int) -> list[float]:
+    """Trains with sums over the tokens that count, whose number differs between micro-batches."""
+    accelerator = make_accelerator("", "1f1b", processes)
+    model, optimizer, _ = build(accelerator)
+    losses = []
+    for size in (7, 3, 8):
+        generator = torch.Generator().manual_seed(size)
+        batch = {name: torch.randint(11, (size, 4), generator=generator) for name in ("ids", "targets")}
+        batch["targets"][0] = -100
+        count = int((batch["targets"] != -100).sum())
+        with accelerator.accumulate(model, num_items=count):
+            loss = accelerator.forward_backward(model, batch, sum_loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(float(loss))
+    return losses
+
+
+def sum_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+
+
+def test_sums_over_items_are_those_of_one_process(run: Run) -> None:
+    (expected,) = run(train_sums, 1, processes=1)
+    for found in run(train_sums, 2, processes=2):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def use_wrongly() -> None:
+    accelerator = make_accelerator("", "1f1b", 2)
+    model, _, loader = build(accelerator)
+    batch = next(iter(loader))
+    with pytest.raises(StateError, match="forward_backward"):
+        model(batch["ids"])
+    if accelerator.is_main_process:
+        with pytest.raises(StateError, match="is on stage 1 of the pipeline"):
+            model.norm(torch.zeros(1, 8))
+
+
+def test_a_forward_with_gradients_is_refused(run: Run) -> None:
+    run(use_wrongly, processes=2)
+
+
+def pairs_loss(logits: Tensor, batch: Any) -> Tensor:
+    return logits.mean(0).square().sum()
+
+
+def train_on_pairs() -> str:
+    accelerator = make_accelerator("", "1f1b", 2)
+    model, _, loader = build(accelerator)
+    try:
+        accelerator.forward_backward(model, next(iter(loader)), pairs_loss)
+    except PreparationError as error:
+        return str(error)
+    except RuntimeError as error:  # the other rank has left
+        return f"RuntimeError: {error}"
+    return ""
+
+
+def test_a_loss_over_pairs_of_samples_is_refused(run: Run) -> None:
+    found = run(train_on_pairs, processes=2, timeout=60)
+    assert "set microbatches=1" in found[1]
+
+
+class Skipping(nn.Module):
+    """A net whose last block gets the output of the first one past the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.blocks[0](x)
+        hidden = self.blocks[2](self.blocks[1](first))
+        last: Tensor = self.blocks[3](hidden + first)
+        return last
+
+
+class Reordered(nn.Module):
+    """A net that registers its head before its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+def refuse(name: str, split: Any) -> str:
+    model = {"one": nn.Sequential(nn.Linear(8, 8)), "skips": Skipping(), "reordered": Reordered()}[name]
+    mesh = ParallelismConfig(pp_size=2, pp_handler=PipelineConfig(split=split, microbatches=2))
+    accelerator = Accelerator(cpu=True, parallelism_config=mesh)
+    batch = (torch.randn(8, 8), torch.randn(8, 8))
+    try:
+        accelerator.forward_backward(accelerator.prepare(model), batch, F.mse_loss)
+    except (PreparationError, ConfigurationError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        ("one", "auto", "Sequential cannot be split into 2 stages"),
+        ("skips", "auto", "add on stage 1 uses a tensor of stage 0"),
+        ("reordered", "auto", "calls head on stage 1, and the module is on stage 0"),
+        ("skips", ["blocks.7"], "Skipping has no such modules"),
+        ("skips", ["blocks.1", "blocks.2"], "2 stages begin at 1 modules"),
+    ],
+)
+def test_models_that_cannot_be_split_are_refused(run: Run, name: str, split: Any, expected: str) -> None:
+    assert all(expected in found for found in run(refuse, name, split, processes=2))
+
+
+def use_one_process() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    inputs, targets = torch.ones(4, 2), torch.zeros(4, 1)
+    loss = accelerator.forward_backward(model, (inputs, targets), F.mse_loss)
+    assert not loss.requires_grad
+    assert loss == F.mse_loss(model(inputs), targets)
+    assert model.weight.grad is not None
+
+
+def test_one_process_needs_no_pipeline(run: Run) -> None:
+    run(use_one_process, processes=1)
