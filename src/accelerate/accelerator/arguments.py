@@ -59,6 +59,7 @@ _HANDLERS: dict[str, type[plugins.KwargsHandler]] = {
     "autocast": plugins.AutocastKwargs,
     "process_group": plugins.InitProcessGroupKwargs,
     "profile": plugins.ProfileKwargs,
+    "activations": plugins.ActivationCheckpointing,
 }
 """Field -> class of its handler in `kwargs_handlers`."""
 

@@ -108,7 +108,7 @@ class Accelerator(ProcessControl):
         step_scheduler_with_optimizer: `True` steps prepared schedulers once for each process and update,
             "per_update" once for each update, `False` in each call.
         kwargs_handlers: Arguments for DistributedDataParallel, the gradient scaler, autocast, the process
-            group and the profiler, at most one of each class.
+            group, the profiler and activation checkpointing, at most one of each class.
         dynamo_backend: Backend of `torch.compile`.
         dynamo_plugin: Configuration of `torch.compile`, in place of `dynamo_backend`.
         deepspeed_plugins: Alias of `deepspeed_plugin`.
@@ -275,9 +275,14 @@ class Accelerator(ProcessControl):
         self._runtime.strategy.check_model(model)
         moves = self.device_placement if device_placement is None else device_placement
         moves = moves and not getattr(model, "hf_device_map", None)
+        recomputation = None
+        if not evaluation_mode:
+            recomputation = strategies.apply_activation_checkpointing(self._runtime.strategy, model)
         prepared = strategies.mark_prepared(
             self._runtime.strategy.wrap_model(model, to_device=moves, evaluation=evaluation_mode)
         )
+        if recomputation is not None:
+            recomputation.attach(prepared)
         self._models.append(prepared)
         return prepared  # type: ignore[return-value]
 
@@ -818,10 +823,10 @@ class Accelerator(ProcessControl):
         """Returns the memory that each device needs at the peak of a training step, without a step.
 
         One step is traced with fake tensors, in the mixed precision of the run and with its gradient
-        accumulation. No collective is called, and no memory of an accelerator is used. On the CPU,
-        convolutions and recurrent layers run once with zeros, which measures their buffers. The model, the
-        optimizer and the batch are not changed. The effect of sharding is computed from the trace. It needs
-        no other rank.
+        accumulation and activation checkpointing. No collective is called, and no memory of an accelerator
+        is used. On the CPU, convolutions and recurrent layers run once with zeros, which measures their
+        buffers. The model, the optimizer and the batch are not changed. The effect of sharding is computed
+        from the trace. It needs no other rank.
 
         Args:
             model: A model that is not prepared, or whose strategy does not shard it. It may be on the meta

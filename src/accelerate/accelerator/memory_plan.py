@@ -14,8 +14,7 @@ from torch import nn
 
 from accelerate import planning, strategies
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base import StateError, wrong_value
-from accelerate.precision import MixedPrecision
+from accelerate.base import StateError
 from accelerate.wrappers import extract_model_from_parallel
 
 
@@ -33,11 +32,6 @@ def plan_memory(
         raise StateError(
             "plan_memory needs the whole model, and this one is sharded: call it before `prepare`."
         )
-    name = str(runtime.state.mixed_precision)
-    if name not in ("no", "fp16", "bf16"):
-        reason = "layers of FP8 libraries cannot be traced"
-        fix = "Plan with mixed_precision='bf16', which needs about as much memory"
-        raise wrong_value("mixed_precision", name, reason, fix)
     optimizers: Any = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
     step = planning.Step(
         extract_model_from_parallel(model, keep_fp32_wrapper=True, keep_torch_compile=False),
@@ -46,10 +40,16 @@ def plan_memory(
         loss or planning.loss_of,
         device,
         max_norm=max_norm,
+        convert=strategies.keep_activations,
         keeps_output=loss is None,
     )
-    autocast = None if name == "no" else MixedPrecision(name, device.type, runtime.request.autocast)
-    trace = planning.tracer_of(step, runtime.strategy.precision, autocast, strategies.recompute)
-    steps = runtime.gradient_state.num_steps
-    layout = replace(runtime.strategy.memory_layout(), accumulation=steps)
-    return planning.build_plan(planning.Planner(trace), layout, planning.batch_size_of(batch))
+    strategy = runtime.strategy
+    layout, policy = strategy.memory_layout(), runtime.request.activations
+    if policy is not None and policy.budget is not None:
+        choice = strategies.choose_for_step(strategy, step, policy)
+        policy = strategies.chosen_policy(*choice, policy, type(step.model).__name__)
+    checkpoints = layout.checkpointing or policy is not None
+    layout = replace(layout, accumulation=runtime.gradient_state.num_steps, checkpointing=checkpoints)
+    planner = planning.Planner(strategies.tracer_for(strategy, step, policy))
+    summary = policy.summary if policy is not None else "every block" if checkpoints else "nothing"
+    return planning.build_plan(planner, layout, planning.batch_size_of(batch), summary)

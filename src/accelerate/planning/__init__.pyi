@@ -17,6 +17,7 @@ from accelerate.planning.layouts import (
     memory_of as memory_of,
     parse_devices as parse_devices,
 )
+from accelerate.planning.libraries import disable_caches as disable_caches
 from accelerate.planning.parts import Parts as Parts, Trace as Trace
 from accelerate.planning.plan import (
     LARGEST_BATCH as LARGEST_BATCH,
@@ -30,12 +31,19 @@ from accelerate.planning.plan import (
     format_parts as format_parts,
     largest_batch as largest_batch,
 )
+from accelerate.planning.policies import (
+    Policy as Policy,
+    choose_policy as choose_policy,
+    policies_for as policies_for,
+)
 from accelerate.planning.tracing import (
     Loss as Loss,
     Step as Step,
     batch_size_of as batch_size_of,
     blocks_of as blocks_of,
     loss_of as loss_of,
+    loss_or_sum as loss_or_sum,
+    meta_copy as meta_copy,
     trace_step as trace_step,
 )
 from accelerate.planning.variants import tracer_of as tracer_of

@@ -137,6 +137,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         self.kernels = kernels
         self.values: Any = WeakIdKeyDictionary()
         self.current: Any = None  # the operator that runs
+        self.before_each: Callable[[], None] = lambda: None
 
     def store(self, fake: Tensor, value: Tensor) -> None:
         """Stores the values of a buffer or input of the trace.
@@ -153,6 +154,7 @@ class OperatorMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         kwargs = kwargs or {}
         self.current = func
+        self.before_each()
         if func is NUMBER:
             return self._number(args[0])
         if func is aten.index.Tensor:

@@ -167,12 +167,14 @@ class MemoryPlan:
         parts: Bytes of parameters, gradients, optimizer state and so on on one device at the peak.
         layout: Distribution of the model over devices.
         batch_size: Samples on each device in one forward pass.
+        recomputed: Activations that are recomputed in the backward pass, as text.
     """
 
     parts: Parts
     layout: Layout
     batch_size: int
     planner: Planner
+    recomputed: str = "nothing"
 
     @property
     def peak(self) -> int:
@@ -214,14 +216,17 @@ class MemoryPlan:
         }
 
     def __str__(self) -> str:
-        return "\n".join([format_parts(self.parts), format_bar(self.parts, self.peak)])
+        lines = [format_parts(self.parts), format_bar(self.parts, self.peak)]
+        if self.layout.checkpointing:
+            lines.append(f"recomputed in backward: {self.recomputed}")
+        return "\n".join(lines)
 
 
-def build_plan(planner: Planner, layout: Layout, batch_size: int) -> MemoryPlan:
+def build_plan(planner: Planner, layout: Layout, batch_size: int, recomputed: str = "nothing") -> MemoryPlan:
     """Returns the memory plan of a step, which is traced for it."""
     if batch_size < 1:
         raise wrong_value("batch_size", batch_size, "a batch has at least one sample", "Give 1 or more")
-    return MemoryPlan(planner.memory(layout, batch_size), layout, batch_size, planner)
+    return MemoryPlan(planner.memory(layout, batch_size), layout, batch_size, planner, recomputed)
 
 
 def format_bar(parts: Parts, capacity: float) -> str:

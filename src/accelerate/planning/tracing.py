@@ -15,7 +15,8 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from accelerate.planning.operators import ConversionMode, OperatorMode
 from accelerate.planning.parts import Trace
 from accelerate.planning.recording import COLUMNS, Phase, Recording, Sizes
 
+Copied = TypeVar("Copied")
 Loss = Callable[[nn.Module, Any], Tensor]
 """Function of the model and a batch that returns the loss, as a training loop does before `backward`."""
 
@@ -77,6 +79,21 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
             "to the batch, or pass loss=lambda model, batch: ..., which returns the loss of a batch."
         )
     return loss
+
+
+def loss_or_sum(model: nn.Module, batch: tuple[Sequence[Any], Mapping[str, Any]]) -> Tensor:
+    """Returns the loss in the output of a model, or the sum of its outputs if it has none.
+
+    Args:
+        model: The model.
+        batch: Positional and keyword arguments of the model.
+    """
+    output = model(*batch[0], **batch[1])
+    loss = None if isinstance(output, Tensor) else _loss_in(output)
+    if loss is not None and loss.numel() == 1 and loss.requires_grad:
+        return loss
+    trained = [tensor.sum() for tensor in iterate_tensors(output) if tensor.requires_grad]
+    return torch.stack([total.real.double() for total in trained]).sum() if trained else torch.zeros(())
 
 
 def _loss_in(output: Any) -> Tensor | None:
@@ -172,18 +189,32 @@ def _fake_copies(mode: Any, step: Step) -> tuple[nn.Module, list[torch.optim.Opt
     """Returns copies of the model and the optimizers, both with the same fake parameters."""
     tensors = {id(tensor): tensor for tensor in _tensors_of(step.model, step.optimizers)}
     memo: dict[int, Any] = {key: _fake(mode, tensor, step.device) for key, tensor in tensors.items()}
-    try:
-        model, optimizers = copy.deepcopy((step.model, list(step.optimizers)), memo)
-    except (TypeError, RuntimeError, AttributeError, copy.Error) as error:
-        raise PreparationError(
-            f"{type(step.model).__name__} or its optimizer cannot be copied, which a plan needs: "
-            f"{shortened(str(error))}. Remove what cannot be copied from its attributes."
-        ) from error
+    model, optimizers = _copied((step.model, list(step.optimizers)), memo, step.model)
     for optimizer, original in zip(optimizers, step.optimizers, strict=True):
         _copy_foreach(optimizer, original)
         # The traced step creates the state, because optimizers read numbers from an existing one.
         optimizer.state.clear()
     return model, optimizers
+
+
+def meta_copy(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model with its parameters on the meta device, and with the same buffers."""
+    memo: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        empty = torch.empty_like(parameter.data, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+    return _copied(model, memo, model)
+
+
+def _copied(original: Copied, memo: dict[int, Any], model: nn.Module) -> Copied:
+    """Returns a copy of objects, or raises an error that names the model."""
+    try:
+        return copy.deepcopy(original, memo)
+    except (TypeError, RuntimeError, AttributeError, copy.Error) as error:
+        raise PreparationError(
+            f"{type(model).__name__} or its optimizer cannot be copied, which a plan needs: "
+            f"{shortened(str(error))}. Remove what cannot be copied from its attributes."
+        ) from error
 
 
 def _tensors_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Tensor]:
@@ -291,6 +322,7 @@ def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float)
     phases: list[Phase] = []
     kept: list[Any] = []
     moments = _Moments(tracker, operators, step.device)
+    operators.before_each = partial(torch_private.find_recomputation, tracker)
 
     def keep(model: nn.Module, args: Any, output: Any) -> None:
         kept[:] = [output]

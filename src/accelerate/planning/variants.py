@@ -29,7 +29,12 @@ TOLERANCE = 1e-4
 
 
 def tracer_of(
-    step: Step, precision: Precision, autocast: MixedPrecision | None, recompute: Recompute
+    step: Step,
+    precision: Precision,
+    autocast: MixedPrecision | None,
+    recompute: Recompute,
+    *,
+    extrapolates: bool = True,
 ) -> Callable[[Variant], Trace]:
     """Returns a function that traces the variants of a step.
 
@@ -38,14 +43,17 @@ def tracer_of(
         precision: Mixed precision of layouts without sharding.
         autocast: Mixed precision of layouts that cast parameters once. None in full precision.
         recompute: Function that applies activation checkpointing to blocks of a model, in place.
+        extrapolates: Whether few of the repeated blocks are traced. False if `recompute` does not treat all
+            blocks equally.
     """
     check_step(step.model, step.optimizers, step.batch)
-    tracer = _Tracer(step.model)
+    tracer = _Tracer(step.model, extrapolates)
 
     def trace(variant: Variant) -> Trace:
         low = autocast if variant.is_sharded else None
 
         def convert(model: nn.Module) -> nn.Module:
+            model = step.convert(model)
             if variant.checkpointing:
                 disable_caches(model)
                 recompute(model, blocks_of(model))
@@ -72,8 +80,8 @@ class _Tracer:
     differ, all steps are traced with all blocks.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        candidates = [repeats_of(model, by_attributes=False), repeats_of(model)]
+    def __init__(self, model: nn.Module, extrapolates: bool) -> None:
+        candidates = [repeats_of(model, by_attributes=False), repeats_of(model)] if extrapolates else []
         self.candidates = [repeats for repeats in candidates if repeats]
         self.is_verified = False
 

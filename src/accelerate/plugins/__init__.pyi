@@ -1,3 +1,4 @@
+from accelerate.plugins.activations import ActivationCheckpointing as ActivationCheckpointing
 from accelerate.plugins.checks import at_least as at_least, one_of as one_of, plain_fields as plain_fields
 from accelerate.plugins.deepspeed import (
     DeepSpeedPlugin as DeepSpeedPlugin,

@@ -22,11 +22,18 @@ from accelerate.strategies.ddp import (
 from accelerate.strategies.fsdp import (
     ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,
-    recompute as recompute,
 )
 from accelerate.strategies.mistakes import (
     find_unrelated_optimizers as find_unrelated_optimizers,
     find_unstepped_models as find_unstepped_models,
+)
+from accelerate.strategies.recomputation import (
+    apply_activation_checkpointing as apply_activation_checkpointing,
+    choose_for_step as choose_for_step,
+    chosen_policy as chosen_policy,
+    keep_activations as keep_activations,
+    recompute as recompute,
+    tracer_for as tracer_for,
 )
 from accelerate.strategies.request import Context as Context, RunRequest as RunRequest
 from accelerate.strategies.resolve import (

@@ -45,6 +45,7 @@ class RunRequest:
     autocast: plugins.AutocastKwargs | None = None
     process_group: plugins.InitProcessGroupKwargs | None = None
     profile: plugins.ProfileKwargs | None = None
+    activations: plugins.ActivationCheckpointing | None = None
     fsdp: plugins.FullyShardedDataParallelPlugin | None = None
     deepspeed: plugins.DeepSpeedPlugin | dict[str, plugins.DeepSpeedPlugin] | None = None
     megatron: plugins.MegatronLMPlugin | None = None

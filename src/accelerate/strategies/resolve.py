@@ -25,6 +25,8 @@ def resolve_strategy(request: RunRequest, topology: Topology, hardware: str = "c
         ConfigurationError: The arguments do not work together, or not on this hardware.
     """
     mesh = request.parallelism
+    if request.activations is not None:
+        _check_activations(request, hardware)
     if request.megatron is not None:
         _check_megatron(request, hardware)
         return megatron.MegatronLM
@@ -50,6 +52,20 @@ def prepare_devices(request: RunRequest) -> None:
         from accelerate.strategies import xla
 
         xla.open_spmd(request)
+
+
+def _check_activations(request: RunRequest, hardware: str) -> None:
+    """Raises an error for a run in which another setting or engine applies activation checkpointing."""
+    fixes = {
+        "activation_checkpointing of fsdp_plugin": request.fsdp is not None
+        and request.fsdp.activation_checkpointing,
+        "the activation_checkpointing section of DeepSpeed's configuration": request.deepspeed,
+        "recompute_granularity of megatron_lm_plugin": request.megatron,
+        "fsdp_plugin with activation_checkpointing=True": hardware == "xla",
+    }
+    if other := next((name for name, is_set in fixes.items() if is_set), None):
+        reason = f"{other} recomputes activations in this run"
+        raise wrong_value("kwargs_handlers", "ActivationCheckpointing", reason, "Use one of them")
 
 
 def _check_deepspeed(request: RunRequest, hardware: str) -> None:

@@ -65,7 +65,10 @@ from accelerate.torch_private.processes import (
 )
 from accelerate.torch_private.tracing import (
     arguments_of as arguments_of,
+    draws_random_numbers as draws_random_numbers,
     fake_parameters_converted as fake_parameters_converted,
+    find_recomputation as find_recomputation,
+    is_operator as is_operator,
     memory_dump as memory_dump,
     memory_recorder as memory_recorder,
     mutated_by as mutated_by,

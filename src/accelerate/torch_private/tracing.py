@@ -59,6 +59,14 @@ def replace_module_hooks(tracker: Any, model: nn.Module) -> None:
     tracker._track_module_params_and_buffers(model)
 
 
+def find_recomputation(tracker: Any) -> None:
+    """Makes a `MemTracker` count the next tensors as activations if they are recomputed in backward.
+
+    Gradients are only enabled there while a forward runs again.
+    """
+    tracker._in_ac = tracker._ac_mod is not None or torch.is_grad_enabled()
+
+
 def record_moments(tracker: Any, record: Callable[[], None]) -> None:
     """Makes a `MemTracker` call a function after each operator, instead of recording each module."""
     tracker._update_peak_stats = lambda state: record()
@@ -74,6 +82,21 @@ def operator(name: str) -> Any:
     """Returns an operator of torch by name, such as "_softmax.default"."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet), overload)
+
+
+def is_operator(value: object) -> bool:
+    """Returns whether a value is an overload of an operator, whose class has no public name."""
+    return isinstance(value, torch._ops.OpOverload)
+
+
+def draws_random_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a call of an operator changes the state of a random number generator.
+
+    Attention does so only with dropout.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    return bool(arguments_of(func, args, kwargs).get("dropout_p", 1))
 
 
 def arguments_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

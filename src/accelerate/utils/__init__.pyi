@@ -165,6 +165,7 @@ from accelerate.ops import (
 )
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.plugins import (
+    ActivationCheckpointing as ActivationCheckpointing,
     AORecipeKwargs as AORecipeKwargs,
     AutocastKwargs as AutocastKwargs,
     BnbQuantizationConfig as BnbQuantizationConfig,

@@ -12,6 +12,7 @@ from accelerate.accelerator import build_request
 from accelerate.base import ConfigurationError, DynamoBackend, PrecisionType, RNGType
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import (
+    ActivationCheckpointing,
     AutocastKwargs,
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
@@ -138,7 +139,9 @@ def test_wrong_arguments_raise_an_error_with_value_reason_and_fix(
 
 def test_each_handler_finds_its_field() -> None:
     ddp, autocast = DistributedDataParallelKwargs(static_graph=True), AutocastKwargs(cache_enabled=False)
-    request = build(passed(kwargs_handlers=[autocast, ddp]), {})
+    activations = ActivationCheckpointing(every=2)
+    request = build(passed(kwargs_handlers=[autocast, ddp, activations]), {})
+    assert request.activations is activations
     assert request.ddp is ddp
     assert request.autocast is autocast
     assert request.scaler is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -100,7 +101,8 @@ def test_layouts_that_fit_include_checkpointing_where_memory_is_short() -> None:
 @pytest.mark.usefixtures("states")
 def test_a_number_format_without_a_plan_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     accelerator = Accelerator(cpu=True)
-    monkeypatch.setattr(type(accelerator.state), "mixed_precision", "fp8")
+    strategy = accelerator._runtime.strategy
+    monkeypatch.setattr(strategy, "context", replace(strategy.context, mixed_precision="fp8"))
     model = Net()
     with pytest.raises(ConfigurationError, match="Plan with mixed_precision='bf16'"):
         accelerator.plan_memory(model, torch.optim.SGD(model.parameters()), [torch.zeros(1, WIDTH)], loss_of)

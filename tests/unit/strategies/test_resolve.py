@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from accelerate import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import ConfigurationError
-from accelerate.plugins import MegatronLMPlugin
+from accelerate.plugins import ActivationCheckpointing, MegatronLMPlugin
 from accelerate.state import Topology
 from accelerate.strategies import (
     DataParallel,
@@ -74,6 +75,14 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
         (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
         (request(2, {"dp_replicate_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(1, {"dp_shard_size": 2}), "sharding_strategy=FULL_SHARD: FSDP 1 takes a mesh for hybrid"),
+        (
+            with_engine(activations=ActivationCheckpointing()),
+            "section of DeepSpeed's configuration recomputes",
+        ),
+        (
+            replace(request(2, activation_checkpointing=True), activations=ActivationCheckpointing()),
+            "activation_checkpointing of fsdp_plugin recomputes",
+        ),
     ],
 )
 def test_contradicting_requests_are_refused(asked: RunRequest, message: str) -> None:

@@ -46,7 +46,6 @@ from accelerate.strategies.fsdp.sharding import (
     offload_policy as offload_policy,
     outermost_wrappers as outermost_wrappers,
     parameters_by_unit as parameters_by_unit,
-    recompute as recompute,
     split_by_dtype as split_by_dtype,
 )
 from accelerate.strategies.fsdp.strategies import (

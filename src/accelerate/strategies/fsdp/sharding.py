@@ -1,7 +1,7 @@
 """Units of FSDP, and sharding of a model with FSDP 2.
 
 A unit is a module whose parameters are gathered and freed together. Both FSDP strategies call `plan_units` to
-choose the units and `recompute` for activation checkpointing; FSDP 2 calls `fsdp2_prepare_model`.
+choose the units; FSDP 2 calls `fsdp2_prepare_model`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -29,6 +28,7 @@ from accelerate.strategies.fsdp.parameters import (
     get_parameters_from_modules,
     named_parameters,
 )
+from accelerate.strategies.recomputation import recompute
 
 # torch.distributed.fsdp takes a second to import, so functions import it.
 Model = TypeVar("Model", bound=nn.Module)
@@ -196,23 +196,6 @@ def fsdp2_apply_ac(accelerator: Any, model: Model) -> Model:
     offload = plugin.activation_checkpointing_offload and not of_device(accelerator.device).is_host
     recompute(model, units, offload)
     return model
-
-
-def recompute(model: nn.Module, units: Iterable[nn.Module], offload: bool = False) -> None:
-    """Applies activation checkpointing to modules inside a model, under all of their names."""
-    torch_wrappers = torch_private.checkpoint_wrapper
-    wrapped: dict[nn.Module, nn.Module] = {}
-    wrap: Callable[[nn.Module], nn.Module] = partial(
-        torch_wrappers.checkpoint_wrapper, checkpoint_impl=torch_wrappers.CheckpointImpl.NO_REENTRANT
-    )
-    for unit in units:
-        wrapped[unit] = torch_wrappers.offload_wrapper(wrap(unit)) if offload else wrap(unit)
-    for module in list(model.modules()):
-        if isinstance(module, torch_wrappers.ActivationWrapper):
-            continue
-        for name, child in list(module._modules.items()):  # named_children() yields a tied module once
-            if child in wrapped:
-                setattr(module, name, wrapped[child])
 
 
 def outermost_wrappers(model: nn.Module) -> dict[nn.Module, nn.Module]:

@@ -37,8 +37,9 @@ from accelerate.strategies.fsdp.parameters import (
     names_by_group,
     send_from_main,
 )
-from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units, recompute
+from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_unit, plan_units
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
+from accelerate.strategies.recomputation import recompute
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill
 

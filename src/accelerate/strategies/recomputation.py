@@ -1,0 +1,379 @@
+"""Activation checkpointing of the blocks of a model, with all strategies that torch applies.
+
+`Accelerator.prepare_model` calls `apply_activation_checkpointing`. Strategies that shard a model call
+`recompute` for their units. The forward of a block is replaced, so that modules and the names of parameters
+do not change.
+
+Source: https://docs.pytorch.org/docs/stable/checkpoint.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from accelerate import planning, torch_private
+from accelerate.base import (
+    AccelerateError,
+    ConfigurationError,
+    convert_bytes,
+    convert_file_size_to_int,
+    wrong_value,
+)
+from accelerate.devices import of_device
+from accelerate.logging import get_logger
+from accelerate.nested import iterate_tensors, recursively_apply
+from accelerate.ops import current_transport, is_dtensor
+from accelerate.planning import Policy
+from accelerate.plugins import ActivationCheckpointing
+from accelerate.precision import MixedPrecision
+from accelerate.strategies.request import Context
+
+if TYPE_CHECKING:
+    from accelerate.strategies.base import Strategy
+
+logger = get_logger(__name__)
+
+Choice = tuple[int, list[Policy], float]
+"""Index of a policy, all policies, and the smallest bytes of the policies that were tried."""
+PRODUCTS = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "linear",
+    "convolution",
+    "_scaled_mm",
+    "_grouped_mm",
+    "_scaled_grouped_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "topk",  # so that a router chooses experts once
+)
+"""Operators that `save_operators="matmul"` selects."""
+
+
+class RecomputedForward:
+    """Callable that runs the forward of a module again in backward instead of keeping its activations.
+
+    It is the instance attribute `forward` of the module. Hooks of the module run once. Unlike a closure it
+    can be pickled and copied with the module.
+    """
+
+    def __init__(self, module: nn.Module, save_operators: Any = None, offload: bool = False) -> None:
+        self.module = module
+        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.offload = offload
+        self.options: dict[str, Any] = {"use_reentrant": False}
+        if save_operators is not None:
+            self.options["context_fn"] = partial(_contexts, save_operators)
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Forward that keeps its activations, for `inspect.signature`."""
+        return self.inner or type(self.module).forward.__get__(self.module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.run(*args, **kwargs)
+        if self.offload:
+            with save_on_cpu(pin_memory=True):
+                return checkpoint(self.run, *args, **self.options, **kwargs)
+        return checkpoint(self.run, *args, **self.options, **kwargs)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward and keeps its activations."""
+        if self.inner is None:  # not `__wrapped__`, as torch before 2.13 does not trace `__get__`
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.inner(*args, **kwargs)
+
+    def restore(self, module: nn.Module) -> None:
+        """Restores the original forward of the module."""
+        if self.inner is None:
+            del module.__dict__["forward"]
+        else:
+            module.__dict__["forward"] = self.inner
+
+
+def _contexts(save_operators: Any) -> tuple[Any, Any]:
+    """Returns the contexts of the forward and of its recomputation, which keep the outputs of operators."""
+    create: Callable[..., tuple[Any, Any]] = create_selective_checkpoint_contexts
+    return create(partial(_policy, overloads_of(save_operators)))
+
+
+def _policy(operators: Collection[Any], context: Any, operator: Any, *args: Any, **kwargs: Any) -> Any:
+    # In backward random numbers are those of the forward only if all of them are drawn again.
+    saves = operator in operators and not torch_private.draws_random_numbers(operator, args, kwargs)
+    return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def overloads_of(operators: Any) -> Collection[Any]:
+    """Returns the overloads of operators that `save_operators` of `ActivationCheckpointing` selects."""
+    return _overloads_of_products() if operators == "matmul" else operators
+
+
+@cache
+def _overloads_of_products() -> frozenset[Any]:
+    packets = [getattr(torch.ops.aten, name) for name in PRODUCTS if hasattr(torch.ops.aten, name)]
+    return frozenset(getattr(packet, name) for packet in packets for name in packet.overloads())
+
+
+def recompute(
+    model: nn.Module, blocks: Iterable[nn.Module], offload: bool = False, save_operators: Any = None
+) -> None:
+    """Applies activation checkpointing to modules inside a model, in place."""
+    # A block that runs again would append to the key-value cache of a model of transformers a second time.
+    planning.disable_caches(model)
+    for block in map(torch_private.uncompiled, blocks):
+        if not isinstance(block.__dict__.get("forward"), RecomputedForward):
+            block.__dict__["forward"] = RecomputedForward(block, save_operators, offload)
+
+
+def keep_activations(model: nn.Module) -> nn.Module:
+    """Removes the activation checkpointing of `recompute` from a model, in place, and returns it."""
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, RecomputedForward):
+            forward.restore(module)
+    return model
+
+
+def find_blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module]:
+    """Returns the outermost modules with certain class names, or without names the blocks of a plan."""
+    if names is None:
+        return planning.blocks_of(model)
+    chosen = [module for module in model.modules() if type(module).__name__ in names]
+    inner = {child for block in chosen for child in block.modules() if child is not block}
+    blocks = [block for block in chosen if block not in inner]
+    if not blocks:
+        found = {type(block).__name__ for block in planning.blocks_of(model)}
+        fix = (
+            f"its lists of modules have {', '.join(sorted(found))}" if found else "it has no lists of modules"
+        )
+        raise wrong_value(
+            "blocks", list(names), f"{type(model).__name__} has no module of these classes", fix
+        )
+    return blocks
+
+
+def apply_policy(
+    policy: ActivationCheckpointing, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device
+) -> None:
+    """Applies a policy without a budget to the blocks of a model, in place."""
+    offload = policy.offload and not of_device(device).is_host  # activations on the CPU need no offloading
+    recompute(model, blocks[:: policy.every], offload, policy.save_operators)
+
+
+# Choice by a budget
+
+
+def traced_precision(context: Context) -> MixedPrecision | None:
+    """Returns the mixed precision of layouts that cast parameters once, or None in full precision."""
+    name = context.mixed_precision
+    if name not in ("no", "fp16", "bf16"):
+        reason = "layers of FP8 libraries cannot be traced"
+        fix = "Plan with mixed_precision='bf16', which needs about as much memory"
+        raise wrong_value("mixed_precision", name, reason, fix)
+    return None if name == "no" else MixedPrecision(name, context.device.type, context.request.autocast)
+
+
+def tracer_for(
+    strategy: Strategy, step: planning.Step, policy: Policy
+) -> Callable[[planning.Variant], planning.Trace]:
+    """Returns a function that traces a step, whose variants with checkpointing recompute by a policy."""
+
+    def apply(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        if policy is not None:
+            blocks = find_blocks(model, policy.blocks)
+            blocks = blocks[:: policy.every]
+        recompute(model, blocks, save_operators=policy and policy.save_operators)
+
+    return planning.tracer_of(
+        step,
+        strategy.precision,
+        traced_precision(strategy.context),
+        apply,
+        extrapolates=policy is None or policy.every == 1,
+    )
+
+
+def choose_for_step(strategy: Strategy, step: planning.Step, request: ActivationCheckpointing) -> Choice:
+    """Returns the index of the policy that a budget allows for a step, all policies, and the smallest bytes.
+
+    The index is the number of policies if none fits.
+    """
+    names: Any = request.blocks
+    assert request.budget is not None
+    policies = planning.policies_for(len(find_blocks(step.model, names)), names)
+    is_sharded = strategy.memory_layout().is_sharded
+    size = planning.batch_size_of(step.batch)
+
+    def bytes_of(policy: Policy) -> float:
+        trace = tracer_for(strategy, step, policy)
+        moments = trace(planning.Variant(size, policy is not None, is_sharded, False)).forward_backward
+        return max(moment.activations for moment in moments)
+
+    index, smallest = planning.choose_policy(policies, bytes_of, convert_file_size_to_int(request.budget))
+    return index, policies, smallest
+
+
+def chosen_policy(
+    index: int, policies: Sequence[Policy], smallest: float, request: ActivationCheckpointing, name: str
+) -> Policy:
+    """Returns the policy of an index, or raises an error if no policy fits in the budget."""
+    if index < len(policies):
+        return policies[index]
+    raise wrong_value(
+        "budget",
+        request.budget,
+        f"the activations of {name} need at least {convert_bytes(smallest)} for this batch",
+        f"Give {round(smallest)} bytes or more, or use a smaller batch",
+    )
+
+
+class BudgetedForward:
+    """Hook before the forward of a prepared model that chooses its policy for the first training batch.
+
+    It stays to warn about a larger batch. Copies of the model do not have it.
+
+    Args:
+        strategy: Strategy of the run.
+        model: Model of the user, before it is prepared.
+        blocks: Its blocks.
+    """
+
+    def __init__(self, strategy: Strategy, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+        self.strategy, self.model, self.blocks = strategy, model, blocks
+        self.request = strategy.context.request.activations
+        self.copy: nn.Module | None = planning.meta_copy(model)
+        self.name, self.num_elements = type(model).__name__, 0
+        self.handle: Any = None
+
+    def attach(self, prepared: nn.Module) -> None:
+        """Registers the hook on a prepared model, so that it runs before those of wrappers."""
+        self.handle = prepared.register_forward_pre_hook(self, prepend=True, with_kwargs=True)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _no_hook, ()
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        num_elements = sum(tensor.numel() for tensor in iterate_tensors((args, dict(kwargs))))
+        if self.copy is not None:
+            self._choose(args, kwargs)
+            self.copy, self.num_elements = None, num_elements
+        elif num_elements > self.num_elements:
+            logger.warning(
+                f"A batch of {self.name} has {num_elements} elements, and activation "
+                f"checkpointing was chosen for {self.num_elements}: its activations may need more than "
+                f"budget={self.request.budget}. Train on the largest batch first."  # type: ignore[union-attr]
+            )
+            self.handle.remove()
+
+    def _choose(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        assert self.copy is not None
+        assert self.request is not None
+        device = self.strategy.context.device
+        step = planning.Step(
+            self.copy.train(),
+            [],
+            recursively_apply(_cut, (args, dict(kwargs))),
+            planning.loss_or_sum,
+            device,
+            max_norm=None,
+            keeps_output=True,
+        )
+        index, policies, smallest = _agree(
+            self.strategy, partial(choose_for_step, self.strategy, step, self.request)
+        )
+        policy = chosen_policy(index, policies, smallest, self.request, self.name)
+        recomputed = "nothing" if policy is None else policy.summary
+        logger.info(f"Activation checkpointing of {self.name} recomputes {recomputed}.")
+        if policy is not None:
+            apply_policy(policy, self.model, self.blocks, device)
+
+
+def _cut(tensor: Tensor) -> Tensor:
+    """Returns a leaf that has a gradient if the tensor has one, as a trace ends at its inputs."""
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def _agree(strategy: Strategy, choose: Callable[[], Choice]) -> Choice:
+    """Returns the choice of this rank, or that of the strictest rank if ranks exchange shards in backward.
+
+    An error of one of these ranks is raised on all of them.
+    """
+    if strategy.holds_whole_models:
+        return choose()
+    outcome: Choice | AccelerateError
+    try:
+        outcome = choose()
+    except AccelerateError as error:
+        outcome = error
+    outcomes = current_transport().gather_object(outcome)
+    if failures := [each for each in outcomes if isinstance(each, AccelerateError)]:
+        raise failures[0]
+    strictest: Choice = max(outcomes, key=lambda choice: (choice[0], choice[2]))
+    return strictest
+
+
+def _no_hook() -> Callable[..., None]:
+    """Returns a hook without effect, which copies of a prepared model have."""
+    return _skip
+
+
+def _skip(*args: Any) -> None:
+    return None
+
+
+# Preparation
+
+
+def apply_activation_checkpointing(strategy: Strategy, model: nn.Module) -> BudgetedForward | None:
+    """Applies the activation checkpointing of the run to a model that is not prepared, in place.
+
+    Returns:
+        The hook to register on the prepared model if its first batch decides, or None.
+    """
+    request = strategy.context.request.activations
+    if request is None or not any(parameter.requires_grad for parameter in model.parameters()):
+        return None
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        raise ConfigurationError(
+            f"{type(model).__name__} already recomputes its layers by gradient_checkpointing_enable(), and "
+            "ActivationCheckpointing would recompute them twice. Use one of them."
+        )
+    blocks = find_blocks(keep_activations(model), request.blocks)
+    if not blocks:
+        logger.warning(
+            f"ActivationCheckpointing has no effect on {type(model).__name__}: it has no lists of modules. "
+            "Pass the class names of its layers as blocks=[...]."
+        )
+        return None
+    if request.budget is None:
+        apply_policy(request, model, blocks, strategy.context.device)
+        return None
+    _check_budget(strategy, model, request)
+    return BudgetedForward(strategy, model, blocks)
+
+
+def _check_budget(strategy: Strategy, model: nn.Module, request: ActivationCheckpointing) -> None:
+    """Raises an error for a run whose activations no plan computes."""
+    traced_precision(strategy.context)
+    strategy.memory_layout()
+    mesh = strategy.context.request.parallelism
+    is_split = mesh is not None and mesh.non_data_parallel_size > 1
+    if is_split or any(map(is_dtensor, model.parameters())):
+        reason = "the activations of a model whose layers or batches are split over ranks are not traced"
+        fix = "Pass every=... or save_operators='matmul' instead"
+        raise wrong_value("budget", request.budget, reason, fix)

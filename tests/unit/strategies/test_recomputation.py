@@ -1,0 +1,497 @@
+"""Activation checkpointing of the blocks of a model on one process."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from accelerate import Accelerator, torch_private
+from accelerate.base import ConfigurationError, PreparationError
+from accelerate.plugins import ActivationCheckpointing
+from accelerate.state import AcceleratorState
+from accelerate.strategies.recomputation import (
+    RecomputedForward,
+    find_blocks,
+    keep_activations,
+    recompute,
+)
+
+pytestmark = pytest.mark.usefixtures("states")
+WIDTH, LENGTH, SAMPLES, LAYERS = 16, 12, 4, 6
+SMALL = 100_000  # bytes for which all blocks are recomputed
+aten = torch.ops.aten
+
+
+class Layer(nn.Module):
+    """Layer of a transformer with dropout, whose forward is counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.mix = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.widen, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.2)
+        self.calls = 0
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> Tensor:
+        self.calls += 1
+        query, key, value = self.mix(self.norm(x)).unflatten(-1, (2, -1)).transpose(1, 2).chunk(3, dim=-1)
+        mixed = scaled_dot_product_attention(query, key, value, dropout_p=0.2 if self.training else 0.0)
+        x = x + self.drop(self.out(mixed.transpose(1, 2).flatten(-2))) * scale
+        hidden: Tensor = x + self.drop(self.narrow(nn.functional.gelu(self.widen(x))))
+        return hidden
+
+
+class Net(nn.Module):
+    def __init__(self, repeats: int = 1) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.head = nn.Linear(WIDTH, 3)
+        self.repeats = repeats
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.repeats):
+            for layer in self.layers:
+                x = layer(x, scale=0.5)
+        logits: Tensor = self.head(x)
+        return logits
+
+
+@pytest.fixture
+def prepared(states: None) -> Callable[..., Any]:
+    def prepare(model: nn.Module, handler: ActivationCheckpointing | None, **arguments: Any) -> Any:
+        AcceleratorState._reset_state(True)
+        handlers = [] if handler is None else [handler]
+        accelerator = Accelerator(cpu=True, kwargs_handlers=handlers, **arguments)
+        return accelerator, accelerator.prepare(model)
+
+    return prepare
+
+
+def built(repeats: int = 1) -> Net:
+    torch.manual_seed(0)
+    return Net(repeats)
+
+
+def samples(count: int = SAMPLES) -> Tensor:
+    return torch.randn(count, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def gradients(accelerator: Accelerator, model: nn.Module, batch: Tensor) -> list[Tensor]:
+    torch.manual_seed(7)
+    model.zero_grad()
+    accelerator.backward(model(batch).square().mean())
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+class Classified(torch_private.TorchDispatchMode):  # type: ignore[misc]
+    """Mode in which a memory tracker counts recomputed tensors as activations."""
+
+    def __init__(self, tracker: Any) -> None:
+        super().__init__()
+        self.tracker = tracker
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        torch_private.find_recomputation(self.tracker)
+        return func(*args, **(kwargs or {}))
+
+
+def peak_of(step: Callable[[], Any], model: nn.Module, *inputs: Tensor) -> int:
+    """Largest number of bytes of activations that exist at the same time during a real step."""
+    tracker = torch_private.MemTracker()
+    tracker.track_external(model, *inputs)
+    torch_private.replace_module_hooks(tracker, model)
+    peaks = [0]
+
+    def record() -> None:
+        sizes = torch_private.tracked_bytes(tracker).get(torch.device("cpu"), {})
+        peaks.append(sizes.get("Activation", 0))
+
+    torch_private.record_moments(tracker, record)
+    with tracker, Classified(tracker):
+        step()
+    return max(peaks)
+
+
+def activations_of(accelerator: Accelerator, model: nn.Module) -> int:
+    batch = samples()
+    return peak_of(lambda: gradients(accelerator, model, batch), model, batch)
+
+
+POLICIES = {
+    "one block": ActivationCheckpointing(LAYERS),
+    "every third": ActivationCheckpointing(3),
+    "every second": ActivationCheckpointing(2),
+    "every": ActivationCheckpointing(),
+    "by operator": ActivationCheckpointing(save_operators="matmul"),
+    "some by operator": ActivationCheckpointing(2, save_operators=[aten.addmm.default]),
+    "named": ActivationCheckpointing(2, blocks=["Layer"]),
+}
+
+
+@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("name", POLICIES)
+def test_gradients_are_those_without_recomputation(prepared: Any, name: str, repeats: int) -> None:
+    expected = gradients(*prepared(built(repeats), None), samples())
+    model = built(repeats)
+    names = [list(model.state_dict()), [name for name, _ in model.named_parameters()]]
+    accelerator, result = prepared(model, POLICIES[name])
+    assert result is model
+    assert [list(model.state_dict()), [name for name, _ in model.named_parameters()]] == names
+    found = gradients(accelerator, model, samples())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    again = POLICIES[name].every
+    assert [layer.calls for layer in model.layers] == [
+        repeats * (1 + (index % again == 0)) for index in range(LAYERS)
+    ]
+
+
+def test_each_policy_keeps_fewer_activations_than_the_one_before(prepared: Any) -> None:
+    names = ["one block", "every third", "every second", "every"]
+    policies = [None, *(POLICIES[name] for name in names)]
+    sizes = [activations_of(*prepared(built(), policy)) for policy in policies]
+    assert sizes == sorted(set(sizes), reverse=True)
+    inputs = LAYERS * samples().nbytes  # the policy keeps those, and the activations of one layer
+    assert inputs < sizes[-1] < inputs + 1.5 * sizes[0] / LAYERS
+    by_operator = activations_of(*prepared(built(), POLICIES["by operator"]))
+    assert sizes[-1] < by_operator < sizes[0]
+
+
+def test_a_plan_predicts_the_activations_of_each_policy(prepared: Any) -> None:
+    for policy in [None, *POLICIES.values()]:
+        accelerator, model = prepared(built(), policy)
+        optimizer = torch.optim.SGD(model.parameters())
+        plan = accelerator.plan_memory(
+            model, optimizer, samples(), lambda model, batch: model(batch).square().mean()
+        )
+        moments = plan.planner.trace_of(plan.layout, SAMPLES).forward_backward
+        planned = max(moment.activations for moment in moments)
+        assert planned == pytest.approx(activations_of(accelerator, model), rel=0.02)
+        assert plan.recomputed == ("nothing" if policy is None else policy.summary)
+        assert ("recomputed in backward" in str(plan)) == (policy is not None)
+
+
+def test_the_activations_of_a_step_fit_in_the_budget(prepared: Any, caplog: Any) -> None:
+    whole = activations_of(*prepared(built(), None))
+    smallest = activations_of(*prepared(built(), POLICIES["every"]))
+    expected = gradients(*prepared(built(), None), samples())
+    counts = []
+    for budget in (whole + 8192, whole - 1, (2 * whole + smallest) // 3, (whole + 3 * smallest) // 4):
+        accelerator, model = prepared(built(), ActivationCheckpointing(budget=budget))
+        with caplog.at_level(logging.WARNING):
+            found = gradients(accelerator, model, samples())
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+        assert activations_of(accelerator, model) <= budget
+        counts.append(sum(layer.calls > 2 for layer in model.layers))
+        gradients(accelerator, model, samples(SAMPLES - 1))
+    assert counts[0] == 0  # nothing is recomputed if all fits
+    assert counts[-1] > 0
+    assert not caplog.records
+
+
+def test_inputs_may_have_gradients(prepared: Any) -> None:
+    accelerator, model = prepared(built().eval(), ActivationCheckpointing(budget=SMALL))
+    scale = torch.ones((), requires_grad=True)
+    model.train()(samples() * scale).square().mean().backward()
+    assert [layer.calls for layer in model.layers] == [2] * LAYERS
+    assert scale.grad is not None
+
+
+def test_a_budget_that_nothing_fits_names_the_smallest_need(prepared: Any) -> None:
+    accelerator, model = prepared(built(), ActivationCheckpointing(budget="1KB"))
+    with pytest.raises(
+        ConfigurationError, match=r"budget='1KB': the activations of Net need at least"
+    ) as error:
+        gradients(accelerator, model, samples())
+    needed = int(str(error.value).partition("Give ")[2].split()[0])
+    accelerator, model = prepared(built(), ActivationCheckpointing(budget=needed))
+    gradients(accelerator, model, samples())
+    assert activations_of(accelerator, model) <= needed
+
+
+def test_evaluation_chooses_nothing_and_a_larger_batch_warns_once(prepared: Any, caplog: Any) -> None:
+    accelerator, model = prepared(built(), ActivationCheckpointing(budget="1GB"))
+    with torch.no_grad():
+        model(samples(9))
+    model.eval()(samples(9))
+    model.train()
+    with caplog.at_level(logging.WARNING):
+        gradients(accelerator, model, samples())
+        assert not caplog.records
+        gradients(accelerator, model, samples(SAMPLES + 1))
+        gradients(accelerator, model, samples(SAMPLES + 2))
+    assert len(caplog.records) == 1
+    assert "budget=1GB. Train on the largest batch first" in caplog.text
+
+
+def test_plan_memory_has_the_policy_of_a_budget(prepared: Any) -> None:
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        return model(batch).sum()
+
+    for budget, recomputed in (("1GB", "nothing"), (SMALL, "every block")):
+        accelerator, model = prepared(built(), ActivationCheckpointing(budget=budget))
+        optimizer = torch.optim.SGD(model.parameters())
+        plan = accelerator.plan_memory(model, optimizer, samples(), loss)
+        assert plan.recomputed == recomputed
+    accelerator, model = prepared(built(), ActivationCheckpointing(budget=10))
+    with pytest.raises(ConfigurationError, match="need at least"):
+        accelerator.plan_memory(model, torch.optim.SGD(model.parameters()), samples(), loss)
+
+
+@pytest.mark.parametrize("name", ["every second", "by operator"])
+def test_a_copy_recomputes_with_its_own_weights(prepared: Any, name: str) -> None:
+    accelerator, model = prepared(built(), POLICIES[name])
+    expected = gradients(accelerator, model, samples())
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        for parameter in model.parameters():
+            parameter.data.zero_()
+        calls = [layer.calls for layer in other.layers]
+        torch.testing.assert_close(gradients(accelerator, other, samples()), expected, rtol=0, atol=0)
+        assert other.layers[0].calls == calls[0] + 2
+        assert isinstance(other.layers[0].__dict__["forward"], RecomputedForward)
+        model.load_state_dict(other.state_dict())
+
+
+def test_a_copy_of_a_model_with_a_budget_chooses_nothing(prepared: Any) -> None:
+    accelerator, model = prepared(built(), ActivationCheckpointing(budget=SMALL))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        gradients(accelerator, other, samples())
+        assert [layer.calls for layer in other.layers] == [1] * LAYERS
+    gradients(accelerator, model, samples())
+    assert [layer.calls for layer in model.layers] == [2] * LAYERS
+
+
+def test_removal_restores_the_forward() -> None:
+    model = built()
+    recompute(model, model.layers)
+    recompute(model, model.layers)
+    assert keep_activations(model) is model
+    assert not any("forward" in layer.__dict__ for layer in model.layers)
+    first = model.layers[0]
+    first.__dict__["forward"] = first.forward
+    recompute(model, [first])
+    keep_activations(model)
+    assert first.__dict__["forward"] == Layer.forward.__get__(first)
+
+
+def test_inputs_of_blocks_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are kept are packed by the context of torch, whose pinned memory a CPU lacks."""
+    from accelerate.strategies import recomputation
+
+    packed: list[int] = []
+
+    def save_on_cpu(pin_memory: bool) -> Any:
+        assert pin_memory
+        return torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: packed.append(tensor.nbytes) or tensor, lambda tensor: tensor
+        )
+
+    monkeypatch.setattr(recomputation, "save_on_cpu", save_on_cpu)
+    model = built().eval()
+    expected = torch.autograd.grad(model(samples()).sum(), list(model.parameters()))
+    recompute(model, model.layers, offload=True)
+    found = torch.autograd.grad(model(samples()).sum(), list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert packed == [samples().nbytes] * LAYERS
+
+
+def test_activations_on_the_cpu_are_not_offloaded(prepared: Any) -> None:
+    _, model = prepared(built(), ActivationCheckpointing(offload=True))
+    assert not model.layers[0].__dict__["forward"].offload
+
+
+def test_hooks_of_a_block_run_once(prepared: Any) -> None:
+    accelerator, model = prepared(built(), ActivationCheckpointing())
+    calls: list[str] = []
+    model.layers[0].register_forward_hook(lambda *_: calls.append("block"))
+    model.layers[0].norm.register_forward_hook(lambda *_: calls.append("inside"))
+    gradients(accelerator, model, samples())
+    assert sorted(calls) == ["block", "inside", "inside"]
+
+
+def test_models_prepared_for_evaluation_or_without_training_are_left_alone(prepared: Any) -> None:
+    accelerator, _ = prepared(built(), ActivationCheckpointing())
+    frozen = built().requires_grad_(False)
+    evaluated = accelerator.prepare_model(built(), evaluation_mode=True)
+    for model in (accelerator.prepare(frozen), evaluated):
+        assert not any("forward" in layer.__dict__ for layer in model.layers)
+
+
+def test_a_second_run_has_its_own_policy(prepared: Any) -> None:
+    _, model = prepared(built(), ActivationCheckpointing())
+    accelerator, again = prepared(model, ActivationCheckpointing(LAYERS))
+    gradients(accelerator, again, samples())
+    assert [layer.calls for layer in model.layers] == [2] + [1] * (LAYERS - 1)
+
+
+def test_named_blocks_are_the_outermost_ones() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2))), nn.Linear(2, 2))
+    assert find_blocks(model[0], ["Sequential"]) == [model[0]]
+    assert find_blocks(model, ["Linear"]) == [model[0][0], model[0][1][0], model[1]]
+    with pytest.raises(
+        ConfigurationError, match="blocks=.*Sequential has no module of these classes.*Linear"
+    ):
+        find_blocks(model, ["Layer"])
+
+
+def test_a_model_without_blocks_warns(prepared: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        prepared(nn.Linear(2, 2), ActivationCheckpointing())
+    assert "ActivationCheckpointing has no effect on Linear: it has no lists of modules" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("policy", ["every", "by operator"])
+@pytest.mark.parametrize("regional", [False, True])
+def test_compiled_models_recompute(prepared: Any, policy: str, regional: bool) -> None:
+    from accelerate.utils import TorchDynamoPlugin
+
+    plugin = TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=regional)
+    reference = gradients(*prepared(built().eval(), None), samples())
+    logging.getLogger("torch").setLevel(logging.ERROR)  # torch warns about operators in place
+    try:
+        for handler in (POLICIES[policy], ActivationCheckpointing(budget=SMALL)):
+            model = built().eval()
+            accelerator, compiled = prepared(model, handler, dynamo_plugin=plugin)
+            if handler.budget is not None:
+                compiled.train()
+                compiled(samples())
+                compiled.eval()
+                assert isinstance(model.layers[0].__dict__["forward"], RecomputedForward)
+            found = gradients(accelerator, compiled, samples())
+            torch.testing.assert_close(found, reference, rtol=0, atol=1e-6)
+    finally:
+        logging.getLogger("torch").setLevel(logging.NOTSET)
+
+
+def tiny(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    sizes: Any = {"vocab_size": 32, "attn_implementation": "sdpa"}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(n_embd=16, n_layer=4, n_head=2, n_positions=32, **sizes)
+        return transformers.GPT2LMHeadModel(config).train()
+    config = transformers.LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, **sizes
+    )
+    return transformers.LlamaForCausalLM(config).train()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_models_of_transformers_recompute(prepared: Any, kind: str, precision: str) -> None:
+    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
+
+    def train(handler: ActivationCheckpointing | None) -> list[Tensor | None]:
+        accelerator, model = prepared(tiny(kind), handler, mixed_precision=precision)
+        torch.manual_seed(3)
+        accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = train(None)
+    for handler in (POLICIES["every second"], POLICIES["by operator"], ActivationCheckpointing(budget="1MB")):
+        torch.testing.assert_close(train(handler), expected, rtol=0, atol=1e-6)
+
+
+def test_a_model_that_recomputes_itself_raises_an_error(prepared: Any) -> None:
+    model: Any = tiny("llama")
+    for layer in model.model.layers:
+        layer.gradient_checkpointing = True  # as gradient_checkpointing_enable() does
+    with pytest.raises(ConfigurationError, match="gradient_checkpointing_enable"):
+        prepared(model, ActivationCheckpointing())
+
+
+def test_a_budget_needs_a_model_that_can_be_copied(prepared: Any) -> None:
+    model = built()
+    model.lines = (line for line in "")  # type: ignore[assignment]
+    with pytest.raises(PreparationError, match="cannot be copied, which a plan needs"):
+        prepared(model, ActivationCheckpointing(budget="1GB"))
+
+
+def test_kept_operators_are_not_run_again() -> None:
+    layer = built().layers[0].eval()
+    counts: Counter[str] = Counter()
+
+    class Count(torch_private.TorchDispatchMode):  # type: ignore[misc]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counts[func.overloadpacket.__name__] += 1
+            return func(*args, **(kwargs or {}))
+
+    def count(operators: Any) -> Counter[str]:
+        """Number of operators in a forward and backward pass, by name."""
+        recompute(keep_activations(layer), [layer], save_operators=operators)
+        counts.clear()
+        with Count():
+            layer(samples()).sum().backward()
+        return counts.copy()
+
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    again, kept, some = count(None), count("matmul"), count([aten.gelu.default])
+    assert {name: again[name] - kept[name] for name in ("addmm", attention, "gelu")} == {
+        "addmm": 4 - 1,  # torch does not run the last one again
+        attention: 1,
+        "gelu": 0,
+    }
+    assert again["gelu"] - some["gelu"] == 1
+
+
+class AttentionAndDropout(nn.Module):
+    """An operator with dropout of its own, as the attention of accelerators, and a dropout after it."""
+
+    def __init__(self, operator: Any, probability: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(64))
+        self.operator, self.probability = operator, probability
+
+    def forward(self, x: Tensor) -> Tensor:
+        noise = self.operator(self.weight.detach(), self.probability)
+        return nn.functional.dropout(x * self.weight + noise, 0.5).exp()
+
+
+@pytest.mark.parametrize("probability", [0.0, 0.5])
+def test_dropout_after_kept_attention_is_that_of_the_forward(probability: float) -> None:
+    calls: list[float] = []
+
+    def attend(x: Tensor, dropout_p: float) -> Tensor:
+        calls.append(dropout_p)
+        return torch.bernoulli(torch.full_like(x, 0.5)) if dropout_p else torch.zeros_like(x)
+
+    with torch.library._scoped_library("recomputation_tests", "DEF") as library:
+        library.define(
+            "attend(Tensor x, float dropout_p) -> Tensor", tags=(torch.Tag.nondeterministic_seeded,)
+        )
+        library.impl("attend", attend, "CPU")
+        operator = torch.ops.recomputation_tests.attend.default
+        found = []
+        for keeps in (False, True):
+            module = AttentionAndDropout(operator, probability)
+            if keeps:
+                recompute(module, [module], save_operators=[operator])
+            torch.manual_seed(5)
+            calls.clear()
+            module(torch.ones(64)).sum().backward()
+            found.append(module.weight.grad)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+    assert len(calls) == (2 if probability else 1)  # without dropout the output is kept
+
+
+def test_attention_that_draws_numbers_is_run_again() -> None:
+    from accelerate.strategies.recomputation import _policy, overloads_of
+
+    operator = aten._scaled_dot_product_flash_attention_for_cpu.default
+    tensors = [torch.zeros(1, 1, 2, 2)] * 3
+    operators = overloads_of("matmul")
+    assert _policy(operators, None, operator, *tensors).name == "MUST_SAVE"
+    assert _policy(operators, None, operator, *tensors, 0.5).name == "PREFER_RECOMPUTE"
+    assert _policy(operators, None, operator, *tensors, dropout_p=0.5).name == "PREFER_RECOMPUTE"
+    assert _policy(operators, None, aten.gelu.default, tensors[0]).name == "PREFER_RECOMPUTE"
