@@ -314,7 +314,14 @@ class Strategy:
         adopted = self.adopt(model)
         if to_device:
             place_unsharded(model, self.context.device)
+        layers = set(model.modules())
         converted = self.convert(model)
+        if set(converted.modules()) - layers:
+            raise PreparationError(
+                f"mixed_precision={self.context.mixed_precision!r} replaces layers of "
+                f"{type(model).__name__}, which is sharded already, and the new layers are not. Pass the "
+                "model before it is sharded, or convert its layers before that and leave it out."
+            )
         if evaluation:
             adopted.replicas.clear()
         adopted.send_unsharded()
