@@ -61,7 +61,8 @@ def measure(schedule: str) -> None:
     # Stages begin at layers, after the linear layer that makes the gradient of their input necessary.
     split = [str(1 + stage * layers // stages) for stage in range(1, stages)]
     config = PipelineConfig(schedule=schedule, microbatches=MICROBATCHES, split=split)
-    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=RANKS, pp_handler=config))
+    mesh = ParallelismConfig(pp_size=RANKS, pp_handler=config)
+    accelerator = Accelerator(cpu=True, parallelism_config=mesh)
     per_layer = SECONDS * RANKS / layers
     model = nn.Sequential(nn.Linear(4, 4), *(Layer(per_layer) for _ in range(layers)))
     model = accelerator.prepare(model)

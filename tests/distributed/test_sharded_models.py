@@ -402,6 +402,25 @@ def test_units_that_the_plugin_does_not_complete_are_refused(run: Run) -> None:
     run(keep_part_of_a_mesh)
 
 
+def replace_layers() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    shard(model, "units")
+
+    def convert(model: Net) -> Net:
+        model.head = nn.Linear(8, 3)
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(accelerator._runtime.strategy.precision, "convert", convert)
+        with pytest.raises(PreparationError, match="mixed_precision='no' replaces layers of FSDPNet"):
+            accelerator.prepare(model)
+
+
+def test_precisions_that_replace_sharded_layers_are_refused(run: Run) -> None:
+    run(replace_layers)
+
+
 def leave_a_rank_out() -> None:
     accelerator = Accelerator(cpu=True)
     model = Net()

@@ -5,7 +5,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,7 +30,7 @@ from accelerate.strategies.pipeline.microbatches import (
 )
 from accelerate.strategies.pipeline.split import split_model
 from accelerate.strategies.pipeline.stages import PipelineModel, StageModule, is_split
-from accelerate.strategies.pipeline.tracing import TensorSpec, Trace, to_zeros
+from accelerate.strategies.pipeline.tracing import TensorSpec, Trace, signature_of, to_zeros
 from accelerate.strategies.sharded_models import Replicas
 
 
@@ -74,6 +75,7 @@ class Pipeline:
             name: {self._ranks[stage] for stage in stages} for name, stages in self.model.holders.items()
         }
         self.shared: list[tuple[list[str], Any]] = []
+        self._summed: dict[nn.Parameter, Tensor | None] | None = None
         self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._schedules: dict[bool, tuple[Any, Any]] = {}  # by whether it has a backward pass
         self._traces: dict[Any, Trace] = {}
@@ -117,6 +119,7 @@ class Pipeline:
                     self._is_checked = True
             return scale(loss * part.weight)
 
+        self._set_summed_aside()
         with torch.enable_grad():
             self._run(microbatches, finish, has_backward=True)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
@@ -155,11 +158,29 @@ class Pipeline:
 
         Called on all ranks of the pipeline.
         """
+        for parameters, group in self._shared_parameters():
+            Replicas(parameters, set(), group, True, averages=False).average()
+            for parameter in parameters:
+                summed = (self._summed or {}).get(parameter)
+                if summed is not None:
+                    parameter.grad = summed if parameter.grad is None else parameter.grad + summed
+        self._summed = None
+
+    def _set_summed_aside(self) -> None:
+        """Takes gradients that are added up already from their parameters, until the next ones are."""
+        if self._summed is None:
+            shared = [parameter for parameters, _ in self._shared_parameters() for parameter in parameters]
+            self._summed = {parameter: parameter.grad for parameter in shared}
+            for parameter in shared:
+                parameter.grad = None
+
+    def _shared_parameters(self) -> Iterator[tuple[list[nn.Parameter], Any]]:
+        """Yields trained parameters that several ranks have, with the process group of these ranks."""
         for names, group in self.shared:
             found = [self.model.model.get_parameter(name) for name in names if self.is_parameter(name)]
             trained = {id(parameter): parameter for parameter in found if parameter.requires_grad}
             if trained:
-                Replicas(list(trained.values()), set(), group, True, averages=False).average()
+                yield list(trained.values()), group
 
     def _call(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Returns the outputs of the model on all ranks of the pipeline, without gradients."""
@@ -221,13 +242,24 @@ class Pipeline:
             # The index of a micro-batch selects its inputs, which may be any objects.
             indices, targets = torch.arange(len(microbatches)), torch.zeros(len(microbatches))
             run = schedule.step if has_backward else schedule.eval
+            # torch logs the whole schedule with an error.
+            log = logging.getLogger(schedules.__name__)
+            level = log.level
+            log.setLevel(logging.CRITICAL)
             try:
                 run(microbatch=indices, target=targets, return_outputs=False)
             except RuntimeError as error:
                 if isinstance(error.__cause__, (ConfigurationError, PreparationError, StateError)):
                     raise error.__cause__ from None
+                if SCHEDULES[self._config.schedule].splits_backward and "second time" in str(error):
+                    raise PreparationError(
+                        f"The schedule {self._config.schedule} computes the gradients of inputs and of "
+                        f"weights in separate passes, and layers of {type(self.model.model).__name__} share "
+                        "tensors that need both at once. Use the schedule 1f1b or interleaved1f1b."
+                    ) from error
                 raise
             finally:
+                log.setLevel(level)
                 self._microbatches, self._chunk_traces, self._finish = [], [], None
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -236,7 +268,7 @@ class Pipeline:
         return {"use_cache": False, **kwargs} if getattr(config, "use_cache", False) else kwargs
 
     def _trace(self, part: MicroBatch) -> Trace:
-        key = _signature((part.args, part.kwargs, self.model.model.training))
+        key = signature_of((part.args, part.kwargs, self.model.model.training))
         if key not in self._traces:
             self._traces[key] = self.model.trace(part.args, part.kwargs)
         return self._traces[key]
@@ -291,12 +323,6 @@ def _output(output: Tensor, target: Tensor) -> Tensor:
 
 def _detached(values: Any) -> Any:
     return torch_private.pytree.tree_map_only(Tensor, Tensor.detach, values)
-
-
-def _signature(values: Any) -> Any:
-    leaves, tree = torch_private.pytree.tree_flatten(values)
-    described = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves)
-    return described, str(tree)
 
 
 def _check_model(model: nn.Module) -> None:

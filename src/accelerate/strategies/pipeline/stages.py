@@ -231,12 +231,23 @@ class PipelineModel:
         """Returns the trace of a forward, without communication and without a change of random states."""
         tracer = Tracer(self.model, self.split, self._placeholders, self.device)
         self._run = tracer
+        kept = [(buffer, buffer.clone()) for buffer in self._buffers_of_traces()]
         try:
             with restored_generators(self.device), tracer:
                 outputs = self.forward(args, kwargs)
         finally:
             self._run = None
+            for buffer, values in kept:
+                buffer.copy_(values)
         return tracer.finish(outputs)
+
+    def _buffers_of_traces(self) -> Iterator[Tensor]:
+        """Yields the buffers of modules that run in a trace, such as batch normalization without weights."""
+        for submodule in self.split.submodules:
+            if not submodule.has_parameters and submodule not in self._placeholders:
+                yield from submodule.module.buffers()
+        for name in self.split.containers:
+            yield from self.model.get_submodule(name).buffers(recurse=False)
 
     def compute(
         self,

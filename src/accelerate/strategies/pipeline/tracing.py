@@ -137,6 +137,7 @@ class Tracer(TorchFunctionMode):
         self._placeholders = placeholders
         self._stage_of: dict[int, tuple[Tensor, int]] = {}  # id -> tensor from submodules, and its stage
         self._received: Replacements = {}
+        self._outputs: dict[Any, Any] = {}
         self._owners = {
             id(parameter): submodule
             for submodule in split.submodules
@@ -169,7 +170,7 @@ class Tracer(TorchFunctionMode):
             depends = any(id(leaf) in self._stage_of for leaf in _tensors_in(outputs))
             specs = _specs_of(outputs) if depends else None
         else:
-            specs = self._outputs_of(submodule, weights, run, args, kwargs)
+            specs = self._outputs_of(submodule, weights, args, kwargs)
             outputs = to_zeros(specs, self._device)
             self._mark(_tensors_in(outputs))
         self.trace.calls.append(Call(submodule, self.stage, specs))
@@ -191,10 +192,18 @@ class Tracer(TorchFunctionMode):
             id(leaves[i]): (leaves[i], tensor) for i, tensor in zip(positions, received, strict=True)
         }
 
-    def _outputs_of(
-        self, submodule: Submodule, weights: Any, run: Callable[..., Any], args: Any, kwargs: Any
-    ) -> Any:
-        """Returns the outputs of a submodule on fake tensors, with specs in place of tensors."""
+    def _outputs_of(self, submodule: Submodule, weights: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the outputs of a submodule on fake tensors, with specs in place of tensors.
+
+        Layers of one class, with weights and arguments of the same shapes, run once.
+        """
+        shapes = [[value for kind in kinds for value in kind.values()] for kinds in weights.values()]
+        key = (type(submodule.module), signature_of((shapes, args, kwargs)))
+        if key not in self._outputs:
+            self._outputs[key] = self._run_on_fakes(submodule, weights, args, kwargs)
+        return self._outputs[key]
+
+    def _run_on_fakes(self, submodule: Submodule, weights: Any, args: Any, kwargs: Any) -> Any:
         mode = torch_private.fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
         with planning.fake_operators(mode), fake_weights(weights, self._device):
             converted = torch_private.pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
@@ -257,6 +266,13 @@ class Tracer(TorchFunctionMode):
         outputs = replace_tensors(self._received, outputs)
         self._check_stale(_tensors_in(outputs), f"the output of {type(self._model).__name__}")
         return self.trace
+
+
+def signature_of(values: Any) -> tuple[Any, ...]:
+    """Returns the shapes and dtypes of the tensors in nested values, with the other values as text."""
+    leaves, tree = torch_private.pytree.tree_flatten(values)
+    described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
+    return (*described, str(tree))
 
 
 def _stages(stages: Iterable[int]) -> str:

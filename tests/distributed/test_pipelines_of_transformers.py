@@ -1,0 +1,110 @@
+"""Models of transformers are split into stages without a change, and train as on one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.base import PreparationError
+from accelerate.utils import PipelineConfig
+
+transformers = pytest.importorskip("transformers")
+
+Run = Callable[..., list[Any]]
+SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
+HEADS = {"num_attention_heads": 2}
+GROUPED = {**SMALL, **HEADS, "num_key_value_heads": 1}
+GPT2 = {"vocab_size": 64, "n_embd": 16, "n_layer": 4, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+NO_DROPOUT = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", GROUPED),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", {**GPT2, **NO_DROPOUT}),
+    "qwen2": ("Qwen2Config", "Qwen2ForCausalLM", GROUPED),
+    "gemma3": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {**GROUPED, "head_dim": 8, "sliding_window": 4},
+    ),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {**GROUPED, "num_local_experts": 4}),
+    "bert": ("BertConfig", "BertForMaskedLM", {**SMALL, **HEADS, **BERT_DROPOUT}),
+    "t5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {"vocab_size": 64, "d_model": 16, "d_ff": 32, "num_layers": 3, "num_heads": 2, "d_kv": 8}
+        | {"dropout_rate": 0.0, "decoder_start_token_id": 0},
+    ),
+}
+
+
+def make(name: str) -> nn.Module:
+    config, model, options = MODELS[name]
+    torch.manual_seed(0)
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**options))
+    return built
+
+
+def compare(name: str, schedule: str) -> None:
+    config = PipelineConfig(schedule=schedule, microbatches=4)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=config))
+    model = make(name)
+    alone = copy.deepcopy(model)
+    model = accelerator.prepare(model)
+    for length in (6, 5):
+        ids = torch.randint(64, (8, length), generator=torch.Generator().manual_seed(length))
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        expected = alone(**batch).loss
+        expected.backward()
+        loss = accelerator.forward_backward(model, batch)
+        torch.testing.assert_close(loss, expected.detach(), atol=1e-6, rtol=1e-6)
+    own = dict(model.named_parameters())
+    assert 0 < len(own) < len(dict(alone.named_parameters()))
+    for key, parameter in alone.named_parameters(remove_duplicate=False):
+        if key in own and parameter.grad is not None:
+            torch.testing.assert_close(own[key].grad, parameter.grad, atol=1e-6, rtol=1e-5, msg=key)
+    model.eval()
+    alone.eval()
+    with torch.no_grad():
+        found = model(**batch).logits
+        torch.testing.assert_close(found, alone(**batch).logits, atol=1e-6, rtol=1e-5)
+
+
+def refuse_shared_tensors() -> None:
+    config = PipelineConfig(schedule="zbvzerobubble", microbatches=4)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=config))
+    model = accelerator.prepare(make("t5"))
+    ids = torch.zeros(8, 4, dtype=torch.long)
+    with pytest.raises((PreparationError, RuntimeError)) as caught:
+        accelerator.forward_backward(model, {"input_ids": ids, "labels": ids})
+    is_refused = "Use the schedule 1f1b" in str(caught.value)
+    assert is_refused or not isinstance(caught.value, PreparationError)  # the other rank has left
+    if is_refused:
+        raise ValueError("refused")
+
+
+@pytest.mark.slow
+def test_layers_that_share_tensors_need_whole_backward_passes(run: Run) -> None:
+    with pytest.raises(pytest.fail.Exception, match="ValueError: refused"):
+        run(refuse_shared_tensors, processes=2, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("llama", "1f1b"),
+        *(
+            pytest.param(name, schedule, marks=pytest.mark.slow)
+            for name in MODELS
+            for schedule in ("1f1b", "zbvzerobubble")
+            if (name, schedule) != ("t5", "zbvzerobubble")
+        ),
+    ],
+)
+def test_gradients_are_those_of_one_process(run: Run, name: str, schedule: str) -> None:
+    run(compare, name, schedule, processes=2, timeout=120)
