@@ -51,6 +51,7 @@ from accelerate.plugins.megatron_models import (
 from accelerate.plugins.training import (
     DataLoaderConfiguration as DataLoaderConfiguration,
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    ExpertParallelConfig as ExpertParallelConfig,
     GradientAccumulationPlugin as GradientAccumulationPlugin,
     ProjectConfiguration as ProjectConfiguration,
     TorchContextParallelConfig as TorchContextParallelConfig,

@@ -140,6 +140,7 @@ class Strategy:
         self.session.remap(new_optimizers)
         for model in new_models:
             self.check_model(model)
+            self.axes.expert.check_model(model)
         for optimizer in new_optimizers:
             self.check_optimizer(optimizer)
         if not new_optimizers:
@@ -189,11 +190,16 @@ class Strategy:
         models, optimizers = self.precision.initialize(models, optimizers)
         changed = {id(before): after for before, after in zip(old, [*models, *optimizers], strict=True)}
         bundle.objects = [changed.get(id(obj), obj) for obj in bundle.objects]
-        for model in bundle.new(Kind.MODEL):  # loaders, which are prepared before models, need their meshes
-            if self.keeps_sharding(model):
-                self.adopt(model)
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
+            # loaders, which are prepared before models, need their meshes
+            for model in bundle.new(Kind.MODEL):
+                self.shard_experts(model)
+                if self.keeps_sharding(model):
+                    self.adopt(model)
             yield
+
+    def shard_experts(self, model: nn.Module) -> None:
+        """Shards the experts of a model in place if nothing else of it is sharded."""
 
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Returns the loader to shard, with batches of the size that the strategy needs."""
@@ -207,6 +213,8 @@ class Strategy:
             to_device: Whether to move it.
             evaluation: Whether to leave out the wrapper, which only training needs.
         """
+        if not evaluation:
+            self.shard_experts(model)
         if self.keeps_sharding(model):
             return self._wrap_sharded(model, to_device=to_device, evaluation=evaluation)
         if to_device:

@@ -34,7 +34,12 @@ from accelerate.strategies.base import (
     require_plugin,
 )
 from accelerate.strategies.bundle import Kind, kind_of
-from accelerate.strategies.fsdp import gradient_sync
+from accelerate.strategies.fsdp import (
+    ParameterRemapper,
+    gradient_sync,
+    named_parameters,
+    send_from_main,
+)
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, StrategyState
 
@@ -178,6 +183,18 @@ class DataParallel(Strategy):
         from accelerate.strategies.sharded_models import is_sharded
 
         return is_sharded(model)
+
+    def shard_experts(self, model: nn.Module) -> None:
+        """Shards the experts of a model in place, which start with the weights of rank 0."""
+        if self.axes.expert.size == 1 or self.keeps_sharding(model) or not self.axes.expert.find_experts(model):
+            return
+        send_from_main(model, self.context.device)
+        optimizers = self.session.waiting or self.session.prepared.optimizers
+        remapper = ParameterRemapper(model, optimizers)
+        self.axes.expert.transform_model(model)
+        parameters = named_parameters(model)
+        remapper.rejoin(parameters)
+        self.session.replace(remapper.replaced(parameters))
 
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Returns the replica, compiled including DistributedDataParallel, whose buckets split the graph."""

@@ -82,7 +82,7 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
         )
     mesh = request.parallelism
     hint = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
-    for axis in ("tp", "cp") if mesh is not None else ():
+    for axis in ("ep", "tp", "cp") if mesh is not None else ():
         size = getattr(mesh, f"{axis}_size")
         if size > 1:
             reason = "DeepSpeed's engine shards sequences (sp_size) and data only"
@@ -123,6 +123,9 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
         reason = "DeepSpeed's attention shards sequences, and this run does not use DeepSpeed"
         fix = "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead"
         raise wrong_value("sp_size", mesh.sp_size, reason, fix)
+    if mesh.ep_enabled and plugin is not None and not version_of(plugin).takes_any_mesh:
+        reason = "FSDP 1 shards experts like all other parameters"
+        raise wrong_value("ep_size", mesh.ep_size, reason, "Set fsdp_version=2")
     if plugin is None:  # models may be sharded before they are prepared
         return
     if not mesh.dp_shard_cp_dim_names:

@@ -334,6 +334,9 @@ class _MeshSection(Section):
 class ParallelismSection(_MeshSection):
     """Sizes of the dimensions of the device mesh."""
 
+    parallelism_config_ep_size: int = option(
+        1, "Processes that share the experts of each layer (expert parallelism)."
+    )
     parallelism_config_dp_replicate_size: int = option(
         1,
         "Groups of processes that hold a whole copy of the model.",

@@ -11,11 +11,19 @@ from accelerate.strategies.axes.ulysses import UlyssesAxis
 
 
 def resolve_axes(parallelism: ParallelismConfig | None, mesh: Any) -> Axes:
-    """Returns the axes along which ranks work on the same batch."""
+    """Returns the axes that shard layers, sequences or experts."""
     if parallelism is None:
         return Axes()
     tensor = TensorAxis(mesh) if parallelism.tp_enabled else Axis()
-    return Axes(tensor, _resolve_sequence_axis(parallelism, mesh))
+    return Axes(tensor, _resolve_sequence_axis(parallelism, mesh), _resolve_expert_axis(parallelism, mesh))
+
+
+def _resolve_expert_axis(parallelism: ParallelismConfig, mesh: Any) -> Axis:
+    if not parallelism.ep_enabled:
+        return Axis()
+    from accelerate.strategies.axes.expert import ExpertAxis  # imports torch.distributed.tensor
+
+    return ExpertAxis(parallelism, mesh)
 
 
 def _resolve_sequence_axis(parallelism: ParallelismConfig, mesh: Any) -> Axis:

@@ -1,0 +1,196 @@
+"""Models whose experts are sharded by `ep_size` train as on one process, with DDP and with FSDP 2."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
+from accelerate.base import PreparationError
+from accelerate.utils import ExpertParallelConfig
+
+Run = Callable[..., list[Any]]
+BATCH, STEPS, EXACT = 8, 4, 1e-6
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3Moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "DeepseekV3": {
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 2,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    "GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8},
+}
+
+
+class Experts(nn.Module):
+    """Experts of one layer, with the interface that `ExpertParallelConfig` documents."""
+
+    def __init__(self, num_experts: int, size: int) -> None:
+        super().__init__()
+        self.up = nn.Parameter(0.3 * torch.randn(num_experts, size, 2 * size))
+        self.bias = nn.Parameter(0.3 * torch.randn(num_experts, 2 * size))
+        self.down = nn.Parameter(0.3 * torch.randn(num_experts, 2 * size, size))
+
+    def forward(self, tokens: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        output = torch.zeros_like(tokens)
+        for expert in range(len(self.up)):
+            rows, choices = torch.where(chosen == expert)
+            hidden = torch.relu(tokens[rows] @ self.up[expert] + self.bias[expert]) @ self.down[expert]
+            output = output.index_add(0, rows, hidden * weights[rows, choices, None])
+        return output
+
+
+class Layer(nn.Module):
+    def __init__(self, num_experts: int, size: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(size)
+        self.router = nn.Linear(size, num_experts, bias=False)
+        self.experts = Experts(num_experts, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        tokens = self.norm(x)
+        weights, chosen = torch.topk(torch.softmax(self.router(tokens), -1), 2)
+        mixed: torch.Tensor = self.experts(tokens, chosen, weights)
+        return x + mixed
+
+
+class Net(nn.Module):
+    def __init__(self, num_experts: int = 4, size: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(num_experts, size) for _ in range(2))
+        self.head = nn.Linear(size, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+def are_experts(module: nn.Module) -> bool:
+    return isinstance(module, Experts)
+
+
+def make_accelerator(sizes: dict[str, int], **options: Any) -> Accelerator:
+    """Returns the accelerator of a layout, in which "fsdp" stands for FSDP 2."""
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the output is a view that is not written to
+    sizes = dict(sizes)
+    plugin = None
+    if sizes.pop("fsdp", 0):
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2,
+            auto_wrap_policy="transformer_based_wrap",
+            transformer_cls_names_to_wrap=["Layer"],
+            cpu_ram_efficient_loading=bool(sizes.pop("efficient", 0)),
+            activation_checkpointing=bool(sizes.pop("recompute", 0)),
+        )
+    handler = ExpertParallelConfig(is_experts=options.pop("is_experts", are_experts))
+    mesh = ParallelismConfig(**sizes, ep_handler=handler) if sizes else None
+    return Accelerator(cpu=True, split_batches=True, fsdp_plugin=plugin, parallelism_config=mesh, **options)
+
+
+def build(accelerator: Accelerator, num_experts: int = 4, kind: Any = torch.optim.SGD) -> tuple[Any, Any, Any]:
+    torch.manual_seed(0)
+    model = Net(num_experts)
+    rows = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1))
+    data = [(row, index % 3) for index, row in enumerate(rows)]
+    optimizer = kind(model.parameters(), lr=0.1)
+    loader = DataLoader(data, batch_size=BATCH)  # type: ignore[arg-type]
+    return accelerator.prepare(model, optimizer, loader)  # type: ignore[no-any-return]
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    full: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()
+
+
+def step_through(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[tuple[float, float]]:
+    found = []
+    for rows, labels in loader:
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(rows), labels)
+            accelerator.backward(loss)
+            norm = accelerator.clip_grad_norm_(model.parameters(), 0.5) if accelerator.sync_gradients else 0.0
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((float(accelerator.reduce(loss.detach(), "mean")), float(norm)))
+    return found
+
+
+def train(sizes: dict[str, int], num_experts: int = 4, steps: int = 1) -> dict[str, Any]:
+    accelerator = make_accelerator(sizes, gradient_accumulation_steps=steps)
+    model, optimizer, loader = build(accelerator, num_experts)
+    history = step_through(accelerator, model, optimizer, loader)
+    numbers = accelerator.prepare(DataLoader(range(13), batch_size=4))  # type: ignore[arg-type]
+    return {
+        "history": history,
+        "metrics": [n for batch in numbers for n in accelerator.gather_for_metrics(batch).tolist()],
+        "weights": {name: whole(value) for name, value in model.state_dict().items()},
+        "state": accelerator.get_state_dict(model),
+        "local": sum(_local(p).numel() for name, p in model.named_parameters() if "experts" in name),
+    }
+
+
+def _local(parameter: Any) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["metrics"] == list(range(13))
+    torch.testing.assert_close(found["history"], expected["history"], atol=EXACT, rtol=EXACT)
+    assert list(found["weights"]) == list(expected["weights"])
+    for name, value in expected["weights"].items():
+        torch.testing.assert_close(found["weights"][name], value, atol=EXACT, rtol=EXACT)
+
+
+FAST: list[tuple[dict[str, int], int]] = [({"ep_size": 2}, 2), ({"ep_size": 2, "fsdp": 1}, 2)]
+SLOW: list[tuple[dict[str, int], int]] = [
+    ({"ep_size": 4}, 4),
+    ({"ep_size": 4, "fsdp": 1}, 4),
+    ({"ep_size": 2, "dp_replicate_size": 2}, 4),
+    ({"ep_size": 2, "dp_shard_size": 2, "fsdp": 1}, 4),
+    ({"ep_size": 2, "dp_replicate_size": 2, "fsdp": 1}, 4),
+    ({"ep_size": 2, "dp_shard_size": 2, "fsdp": 1, "efficient": 1}, 4),
+]
+LAYOUTS = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.parametrize(("sizes", "processes"), LAYOUTS)
+def test_training_is_that_of_one_process(run: Run, sizes: dict[str, int], processes: int) -> None:
+    (expected,) = run(train, {}, processes=1)
+    found = run(train, sizes, processes=processes, timeout=180)
+    for each in found:
+        assert_equal(each, expected)
+    assert sum(each["local"] for each in found) == expected["local"] * sizes.get("dp_replicate_size", 1)
+    for name, value in expected["state"].items():
+        torch.testing.assert_close(found[0]["state"][name], value, atol=EXACT, rtol=EXACT)
