@@ -106,14 +106,16 @@ def make_accelerator(sizes: dict[str, int], **options: Any) -> Accelerator:
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the output is a view that is not written to
     sizes = dict(sizes)
     plugin = None
+    options.setdefault("layers", ["Layer"] if options.get("is_experts", are_experts) else None)
     if sizes.pop("fsdp", 0):
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             auto_wrap_policy="transformer_based_wrap",
-            transformer_cls_names_to_wrap=["Layer"],
+            transformer_cls_names_to_wrap=options.pop("layers", None),
             cpu_ram_efficient_loading=bool(sizes.pop("efficient", 0)),
             activation_checkpointing=bool(sizes.pop("recompute", 0)),
         )
+    options.pop("layers", None)
     handler = ExpertParallelConfig(is_experts=options.pop("is_experts", are_experts))
     mesh = ParallelismConfig(**sizes, ep_handler=handler) if sizes else None
     return Accelerator(cpu=True, split_batches=True, fsdp_plugin=plugin, parallelism_config=mesh, **options)
@@ -194,3 +196,66 @@ def test_training_is_that_of_one_process(run: Run, sizes: dict[str, int], proces
     assert sum(each["local"] for each in found) == expected["local"] * sizes.get("dp_replicate_size", 1)
     for name, value in expected["state"].items():
         torch.testing.assert_close(found[0]["state"][name], value, atol=EXACT, rtol=EXACT)
+
+
+# Models of transformers
+
+
+def train_family(name: str, sizes: dict[str, int], auxiliary: bool, steps: int = 1) -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    accelerator = make_accelerator(sizes, is_experts=None, gradient_accumulation_steps=steps)
+    torch.manual_seed(0 if not sizes else accelerator.process_index)  # all ranks start with the weights of rank 0
+    if sizes.get("fsdp") and not sizes.get("efficient"):
+        torch.manual_seed(0)
+    more = {"output_router_logits": True} if auxiliary else {}
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **FAMILIES[name], **more})
+    config.use_cache = False
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    ids = torch.randint(3, 64, (STEPS * BATCH, 12), generator=torch.Generator().manual_seed(1))
+    loader = DataLoader(ids, batch_size=BATCH // steps)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    history, losses = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            losses.append(accelerator.reduce(loss.detach(), "mean"))
+            if accelerator.sync_gradients:
+                norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                history.append((float(torch.stack(losses).mean()), float(norm)))
+                losses.clear()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    return {"history": history, "weights": weights, "metrics": list(range(13))}
+
+
+FAMILY_CASES = [
+    ("Mixtral", {"ep_size": 2}, 2, False),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            *((name, {"ep_size": 2}, 2, False) for name in FAMILIES if name != "Mixtral"),
+            *((name, {"ep_size": 2, "fsdp": 1}, 2, False) for name in FAMILIES),
+            *((name, {"ep_size": 4}, 4, False) for name in FAMILIES),
+            *((name, {"ep_size": 4, "fsdp": 1}, 4, False) for name in FAMILIES),
+            ("Qwen3Moe", {"ep_size": 2, "dp_shard_size": 2, "fsdp": 1, "efficient": 1}, 4, False),
+            ("Mixtral", {"ep_size": 2}, 2, True),
+            ("Mixtral", {"ep_size": 2, "fsdp": 1}, 2, True),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "processes", "auxiliary"), FAMILY_CASES)
+def test_models_of_transformers_train_as_on_one_process(
+    run: Run, name: str, sizes: dict[str, int], processes: int, auxiliary: bool
+) -> None:
+    pytest.importorskip("transformers")
+    # A load balancing loss is not linear: that of a rank is the loss of its part of the batch.
+    steps = processes if auxiliary else 1
+    (expected,) = run(train_family, name, {}, auxiliary, steps, processes=1, timeout=180)
+    for found in run(train_family, name, sizes, auxiliary, processes=processes, timeout=240):
+        assert_equal(found, expected)
