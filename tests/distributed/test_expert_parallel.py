@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
@@ -74,17 +76,20 @@ class Layer(nn.Module):
     def __init__(self, num_experts: int, size: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(size)
+        self.wide, self.narrow = nn.Linear(size, 2 * size), nn.Linear(2 * size, size)
         self.router = nn.Linear(size, num_experts, bias=False)
         self.experts = Experts(num_experts, size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = self.norm(x)
+        tokens = self.norm(x + self.narrow(torch.relu(self.wide(x))))
         weights, chosen = torch.topk(torch.softmax(self.router(tokens), -1), 2)
         mixed: torch.Tensor = self.experts(tokens, chosen, weights)
         return x + mixed
 
 
 class Net(nn.Module):
+    tp_plan = {"layers.*.wide": "colwise", "layers.*.narrow": "rowwise", "layers.*.experts": "moe"}  # noqa: RUF012
+
     def __init__(self, num_experts: int = 4, size: int = 8) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(num_experts, size) for _ in range(2))
@@ -183,8 +188,18 @@ SLOW: list[tuple[dict[str, int], int]] = [
     ({"ep_size": 2, "dp_shard_size": 2, "fsdp": 1}, 4),
     ({"ep_size": 2, "dp_replicate_size": 2, "fsdp": 1}, 4),
     ({"ep_size": 2, "dp_shard_size": 2, "fsdp": 1, "efficient": 1}, 4),
+    ({"ep_size": 2, "tp_size": 2, "fsdp": 1}, 4),
+    ({"ep_size": 2, "tp_size": 2}, 4),
 ]
 LAYOUTS = [*FAST, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ep_size": 2, "dp_shard_size": 2, "fsdp": 1}, {"ep_size": 2}])
+def test_experts_of_a_rank_are_sharded_unevenly(run: Run, sizes: dict[str, int]) -> None:
+    (expected,) = run(train, {}, 6, 2, processes=1)
+    for each in run(train, sizes, 6, 2, processes=2 * sizes.get("dp_shard_size", 1), timeout=180):
+        assert_equal(each, expected)
 
 
 @pytest.mark.parametrize(("sizes", "processes"), LAYOUTS)
@@ -193,8 +208,9 @@ def test_training_is_that_of_one_process(run: Run, sizes: dict[str, int], proces
     found = run(train, sizes, processes=processes, timeout=180)
     for each in found:
         assert_equal(each, expected)
-    assert sum(each["local"] for each in found) == expected["local"] * sizes.get("dp_replicate_size", 1)
-    for name, value in expected["state"].items():
+    copies = sizes.get("dp_replicate_size", 1) * sizes.get("tp_size", 1)
+    assert sum(each["local"] for each in found) == expected["local"] * copies
+    for name, value in expected["state"].items():  # whole on the first rank
         torch.testing.assert_close(found[0]["state"][name], value, atol=EXACT, rtol=EXACT)
 
 
@@ -258,4 +274,74 @@ def test_models_of_transformers_train_as_on_one_process(
     steps = processes if auxiliary else 1
     (expected,) = run(train_family, name, {}, auxiliary, steps, processes=1, timeout=180)
     for found in run(train_family, name, sizes, auxiliary, processes=processes, timeout=240):
+        assert_equal(found, expected)
+
+
+# Checkpoints
+
+
+def save(sizes: dict[str, int], folder: Path, kind: str) -> None:
+    """Saves after an epoch, trains on, loads, and trains the same steps again."""
+    accelerator = make_accelerator(sizes)
+    model, optimizer, loader = build(accelerator, 4, OPTIMIZERS[kind])
+    step_through(accelerator, model, optimizer, loader)
+    accelerator.save_state(str(folder / "state"))
+    accelerator.save_model(model, folder / "model")
+    first = step_through(accelerator, model, optimizer, loader)
+    accelerator.load_state(str(folder / "state"))
+    assert step_through(accelerator, model, optimizer, loader) == first
+
+
+def resume(sizes: dict[str, int], folder: Path, kind: str) -> dict[str, Any]:
+    accelerator = make_accelerator(sizes)
+    model, optimizer, loader = build(accelerator, 4, OPTIMIZERS[kind])
+    accelerator.load_state(str(folder / "state"))
+    saved = load_file(folder / "model" / "model.safetensors")
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(whole(value), saved[name], atol=0, rtol=0)
+    history = step_through(accelerator, model, optimizer, loader)
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    return {"history": history, "weights": weights, "metrics": list(range(13))}
+
+
+def train_twice(kind: str) -> dict[str, Any]:
+    accelerator = make_accelerator({})
+    model, optimizer, loader = build(accelerator, 4, OPTIMIZERS[kind])
+    step_through(accelerator, model, optimizer, loader)
+    history = step_through(accelerator, model, optimizer, loader)
+    return {"history": history, "weights": model.state_dict(), "metrics": list(range(13))}
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),  # creates its state in the constructor
+}
+CHECKPOINTS: list[Any] = [
+    ({"ep_size": 2}, 2, {"ep_size": 2, "fsdp": 1}, 2, "momentum"),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [
+            ({"ep_size": 2, "fsdp": 1}, 2, {}, 1, "momentum"),
+            ({"ep_size": 2, "dp_shard_size": 2, "fsdp": 1}, 4, {"ep_size": 4, "fsdp": 1}, 4, "momentum"),
+            ({"ep_size": 4}, 4, {"ep_size": 2, "dp_shard_size": 2, "fsdp": 1}, 4, "adagrad"),
+            ({"ep_size": 2, "dp_shard_size": 2, "fsdp": 1}, 4, {"dp_shard_size": 2, "fsdp": 1}, 2, "adagrad"),
+            ({}, 1, {"ep_size": 2, "dp_replicate_size": 2, "fsdp": 1}, 4, "momentum"),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "processes", "others", "other_processes", "kind"), CHECKPOINTS)
+def test_checkpoints_load_on_the_same_and_on_another_layout(
+    run: Run,
+    tmp_path: Path,
+    sizes: dict[str, int],
+    processes: int,
+    others: dict[str, int],
+    other_processes: int,
+    kind: str,
+) -> None:
+    (expected,) = run(train_twice, kind, processes=1)
+    run(save, sizes, tmp_path, kind, processes=processes, timeout=180)
+    for found in run(resume, others, tmp_path, kind, processes=other_processes, timeout=180):
         assert_equal(found, expected)

@@ -1,6 +1,7 @@
 from accelerate.strategies.axes.base import Axes as Axes, Axis as Axis
 from accelerate.strategies.axes.context import ContextAxis as ContextAxis
 from accelerate.strategies.axes.expert import (
+    FSDP_DIMENSIONS as FSDP_DIMENSIONS,
     ExpertAxis as ExpertAxis,
     build_meshes as build_meshes,
     find_experts as find_experts,

@@ -27,7 +27,13 @@ from accelerate.checkpointing import refuse_unnamed_state
 from accelerate.ops import to_full_tensor
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
-from accelerate.strategies.axes import TensorAxis
+from accelerate.strategies.axes import (
+    FSDP_DIMENSIONS,
+    TensorAxis,
+    build_meshes,
+    shard_experts,
+    shard_layers,
+)
 from accelerate.strategies.base import (
     Parameters,
     Strategy,
@@ -302,6 +308,8 @@ class ReplicatedTensorParallel(TensorParallel):
 
     def _shard_layers(self, model: nn.Module) -> nn.Module:
         """Shards layers, and makes FSDP 2 average gradients, with shards over one rank as replicas."""
+        if self.axes.expert.size > 1:
+            return self._shard_experts_too(model)
         mesh, size = self.context.mesh, self.axes.tensor.size
         shape = (mesh.size() // size, 1, size)
         mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard", "tp"))
@@ -309,6 +317,20 @@ class ReplicatedTensorParallel(TensorParallel):
         model = TensorAxis(mesh).transform_model(model)
         for unit in (*units, model):
             fully_shard(unit, mesh=mesh["replicate", "shard"], reshard_after_forward=False)
+        return model
+
+
+    def _shard_experts_too(self, model: nn.Module) -> nn.Module:
+        """Shards layers and experts, and makes FSDP 2 average the gradients of both over their own replicas."""
+        meshes = build_meshes(self.context.mesh, shards=())
+        experts = self.axes.expert.find_experts(model)
+        units = split_by_dtype(model, experts, set())
+        shard_layers(model, meshes.others, experts)
+        for module in experts:
+            shard_experts(module, meshes.experts, meshes.copies, meshes.scale)
+        for unit in (*units, model):
+            mesh = meshes.experts if unit in experts else meshes.others
+            fully_shard(unit, mesh=mesh[FSDP_DIMENSIONS], reshard_after_forward=False)
         return model
 
 
