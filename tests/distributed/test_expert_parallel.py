@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError
-from accelerate.utils import ExpertParallelConfig
+from accelerate.utils import ActivationCheckpointing, ExpertParallelConfig
 
 Run = Callable[..., list[Any]]
 BATCH, STEPS, EXACT = 8, 4, 1e-6
@@ -345,3 +345,178 @@ def test_checkpoints_load_on_the_same_and_on_another_layout(
     run(save, sizes, tmp_path, kind, processes=processes, timeout=180)
     for found in run(resume, others, tmp_path, kind, processes=other_processes, timeout=180):
         assert_equal(found, expected)
+
+
+# Recomputation
+
+
+class TiedRouter(nn.Linear):
+    """Router of experts with equal scores, whose choice differs between two forwards of the same batch."""
+
+    calls = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        generator = torch.Generator().manual_seed(self.calls)
+        noise = torch.randn(len(tokens), self.out_features, generator=generator)
+        logits: torch.Tensor = 0 * super().forward(tokens) + 1e-6 * noise
+        return logits
+
+
+def gradients(sizes: dict[str, int], recomputes: bool, save_operators: Any) -> tuple[dict[str, Any], int]:
+    handlers = []
+    if recomputes and not sizes.get("fsdp"):
+        operators = (torch.ops.aten.relu.default,) if save_operators == "relu" else save_operators
+        handlers.append(ActivationCheckpointing(save_operators=operators))
+    sizes = {**sizes, **({"recompute": 1} if recomputes and sizes.get("fsdp") else {})}
+    accelerator = make_accelerator(sizes, kwargs_handlers=handlers)
+    torch.manual_seed(0)
+    model = Net()
+    for layer in model.layers:
+        layer.router = TiedRouter(8, 4, bias=False)
+    model = accelerator.prepare(model)
+    rows = torch.randn(BATCH, 8, generator=torch.Generator().manual_seed(1 + accelerator.process_index))
+    accelerator.backward(model(rows).square().sum())
+    calls = accelerator.unwrap_model(model).layers[0].router.calls
+    return {name: whole(p.grad) for name, p in model.named_parameters()}, calls
+
+
+@pytest.mark.parametrize(
+    ("sizes", "save_operators"),
+    [
+        ({"ep_size": 2}, None),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ({"ep_size": 2}, "matmul"),
+                ({"ep_size": 2}, "relu"),
+                ({"ep_size": 2, "fsdp": 1}, None),
+            ]
+        ),
+    ],
+)
+def test_recomputation_keeps_the_choice_of_experts(
+    run: Run, sizes: dict[str, int], save_operators: Any
+) -> None:
+    expected = run(gradients, sizes, False, None)
+    found = run(gradients, sizes, True, save_operators)
+    for (grads, calls), (same, once) in zip(found, expected, strict=True):
+        assert (calls, once) == (2, 1)
+        for name, value in same.items():
+            torch.testing.assert_close(grads[name], value, atol=1e-4, rtol=1e-4)
+
+
+# Single features
+
+
+def run_alone(sizes: dict[str, int]) -> None:
+    """Gathers the experts, and runs a different number of forwards on each rank."""
+    accelerator = make_accelerator(sizes)
+    torch.manual_seed(0)
+    model = Net()
+    rows = torch.randn(5, 8)
+    expected = model(rows).detach()
+    model = accelerator.prepare(model)
+    layers = accelerator.unwrap_model(model).layers
+    before = layers[0].experts.up
+    with accelerator.unsharded(model):
+        assert len(layers[0].experts.up) == 4
+        for _ in range(1 + accelerator.process_index):
+            torch.testing.assert_close(model(rows).detach(), expected)
+    assert layers[0].experts.up.shape == before.shape
+    torch.testing.assert_close(model(rows).detach(), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "fsdp": 1}])
+def test_gathered_experts_run_without_the_other_ranks(run: Run, sizes: dict[str, int]) -> None:
+    run(run_alone, sizes)
+
+
+def train_on_one_expert(sizes: dict[str, int]) -> dict[str, Any]:
+    """Trains with a router that chooses the first two experts, so that other ranks receive no tokens."""
+    accelerator = make_accelerator(sizes, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = Net()
+    for layer in model.layers:
+        layer.router = nn.Linear(8, 4)
+        layer.router.bias.data.copy_(torch.tensor([20.0, 10.0, -10.0, -20.0]))
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    rows = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1))
+    data = [(row, index % 3) for index, row in enumerate(rows)]
+    loader = accelerator.prepare(DataLoader(data, batch_size=BATCH))  # type: ignore[arg-type]
+    history = step_through(accelerator, model, optimizer, loader)
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    return {"history": history, "weights": weights, "metrics": list(range(13))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "fsdp": 1}])
+def test_ranks_without_tokens_and_accumulated_gradients(run: Run, sizes: dict[str, int]) -> None:
+    (expected,) = run(train_on_one_expert, {}, processes=1)
+    for found in run(train_on_one_expert, sizes):
+        assert_equal(found, expected)
+
+
+class Listed(nn.Module):
+    """Experts in a list, which are not stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Single(nn.Module):
+    """Parameters with one entry for each expert, with another interface."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.zeros(4, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def prepare_wrong_models() -> None:
+    accelerator = make_accelerator({"ep_size": 2})
+
+    def fails(model: nn.Module, message: str) -> None:
+        before = dict(model.named_parameters())
+        with pytest.raises(PreparationError, match=message):
+            accelerator.prepare(model)
+        assert all(model.get_parameter(name) is value for name, value in before.items())
+
+    handler = accelerator.parallelism_config.ep_handler
+    axis: Any = accelerator._runtime.strategy.axes.expert
+    with pytest.raises(ValueError, match="ep_size=2: layers.0.experts has 3 experts.*Use one of 1, 3"):
+        accelerator.prepare(Net(3))
+    with pytest.raises(ValueError, match="ep_size=2: is_experts selects no module of Linear"):
+        accelerator.prepare(nn.Linear(2, 2))
+    axis._is_experts = lambda module: isinstance(module, nn.ModuleList)
+    fails(Listed(), "experts .ModuleList. takes .* Change its forward")
+    axis._is_experts = lambda module: isinstance(module, Layer)
+    fails(Net(), "layers.0 .Layer. is selected .* norm.weight .8,., .* Stack the weights")
+    axis._is_experts = lambda module: isinstance(module, Single)
+    fails(nn.Sequential(Single()), "The forward of 0 .Single. takes .x: .*, and that of a module of experts")
+    axis._is_experts = None
+    with pytest.raises(ValueError, match="ep_size=2: Net has no ep_plan with .* Pass ep_handler"):
+        accelerator.prepare(Net())
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert accelerator.unwrap_model(accelerator.prepare(frozen)) is frozen
+    with pytest.raises(ValueError, match="plan_memory: with ep_size=2"):
+        accelerator.plan_memory(Net(), torch.optim.SGD(nn.Linear(2, 2).parameters()), torch.ones(2, 8))
+    assert handler.is_experts is are_experts
+
+
+def build_wrong_accelerators() -> None:
+    with pytest.raises(ValueError, match="ep_size=3 makes 3 processes, and there are 2"):
+        make_accelerator({"ep_size": 3})
+
+
+def test_wrong_sizes_and_models_raise_errors_before_anything_is_changed(run: Run) -> None:
+    run(prepare_wrong_models)
+    run(build_wrong_accelerators)

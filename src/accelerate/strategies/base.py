@@ -26,7 +26,7 @@ from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
-from accelerate.strategies.axes import resolve_axes
+from accelerate.strategies.axes import Axis, resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
 from accelerate.strategies.fsdp import gradient_sync, keep_gathered, reduction_in_replicas, units_of
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
@@ -357,7 +357,14 @@ class Strategy:
     def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Returns a context manager in which each rank has whole parameters, also in forwards."""
         units = (unit for model in models for unit in units_of(model)) if self.sharded else ()
-        return keep_gathered((unit, torch_private.is_freed_after_forward(unit)) for unit in units)
+        gathered = keep_gathered((unit, torch_private.is_freed_after_forward(unit)) for unit in units)
+        return self.with_experts(gathered, models)
+
+    def with_experts(
+        self, gathered: AbstractContextManager[Any], models: Sequence[nn.Module]
+    ) -> AbstractContextManager[Any]:
+        """Returns a context manager that gathers the experts of models inside of another one."""
+        return _with_experts(gathered, models) if self.axes.expert.size > 1 else gathered
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Returns a context manager in which ranks may have different numbers of batches."""
@@ -389,6 +396,23 @@ class Strategy:
     def release(self) -> None:
         """Releases everything that the strategy holds in addition to the prepared objects."""
         self.sharded.clear()
+
+
+@contextmanager
+def _with_experts(gathered: AbstractContextManager[Any], models: Sequence[nn.Module]) -> Iterator[None]:
+    from accelerate.strategies.axes import whole_experts
+
+    with gathered, whole_experts(models):
+        yield
+
+
+def refuse_plan_of_experts(expert: Axis) -> None:
+    """Raises an error for a plan of the memory of a run with expert parallelism."""
+    if expert.size > 1:
+        raise ConfigurationError(
+            f"plan_memory: with ep_size={expert.size} the tokens of a rank depend on the choices of all ranks, "
+            "which no plan computes. Plan with ep_size=1."
+        )
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:

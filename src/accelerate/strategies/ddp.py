@@ -29,6 +29,7 @@ from accelerate.state import services
 from accelerate.strategies.base import (
     Strategy,
     refuse_join,
+    refuse_plan_of_experts,
     refuse_sharded_model,
     refuse_split_model,
     require_plugin,
@@ -213,6 +214,7 @@ class DataParallel(Strategy):
         return self.compile(replica)
 
     def memory_layout(self) -> Layout:
+        refuse_plan_of_experts(self.axes.expert)
         return Layout(shards=self.replicas)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

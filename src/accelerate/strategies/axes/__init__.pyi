@@ -8,6 +8,7 @@ from accelerate.strategies.axes.expert import (
     mesh_of_fsdp as mesh_of_fsdp,
     meshes_of as meshes_of,
     shard_experts as shard_experts,
+    whole_experts as whole_experts,
 )
 from accelerate.strategies.axes.resolve import resolve_axes as resolve_axes
 from accelerate.strategies.axes.tensor import (

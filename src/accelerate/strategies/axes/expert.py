@@ -7,8 +7,8 @@ the outputs back, by two all-to-alls.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, NamedTuple
@@ -196,11 +196,10 @@ def _check_experts(name: str, module: nn.Module, size: int) -> None:
             f"{'the' if declared is None else declared} experts in their first dimension: {shapes or 'none'}. "
             "Stack the weights of all experts in one parameter, or select another module."
         )
-    takes = _positional(module)
-    if takes is not None and len(takes) != 3:
+    if not _takes_tokens(module):
         raise PreparationError(
-            f"The forward of {how} takes {listed(takes) or 'nothing'}, and that of a module of experts takes "
-            "hidden states, indices of experts and weights. Change its forward, or select another module."
+            f"The forward of {how} takes {inspect.signature(module.forward)}, and that of a module of experts "
+            "takes hidden states, indices of experts and weights. Change its forward, or select another module."
         )
     count = lengths.pop()
     if count % size:
@@ -213,12 +212,12 @@ def _check_experts(name: str, module: nn.Module, size: int) -> None:
         )
 
 
-def _positional(module: nn.Module) -> list[str] | None:
-    """Returns the names of the arguments of a forward, or None if it takes any."""
-    parameters = inspect.signature(module.forward).parameters.values()
-    if any(each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in parameters):
-        return None
-    return [each.name for each in parameters]
+def _takes_tokens(module: nn.Module) -> bool:
+    """Returns whether the forward of a module takes three arguments, besides optional ones."""
+    arguments = list(inspect.signature(module.forward).parameters.values())
+    named = [each for each in arguments if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    more = named[3:] + [each for each in arguments if each.kind == each.KEYWORD_ONLY]
+    return len(named) >= 3 and all(each.default is not each.empty for each in more)
 
 
 # Sharding and dispatch
@@ -245,6 +244,20 @@ def shard_experts(module: nn.Module, mesh: Any, copies: Any = None, scale: float
     module.__dict__["forward"] = DispatchedForward(module, number, experts, copies, scale)
 
 
+@contextmanager
+def whole_experts(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Gathers the experts of models inside the block, in which their forwards exchange no tokens.
+
+    Called on all ranks.
+    """
+    with ExitStack() as stack:
+        for module in (module for model in models for module in model.modules()):
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, DispatchedForward):
+                stack.enter_context(forward.whole())
+        yield
+
+
 class DispatchedForward:
     """Callable that runs a module of experts on the tokens of all ranks that chose its experts.
 
@@ -268,8 +281,25 @@ class DispatchedForward:
         """Forward of the experts of this rank, for `inspect.signature`."""
         return self.inner or type(self.module).forward.__get__(self.module)
 
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Gathers the experts of the module and restores its forward inside the block."""
+        module, num_local = self.module, getattr(self.module, "num_experts", None)
+        with torch.no_grad(), _replaced_parameters(module, DTensor.full_tensor):
+            module.__dict__["forward"] = self.__wrapped__
+            if num_local is not None:
+                module.num_experts = self.num_experts
+            try:
+                yield
+            finally:
+                module.__dict__["forward"] = self
+                if num_local is not None:
+                    module.num_experts = num_local
+
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        hidden, indices, weights = inspect.signature(self.__wrapped__).bind(*args, **kwargs).args
+        if len(args) != 3:
+            args = inspect.signature(self.__wrapped__).bind(*args, **kwargs).args
+        hidden, indices, weights = args
         tokens = hidden.reshape(-1, hidden.shape[-1])
         choices = indices.reshape(-1, indices.shape[-1]), weights.reshape(-1, weights.shape[-1])
         if self.copies is None:
@@ -304,14 +334,19 @@ class DispatchedForward:
             rows, experts, weights = (
                 nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (rows, experts, weights)
             )
-        with _local_parameters(self.module, self.scale):
+        with _replaced_parameters(self.module, self._to_local):
             output: Tensor = self.__wrapped__(rows, experts, weights)
         return output[:num_rows]
 
+    def _to_local(self, parameter: DTensor) -> Tensor:
+        """Returns the experts of this rank, with the factor of their gradients."""
+        local: Tensor = parameter.to_local()
+        return local if self.scale == 1.0 else _ScaledGradient.apply(local, self.scale)  # type: ignore[no-untyped-call]
+
 
 @contextmanager
-def _local_parameters(module: nn.Module, scale: float) -> Iterator[None]:
-    """Replaces the parameters of a module by the shards of this rank inside the block."""
+def _replaced_parameters(module: nn.Module, replace: Callable[[DTensor], Tensor]) -> Iterator[None]:
+    """Replaces the sharded parameters of a module by plain tensors inside the block."""
     kept = [
         (owner._parameters, name, parameter)
         for owner in module.modules()
@@ -319,8 +354,7 @@ def _local_parameters(module: nn.Module, scale: float) -> Iterator[None]:
         if isinstance(parameter, DTensor)
     ]
     for parameters, name, parameter in kept:
-        local: Any = parameter.to_local()
-        parameters[name] = local if scale == 1.0 else _ScaledGradient.apply(local, scale)  # type: ignore[no-untyped-call]
+        parameters[name] = replace(parameter)  # type: ignore[assignment]
     try:
         yield
     finally:

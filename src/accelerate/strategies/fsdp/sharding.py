@@ -226,7 +226,7 @@ def fsdp2_apply_ac(accelerator: Any, model: Model) -> Model:
         )
     # Activations on the CPU need no offloading.
     offload = plugin.activation_checkpointing_offload and not of_device(accelerator.device).is_host
-    recompute(model, units, offload)
+    recompute(model, units, offload, parallelism=getattr(accelerator.state, "parallelism_config", None))
     return model
 
 

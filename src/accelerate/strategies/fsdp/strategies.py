@@ -38,6 +38,7 @@ from accelerate.strategies.base import (
     Parameters,
     Strategy,
     refuse_join,
+    refuse_plan_of_experts,
     refuse_sharded_model,
     refuse_split_model,
     require_plugin,
@@ -136,6 +137,7 @@ class Sharded(Strategy, ABC):
         return bool(self.plugin.reshard_after_forward)
 
     def memory_layout(self) -> Layout:
+        refuse_plan_of_experts(self.axes.expert)
         mesh, plugin = self.context.request.parallelism, self.plugin
         layers = mesh.tp_size or 1 if mesh is not None else 1
         replicas = mesh.dp_replicate_size or 1 if mesh is not None else 1
@@ -266,9 +268,10 @@ class Fsdp2(DistributedTensors):
         """Gathers all units and keeps them gathered inside the block."""
         frees = bool(self.plugin.reshard_after_forward)
         # The outermost unit, which comes first, is never freed after forward.
-        return keep_gathered(
+        gathered = keep_gathered(
             (unit, frees and inside > 0) for model in models for inside, unit in enumerate(units_of(model))
         )
+        return self.with_experts(gathered, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return gradient_sync(model, enabled=False)
