@@ -30,12 +30,18 @@ from accelerate.state import services
 from accelerate.strategies.base import (
     Strategy,
     refuse_join,
+    refuse_plan_of_experts,
     refuse_sharded_model,
     refuse_split_model,
     require_plugin,
 )
 from accelerate.strategies.bundle import Kind, kind_of
-from accelerate.strategies.fsdp import gradient_sync
+from accelerate.strategies.fsdp import (
+    ParameterRemapper,
+    gradient_sync,
+    named_parameters,
+    send_from_main,
+)
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, StrategyState
 
@@ -194,6 +200,22 @@ class DataParallel(Strategy):
 
         return is_sharded(model) or self.is_in_stages(model)
 
+    def shard_experts(self, model: nn.Module) -> None:
+        """Shards the experts of a model in place, which start with the weights of rank 0."""
+        if (
+            self.axes.expert.size == 1
+            or self.keeps_sharding(model)
+            or not self.axes.expert.find_experts(model)
+        ):
+            return
+        send_from_main(model, self.context.device)
+        optimizers = self.session.waiting or self.session.prepared.optimizers
+        remapper = ParameterRemapper(model, optimizers)
+        self.axes.expert.transform_model(model)
+        parameters = named_parameters(model)
+        remapper.rejoin(parameters)
+        self.session.replace(remapper.replaced(parameters))
+
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Returns the replica, compiled including DistributedDataParallel, whose buckets split the graph."""
         if not any(p.requires_grad for p in model.parameters()):
@@ -211,6 +233,7 @@ class DataParallel(Strategy):
         return self.compile(replica)
 
     def memory_layout(self) -> Layout:
+        refuse_plan_of_experts(self.axes.expert)
         mesh = self.context.request.parallelism
         if mesh is None or not mesh.pp_enabled:
             return Layout(shards=self.replicas)
