@@ -90,7 +90,7 @@ class ParallelismConfig:
         section = decode(ParallelismSection, current())
         for name in (*(f"{axis}_size" for axis in AXES), *BACKENDS):
             if getattr(self, name) is None:
-                setattr(self, name, getattr(section, f"parallelism_config_{name}"))
+                setattr(self, name, getattr(section, f"parallelism_config_{name}") or 1)
         for name, known in BACKENDS.items():
             one_of(name, getattr(self, name), known)
         for axis in AXES:

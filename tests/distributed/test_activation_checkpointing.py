@@ -24,7 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "every": {},
     "every second": {"every": 2},
     "by operator": {"save_operators": "matmul"},
-    "budget": {"budget": 50_000},
+    "budget": {"budget": 52_000},
 }
 
 

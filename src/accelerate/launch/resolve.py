@@ -319,7 +319,7 @@ def _layout(plan: LaunchPlan) -> str:
 def _mesh(plan: LaunchPlan, settings: Settings) -> list[str]:
     """Returns the dimensions of the mesh and the position of each rank."""
     names = [name for name in settings.values if name.startswith(_SIZE[0]) and name.endswith(_SIZE[1])]
-    sizes = {name[len(_SIZE[0]) : -len(_SIZE[1])]: settings.values[name] for name in names}
+    sizes = {name[len(_SIZE[0]) : -len(_SIZE[1])]: settings.values[name] or 1 for name in names}
     active = {name: size for name, size in sizes.items() if size > 1}
     if math.prod(active.values()) != plan.processes:
         return [f"its sizes make {math.prod(active.values())} processes, and there are {plan.processes}"]

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -77,8 +76,6 @@ class Strategy:
         self.axes = resolve_axes(context.request.parallelism, context.mesh, context.device)
         self.precision = self.choose_precision()
         self.state = self._make_state()
-        self.names_of_stages: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-        """Optimizer -> names of its parameters on all ranks of a pipeline."""
         self.sharded: dict[nn.Module, ShardedModel] = {}
         """Models that were sharded before they were prepared."""
 
@@ -238,8 +235,7 @@ class Strategy:
         models = list(dict.fromkeys([*prepared.models, *bundle.models]))
         state: Any = self.state
         for optimizer in dict.fromkeys([*prepared.optimizers, *bundle.optimizers]):
-            inner = getattr(optimizer, "optimizer", optimizer)
-            self.names_of_stages[inner] = state.gather_names(inner, models)
+            state.gather_names(optimizer, models)
 
     def _split_into_stages(self, model: nn.Module) -> None:
         """Removes the layers of other ranks from a model, if the run has a pipeline and trains the model.

@@ -16,6 +16,7 @@ SWITCHED_ON = {
     "use_parallelism_config": True,
     "mixed_precision": "fp8",
     "mpirun_hostfile": "hosts",
+    "parallelism_config_pp_size": 2,
     "parallelism_config_cp_size": 2,
     "parallelism_config_sp_size": 2,
 }

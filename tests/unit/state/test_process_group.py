@@ -7,7 +7,6 @@ import hashlib
 import os
 import socket
 import sys
-import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
@@ -169,7 +168,8 @@ def test_a_group_is_deleted_after_its_threads_are_idle(
     group = weakref.ref(dist.group.WORLD)
     monkeypatch.setattr(process_group.time, "sleep", lambda _: is_there.append(group() is not None))
     close()
-    assert is_there == [True] * process_group.IDLE_POLLS
+    assert len(is_there) >= process_group.IDLE_POLLS  # and more while a thread is not idle yet
+    assert all(is_there)
     assert group() is None
 
 

@@ -334,8 +334,7 @@ class _MeshSection(Section):
 class ParallelismSection(_MeshSection):
     """Sizes of the dimensions of the device mesh."""
 
-    parallelism_config_pp_size: int = option(
-        1,
+    parallelism_config_pp_size: int | None = optional(
         "Processes that share the layers of a model (pipeline parallelism).",
         ask="How many processes share the layers of the model (pipeline parallelism)?",
     )
@@ -387,7 +386,7 @@ class PipelineSection(_MeshSection):
     @classmethod
     def active(cls, values: Mapping[str, Any]) -> bool:
         """Returns whether layers are sharded over a pipeline."""
-        return ParallelismSection.active(values) and values["parallelism_config_pp_size"] > 1
+        return ParallelismSection.active(values) and (values["parallelism_config_pp_size"] or 1) > 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,10 @@ class PipelineState(StrategyState):
     """State of the models and optimizers of a run with pipeline parallelism."""
 
     saves_shards = True
+
+    def __init__(self, strategy: Any) -> None:
+        super().__init__(strategy)
+        self._names: WeakKeyDictionary[Any, OptimizerNames] = WeakKeyDictionary()
 
     @property
     def keeps_whole_states(self) -> bool:
@@ -185,8 +190,7 @@ class PipelineState(StrategyState):
     # Names
 
     def _names_of(self, optimizer: Any) -> OptimizerNames:
-        names: OptimizerNames = self.strategy.names_of_stages[_inner(optimizer)]
-        return names
+        return self._names[_inner(optimizer)]
 
     def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> Names:
         whole = self._names_of(optimizer)
@@ -204,11 +208,12 @@ class PipelineState(StrategyState):
                 names.setdefault(id(parameter), (index, name))
         return [[names[id(p)] for p in group["params"] if id(p) in names] for group in optimizer.param_groups]
 
-    def gather_names(self, optimizer: Any, models: Sequence[nn.Module]) -> OptimizerNames:
-        """Returns the names of the parameters that an optimizer steps on all ranks of the pipeline.
+    def gather_names(self, optimizer: Any, models: Sequence[nn.Module]) -> None:
+        """Gathers the names of the parameters that an optimizer steps on all ranks of the pipeline.
 
-        Called on all ranks.
+        Called on all ranks, when models or optimizers are prepared.
         """
+        optimizer = _inner(optimizer)
         gathered: list[Any] = [None] * self._axis.size
         dist.all_gather_object(gathered, self._members(optimizer, models), group=self._axis.group)
         pipelines = [self._pipeline(model) for model in models]
@@ -229,7 +234,7 @@ class PipelineState(StrategyState):
                     for index, name in ordered
                 ]
             )
-        return OptimizerNames(whole, have_prefix)
+        self._names[optimizer] = OptimizerNames(whole, have_prefix)
 
 
 def _inner(optimizer: Any) -> Any:
