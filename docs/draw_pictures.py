@@ -300,9 +300,7 @@ def draw_schedules() -> Picture:
         for (kind, stage, index), start in starts.items():
             x, y = 14 + width * start, top + 22 + 22 * stage
             picture.box(x, y, width * length[kind], 18, str(index), kinds[kind], "small")
-    picture.text(
-        14, 386, "rows: ranks; numbers: micro-batches; blue: forward", "note"
-    )
+    picture.text(14, 386, "rows: ranks; numbers: micro-batches; blue: forward", "note")
     return picture
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import socket
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
