@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base import PreparationError
+from accelerate.base import PreparationError, is_torch_version
 from accelerate.utils import ActivationCheckpointing, ExpertParallelConfig
 
 Run = Callable[..., list[Any]]
@@ -68,7 +68,7 @@ class Experts(nn.Module):
         for expert in range(len(self.up)):
             rows, choices = torch.where(chosen == expert)
             hidden = torch.relu(tokens[rows] @ self.up[expert] + self.bias[expert]) @ self.down[expert]
-            output = output.index_add(0, rows, hidden * weights[rows, choices, None])
+            output = output.index_add(0, rows, (hidden * weights[rows, choices, None]).to(output.dtype))
         return output
 
 
@@ -456,6 +456,57 @@ def train_on_one_expert(sizes: dict[str, int]) -> dict[str, Any]:
 def test_ranks_without_tokens_and_accumulated_gradients(run: Run, sizes: dict[str, int]) -> None:
     (expected,) = run(train_on_one_expert, {}, processes=1)
     for found in run(train_on_one_expert, sizes):
+        assert_equal(found, expected)
+
+
+class Reader(nn.Module):
+    """Attends to the tokens before, and predicts the next token with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(17, 32), nn.Embedding(16, 32)
+        self.heads = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.layer, self.out = Layer(4, 32), nn.Linear(32, 17)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(tokens) + self.positions(positions)
+        heads = [part(hidden).unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.heads]
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        hidden = hidden + attended.transpose(1, 2).flatten(-2)
+        return self.out(self.layer(hidden.flatten(0, 1)).view_as(hidden))  # type: ignore[no-any-return]
+
+
+def train_reader(sizes: dict[str, int]) -> dict[str, Any]:
+    accelerator = make_accelerator(sizes)
+    torch.manual_seed(0)
+    model = Reader()
+    rows = torch.randint(17, (16, 17), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    history = []
+    for whole_rows in loader:
+        tokens, labels = whole_rows[:, :-1].clone(), whole_rows[:, 1:].clone()
+        positions = torch.arange(16).expand(len(tokens), -1).clone()
+        buffers = [tokens, labels, positions]
+        with accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)):
+            guesses = model(tokens, positions)
+            loss = nn.functional.cross_entropy(guesses.flatten(0, 1), labels.flatten())
+            accelerator.backward(loss)
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((float(accelerator.reduce(loss.detach(), "mean")), norm))
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    return {"history": history, "weights": weights, "metrics": list(range(13))}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(is_torch_version("<", "2.13"), reason="no context parallelism on the CPU before torch 2.13")
+@pytest.mark.parametrize("sizes", [{"ep_size": 2, "cp_size": 2}, {"ep_size": 2, "cp_size": 2, "fsdp": 1}])
+def test_ranks_that_share_sequences_have_the_same_experts(run: Run, sizes: dict[str, int]) -> None:
+    (expected,) = run(train_reader, {}, processes=1)
+    for found in run(train_reader, sizes, processes=4, timeout=180):
         assert_equal(found, expected)
 
 

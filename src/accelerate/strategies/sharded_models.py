@@ -6,7 +6,7 @@ batch, and average the gradients that the backward pass does not average.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -27,6 +27,8 @@ from accelerate.strategies.fsdp import local_gradients, units_of
 PIPELINE = "pp"
 EXPERTS = ("ep", "expert", "experts")
 """Names of dimensions along which experts are sharded, and ranks may have different batches."""
+SEQUENCES = {"cp", "sp"}
+"""Names of dimensions along which ranks have parts of the same sequences, whose gradients differ."""
 Ranks = tuple[int, ...]
 
 
@@ -35,11 +37,13 @@ class RankLayout(NamedTuple):
 
     Attributes:
         same_batch: Groups of ranks that work on the same batch as this rank, and include it.
+        same_tokens: Groups of ranks that work on the same part of a batch as this rank, and include it.
         stage: Index of the rank in the pipeline.
         coordinates: Index of the rank in the mesh of each kind of parameter, without dimensions.
     """
 
     same_batch: tuple[Ranks, ...]
+    same_tokens: tuple[Ranks, ...]
     stage: int
     coordinates: tuple[Ranks, ...]
 
@@ -129,11 +133,12 @@ class ShardedModel:
         parameters: Mapping[Any, Sequence[nn.Parameter]] = _by_mesh(model)
         managed = torch_private.meshes_of_fsdp2(model)
         layouts = transport.gather_object(_layout(model, list(parameters), managed))
-        batches = _batch_groups(model, layouts)
+        batches = _disjoint_groups(model, [layout.same_batch for layout in layouts])
+        parts = _disjoint_groups(model, [layout.same_tokens for layout in layouts])
         self.loader_mesh = DeviceMesh(
             device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
         )
-        self.replicas = list(_find_replicas(parameters, layouts, batches, transport.rank))
+        self.replicas = list(_find_replicas(parameters, layouts, parts, transport.rank))
         for parameter in (p for members in parameters.values() for p in members if p not in managed):
             # The gradients of experts are sums over the batches of the ranks that exchange tokens.
             count = prod(_count_batches(ranks, batches) for ranks in _expert_groups(parameter))
@@ -188,13 +193,18 @@ def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
 
 def _layout(model: nn.Module, meshes: Sequence[Any], managed: Mapping[Tensor, Any]) -> RankLayout:
     roots = {torch_private.root_mesh(mesh) for mesh in [*_meshes_of(model), *managed.values()]}
-    same_batch = set(_named_groups(roots))
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            same_batch.update(_sharded_groups(parameter, managed.get(parameter)))
+    sharded = {
+        ranks
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor)
+        for ranks in _sharded_groups(parameter, managed.get(parameter))
+    }
+    same_batch = {*sharded, *_named_groups(roots, SHARED_AXES)}
+    same_tokens = {*sharded, *_named_groups(roots, SHARED_AXES - SEQUENCES)}
     stages = [root.get_local_rank(PIPELINE) for root in roots if PIPELINE in (root.mesh_dim_names or ())]
     coordinates = tuple(() if mesh is None else tuple(mesh.get_coordinate()) for mesh in meshes)
-    return RankLayout(tuple(sorted(same_batch)), next(iter(stages), 0), coordinates)
+    groups = tuple(sorted(same_batch)), tuple(sorted(same_tokens))
+    return RankLayout(*groups, next(iter(stages), 0), coordinates)
 
 
 def _meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
@@ -207,10 +217,10 @@ def _meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
             yield mesh
 
 
-def _named_groups(roots: Iterable[DeviceMesh]) -> Iterator[Ranks]:
-    """Yields the ranks along dimensions whose names say that ranks get the same batch."""
+def _named_groups(roots: Iterable[DeviceMesh], names: Set[str]) -> Iterator[Ranks]:
+    """Yields the ranks along dimensions with certain names."""
     for root in roots:
-        for name in SHARED_AXES & set(root.mesh_dim_names or ()):
+        for name in names & set(root.mesh_dim_names or ()):
             yield _ranks(root, name)
 
 
@@ -238,10 +248,10 @@ def _ranks(mesh: DeviceMesh, dim: int | str) -> Ranks:
     return tuple(dist.get_process_group_ranks(mesh.get_group(dim)))
 
 
-def _batch_groups(model: nn.Module, layouts: Sequence[RankLayout]) -> list[Ranks]:
-    """Returns the groups of ranks with the same batch, each in one group."""
-    group_of = {rank: {rank} for rank in range(len(layouts))}
-    for ranks in (ranks for layout in layouts for ranks in layout.same_batch):
+def _disjoint_groups(model: nn.Module, found: Sequence[Iterable[Ranks]]) -> list[Ranks]:
+    """Returns the groups of ranks that have groups of any rank in common, each rank in one group."""
+    group_of = {rank: {rank} for rank in range(len(found))}
+    for ranks in (ranks for groups in found for ranks in groups):
         joined = set().union(*(group_of[rank] for rank in ranks))
         group_of.update(dict.fromkeys(joined, joined))
     groups = sorted({tuple(sorted(group)) for group in group_of.values()})
@@ -249,7 +259,7 @@ def _batch_groups(model: nn.Module, layouts: Sequence[RankLayout]) -> list[Ranks
         raise PreparationError(
             f"{type(model).__name__} is sharded over groups of different sizes: by its meshes, the ranks "
             f"{', '.join(map(str, map(list, groups)))} work on the same batch each. Use meshes that divide "
-            f"all {len(layouts)} ranks into groups of one size."
+            f"all {len(found)} ranks into groups of one size."
         )
     return groups
 

@@ -90,13 +90,11 @@ def mesh_of_fsdp(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[FSDP_DIMENSIONS if mesh["dp_replicate"].size() > 1 else FSDP_DIMENSIONS[1:]]
 
 
-def meshes_of(parallelism: ParallelismConfig | None) -> ExpertMeshes | None:
-    """Returns the meshes of FSDP for a run, which the first call builds, or None without expert parallelism.
+def meshes_of(parallelism: ParallelismConfig) -> ExpertMeshes:
+    """Returns the meshes of FSDP for a run with expert parallelism, which the first call builds.
 
     Called on all ranks.
     """
-    if parallelism is None or not parallelism.ep_enabled:
-        return None
     if parallelism.expert_meshes is None:
         parallelism.expert_meshes = build_meshes(parallelism.get_device_mesh())  # type: ignore[arg-type]
     return parallelism.expert_meshes  # type: ignore[no-any-return]
@@ -296,6 +294,7 @@ class DispatchedForward:
                 if num_local is not None:
                     module.num_experts = num_local
 
+    @torch.compiler.disable  # the number of rows differs in each batch, and is read by the host
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) != 3:
             args = inspect.signature(self.__wrapped__).bind(*args, **kwargs).args
