@@ -510,6 +510,62 @@ def test_ranks_that_share_sequences_have_the_same_experts(run: Run, sizes: dict[
         assert_equal(found, expected)
 
 
+def train_from_meta(sizes: dict[str, int]) -> dict[str, Any]:
+    """Trains a model whose weights only rank 0 has, with an optimizer that is prepared first."""
+    accelerator = make_accelerator(sizes)
+    torch.manual_seed(0)
+    with torch.device("cpu" if accelerator.is_main_process else "meta"):
+        model = Net()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    rows = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1))
+    data = [(row, index % 3) for index, row in enumerate(rows)]
+    model, loader = accelerator.prepare(model, DataLoader(data, batch_size=BATCH))  # type: ignore[arg-type]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    history = step_through(accelerator, model, optimizer, loader)
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    return {"history": history, "weights": weights, "metrics": list(range(13))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "fsdp": 1, "efficient": 1}])
+def test_ranks_receive_their_experts_from_rank_0(run: Run, sizes: dict[str, int]) -> None:
+    (expected,) = run(train_from_meta, {}, processes=1)
+    for found in run(train_from_meta, sizes):
+        assert_equal(found, expected)
+
+
+def save_pretrained(name: str, sizes: dict[str, int], folder: Path) -> None:
+    """Saves a model of transformers before and after it is prepared."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    accelerator = make_accelerator(sizes, is_experts=None)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **FAMILIES[name]})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if accelerator.is_main_process:
+        model.save_pretrained(folder / "before")
+    model = accelerator.prepare(model)
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder / "after", state_dict=state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "fsdp": 1}])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saved_models_have_the_files_that_they_came_from(
+    run: Run, tmp_path: Path, name: str, sizes: dict[str, int]
+) -> None:
+    pytest.importorskip("transformers")
+    run(save_pretrained, name, sizes, tmp_path, timeout=180)
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("before", "after"))
+    assert before.keys() == after.keys()
+    assert any(".experts." in key for key in before)
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value, atol=0, rtol=0)
+
+
 class Listed(nn.Module):
     """Experts in a list, which are not stacked."""
 

@@ -55,7 +55,8 @@ class Replicas:
     Attributes:
         parameters: The parameters, in the same order on all ranks.
         group: Process group of the ranks with the same elements of these parameters.
-        has_batches: Whether these ranks have different batches. Otherwise their gradients are equal.
+        has_batches: Whether these ranks have different batches or parts of sequences. Otherwise their gradients
+            are equal.
     """
 
     parameters: list[nn.Parameter]
@@ -141,7 +142,7 @@ class ShardedModel:
         self.replicas = list(_find_replicas(parameters, layouts, parts, transport.rank))
         for parameter in (p for members in parameters.values() for p in members if p not in managed):
             # The gradients of experts are sums over the batches of the ranks that exchange tokens.
-            count = prod(_count_batches(ranks, batches) for ranks in _expert_groups(parameter))
+            count = prod(_count_parts(ranks, batches) for ranks in _expert_groups(parameter))
             if count > 1:
                 parameter.register_hook(partial(torch.mul, other=1 / count))  # type: ignore[no-untyped-call]
 
@@ -264,16 +265,16 @@ def _disjoint_groups(model: nn.Module, found: Sequence[Iterable[Ranks]]) -> list
     return groups
 
 
-def _count_batches(ranks: Iterable[int], batches: Sequence[Ranks]) -> int:
-    """Returns the number of different batches of some ranks."""
+def _count_parts(ranks: Iterable[int], parts: Sequence[Ranks]) -> int:
+    """Returns the number of groups that some ranks are in."""
     ranks = set(ranks)
-    return sum(not ranks.isdisjoint(group) for group in batches)
+    return sum(not ranks.isdisjoint(group) for group in parts)
 
 
 def _find_replicas(
     parameters: Mapping[Any, Sequence[nn.Parameter]],
     layouts: Sequence[RankLayout],
-    batches: Sequence[Ranks],
+    parts: Sequence[Ranks],
     rank: int,
 ) -> Iterator[Replicas]:
     """Yields the parameters that several ranks have, with their process group."""
@@ -281,7 +282,7 @@ def _find_replicas(
         replicas: dict[Any, list[int]] = {}
         for other, layout in enumerate(layouts):
             replicas.setdefault((layout.stage, layout.coordinates[index]), []).append(other)
-        has_batches = any(_count_batches(ranks, batches) > 1 for ranks in replicas.values())
+        has_batches = any(_count_parts(ranks, parts) > 1 for ranks in replicas.values())
         is_equal = mesh is not None and not has_batches
         if not members or is_equal or len(replicas) == len(layouts):
             continue

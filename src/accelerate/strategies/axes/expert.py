@@ -123,9 +123,8 @@ class ExpertAxis(Axis):
         return list(find_experts(model, self._is_experts).values())
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
-        """Shards the experts of a model in place, whose gradients are sums over the batches of the axis."""
-        for module in self.find_experts(model):
-            shard_experts(module, self._mesh)
+        """Shards a module of experts in place, whose gradients are sums over the batches of the axis."""
+        shard_experts(model, self._mesh)
         return model
 
 
