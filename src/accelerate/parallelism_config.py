@@ -56,8 +56,8 @@ class ParallelismConfig:
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
         sp_handler: Options of sequence parallelism.
-        ep_size: Number of ranks that shard the experts of each layer, by expert parallelism. They have different
-            batches.
+        ep_size: Number of ranks that shard the experts of each layer, by expert parallelism. They have
+            different batches.
         ep_handler: Options of expert parallelism.
 
     Raises:

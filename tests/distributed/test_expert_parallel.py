@@ -88,7 +88,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    tp_plan = {"layers.*.wide": "colwise", "layers.*.narrow": "rowwise", "layers.*.experts": "moe"}  # noqa: RUF012
+    tp_plan = {"layers.*.wide": "colwise", "layers.*.narrow": "rowwise", "layers.*.experts": "moe"}
 
     def __init__(self, num_experts: int = 4, size: int = 8) -> None:
         super().__init__()
@@ -126,7 +126,9 @@ def make_accelerator(sizes: dict[str, int], **options: Any) -> Accelerator:
     return Accelerator(cpu=True, split_batches=True, fsdp_plugin=plugin, parallelism_config=mesh, **options)
 
 
-def build(accelerator: Accelerator, num_experts: int = 4, kind: Any = torch.optim.SGD) -> tuple[Any, Any, Any]:
+def build(
+    accelerator: Accelerator, num_experts: int = 4, kind: Any = torch.optim.SGD
+) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = Net(num_experts)
     rows = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1))
@@ -141,7 +143,9 @@ def whole(tensor: Any) -> torch.Tensor:
     return full.detach().clone()
 
 
-def step_through(accelerator: Accelerator, model: Any, optimizer: Any, loader: Any) -> list[tuple[float, float]]:
+def step_through(
+    accelerator: Accelerator, model: Any, optimizer: Any, loader: Any
+) -> list[tuple[float, float]]:
     found = []
     for rows, labels in loader:
         with accelerator.accumulate(model):
@@ -221,9 +225,8 @@ def train_family(name: str, sizes: dict[str, int], auxiliary: bool, steps: int =
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     accelerator = make_accelerator(sizes, is_experts=None, gradient_accumulation_steps=steps)
-    torch.manual_seed(0 if not sizes else accelerator.process_index)  # all ranks start with the weights of rank 0
-    if sizes.get("fsdp") and not sizes.get("efficient"):
-        torch.manual_seed(0)
+    is_seeded = sizes.get("fsdp") and not sizes.get("efficient")  # otherwise ranks get the weights of rank 0
+    torch.manual_seed(0 if is_seeded else accelerator.process_index)
     more = {"output_router_logits": True} if auxiliary else {}
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **FAMILIES[name], **more})
     config.use_cache = False
@@ -314,7 +317,9 @@ def train_twice(kind: str) -> dict[str, Any]:
 
 OPTIMIZERS: dict[str, Any] = {
     "momentum": partial(torch.optim.SGD, momentum=0.9),
-    "adagrad": partial(torch.optim.Adagrad, initial_accumulator_value=0.1),  # creates its state in the constructor
+    "adagrad": partial(
+        torch.optim.Adagrad, initial_accumulator_value=0.1
+    ),  # creates its state in the constructor
 }
 CHECKPOINTS: list[Any] = [
     ({"ep_size": 2}, 2, {"ep_size": 2, "fsdp": 1}, 2, "momentum"),
@@ -502,7 +507,9 @@ def train_reader(sizes: dict[str, int]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(is_torch_version("<", "2.13"), reason="no context parallelism on the CPU before torch 2.13")
+@pytest.mark.skipif(
+    is_torch_version("<", "2.13"), reason="no context parallelism on the CPU before torch 2.13"
+)
 @pytest.mark.parametrize("sizes", [{"ep_size": 2, "cp_size": 2}, {"ep_size": 2, "cp_size": 2, "fsdp": 1}])
 def test_ranks_that_share_sequences_have_the_same_experts(run: Run, sizes: dict[str, int]) -> None:
     (expected,) = run(train_reader, {}, processes=1)
@@ -609,6 +616,10 @@ def prepare_wrong_models() -> None:
     fails(Net(), "layers.0 .Layer. is selected .* norm.weight .8,., .* Stack the weights")
     axis._is_experts = lambda module: isinstance(module, Single)
     fails(nn.Sequential(Single()), "The forward of 0 .Single. takes .x: .*, and that of a module of experts")
+    model = Net()
+    model.layers[0].experts.register_buffer("scale", torch.ones(4, 1))  # type: ignore[union-attr]
+    axis._is_experts = are_experts
+    fails(model, "layers.0.experts .Experts. has one entry for each expert in scale, and .* Make it a param")
     axis._is_experts = None
     with pytest.raises(ValueError, match="ep_size=2: Net has no ep_plan with .* Pass ep_handler"):
         accelerator.prepare(Net())

@@ -188,12 +188,18 @@ class DataParallel(Strategy):
     def shard_experts(self, model: nn.Module) -> None:
         """Shards the experts of a model in place, which start with the weights of rank 0.
 
-        Ranks receive one module at a time, and keep their own experts. Tensors on the meta device are allocated.
+        Ranks receive one module at a time, and keep their own experts. Tensors on the meta device are
+        allocated.
         """
         axis, device = self.axes.expert, self.context.device
         experts = [] if axis.size == 1 or self.keeps_sharding(model) else axis.find_experts(model)
         if not experts:
             return
+        if self.context.request.ddp is not None:
+            logger.warning_once(
+                "DistributedDataParallelKwargs have no effect with ep_size: gradients are averaged after the "
+                "backward pass, without DistributedDataParallel. Leave them out."
+            )
         remapper = ParameterRemapper(model, self.session.waiting or self.session.prepared.optimizers)
         for module in experts:
             send_from_main(module, device)

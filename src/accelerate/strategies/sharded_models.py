@@ -55,8 +55,8 @@ class Replicas:
     Attributes:
         parameters: The parameters, in the same order on all ranks.
         group: Process group of the ranks with the same elements of these parameters.
-        has_batches: Whether these ranks have different batches or parts of sequences. Otherwise their gradients
-            are equal.
+        has_batches: Whether these ranks have different batches or parts of sequences. Otherwise their
+            gradients are equal.
     """
 
     parameters: list[nn.Parameter]

@@ -316,9 +316,8 @@ class ReplicatedTensorParallel(TensorParallel):
             fully_shard(unit, mesh=mesh["replicate", "shard"], reshard_after_forward=False)
         return model
 
-
     def _shard_experts_too(self, model: nn.Module) -> nn.Module:
-        """Shards layers and experts, and makes FSDP 2 average the gradients of both over their own replicas."""
+        """Shards layers and experts, and makes FSDP 2 average gradients over the replicas of each."""
         from accelerate.strategies.axes import FSDP_DIMENSIONS, build_meshes, shard_experts
 
         meshes = build_meshes(self.context.mesh, shards=())
