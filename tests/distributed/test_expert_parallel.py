@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError, is_torch_version
-from accelerate.utils import ActivationCheckpointing, ExpertParallelConfig
+from accelerate.utils import ActivationCheckpointing, DistributedDataParallelKwargs, ExpertParallelConfig
 
 Run = Callable[..., list[Any]]
 BATCH, STEPS, EXACT = 8, 4, 1e-6
@@ -107,7 +108,7 @@ def are_experts(module: nn.Module) -> bool:
 
 
 def make_accelerator(sizes: dict[str, int], **options: Any) -> Accelerator:
-    """Returns the accelerator of a layout, in which "fsdp" stands for FSDP 2."""
+    """Returns the accelerator of a layout, which has FSDP 2 if it contains "fsdp"."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the output is a view that is not written to
     sizes = dict(sizes)
     plugin = None
@@ -221,17 +222,27 @@ def test_training_is_that_of_one_process(run: Run, sizes: dict[str, int], proces
 # Models of transformers
 
 
-def train_family(name: str, sizes: dict[str, int], auxiliary: bool, steps: int = 1) -> dict[str, Any]:
+def add_adapters(model: Any) -> Any:
+    """Adds adapters with random weights to a model, whose own weights are frozen."""
+    peft = pytest.importorskip("peft")
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def train_family(name: str, sizes: dict[str, int], option: str, steps: int = 1) -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     accelerator = make_accelerator(sizes, is_experts=None, gradient_accumulation_steps=steps)
     is_seeded = sizes.get("fsdp") and not sizes.get("efficient")  # otherwise ranks get the weights of rank 0
     torch.manual_seed(0 if is_seeded else accelerator.process_index)
-    more = {"output_router_logits": True} if auxiliary else {}
+    more = {"output_router_logits": True} if option == "auxiliary" else {}
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **FAMILIES[name], **more})
     config.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if option == "adapters":
+        model = add_adapters(model)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
     ids = torch.randint(3, 64, (STEPS * BATCH, 12), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(ids, batch_size=BATCH // steps)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -252,31 +263,33 @@ def train_family(name: str, sizes: dict[str, int], auxiliary: bool, steps: int =
 
 
 FAMILY_CASES = [
-    ("Mixtral", {"ep_size": 2}, 2, False),
+    ("Mixtral", {"ep_size": 2}, 2, ""),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
-            *((name, {"ep_size": 2}, 2, False) for name in FAMILIES if name != "Mixtral"),
-            *((name, {"ep_size": 2, "fsdp": 1}, 2, False) for name in FAMILIES),
-            *((name, {"ep_size": 4}, 4, False) for name in FAMILIES),
-            *((name, {"ep_size": 4, "fsdp": 1}, 4, False) for name in FAMILIES),
-            ("Qwen3Moe", {"ep_size": 2, "dp_shard_size": 2, "fsdp": 1, "efficient": 1}, 4, False),
-            ("Mixtral", {"ep_size": 2}, 2, True),
-            ("Mixtral", {"ep_size": 2, "fsdp": 1}, 2, True),
+            *((name, {"ep_size": 2}, 2, "") for name in FAMILIES if name != "Mixtral"),
+            *((name, {"ep_size": 2, "fsdp": 1}, 2, "") for name in FAMILIES),
+            *((name, {"ep_size": 4}, 4, "") for name in FAMILIES),
+            *((name, {"ep_size": 4, "fsdp": 1}, 4, "") for name in FAMILIES),
+            ("Qwen3Moe", {"ep_size": 2, "dp_shard_size": 2, "fsdp": 1, "efficient": 1}, 4, ""),
+            ("Mixtral", {"ep_size": 2}, 2, "auxiliary"),
+            ("Mixtral", {"ep_size": 2, "fsdp": 1}, 2, "auxiliary"),
+            ("Qwen3Moe", {"ep_size": 2}, 2, "adapters"),
+            ("Qwen3Moe", {"ep_size": 2, "fsdp": 1}, 2, "adapters"),
         ]
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "processes", "auxiliary"), FAMILY_CASES)
+@pytest.mark.parametrize(("name", "sizes", "processes", "option"), FAMILY_CASES)
 def test_models_of_transformers_train_as_on_one_process(
-    run: Run, name: str, sizes: dict[str, int], processes: int, auxiliary: bool
+    run: Run, name: str, sizes: dict[str, int], processes: int, option: str
 ) -> None:
     pytest.importorskip("transformers")
     # A load balancing loss is not linear: that of a rank is the loss of its part of the batch.
-    steps = processes if auxiliary else 1
-    (expected,) = run(train_family, name, {}, auxiliary, steps, processes=1, timeout=180)
-    for found in run(train_family, name, sizes, auxiliary, processes=processes, timeout=240):
+    steps = processes if option == "auxiliary" else 1
+    (expected,) = run(train_family, name, {}, option, steps, processes=1, timeout=180)
+    for found in run(train_family, name, sizes, option, processes=processes, timeout=240):
         assert_equal(found, expected)
 
 
@@ -628,6 +641,21 @@ def prepare_wrong_models() -> None:
     with pytest.raises(ValueError, match="plan_memory: with ep_size=2"):
         accelerator.plan_memory(Net(), torch.optim.SGD(nn.Linear(2, 2).parameters()), torch.ones(2, 8))
     assert handler.is_experts is are_experts
+
+
+def build_with_useless_options() -> str:
+    accelerator = make_accelerator({"ep_size": 2}, kwargs_handlers=[DistributedDataParallelKwargs()])
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate.strategies.ddp").addHandler(handler)
+    accelerator.prepare(Net())
+    return "".join(messages)
+
+
+def test_options_of_ddp_have_no_effect_on_experts(run: Run) -> None:
+    first, _ = run(build_with_useless_options)
+    assert first.startswith("[RANK 0] DistributedDataParallelKwargs have no effect with ep_size")
 
 
 def build_wrong_accelerators() -> None:

@@ -95,6 +95,9 @@ def test_a_config_is_written_as_json() -> None:
     written = json.loads(json.dumps(ParallelismConfig(cp_size=2).to_json()))
     assert written["cp_size"] == 2
     assert written["cp_handler"] == {"cp_comm_strategy": "allgather"}
+    handler = ExpertParallelConfig(is_experts=lambda module: True)
+    written = json.loads(json.dumps(ParallelismConfig(ep_size=2, ep_handler=handler).to_json()))
+    assert "<lambda>" in written["ep_handler"]["is_experts"]
 
 
 @pytest.mark.parametrize(
