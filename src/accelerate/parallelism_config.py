@@ -59,8 +59,8 @@ class ParallelismConfig:
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
         sp_handler: Options of sequence parallelism.
-        ep_size: Number of ranks that shard the experts of each layer, by expert parallelism. They have different
-            batches.
+        ep_size: Number of ranks that shard the experts of each layer, by expert parallelism. They have
+            different batches.
         ep_handler: Options of expert parallelism.
 
     Raises:
@@ -242,8 +242,16 @@ class ParallelismConfig:
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields by name as plain values, with dictionaries for the options of a dimension."""
-        return dataclasses.asdict(self)
+        """Returns the fields by name as plain values, with dictionaries for the options of a dimension.
+
+        A function is written by its name.
+        """
+        fields = dataclasses.asdict(self)
+        if self.ep_handler is not None and self.ep_handler.is_experts is not None:
+            fields["ep_handler"]["is_experts"] = getattr(
+                self.ep_handler.is_experts, "__qualname__", "unnamed"
+            )
+        return fields
 
     def _active(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self._sizes[axis] > 1]

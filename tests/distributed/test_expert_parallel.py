@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base import PreparationError
-from accelerate.utils import ActivationCheckpointing, ExpertParallelConfig
+from accelerate.base import PreparationError, is_torch_version
+from accelerate.utils import ActivationCheckpointing, DistributedDataParallelKwargs, ExpertParallelConfig
 
 Run = Callable[..., list[Any]]
 BATCH, STEPS, EXACT = 8, 4, 1e-6
@@ -68,7 +69,7 @@ class Experts(nn.Module):
         for expert in range(len(self.up)):
             rows, choices = torch.where(chosen == expert)
             hidden = torch.relu(tokens[rows] @ self.up[expert] + self.bias[expert]) @ self.down[expert]
-            output = output.index_add(0, rows, hidden * weights[rows, choices, None])
+            output = output.index_add(0, rows, (hidden * weights[rows, choices, None]).to(output.dtype))
         return output
 
 
@@ -107,7 +108,7 @@ def are_experts(module: nn.Module) -> bool:
 
 
 def make_accelerator(sizes: dict[str, int], **options: Any) -> Accelerator:
-    """Returns the accelerator of a layout, in which "fsdp" stands for FSDP 2."""
+    """Returns the accelerator of a layout, which has FSDP 2 if it contains "fsdp"."""
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the output is a view that is not written to
     sizes = dict(sizes)
     plugin = None
@@ -221,20 +222,27 @@ def test_training_is_that_of_one_process(run: Run, sizes: dict[str, int], proces
 # Models of transformers
 
 
-def train_family(name: str, sizes: dict[str, int], auxiliary: bool, steps: int = 1) -> dict[str, Any]:
+def add_adapters(model: Any) -> Any:
+    """Adds adapters with random weights to a model, whose own weights are frozen."""
+    peft = pytest.importorskip("peft")
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    return peft.get_peft_model(model, config)
+
+
+def train_family(name: str, sizes: dict[str, int], option: str, steps: int = 1) -> dict[str, Any]:
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     accelerator = make_accelerator(sizes, is_experts=None, gradient_accumulation_steps=steps)
-    torch.manual_seed(
-        0 if not sizes else accelerator.process_index
-    )  # all ranks start with the weights of rank 0
-    if sizes.get("fsdp") and not sizes.get("efficient"):
-        torch.manual_seed(0)
-    more = {"output_router_logits": True} if auxiliary else {}
+    is_seeded = sizes.get("fsdp") and not sizes.get("efficient")  # otherwise ranks get the weights of rank 0
+    torch.manual_seed(0 if is_seeded else accelerator.process_index)
+    more = {"output_router_logits": True} if option == "auxiliary" else {}
     config = getattr(transformers, f"{name}Config")(**{**SIZES, **FAMILIES[name], **more})
     config.use_cache = False
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if option == "adapters":
+        model = add_adapters(model)
+    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.1, momentum=0.9)
     ids = torch.randint(3, 64, (STEPS * BATCH, 12), generator=torch.Generator().manual_seed(1))
     loader = DataLoader(ids, batch_size=BATCH // steps)  # type: ignore[arg-type]
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -255,31 +263,33 @@ def train_family(name: str, sizes: dict[str, int], auxiliary: bool, steps: int =
 
 
 FAMILY_CASES = [
-    ("Mixtral", {"ep_size": 2}, 2, False),
+    ("Mixtral", {"ep_size": 2}, 2, ""),
     *(
         pytest.param(*case, marks=pytest.mark.slow)
         for case in [
-            *((name, {"ep_size": 2}, 2, False) for name in FAMILIES if name != "Mixtral"),
-            *((name, {"ep_size": 2, "fsdp": 1}, 2, False) for name in FAMILIES),
-            *((name, {"ep_size": 4}, 4, False) for name in FAMILIES),
-            *((name, {"ep_size": 4, "fsdp": 1}, 4, False) for name in FAMILIES),
-            ("Qwen3Moe", {"ep_size": 2, "dp_shard_size": 2, "fsdp": 1, "efficient": 1}, 4, False),
-            ("Mixtral", {"ep_size": 2}, 2, True),
-            ("Mixtral", {"ep_size": 2, "fsdp": 1}, 2, True),
+            *((name, {"ep_size": 2}, 2, "") for name in FAMILIES if name != "Mixtral"),
+            *((name, {"ep_size": 2, "fsdp": 1}, 2, "") for name in FAMILIES),
+            *((name, {"ep_size": 4}, 4, "") for name in FAMILIES),
+            *((name, {"ep_size": 4, "fsdp": 1}, 4, "") for name in FAMILIES),
+            ("Qwen3Moe", {"ep_size": 2, "dp_shard_size": 2, "fsdp": 1, "efficient": 1}, 4, ""),
+            ("Mixtral", {"ep_size": 2}, 2, "auxiliary"),
+            ("Mixtral", {"ep_size": 2, "fsdp": 1}, 2, "auxiliary"),
+            ("Qwen3Moe", {"ep_size": 2}, 2, "adapters"),
+            ("Qwen3Moe", {"ep_size": 2, "fsdp": 1}, 2, "adapters"),
         ]
     ),
 ]
 
 
-@pytest.mark.parametrize(("name", "sizes", "processes", "auxiliary"), FAMILY_CASES)
+@pytest.mark.parametrize(("name", "sizes", "processes", "option"), FAMILY_CASES)
 def test_models_of_transformers_train_as_on_one_process(
-    run: Run, name: str, sizes: dict[str, int], processes: int, auxiliary: bool
+    run: Run, name: str, sizes: dict[str, int], processes: int, option: str
 ) -> None:
     pytest.importorskip("transformers")
     # A load balancing loss is not linear: that of a rank is the loss of its part of the batch.
-    steps = processes if auxiliary else 1
-    (expected,) = run(train_family, name, {}, auxiliary, steps, processes=1, timeout=180)
-    for found in run(train_family, name, sizes, auxiliary, processes=processes, timeout=240):
+    steps = processes if option == "auxiliary" else 1
+    (expected,) = run(train_family, name, {}, option, steps, processes=1, timeout=180)
+    for found in run(train_family, name, sizes, option, processes=processes, timeout=240):
         assert_equal(found, expected)
 
 
@@ -467,6 +477,115 @@ def test_ranks_without_tokens_and_accumulated_gradients(run: Run, sizes: dict[st
         assert_equal(found, expected)
 
 
+class Reader(nn.Module):
+    """Attends to the tokens before, and predicts the next token with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(17, 32), nn.Embedding(16, 32)
+        self.heads = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.layer, self.out = Layer(4, 32), nn.Linear(32, 17)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        hidden = self.tokens(tokens) + self.positions(positions)
+        heads = [part(hidden).unflatten(-1, (-1, 8)).transpose(1, 2) for part in self.heads]
+        attended = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        hidden = hidden + attended.transpose(1, 2).flatten(-2)
+        return self.out(self.layer(hidden.flatten(0, 1)).view_as(hidden))  # type: ignore[no-any-return]
+
+
+def train_reader(sizes: dict[str, int]) -> dict[str, Any]:
+    accelerator = make_accelerator(sizes)
+    torch.manual_seed(0)
+    model = Reader()
+    rows = torch.randint(17, (16, 17), generator=torch.Generator().manual_seed(1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    history = []
+    for whole_rows in loader:
+        tokens, labels = whole_rows[:, :-1].clone(), whole_rows[:, 1:].clone()
+        positions = torch.arange(16).expand(len(tokens), -1).clone()
+        buffers = [tokens, labels, positions]
+        with accelerator.maybe_context_parallel(buffers, [1, 1, 1], set(buffers)):
+            guesses = model(tokens, positions)
+            loss = nn.functional.cross_entropy(guesses.flatten(0, 1), labels.flatten())
+            accelerator.backward(loss)
+            norm = float(accelerator.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append((float(accelerator.reduce(loss.detach(), "mean")), norm))
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    return {"history": history, "weights": weights, "metrics": list(range(13))}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    is_torch_version("<", "2.13"), reason="no context parallelism on the CPU before torch 2.13"
+)
+@pytest.mark.parametrize("sizes", [{"ep_size": 2, "cp_size": 2}, {"ep_size": 2, "cp_size": 2, "fsdp": 1}])
+def test_ranks_that_share_sequences_have_the_same_experts(run: Run, sizes: dict[str, int]) -> None:
+    (expected,) = run(train_reader, {}, processes=1)
+    for found in run(train_reader, sizes, processes=4, timeout=180):
+        assert_equal(found, expected)
+
+
+def train_from_meta(sizes: dict[str, int]) -> dict[str, Any]:
+    """Trains a model whose weights only rank 0 has, with an optimizer that is prepared first."""
+    accelerator = make_accelerator(sizes)
+    torch.manual_seed(0)
+    with torch.device("cpu" if accelerator.is_main_process else "meta"):
+        model = Net()
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    rows = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1))
+    data = [(row, index % 3) for index, row in enumerate(rows)]
+    model, loader = accelerator.prepare(model, DataLoader(data, batch_size=BATCH))  # type: ignore[arg-type]
+    assert sum(len(group["params"]) for group in optimizer.param_groups) == len(list(model.parameters()))
+    history = step_through(accelerator, model, optimizer, loader)
+    weights = {name: whole(value) for name, value in model.state_dict().items()}
+    return {"history": history, "weights": weights, "metrics": list(range(13))}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "fsdp": 1, "efficient": 1}])
+def test_ranks_receive_their_experts_from_rank_0(run: Run, sizes: dict[str, int]) -> None:
+    (expected,) = run(train_from_meta, {}, processes=1)
+    for found in run(train_from_meta, sizes):
+        assert_equal(found, expected)
+
+
+def save_pretrained(name: str, sizes: dict[str, int], folder: Path) -> None:
+    """Saves a model of transformers before and after it is prepared."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    accelerator = make_accelerator(sizes, is_experts=None)
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SIZES, **FAMILIES[name]})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    if accelerator.is_main_process:
+        model.save_pretrained(folder / "before")
+    model = accelerator.prepare(model)
+    state = accelerator.get_state_dict(model)
+    if accelerator.is_main_process:
+        accelerator.unwrap_model(model).save_pretrained(folder / "after", state_dict=state)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"ep_size": 2}, {"ep_size": 2, "fsdp": 1}])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_saved_models_have_the_files_that_they_came_from(
+    run: Run, tmp_path: Path, name: str, sizes: dict[str, int]
+) -> None:
+    pytest.importorskip("transformers")
+    run(save_pretrained, name, sizes, tmp_path, timeout=180)
+    before, after = (load_file(tmp_path / each / "model.safetensors") for each in ("before", "after"))
+    assert before.keys() == after.keys()
+    assert any(".experts." in key for key in before)
+    for key, value in before.items():
+        torch.testing.assert_close(after[key], value, atol=0, rtol=0)
+
+
 class Listed(nn.Module):
     """Experts in a list, which are not stacked."""
 
@@ -510,6 +629,10 @@ def prepare_wrong_models() -> None:
     fails(Net(), "layers.0 .Layer. is selected .* norm.weight .8,., .* Stack the weights")
     axis._is_experts = lambda module: isinstance(module, Single)
     fails(nn.Sequential(Single()), "The forward of 0 .Single. takes .x: .*, and that of a module of experts")
+    model = Net()
+    model.layers[0].experts.register_buffer("scale", torch.ones(4, 1))  # type: ignore[union-attr]
+    axis._is_experts = are_experts
+    fails(model, "layers.0.experts .Experts. has one entry for each expert in scale, and .* Make it a param")
     axis._is_experts = None
     with pytest.raises(ValueError, match="ep_size=2: Net has no ep_plan with .* Pass ep_handler"):
         accelerator.prepare(Net())
@@ -518,6 +641,21 @@ def prepare_wrong_models() -> None:
     with pytest.raises(ValueError, match="plan_memory: with ep_size=2"):
         accelerator.plan_memory(Net(), torch.optim.SGD(nn.Linear(2, 2).parameters()), torch.ones(2, 8))
     assert handler.is_experts is are_experts
+
+
+def build_with_useless_options() -> str:
+    accelerator = make_accelerator({"ep_size": 2}, kwargs_handlers=[DistributedDataParallelKwargs()])
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate.strategies.ddp").addHandler(handler)
+    accelerator.prepare(Net())
+    return "".join(messages)
+
+
+def test_options_of_ddp_have_no_effect_on_experts(run: Run) -> None:
+    first, _ = run(build_with_useless_options)
+    assert first.startswith("[RANK 0] DistributedDataParallelKwargs have no effect with ep_size")
 
 
 def build_wrong_accelerators() -> None:

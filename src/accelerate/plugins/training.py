@@ -332,10 +332,10 @@ class ExpertParallelConfig:
     """Options of expert parallelism.
 
     Args:
-        is_experts: Returns whether a module holds the experts of a layer. Its parameters have one entry for each
-            expert in their first dimension, and its forward takes hidden states of shape [tokens, features],
-            indices of experts and weights, both of shape [tokens, choices], and returns the sum of the weighted
-            outputs of the chosen experts. None reads the plan of the model, `ep_plan`.
+        is_experts: Returns whether a module holds the experts of a layer. Its parameters have one entry for
+            each expert in their first dimension. Its forward takes hidden states of shape [tokens, features],
+            indices of experts and weights, both of shape [tokens, choices], and returns the sum of the
+            weighted outputs of the chosen experts. None reads the plan of the model, `ep_plan`.
     """
 
     is_experts: Callable[[Module], bool] | None = None

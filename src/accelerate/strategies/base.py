@@ -539,8 +539,8 @@ def refuse_plan_of_experts(expert: Axis) -> None:
     """Raises an error for a plan of the memory of a run with expert parallelism."""
     if expert.size > 1:
         raise ConfigurationError(
-            f"plan_memory: with ep_size={expert.size} the tokens of a rank depend on the choices of all ranks, "
-            "which no plan computes. Plan with ep_size=1."
+            f"plan_memory: with ep_size={expert.size} the tokens of a rank depend on the choices of all "
+            "ranks, which no plan computes. Plan with ep_size=1."
         )
 
 

@@ -201,17 +201,25 @@ class DataParallel(Strategy):
         return is_sharded(model) or self.is_in_stages(model)
 
     def shard_experts(self, model: nn.Module) -> None:
-        """Shards the experts of a model in place, which start with the weights of rank 0."""
-        if (
-            self.axes.expert.size == 1
-            or self.keeps_sharding(model)
-            or not self.axes.expert.find_experts(model)
-        ):
+        """Shards the experts of a model in place, which start with the weights of rank 0.
+
+        Ranks receive one module at a time, and keep their own experts. Tensors on the meta device are
+        allocated.
+        """
+        axis, device = self.axes.expert, self.context.device
+        experts = [] if axis.size == 1 or self.keeps_sharding(model) else axis.find_experts(model)
+        if not experts:
             return
-        send_from_main(model, self.context.device)
-        optimizers = self.session.waiting or self.session.prepared.optimizers
-        remapper = ParameterRemapper(model, optimizers)
-        self.axes.expert.transform_model(model)
+        if self.context.request.ddp is not None:
+            logger.warning_once(
+                "DistributedDataParallelKwargs have no effect with ep_size: gradients are averaged after the "
+                "backward pass, without DistributedDataParallel. Leave them out."
+            )
+        remapper = ParameterRemapper(model, self.session.waiting or self.session.prepared.optimizers)
+        for module in experts:
+            send_from_main(module, device)
+            axis.transform_model(module)
+        send_from_main(model, device)
         parameters = named_parameters(model)
         remapper.rejoin(parameters)
         self.session.replace(remapper.replaced(parameters))

@@ -62,7 +62,7 @@ PRODUCTS = (
 )
 """Operators that `save_operators="matmul"` selects."""
 ROUTING = (torch.ops.aten.topk.default,)
-"""Operators that choose the experts of tokens. Ranks that exchange tokens have to choose the same ones again."""
+"""Operators that choose the experts of tokens, which ranks that exchange tokens must not choose again."""
 
 
 class RecomputedForward:

@@ -3,6 +3,7 @@ from accelerate.strategies.axes.context import ContextAxis as ContextAxis
 from accelerate.strategies.axes.expert import (
     FSDP_DIMENSIONS as FSDP_DIMENSIONS,
     ExpertAxis as ExpertAxis,
+    ExpertMeshes as ExpertMeshes,
     build_meshes as build_meshes,
     find_experts as find_experts,
     mesh_of_fsdp as mesh_of_fsdp,

@@ -1,7 +1,7 @@
 """Expert parallelism, in which the experts of a layer are sharded over the ranks of an axis.
 
-The ranks of the axis have different batches. Each layer sends its tokens to the ranks of the chosen experts, and
-the outputs back, by two all-to-alls.
+The ranks of the axis have different batches. Each layer sends its tokens to the ranks of the chosen experts,
+and the outputs back, by all-to-alls.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class ExpertMeshes(NamedTuple):
 
     Attributes:
         others: Mesh of the parameters outside of experts, which are sharded along "ep" as well.
-        experts: Mesh of the parameters of experts. The ranks along "tp" have the same experts and different tokens.
+        experts: Mesh of the parameters of experts. The ranks along "tp" have the same experts and different
+            tokens.
     """
 
     others: DeviceMesh
@@ -51,8 +52,8 @@ class ExpertMeshes(NamedTuple):
     def scale(self) -> float:
         """Factor of the gradients of experts, which are sums over the batches of the ranks along "ep".
 
-        FSDP averages gradients over the ranks with the same experts. With the factor they are divided by the number
-        of batches.
+        FSDP averages gradients over the ranks with the same experts. With the factor they are divided by the
+        number of batches.
         """
         return self.others["tp"].size() / self.experts[AXIS].size()
 
@@ -64,7 +65,8 @@ def build_meshes(mesh: DeviceMesh, shards: tuple[str, ...] = ("dp_shard", "cp"))
 
     Args:
         mesh: Mesh of the run.
-        shards: Dimensions along which FSDP shards parameters besides "ep". If it is empty, FSDP replicates all.
+        shards: Dimensions along which FSDP shards parameters besides "ep". If it is empty, FSDP replicates
+            them.
     """
     replicas = tuple(name for name in ("dp_replicate", "dp_shard", "cp") if name not in shards)
     others: dict[str, tuple[str, ...]] = {
@@ -90,13 +92,11 @@ def mesh_of_fsdp(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[FSDP_DIMENSIONS if mesh["dp_replicate"].size() > 1 else FSDP_DIMENSIONS[1:]]
 
 
-def meshes_of(parallelism: ParallelismConfig | None) -> ExpertMeshes | None:
-    """Returns the meshes of FSDP for a run, which the first call builds, or None without expert parallelism.
+def meshes_of(parallelism: ParallelismConfig) -> ExpertMeshes:
+    """Returns the meshes of FSDP for a run with expert parallelism, which the first call builds.
 
     Called on all ranks.
     """
-    if parallelism is None or not parallelism.ep_enabled:
-        return None
     if parallelism.expert_meshes is None:
         parallelism.expert_meshes = build_meshes(parallelism.get_device_mesh())  # type: ignore[arg-type]
     return parallelism.expert_meshes  # type: ignore[no-any-return]
@@ -125,9 +125,8 @@ class ExpertAxis(Axis):
         return list(find_experts(model, self._is_experts).values())
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
-        """Shards the experts of a model in place, whose gradients are sums over the batches of the axis."""
-        for module in self.find_experts(model):
-            shard_experts(module, self._mesh)
+        """Shards a module of experts in place, whose gradients are sums over the batches of the axis."""
+        shard_experts(model, self._mesh)
         return model
 
 
@@ -175,8 +174,8 @@ def _reason_without_experts(model: nn.Module, is_experts: Any) -> tuple[str, str
             "Select its modules of experts, or leave ep_size at 1",
         )
     fix = (
-        "Pass ep_handler=ExpertParallelConfig(is_experts=...), which selects its modules of experts, or leave "
-        "ep_size at 1. Models of transformers have a plan from transformers 5.23 on"
+        "Pass ep_handler=ExpertParallelConfig(is_experts=...), which selects its modules of experts, or "
+        "leave ep_size at 1. Models of transformers have a plan from transformers 5.23 on"
     )
     return f"{kind} has no ep_plan with a module of style {DISPATCHED!r}", fix
 
@@ -195,16 +194,24 @@ def _check_experts(name: str, module: nn.Module, size: int) -> None:
     if len(lengths) != 1 or declared not in (None, *lengths):
         shapes = listed([f"{key} {tuple(value.shape)}" for key, value in parameters.items()])
         raise PreparationError(
-            f"{how} is selected as a module of experts, and its parameters do not have one entry for each of "
-            f"{'the' if declared is None else declared} experts in their first dimension: {shapes or 'none'}. "
-            "Stack the weights of all experts in one parameter, or select another module."
+            f"{how} is selected as a module of experts, and its parameters do not have one entry for each "
+            f"of {'the' if declared is None else declared} experts in their first dimension: "
+            f"{shapes or 'it has none'}. Stack the weights of all experts in one parameter, or select "
+            "another module."
         )
     if not _takes_tokens(module):
         raise PreparationError(
-            f"The forward of {how} takes {inspect.signature(module.forward)}, and that of a module of experts "
-            "takes hidden states, indices of experts and weights. Change its forward, or select another module."
+            f"The forward of {how} takes {inspect.signature(module.forward)}, and that of a module of "
+            "experts takes hidden states, indices of experts and weights. Change its forward, or select "
+            "another module."
         )
     count = lengths.pop()
+    buffers = [key for key, value in module.named_buffers() if value.ndim and value.shape[0] == count]
+    if buffers:
+        raise PreparationError(
+            f"{how} has one entry for each expert in {listed(buffers)}, and expert parallelism shards "
+            "parameters only. Make it a parameter with requires_grad=False."
+        )
     if count % size:
         divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
         raise wrong_value(
@@ -232,7 +239,8 @@ def shard_experts(module: nn.Module, mesh: Any, copies: Any = None, scale: float
     Args:
         module: Module of experts, whose tensors may be on the meta device.
         mesh: Mesh with the dimension "ep".
-        copies: Mesh of the ranks with the same tokens as this rank, each of which sends a part of them, or None.
+        copies: Mesh of the ranks with the same tokens as this rank, each of which sends a part of them, or
+            None.
         scale: Factor of the gradients of the parameters.
     """
     experts = mesh[AXIS]
@@ -264,7 +272,8 @@ def whole_experts(models: Iterable[nn.Module]) -> Iterator[None]:
 class DispatchedForward:
     """Callable that runs a module of experts on the tokens of all ranks that chose its experts.
 
-    It is the instance attribute `forward` of the module. Called on all ranks of the axis, also without tokens.
+    It is the instance attribute `forward` of the module. Called on all ranks of the axis, also without
+    tokens.
 
     Args:
         module: Module whose parameters are sharded over the axis.
@@ -287,7 +296,8 @@ class DispatchedForward:
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Gathers the experts of the module and restores its forward inside the block."""
-        module, num_local = self.module, getattr(self.module, "num_experts", None)
+        module: Any = self.module
+        num_local = getattr(module, "num_experts", None)
         with torch.no_grad(), _replaced_parameters(module, DTensor.full_tensor):
             module.__dict__["forward"] = self.__wrapped__
             if num_local is not None:
@@ -299,6 +309,8 @@ class DispatchedForward:
                 if num_local is not None:
                     module.num_experts = num_local
 
+    # The host reads the number of rows, which differs in each batch.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         if len(args) != 3:
             args = inspect.signature(self.__wrapped__).bind(*args, **kwargs).args
@@ -350,14 +362,14 @@ class DispatchedForward:
 @contextmanager
 def _replaced_parameters(module: nn.Module, replace: Callable[[DTensor], Tensor]) -> Iterator[None]:
     """Replaces the sharded parameters of a module by plain tensors inside the block."""
-    kept = [
+    kept: list[tuple[dict[str, Any], str, Any]] = [
         (owner._parameters, name, parameter)
         for owner in module.modules()
         for name, parameter in owner._parameters.items()
         if isinstance(parameter, DTensor)
     ]
     for parameters, name, parameter in kept:
-        parameters[name] = replace(parameter)  # type: ignore[assignment]
+        parameters[name] = replace(parameter)
     try:
         yield
     finally:
@@ -401,7 +413,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return _all_to_all(gradients[0], *ctx.lengths, ctx.group), None, None, None
+        sent, received = ctx.lengths
+        return _all_to_all(gradients[0], sent, received, ctx.group), None, None, None
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:

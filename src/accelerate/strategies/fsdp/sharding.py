@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from accelerate.strategies.fsdp.parameters import (
     named_parameters,
 )
 from accelerate.strategies.recomputation import recompute
+
+if TYPE_CHECKING:
+    from accelerate.strategies.axes import ExpertMeshes
 
 # torch.distributed.fsdp takes a second to import, so functions import it.
 Model = TypeVar("Model", bound=nn.Module)
@@ -76,9 +79,10 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     units = split_by_dtype(model, [*in_float32, *chosen], ignored)
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = MainWeights(model) if loads_from_rank0 else None
-    meshes = axes.meshes_of(accelerator.state.parallelism_config)
+    meshes = _meshes_with_experts(accelerator)
     axes.shard_layers(model, accelerator.torch_device_mesh if meshes is None else meshes.others, experts)
     for module in experts:
+        assert meshes is not None
         axes.shard_experts(module, meshes.experts, meshes.copies, meshes.scale)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
@@ -91,6 +95,16 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
         )
         weights.restore_buffers(accelerator.device)
     return model
+
+
+def _meshes_with_experts(accelerator: Any) -> ExpertMeshes | None:
+    """Returns the meshes of a run with expert parallelism, or None without it."""
+    parallelism = accelerator.state.parallelism_config
+    if parallelism is None or not parallelism.ep_enabled:
+        return None
+    from accelerate.strategies.axes import meshes_of
+
+    return meshes_of(parallelism)
 
 
 def _experts_of(accelerator: Any, model: nn.Module) -> list[nn.Module]:
@@ -167,10 +181,10 @@ def _sharding_meshes(accelerator: Any) -> tuple[DeviceMesh, DeviceMesh]:
 
     The last dimension of a mesh shards parameters, and the first of two replicates them.
     """
-    from accelerate.strategies.axes import mesh_of_fsdp, meshes_of
-
-    meshes = meshes_of(accelerator.state.parallelism_config)
+    meshes = _meshes_with_experts(accelerator)
     if meshes is not None:
+        from accelerate.strategies.axes import mesh_of_fsdp
+
         return mesh_of_fsdp(meshes.others), mesh_of_fsdp(meshes.experts)
     mesh = _sharding_mesh(accelerator)
     return mesh, mesh

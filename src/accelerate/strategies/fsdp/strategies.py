@@ -27,13 +27,7 @@ from accelerate.checkpointing import refuse_unnamed_state
 from accelerate.ops import to_full_tensor
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
-from accelerate.strategies.axes import (
-    FSDP_DIMENSIONS,
-    TensorAxis,
-    build_meshes,
-    shard_experts,
-    shard_layers,
-)
+from accelerate.strategies.axes import TensorAxis, shard_layers
 from accelerate.strategies.base import (
     Parameters,
     Strategy,
@@ -342,7 +336,9 @@ class ReplicatedTensorParallel(TensorParallel):
         return model
 
     def _shard_experts_too(self, model: nn.Module) -> nn.Module:
-        """Shards layers and experts, and makes FSDP 2 average the gradients of both over their own replicas."""
+        """Shards layers and experts, and makes FSDP 2 average gradients over the replicas of each."""
+        from accelerate.strategies.axes import FSDP_DIMENSIONS, build_meshes, shard_experts
+
         meshes = build_meshes(self.context.mesh, shards=())
         experts = self.axes.expert.find_experts(model)
         units = split_by_dtype(model, experts, set())
