@@ -18,6 +18,7 @@ from accelerate.base import (
 )
 from accelerate.plugins import (
     DeepSpeedSequenceParallelConfig,
+    ExpertParallelConfig,
     PipelineConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
@@ -31,7 +32,7 @@ from accelerate.settings.sections import ParallelismSection
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
+AXES = ("pp", "ep", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 """Mesh dimensions from the outermost to the innermost, whose ranks communicate the most."""
 
 BACKENDS = {"cp_backend": ("torch",), "sp_backend": ("deepspeed",)}
@@ -58,6 +59,9 @@ class ParallelismConfig:
         tp_handler: Options of tensor parallelism.
         cp_handler: Options of context parallelism.
         sp_handler: Options of sequence parallelism.
+        ep_size: Number of ranks that shard the experts of each layer, by expert parallelism. They have
+            different batches.
+        ep_handler: Options of expert parallelism.
 
     Raises:
         ConfigurationError: A size is below 1, a backend is unknown, or both context parallelism and sequence
@@ -76,10 +80,13 @@ class ParallelismConfig:
     sp_handler: DeepSpeedSequenceParallelConfig | None = None
     pp_size: int | None = None
     pp_handler: PipelineConfig | None = None
+    ep_size: int | None = None
+    ep_handler: ExpertParallelConfig | None = None
 
     def __post_init__(self) -> None:
         plain_fields(self)
         self.device_mesh: DeviceMesh | None = None
+        self.expert_meshes: Any = None  # of the run, built with the first model that has experts
         section = decode(ParallelismSection, current())
         for name in (*(f"{axis}_size" for axis in AXES), *BACKENDS):
             if getattr(self, name) is None:
@@ -99,6 +106,8 @@ class ParallelismConfig:
             self.cp_handler = self.cp_handler or TorchContextParallelConfig()
         if self.sp_enabled:
             self.sp_handler = self.sp_handler or DeepSpeedSequenceParallelConfig()
+        if self.ep_enabled:
+            self.ep_handler = self.ep_handler or ExpertParallelConfig()
 
     @property
     def _sizes(self) -> dict[str, int]:
@@ -107,7 +116,7 @@ class ParallelismConfig:
     @property
     def dp_dim_names(self) -> list[str]:
         """Dimensions along which ranks have different data."""
-        return self._active("dp_replicate", "dp_shard")
+        return self._active("ep", "dp_replicate", "dp_shard")
 
     @property
     def non_dp_dim_names(self) -> list[str]:
@@ -116,13 +125,13 @@ class ParallelismConfig:
 
     @property
     def dp_shard_cp_dim_names(self) -> list[str]:
-        """Dimensions along which FSDP shards parameters."""
-        return self._active("dp_shard", "cp")
+        """Dimensions along which FSDP shards parameters, where "ep" does not shard those of experts again."""
+        return self._active("ep", "dp_shard", "cp")
 
     @property
     def dp_cp_dim_names(self) -> list[str]:
         """Dimensions along which a loss is averaged."""
-        return self._active("dp_replicate", "dp_shard", "cp")
+        return self._active("ep", "dp_replicate", "dp_shard", "cp")
 
     @property
     def fsdp_dim_names(self) -> list[str]:
@@ -142,7 +151,7 @@ class ParallelismConfig:
     @property
     def data_parallel_size(self) -> int:
         """Number of groups of ranks that have different data."""
-        return prod(self._sizes[axis] for axis in ("dp_replicate", "dp_shard"))
+        return prod(self._sizes[axis] for axis in ("ep", "dp_replicate", "dp_shard"))
 
     @property
     def pp_enabled(self) -> bool:
@@ -173,6 +182,11 @@ class ParallelismConfig:
     def sp_enabled(self) -> bool:
         """True if sequences are sharded by Ulysses sequence parallelism."""
         return self._sizes["sp"] > 1
+
+    @property
+    def ep_enabled(self) -> bool:
+        """True if experts are sharded by expert parallelism."""
+        return self._sizes["ep"] > 1
 
     @property
     def active_mesh_dims(self) -> list[str]:
@@ -228,8 +242,16 @@ class ParallelismConfig:
         return self.device_mesh
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields by name as plain values, with dictionaries for the options of a dimension."""
-        return dataclasses.asdict(self)
+        """Returns the fields by name as plain values, with dictionaries for the options of a dimension.
+
+        A function is written by its name.
+        """
+        fields = dataclasses.asdict(self)
+        if self.ep_handler is not None and self.ep_handler.is_experts is not None:
+            fields["ep_handler"]["is_experts"] = getattr(
+                self.ep_handler.is_experts, "__qualname__", "unnamed"
+            )
+        return fields
 
     def _active(self, *axes: str) -> list[str]:
         return [axis for axis in axes if self._sizes[axis] > 1]

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from accelerate.base import ConfigurationError, StateError
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.plugins import TorchContextParallelConfig, TorchTensorParallelConfig
+from accelerate.plugins import ExpertParallelConfig, TorchContextParallelConfig, TorchTensorParallelConfig
 
 
 def test_one_process_is_no_mesh() -> None:
@@ -32,7 +32,18 @@ def test_axes_have_an_order_and_common_names() -> None:
     assert config.dp_cp_dim_names == ["dp_replicate", "dp_shard", "cp"]
     assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
     assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (120, 6, 20)
-    assert config._sizes == {"pp": 1, "dp_replicate": 2, "dp_shard": 3, "cp": 5, "sp": 1, "tp": 4}
+    assert config._sizes == {"pp": 1, "ep": 1, "dp_replicate": 2, "dp_shard": 3, "cp": 5, "sp": 1, "tp": 4}
+
+
+def test_experts_are_the_outermost_axis_and_their_ranks_have_different_data() -> None:
+    config = ParallelismConfig(ep_size=2, dp_replicate_size=3, dp_shard_size=4, tp_size=5)
+    assert config._get_mesh() == ((2, 3, 4, 5), ("ep", "dp_replicate", "dp_shard", "tp"))
+    assert config.dp_dim_names == config.dp_cp_dim_names == ["ep", "dp_replicate", "dp_shard"]
+    assert config.dp_shard_cp_dim_names == ["ep", "dp_shard"]
+    assert config.fsdp_dim_names == ["dp_replicate", "dp_shard_cp"]
+    assert (config.total_size, config.data_parallel_size, config.non_data_parallel_size) == (120, 24, 5)
+    assert config.ep_enabled
+    assert config.ep_handler == ExpertParallelConfig()
 
 
 @pytest.mark.filterwarnings("ignore:Slicing a flattened dim")  # which torch is about to change
@@ -84,6 +95,9 @@ def test_a_config_is_written_as_json() -> None:
     written = json.loads(json.dumps(ParallelismConfig(cp_size=2).to_json()))
     assert written["cp_size"] == 2
     assert written["cp_handler"] == {"cp_comm_strategy": "allgather"}
+    handler = ExpertParallelConfig(is_experts=lambda module: True)
+    written = json.loads(json.dumps(ParallelismConfig(ep_size=2, ep_handler=handler).to_json()))
+    assert "<lambda>" in written["ep_handler"]["is_experts"]
 
 
 @pytest.mark.parametrize(

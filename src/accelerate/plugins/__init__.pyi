@@ -52,6 +52,7 @@ from accelerate.plugins.training import (
     SCHEDULES as SCHEDULES,
     DataLoaderConfiguration as DataLoaderConfiguration,
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
+    ExpertParallelConfig as ExpertParallelConfig,
     GradientAccumulationPlugin as GradientAccumulationPlugin,
     PipelineConfig as PipelineConfig,
     ProjectConfiguration as ProjectConfiguration,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
@@ -27,6 +27,7 @@ from accelerate.settings.sections import (
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.nn import Module
 
 
 @dataclass
@@ -324,6 +325,20 @@ class TorchContextParallelConfig:
         plain_fields(self)
         fill_from(self, ContextParallelSection)
         check_choices(self, ContextParallelSection, "cp_comm_strategy")
+
+
+@dataclass
+class ExpertParallelConfig:
+    """Options of expert parallelism.
+
+    Args:
+        is_experts: Returns whether a module holds the experts of a layer. Its parameters have one entry for
+            each expert in their first dimension. Its forward takes hidden states of shape [tokens, features],
+            indices of experts and weights, both of shape [tokens, choices], and returns the sum of the
+            weighted outputs of the chosen experts. None reads the plan of the model, `ep_plan`.
+    """
+
+    is_experts: Callable[[Module], bool] | None = None
 
 
 @dataclass

@@ -26,7 +26,7 @@ from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
-from accelerate.strategies.axes import resolve_axes
+from accelerate.strategies.axes import Axis, resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
 from accelerate.strategies.fsdp import (
     gradient_sync,
@@ -155,6 +155,7 @@ class Strategy:
         self.session.remap(new_optimizers)
         for model in new_models:
             self.check_model(model)
+            self.axes.expert.check_model(model)
         for optimizer in new_optimizers:
             self.check_optimizer(optimizer)
         if not new_optimizers:
@@ -218,6 +219,7 @@ class Strategy:
         known = {id(model) for model in self.session.prepared.models}
         with self.session.following([*self.session.prepared.optimizers, *bundle.optimizers]):
             for model in bundle.new(Kind.MODEL):
+                self.shard_experts(model)
                 self._split_into_stages(model)
             for model in bundle.models:  # loaders, which are prepared before models, need their meshes
                 if id(model) not in known and self.keeps_sharding(model):
@@ -250,6 +252,9 @@ class Strategy:
         self.session.drop(pipeline.pipelines[model].model.removed)
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
+    def shard_experts(self, model: nn.Module) -> None:
+        """Shards the experts of a model in place if nothing else of it is sharded."""
+
     def adapt_loader(self, loader: DataLoader[Any]) -> DataLoader[Any]:
         """Returns the loader to shard, with batches of the size that the strategy needs."""
         return loader
@@ -262,6 +267,8 @@ class Strategy:
             to_device: Whether to move it.
             evaluation: Whether to leave out the wrapper, which only training needs.
         """
+        if not evaluation:
+            self.shard_experts(model)
         if self.keeps_sharding(model):
             return self._wrap_sharded(model, to_device=to_device, evaluation=evaluation)
         if to_device:
@@ -458,7 +465,14 @@ class Strategy:
     def unsharded(self, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         """Returns a context manager in which each rank has whole parameters, also in forwards."""
         units = (unit for model in models for unit in units_of(model)) if self.sharded else ()
-        return keep_gathered((unit, torch_private.is_freed_after_forward(unit)) for unit in units)
+        gathered = keep_gathered((unit, torch_private.is_freed_after_forward(unit)) for unit in units)
+        return self.with_experts(gathered, models)
+
+    def with_experts(
+        self, gathered: AbstractContextManager[Any], models: Sequence[nn.Module]
+    ) -> AbstractContextManager[Any]:
+        """Returns a context manager that gathers the experts of models inside of another one."""
+        return _with_experts(gathered, models) if self.axes.expert.size > 1 else gathered
 
     def join(self, joinables: Sequence[Any]) -> AbstractContextManager[Any]:
         """Returns a context manager in which ranks may have different numbers of batches."""
@@ -511,6 +525,23 @@ class Strategy:
         self.holds_whole_models = type(self).holds_whole_models
         if self.axes.pipeline is not None:
             self.axes.pipeline.pipelines.clear()
+
+
+@contextmanager
+def _with_experts(gathered: AbstractContextManager[Any], models: Sequence[nn.Module]) -> Iterator[None]:
+    from accelerate.strategies.axes import whole_experts
+
+    with gathered, whole_experts(models):
+        yield
+
+
+def refuse_plan_of_experts(expert: Axis) -> None:
+    """Raises an error for a plan of the memory of a run with expert parallelism."""
+    if expert.size > 1:
+        raise ConfigurationError(
+            f"plan_memory: with ep_size={expert.size} the tokens of a rank depend on the choices of all "
+            "ranks, which no plan computes. Plan with ep_size=1."
+        )
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:

@@ -30,12 +30,18 @@ from accelerate.state import services
 from accelerate.strategies.base import (
     Strategy,
     refuse_join,
+    refuse_plan_of_experts,
     refuse_sharded_model,
     refuse_split_model,
     require_plugin,
 )
 from accelerate.strategies.bundle import Kind, kind_of
-from accelerate.strategies.fsdp import gradient_sync
+from accelerate.strategies.fsdp import (
+    ParameterRemapper,
+    gradient_sync,
+    named_parameters,
+    send_from_main,
+)
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, StrategyState
 
@@ -194,6 +200,30 @@ class DataParallel(Strategy):
 
         return is_sharded(model) or self.is_in_stages(model)
 
+    def shard_experts(self, model: nn.Module) -> None:
+        """Shards the experts of a model in place, which start with the weights of rank 0.
+
+        Ranks receive one module at a time, and keep their own experts. Tensors on the meta device are
+        allocated.
+        """
+        axis, device = self.axes.expert, self.context.device
+        experts = [] if axis.size == 1 or self.keeps_sharding(model) else axis.find_experts(model)
+        if not experts:
+            return
+        if self.context.request.ddp is not None:
+            logger.warning_once(
+                "DistributedDataParallelKwargs have no effect with ep_size: gradients are averaged after the "
+                "backward pass, without DistributedDataParallel. Leave them out."
+            )
+        remapper = ParameterRemapper(model, self.session.waiting or self.session.prepared.optimizers)
+        for module in experts:
+            send_from_main(module, device)
+            axis.transform_model(module)
+        send_from_main(model, device)
+        parameters = named_parameters(model)
+        remapper.rejoin(parameters)
+        self.session.replace(remapper.replaced(parameters))
+
     def parallelize(self, model: nn.Module) -> nn.Module:
         """Returns the replica, compiled including DistributedDataParallel, whose buckets split the graph."""
         if not any(p.requires_grad for p in model.parameters()):
@@ -211,6 +241,7 @@ class DataParallel(Strategy):
         return self.compile(replica)
 
     def memory_layout(self) -> Layout:
+        refuse_plan_of_experts(self.axes.expert)
         mesh = self.context.request.parallelism
         if mesh is None or not mesh.pp_enabled:
             return Layout(shards=self.replicas)

@@ -36,6 +36,7 @@ from accelerate.precision import MixedPrecision
 from accelerate.strategies.request import Context
 
 if TYPE_CHECKING:
+    from accelerate.parallelism_config import ParallelismConfig
     from accelerate.strategies.base import Strategy
 
 logger = get_logger(__name__)
@@ -60,6 +61,8 @@ PRODUCTS = (
     "topk",  # so that a router chooses experts once
 )
 """Operators that `save_operators="matmul"` selects."""
+ROUTING = (torch.ops.aten.topk.default,)
+"""Operators that choose the experts of tokens, which ranks that exchange tokens must not choose again."""
 
 
 class RecomputedForward:
@@ -128,9 +131,18 @@ def _overloads_of_products() -> frozenset[Any]:
 
 
 def recompute(
-    model: nn.Module, blocks: Iterable[nn.Module], offload: bool = False, save_operators: Any = None
+    model: nn.Module,
+    blocks: Iterable[nn.Module],
+    offload: bool = False,
+    save_operators: Any = None,
+    parallelism: ParallelismConfig | None = None,
 ) -> None:
-    """Applies activation checkpointing to modules inside a model, in place."""
+    """Applies activation checkpointing to modules inside a model, in place.
+
+    With expert parallelism the choice of experts is saved.
+    """
+    if parallelism is not None and parallelism.ep_enabled and save_operators != "matmul":
+        save_operators = (*(save_operators or ()), *ROUTING)
     # A block that runs again would append to the key-value cache of a model of transformers a second time.
     planning.disable_caches(model)
     for block in map(torch_private.uncompiled, blocks):
@@ -166,11 +178,13 @@ def find_blocks(model: nn.Module, names: Sequence[str] | None) -> list[nn.Module
 
 
 def apply_policy(
-    policy: ActivationCheckpointing, model: nn.Module, blocks: Sequence[nn.Module], device: torch.device
+    policy: ActivationCheckpointing, model: nn.Module, blocks: Sequence[nn.Module], context: Context
 ) -> None:
     """Applies a policy without a budget to the blocks of a model, in place."""
-    offload = policy.offload and not of_device(device).is_host  # activations on the CPU need no offloading
-    recompute(model, blocks[:: policy.every], offload, policy.save_operators)
+    # activations on the CPU need no offloading
+    offload = policy.offload and not of_device(context.device).is_host
+    parallelism = context.request.parallelism
+    recompute(model, blocks[:: policy.every], offload, policy.save_operators, parallelism)
 
 
 # Choice by a budget
@@ -300,7 +314,7 @@ class BudgetedForward:
         recomputed = "nothing" if policy is None else policy.summary
         logger.info(f"Activation checkpointing of {self.name} recomputes {recomputed}.")
         if policy is not None:
-            apply_policy(policy, self.model, self.blocks, device)
+            apply_policy(policy, self.model, self.blocks, self.strategy.context)
 
 
 def _cut(tensor: Tensor) -> Tensor:
@@ -361,7 +375,7 @@ def apply_activation_checkpointing(strategy: Strategy, model: nn.Module) -> Budg
         )
         return None
     if request.budget is None:
-        apply_policy(request, model, blocks, strategy.context.device)
+        apply_policy(request, model, blocks, strategy.context)
         return None
     _check_budget(strategy, model, request)
     return BudgetedForward(strategy, model, blocks)

@@ -84,7 +84,7 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
         )
     mesh = request.parallelism
     hint = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
-    for axis in ("pp", "tp", "cp") if mesh is not None else ():
+    for axis in ("pp", "ep", "tp", "cp") if mesh is not None else ():
         size = getattr(mesh, f"{axis}_size")
         if size > 1:
             reason = "DeepSpeed's engine shards sequences (sp_size) and data only"
@@ -125,6 +125,9 @@ def _check_pipeline(mesh: ParallelismConfig, request: RunRequest) -> None:
     if mesh.cp_enabled:
         reason = "the stages of a pipeline exchange whole sequences"
         raise wrong_value("cp_size", mesh.cp_size, reason, "Set it to 1, or pp_size=1")
+    if mesh.ep_enabled:
+        reason = "the experts of a stage would be on other ranks than its other layers"
+        raise wrong_value("ep_size", mesh.ep_size, reason, "Set it to 1, or pp_size=1")
     if request.fsdp is not None and version_of(request.fsdp).number == 1:
         reason = "the schedules of torch take FSDP 2"
         raise wrong_value("fsdp_version", 1, reason, "Set fsdp_version=2, or pp_size=1")
@@ -145,6 +148,9 @@ def _check_mesh(mesh: ParallelismConfig, plugin: FullyShardedDataParallelPlugin 
         reason = "DeepSpeed's attention shards sequences, and this run does not use DeepSpeed"
         fix = "Pass deepspeed_plugin=DeepSpeedPlugin(...), or set cp_size instead"
         raise wrong_value("sp_size", mesh.sp_size, reason, fix)
+    if mesh.ep_enabled and plugin is not None and not version_of(plugin).takes_any_mesh:
+        reason = "FSDP 1 shards experts like all other parameters"
+        raise wrong_value("ep_size", mesh.ep_size, reason, "Set fsdp_version=2")
     if plugin is None:  # models may be sharded before they are prepared
         return
     if not mesh.dp_shard_cp_dim_names:

@@ -6,7 +6,7 @@ batch, and average the gradients that the backward pass does not average.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -28,6 +28,8 @@ from accelerate.strategies.fsdp import local_gradients, units_of
 PIPELINE = "pp"
 EXPERTS = ("ep", "expert", "experts")
 """Names of dimensions along which experts are sharded, and ranks may have different batches."""
+SEQUENCES = {"cp", "sp"}
+"""Names of dimensions along which ranks have parts of the same sequences, whose gradients differ."""
 Ranks = tuple[int, ...]
 
 
@@ -36,11 +38,13 @@ class RankLayout(NamedTuple):
 
     Attributes:
         same_batch: Groups of ranks that work on the same batch as this rank, and include it.
+        same_tokens: Groups of ranks that work on the same part of a batch as this rank, and include it.
         stage: Index of the rank in the pipeline.
         coordinates: Index of the rank in the mesh of each kind of parameter, without dimensions.
     """
 
     same_batch: tuple[Ranks, ...]
+    same_tokens: tuple[Ranks, ...]
     stage: int
     coordinates: tuple[Ranks, ...]
 
@@ -53,7 +57,8 @@ class Replicas:
         parameters: The parameters, in the same order on all ranks.
         sparse: Those of which gradients are sparse.
         group: Process group of the ranks with the same elements of these parameters.
-        has_batches: Whether these ranks have different batches. Otherwise their gradients are equal.
+        has_batches: Whether these ranks have different batches or parts of sequences. Otherwise their
+            gradients are equal.
         averages: Whether gradients are averaged. Otherwise they are added, such as those of stages.
     """
 
@@ -157,14 +162,15 @@ class ShardedModel:
         for module in (model, *stages):
             managed.update(torch_private.meshes_of_fsdp2(module))
         layouts = _gather_layouts(model, list(parameters), managed, mesh)
-        batches = _batch_groups(model, layouts)
+        batches = _disjoint_groups(model, [layout.same_batch for layout in layouts])
+        parts = _disjoint_groups(model, [layout.same_tokens for layout in layouts])
         self.loader_mesh = DeviceMesh(
             device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
         )
-        self.replicas = list(_find_replicas(parameters, layouts, batches, _sparse_weights(model)))
+        self.replicas = list(_find_replicas(parameters, layouts, parts, _sparse_weights(model)))
         self._num_batches = {
             # The gradients of experts are sums over the batches of the ranks that exchange tokens.
-            parameter: prod(_count_batches(ranks, batches) for ranks in _expert_groups(parameter))
+            parameter: prod(_count_parts(ranks, batches) for ranks in _expert_groups(parameter))
             for members in parameters.values()
             for parameter in members
             if parameter not in managed
@@ -266,13 +272,18 @@ def _layout(
 ) -> RankLayout:
     known = [*_meshes_of(model), *managed.values(), *([] if mesh is None else [mesh])]
     roots = {torch_private.root_mesh(each) for each in known}
-    same_batch = set(_named_groups(roots))
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            same_batch.update(_sharded_groups(parameter, managed.get(parameter)))
+    sharded = {
+        ranks
+        for parameter in model.parameters()
+        if isinstance(parameter, DTensor)
+        for ranks in _sharded_groups(parameter, managed.get(parameter))
+    }
+    same_batch = {*sharded, *_named_groups(roots, SHARED_AXES)}
+    same_tokens = {*sharded, *_named_groups(roots, SHARED_AXES - SEQUENCES)}
     stages = [root.get_local_rank(PIPELINE) for root in roots if PIPELINE in (root.mesh_dim_names or ())]
     coordinates = tuple(() if mesh is None else tuple(mesh.get_coordinate()) for mesh in meshes)
-    return RankLayout(tuple(sorted(same_batch)), next(iter(stages), 0), coordinates)
+    groups = tuple(sorted(same_batch)), tuple(sorted(same_tokens))
+    return RankLayout(*groups, next(iter(stages), 0), coordinates)
 
 
 def _meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
@@ -285,10 +296,10 @@ def _meshes_of(model: nn.Module) -> Iterator[DeviceMesh]:
             yield mesh
 
 
-def _named_groups(roots: Iterable[DeviceMesh]) -> Iterator[Ranks]:
-    """Yields the ranks along dimensions whose names say that ranks get the same batch."""
+def _named_groups(roots: Iterable[DeviceMesh], names: Set[str]) -> Iterator[Ranks]:
+    """Yields the ranks along dimensions with certain names."""
     for root in roots:
-        for name in SHARED_AXES & set(root.mesh_dim_names or ()):
+        for name in names & set(root.mesh_dim_names or ()):
             yield _ranks(root, name)
 
 
@@ -316,10 +327,10 @@ def _ranks(mesh: DeviceMesh, dim: int | str) -> Ranks:
     return tuple(dist.get_process_group_ranks(mesh.get_group(dim)))
 
 
-def _batch_groups(model: nn.Module, layouts: Sequence[RankLayout]) -> list[Ranks]:
-    """Returns the groups of ranks with the same batch, each in one group."""
-    group_of = {rank: {rank} for rank in range(len(layouts))}
-    for ranks in (ranks for layout in layouts for ranks in layout.same_batch):
+def _disjoint_groups(model: nn.Module, found: Sequence[Iterable[Ranks]]) -> list[Ranks]:
+    """Returns the groups of ranks that have groups of any rank in common, each rank in one group."""
+    group_of = {rank: {rank} for rank in range(len(found))}
+    for ranks in (ranks for groups in found for ranks in groups):
         joined = set().union(*(group_of[rank] for rank in ranks))
         group_of.update(dict.fromkeys(joined, joined))
     groups = sorted({tuple(sorted(group)) for group in group_of.values()})
@@ -327,21 +338,21 @@ def _batch_groups(model: nn.Module, layouts: Sequence[RankLayout]) -> list[Ranks
         raise PreparationError(
             f"{type(model).__name__} is sharded over groups of different sizes: by its meshes, the ranks "
             f"{', '.join(map(str, map(list, groups)))} work on the same batch each. Use meshes that divide "
-            f"all {len(layouts)} ranks into groups of one size."
+            f"all {len(found)} ranks into groups of one size."
         )
     return groups
 
 
-def _count_batches(ranks: Iterable[int], batches: Sequence[Ranks]) -> int:
-    """Returns the number of different batches of some ranks."""
+def _count_parts(ranks: Iterable[int], parts: Sequence[Ranks]) -> int:
+    """Returns the number of groups that some ranks are in."""
     ranks = set(ranks)
-    return sum(not ranks.isdisjoint(group) for group in batches)
+    return sum(not ranks.isdisjoint(group) for group in parts)
 
 
 def _find_replicas(
     parameters: Mapping[Any, Sequence[nn.Parameter]],
     layouts: Sequence[RankLayout],
-    batches: Sequence[Ranks],
+    parts: Sequence[Ranks],
     sparse: set[nn.Parameter],
 ) -> Iterator[Replicas]:
     """Yields the parameters that several ranks have, with their process group."""
@@ -351,7 +362,7 @@ def _find_replicas(
         for other, layout in enumerate(layouts):
             if index < len(layout.coordinates):
                 replicas.setdefault((layout.stage, layout.coordinates[index]), []).append(other)
-        has_batches = any(_count_batches(ranks, batches) > 1 for ranks in replicas.values())
+        has_batches = any(_count_parts(ranks, parts) > 1 for ranks in replicas.values())
         is_equal = index > 0 and not has_batches  # the first kind of parameters is not sharded
         if is_equal or all(len(ranks) == 1 for ranks in replicas.values()):
             continue

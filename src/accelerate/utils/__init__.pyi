@@ -173,6 +173,7 @@ from accelerate.plugins import (
     DeepSpeedPlugin as DeepSpeedPlugin,
     DeepSpeedSequenceParallelConfig as DeepSpeedSequenceParallelConfig,
     DistributedDataParallelKwargs as DistributedDataParallelKwargs,
+    ExpertParallelConfig as ExpertParallelConfig,
     FP8RecipeKwargs as FP8RecipeKwargs,
     FullyShardedDataParallelPlugin as FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin as GradientAccumulationPlugin,

@@ -71,6 +71,8 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
         (with_engine(mesh={"tp_size": 2}), "tp_size=2: .*tensor_parallel.autotp_size"),
         (with_engine(mesh={"cp_size": 2}), "cp_size=2: DeepSpeed's engine shards sequences"),
         (with_engine(fsdp=FullyShardedDataParallelPlugin()), "deepspeed_plugin and fsdp_plugin both"),
+        (request(1, {"ep_size": 2}), "ep_size=2: FSDP 1 shards experts .* fsdp_version=2"),
+        (with_engine(mesh={"ep_size": 2}), "ep_size=2: DeepSpeed's engine shards sequences"),
         (request(2, {"tp_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
         (request(2, {"dp_replicate_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),

@@ -338,6 +338,9 @@ class ParallelismSection(_MeshSection):
         "Processes that share the layers of a model (pipeline parallelism).",
         ask="How many processes share the layers of the model (pipeline parallelism)?",
     )
+    parallelism_config_ep_size: int | None = optional(
+        "Processes that share the experts of each layer (expert parallelism)."
+    )
     parallelism_config_dp_replicate_size: int = option(
         1,
         "Groups of processes that hold a whole copy of the model.",

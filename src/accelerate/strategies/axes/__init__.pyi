@@ -1,5 +1,16 @@
 from accelerate.strategies.axes.base import Axes as Axes, Axis as Axis
 from accelerate.strategies.axes.context import ContextAxis as ContextAxis
+from accelerate.strategies.axes.expert import (
+    FSDP_DIMENSIONS as FSDP_DIMENSIONS,
+    ExpertAxis as ExpertAxis,
+    ExpertMeshes as ExpertMeshes,
+    build_meshes as build_meshes,
+    find_experts as find_experts,
+    mesh_of_fsdp as mesh_of_fsdp,
+    meshes_of as meshes_of,
+    shard_experts as shard_experts,
+    whole_experts as whole_experts,
+)
 from accelerate.strategies.axes.pipeline import PipelineAxis as PipelineAxis
 from accelerate.strategies.axes.resolve import resolve_axes as resolve_axes
 from accelerate.strategies.axes.tensor import (

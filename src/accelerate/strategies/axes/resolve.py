@@ -14,13 +14,21 @@ if TYPE_CHECKING:
 
 
 def resolve_axes(parallelism: ParallelismConfig | None, mesh: Any, device: Any = None) -> Axes:
-    """Returns the axes along which ranks work on the same batch."""
+    """Returns the axes that shard layers, sequences or experts."""
     if parallelism is None:
         return Axes()
     tensor = TensorAxis(mesh) if parallelism.tp_enabled else Axis()
-    return Axes(
-        tensor, _resolve_sequence_axis(parallelism, mesh), _resolve_pipeline(parallelism, mesh, device)
-    )
+    sequence = _resolve_sequence_axis(parallelism, mesh)
+    expert = _resolve_expert_axis(parallelism, mesh)
+    return Axes(tensor, sequence, expert, _resolve_pipeline(parallelism, mesh, device))
+
+
+def _resolve_expert_axis(parallelism: ParallelismConfig, mesh: Any) -> Axis:
+    if not parallelism.ep_enabled:
+        return Axis()
+    from accelerate.strategies.axes.expert import ExpertAxis  # imports torch.distributed.tensor
+
+    return ExpertAxis(parallelism, mesh)
 
 
 def _resolve_pipeline(parallelism: ParallelismConfig, mesh: Any, device: Any) -> PipelineAxis | None:

@@ -5,7 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -39,19 +39,24 @@ class TensorAxis(Axis):
         return model
 
 
-def shard_layers(model: nn.Module, mesh: Any) -> None:
+def shard_layers(model: nn.Module, mesh: Any, experts: Collection[nn.Module] = ()) -> None:
     """Shards the layers in the plan of a model in place, over the axis "tp" of a mesh.
 
     A model that is sharded already is not changed, nor is any model if the mesh is None or has no such axis.
+
+    Args:
+        model: The model.
+        mesh: Device mesh.
+        experts: Modules that expert parallelism shards instead.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.parallel import parallelize_module
 
-    has_axis = mesh is not None and AXIS in mesh.mesh_dim_names
+    has_axis = mesh is not None and AXIS in mesh.mesh_dim_names and mesh[AXIS].size() > 1
     if not has_axis or any(isinstance(p, DTensor) for p in model.parameters()):
         return
     tied = find_tied_parameters(model)
-    parallelize_module(model, mesh[AXIS], plan_of(model))
+    parallelize_module(model, mesh[AXIS], plan_of(model, experts))
     retie_parameters(model, tied)
 
 
@@ -72,12 +77,16 @@ def _styles() -> dict[str, Callable[[], Any]]:
     }
 
 
-def plan_of(model: nn.Module) -> dict[str, Any]:
+def plan_of(model: nn.Module, experts: Collection[nn.Module] = ()) -> dict[str, Any]:
     """Returns the names of the modules of a model to shard, with torch's style for each.
 
     The plan of a model, `tp_plan`, has patterns of module names, in which `*` matches one component, and a
     style for each, which is "colwise", "rowwise" or a variant of them, or a `ParallelStyle` of torch. Modules
     that are tied to one outside of the plan are replicated instead, which gives the same results.
+
+    Args:
+        model: The model.
+        experts: Modules that the plan does not shard, nor the modules inside them.
     """
     plan = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
     kind = type(model).__name__
@@ -92,7 +101,8 @@ def plan_of(model: nn.Module) -> dict[str, Any]:
             "`prepare`, such as model.tp_plan = {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, or "
             "set tp_size=1."
         )
-    names = [name for name, _ in model.named_modules()]
+    skipped = {module for each in experts for module in each.modules()}
+    names = [name for name, module in model.named_modules() if module not in skipped]
     patterns = {pattern: style for pattern, style in plan.items() if style != REPLICATED}
     matched = {
         name: style for pattern, style in patterns.items() for name in names if _matches(name, pattern)

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, as_builtin, environ, listed, wrong_value
-from accelerate.ops import current_transport
+from accelerate.ops import current_transport, is_dtensor
 from accelerate.plugins import EFFICIENT_LOADING
 
 Value = TypeVar("Value")
@@ -382,11 +382,16 @@ def distribute_like(value: Any, like: Tensor) -> Any:
 
 
 def send_from_main(model: nn.Module, device: torch.device) -> None:
-    """Broadcasts the full weights of rank 0, and allocates memory for tensors on the meta device."""
+    """Broadcasts the full weights of rank 0, and allocates memory for tensors on the meta device.
+
+    Tensors that are sharded already stay as they are.
+    """
     transport = current_transport()
 
     @torch.no_grad()
     def receive(value: Tensor) -> Tensor:
+        if is_dtensor(value):
+            return value
         if value.device.type == "meta":
             value = _like(value, torch.empty_like(value, device=device))
         value.data = transport.broadcast(value.detach().to(device).contiguous(), MAIN).to(value.device)

@@ -10,7 +10,7 @@ import dataclasses
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -29,6 +29,9 @@ from accelerate.strategies.fsdp.parameters import (
     named_parameters,
 )
 from accelerate.strategies.recomputation import recompute
+
+if TYPE_CHECKING:
+    from accelerate.strategies.axes import ExpertMeshes
 
 # torch.distributed.fsdp takes a second to import, so functions import it.
 Model = TypeVar("Model", bound=nn.Module)
@@ -53,7 +56,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-    from accelerate.strategies.axes import shard_layers
+    from accelerate.strategies import axes
 
     if issubclass(type(model), FSDPModule):  # the class that fully_shard sets
         return model
@@ -70,20 +73,48 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
         getattr(accelerator, "scaler_handler", None),
     )
     ignored |= whole
+    experts = _experts_of(accelerator, model)
+    inside = {module for unit in experts for module in unit.modules()}
+    chosen = [*experts, *(unit for unit in chosen if unit not in inside)]
     units = split_by_dtype(model, [*in_float32, *chosen], ignored)
     names_of_ignored = [name for name, parameter in named_parameters(model).items() if parameter in ignored]
     weights = MainWeights(model) if loads_from_rank0 else None
-    shard_layers(model, accelerator.torch_device_mesh)
+    meshes = _meshes_with_experts(accelerator)
+    axes.shard_layers(model, accelerator.torch_device_mesh if meshes is None else meshes.others, experts)
+    for module in experts:
+        assert meshes is not None
+        axes.shard_experts(module, meshes.experts, meshes.copies, meshes.scale)
     if plugin.activation_checkpointing:
         model = fsdp2_apply_ac(accelerator, model)
     parameters = named_parameters(model)
-    _shard(accelerator, model, units, {parameters[name] for name in names_of_ignored}, set(in_float32))
+    ignored = {parameters[name] for name in names_of_ignored}
+    _shard(accelerator, model, units, ignored, set(in_float32), set(experts))
     if weights is not None:
         fsdp2_load_full_state_dict(
             accelerator, model, weights.state, isinstance(plugin.cpu_offload, CPUOffloadPolicy)
         )
         weights.restore_buffers(accelerator.device)
     return model
+
+
+def _meshes_with_experts(accelerator: Any) -> ExpertMeshes | None:
+    """Returns the meshes of a run with expert parallelism, or None without it."""
+    parallelism = accelerator.state.parallelism_config
+    if parallelism is None or not parallelism.ep_enabled:
+        return None
+    from accelerate.strategies.axes import meshes_of
+
+    return meshes_of(parallelism)
+
+
+def _experts_of(accelerator: Any, model: nn.Module) -> list[nn.Module]:
+    """Returns the modules of a model whose experts are sharded by expert parallelism."""
+    parallelism = accelerator.state.parallelism_config
+    if parallelism is None or not parallelism.ep_enabled:
+        return []
+    from accelerate.strategies.axes import find_experts
+
+    return list(find_experts(model, parallelism.ep_handler.is_experts).values())
 
 
 def plan_units(
@@ -113,15 +144,15 @@ def _shard(
     units: Iterable[nn.Module],
     ignored: set[nn.Parameter],
     in_float32: set[nn.Module],
+    experts: set[nn.Module],
 ) -> None:
     """Calls `fully_shard` for the units and the model."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     plugin = accelerator.state.fsdp_plugin
-    mesh = _sharding_mesh(accelerator)
+    mesh, mesh_of_experts = _sharding_meshes(accelerator)
     policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
     options: dict[str, Any] = {
-        "mesh": mesh,
         "offload_policy": offload_policy(plugin.cpu_offload, mesh),
         "ignored_params": ignored or None,
     }
@@ -133,6 +164,7 @@ def _shard(
     for unit in units:
         fully_shard(
             wrappers.get(unit, unit),
+            mesh=mesh_of_experts if unit in experts else mesh,
             mp_policy=float32_policy if unit in in_float32 else policy,
             reshard_after_forward=plugin.reshard_after_forward,
             **options,
@@ -141,11 +173,25 @@ def _shard(
         policy = dataclasses.replace(policy, output_dtype=torch.float32)
     # The backward begins with the outermost unit, so it is not freed after forward: None is this default.
     reshard = None if plugin.reshard_after_forward else False
-    fully_shard(model, mp_policy=policy, reshard_after_forward=reshard, **options)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
+
+
+def _sharding_meshes(accelerator: Any) -> tuple[DeviceMesh, DeviceMesh]:
+    """Returns the meshes of all parameters outside of experts, and of those of experts.
+
+    The last dimension of a mesh shards parameters, and the first of two replicates them.
+    """
+    meshes = _meshes_with_experts(accelerator)
+    if meshes is not None:
+        from accelerate.strategies.axes import mesh_of_fsdp
+
+        return mesh_of_fsdp(meshes.others), mesh_of_fsdp(meshes.experts)
+    mesh = _sharding_mesh(accelerator)
+    return mesh, mesh
 
 
 def _sharding_mesh(accelerator: Any) -> DeviceMesh:
-    """Returns the mesh whose last dimension shards parameters and whose first of two replicates them."""
+    """Returns the mesh of FSDP without expert parallelism."""
     mesh = accelerator.torch_device_mesh
     if mesh is None:
         size = accelerator.state.num_processes
@@ -197,7 +243,7 @@ def fsdp2_apply_ac(accelerator: Any, model: Model) -> Model:
         )
     # Activations on the CPU need no offloading.
     offload = plugin.activation_checkpointing_offload and not of_device(accelerator.device).is_host
-    recompute(model, units, offload)
+    recompute(model, units, offload, parallelism=getattr(accelerator.state, "parallelism_config", None))
     return model
 
 

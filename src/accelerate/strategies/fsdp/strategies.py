@@ -27,11 +27,12 @@ from accelerate.checkpointing import refuse_unnamed_state
 from accelerate.ops import to_full_tensor
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
-from accelerate.strategies.axes import TensorAxis
+from accelerate.strategies.axes import TensorAxis, shard_layers
 from accelerate.strategies.base import (
     Parameters,
     Strategy,
     refuse_join,
+    refuse_plan_of_experts,
     refuse_sharded_model,
     refuse_split_model,
     require_plugin,
@@ -135,6 +136,7 @@ class Sharded(Strategy, ABC):
         return bool(self.plugin.reshard_after_forward)
 
     def memory_layout(self) -> Layout:
+        refuse_plan_of_experts(self.axes.expert)
         mesh, plugin = self.context.request.parallelism, self.plugin
         layers = mesh.tp_size or 1 if mesh is not None else 1
         replicas = mesh.dp_replicate_size or 1 if mesh is not None else 1
@@ -276,9 +278,10 @@ class Fsdp2(DistributedTensors):
         """Gathers all units and keeps them gathered inside the block."""
         frees = bool(self.plugin.reshard_after_forward)
         # The outermost unit, which comes first, is never freed after forward.
-        return keep_gathered(
+        gathered = keep_gathered(
             (unit, frees and inside > 0) for model in models for inside, unit in enumerate(units_of(model))
         )
+        return self.with_experts(gathered, models)
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         return gradient_sync(model, enabled=False)
@@ -321,6 +324,8 @@ class ReplicatedTensorParallel(TensorParallel):
 
     def _shard_layers(self, model: nn.Module) -> nn.Module:
         """Shards layers, and makes FSDP 2 average gradients, with shards over one rank as replicas."""
+        if self.axes.expert.size > 1:
+            return self._shard_experts_too(model)
         mesh, size = self.context.mesh, self.axes.tensor.size
         shape = (mesh.size() // size, 1, size)
         mesh = init_device_mesh(mesh.device_type, shape, mesh_dim_names=("replicate", "shard", "tp"))
@@ -328,6 +333,21 @@ class ReplicatedTensorParallel(TensorParallel):
         model = TensorAxis(mesh).transform_model(model)
         for unit in (*units, model):
             fully_shard(unit, mesh=mesh["replicate", "shard"], reshard_after_forward=False)
+        return model
+
+    def _shard_experts_too(self, model: nn.Module) -> nn.Module:
+        """Shards layers and experts, and makes FSDP 2 average gradients over the replicas of each."""
+        from accelerate.strategies.axes import FSDP_DIMENSIONS, build_meshes, shard_experts
+
+        meshes = build_meshes(self.context.mesh, shards=())
+        experts = self.axes.expert.find_experts(model)
+        units = split_by_dtype(model, experts, set())
+        shard_layers(model, meshes.others, experts)
+        for module in experts:
+            shard_experts(module, meshes.experts, meshes.copies, meshes.scale)
+        for unit in (*units, model):
+            mesh = meshes.experts if unit in experts else meshes.others
+            fully_shard(unit, mesh=mesh[FSDP_DIMENSIONS], reshard_after_forward=False)
         return model
 
 

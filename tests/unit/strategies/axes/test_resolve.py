@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from accelerate.parallelism_config import ParallelismConfig
-from accelerate.strategies.axes import Axis, ContextAxis, TensorAxis, UlyssesAxis, resolve_axes
+from accelerate.strategies.axes import Axis, ContextAxis, ExpertAxis, TensorAxis, UlyssesAxis, resolve_axes
 
 
 class Mesh(dict[str, Any]):
@@ -37,6 +37,13 @@ def test_axes_follow_the_sizes(
     axes = resolve_axes(None if sizes is None else ParallelismConfig(**sizes), Mesh())
     assert (type(axes.tensor), type(axes.sequence)) == (tensor, sequence)
     assert axes.tensor.size == (2 if tensor is TensorAxis else 1)
+
+
+def test_experts_have_an_axis_of_their_own() -> None:
+    axes = resolve_axes(ParallelismConfig(ep_size=2), Mesh())
+    assert (type(axes.tensor), type(axes.sequence), type(axes.expert)) == (Axis, Axis, ExpertAxis)
+    assert axes.expert.size == 2
+    assert type(resolve_axes(ParallelismConfig(tp_size=2), Mesh()).expert) is Axis
 
 
 def test_an_axis_of_size_one_changes_nothing() -> None:

@@ -1,0 +1,439 @@
+"""Expert parallelism, in which the experts of a layer are sharded over the ranks of an axis.
+
+The ranks of the axis have different batches. Each layer sends its tokens to the ranks of the chosen experts,
+and the outputs back, by all-to-alls.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from accelerate.base import PreparationError, listed, wrong_value
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.strategies.axes.base import Axis
+
+AXIS = "ep"
+DISPATCHED = "ep_dispatch_experts"
+"""Style in the `ep_plan` of a model of modules whose experts are sharded."""
+FSDP_DIMENSIONS = ("dp_replicate", "dp_shard_cp")
+"""Dimensions of the meshes of FSDP, which replicate and shard parameters."""
+Names = Mapping[str, tuple[str, ...]]
+
+
+class ExpertMeshes(NamedTuple):
+    """Views of the mesh of a run, in which FSDP shards the two kinds of parameters.
+
+    Attributes:
+        others: Mesh of the parameters outside of experts, which are sharded along "ep" as well.
+        experts: Mesh of the parameters of experts. The ranks along "tp" have the same experts and different
+            tokens.
+    """
+
+    others: DeviceMesh
+    experts: DeviceMesh
+
+    @property
+    def copies(self) -> DeviceMesh | None:
+        """Mesh of the ranks with the same batch as this rank, or None without tensor parallelism."""
+        return self.others["tp"] if self.others["tp"].size() > 1 else None
+
+    @property
+    def scale(self) -> float:
+        """Factor of the gradients of experts, which are sums over the batches of the ranks along "ep".
+
+        FSDP averages gradients over the ranks with the same experts. With the factor they are divided by the
+        number of batches.
+        """
+        return self.others["tp"].size() / self.experts[AXIS].size()
+
+
+def build_meshes(mesh: DeviceMesh, shards: tuple[str, ...] = ("dp_shard", "cp")) -> ExpertMeshes:
+    """Returns the meshes of FSDP for a mesh with expert parallelism.
+
+    Called on all ranks.
+
+    Args:
+        mesh: Mesh of the run.
+        shards: Dimensions along which FSDP shards parameters besides "ep". If it is empty, FSDP replicates
+            them.
+    """
+    replicas = tuple(name for name in ("dp_replicate", "dp_shard", "cp") if name not in shards)
+    others: dict[str, tuple[str, ...]] = {
+        "dp_replicate": replicas if shards else (AXIS, *replicas),
+        "dp_shard_cp": (AXIS, *shards) if shards else (),
+        "tp": ("tp",),
+    }
+    experts = {"dp_replicate": (*replicas, "tp"), "dp_shard_cp": shards, AXIS: (AXIS,)}
+    return ExpertMeshes(_view(mesh, others), _view(mesh, experts))
+
+
+def _view(mesh: DeviceMesh, dimensions: Names) -> DeviceMesh:
+    """Returns a mesh of the same ranks, each of whose dimensions joins dimensions of another mesh."""
+    sizes: dict[str, int] = dict(zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=True))
+    order = [name for names in dimensions.values() for name in names if name in sizes]
+    ranks = mesh.mesh.permute([list(sizes).index(name) for name in order])
+    shape = [prod(sizes.get(name, 1) for name in names) for names in dimensions.values()]
+    return DeviceMesh(mesh.device_type, ranks.reshape(shape), mesh_dim_names=tuple(dimensions))
+
+
+def mesh_of_fsdp(mesh: DeviceMesh) -> DeviceMesh:
+    """Returns the dimensions of one of the meshes of `ExpertMeshes` for `fully_shard`."""
+    return mesh[FSDP_DIMENSIONS if mesh["dp_replicate"].size() > 1 else FSDP_DIMENSIONS[1:]]
+
+
+def meshes_of(parallelism: ParallelismConfig) -> ExpertMeshes:
+    """Returns the meshes of FSDP for a run with expert parallelism, which the first call builds.
+
+    Called on all ranks.
+    """
+    if parallelism.expert_meshes is None:
+        parallelism.expert_meshes = build_meshes(parallelism.get_device_mesh())  # type: ignore[arg-type]
+    return parallelism.expert_meshes  # type: ignore[no-any-return]
+
+
+class ExpertAxis(Axis):
+    """Axis along which the experts of layers are sharded, and ranks have different batches."""
+
+    def __init__(self, parallelism: ParallelismConfig, mesh: Any) -> None:
+        self.size = int(parallelism.ep_size or 1)
+        self._is_experts = parallelism.ep_handler.is_experts if parallelism.ep_handler else None
+        self._mesh = mesh
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises an error for a trained model without experts, and for experts that cannot be sharded."""
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            return
+        experts = find_experts(model, self._is_experts)
+        if not experts and any(parameter.requires_grad for parameter in model.parameters()):
+            raise wrong_value("ep_size", self.size, *_reason_without_experts(model, self._is_experts))
+        for name, module in experts.items():
+            _check_experts(name, module, self.size)
+
+    def find_experts(self, model: nn.Module) -> list[nn.Module]:
+        """Returns the modules of a model that hold experts."""
+        return list(find_experts(model, self._is_experts).values())
+
+    def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
+        """Shards a module of experts in place, whose gradients are sums over the batches of the axis."""
+        shard_experts(model, self._mesh)
+        return model
+
+
+# Modules of experts
+
+
+def find_experts(
+    model: nn.Module, is_experts: Callable[[nn.Module], bool] | None = None
+) -> dict[str, nn.Module]:
+    """Returns the outermost modules of a model that hold experts, by name.
+
+    Args:
+        model: The model.
+        is_experts: Selects the modules. None reads the plans of the model and of models inside it.
+    """
+    modules = dict(model.named_modules())
+    if is_experts is not None:
+        found = [name for name, module in modules.items() if is_experts(module)]
+    else:
+        found = [name for owner, module in modules.items() for name in _planned(owner, module, modules)]
+    outermost = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
+    return {name: modules[name] for name in outermost}
+
+
+def _planned(owner: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[str]:
+    """Yields the names of the modules that the plan of a module selects."""
+    plan = vars(module).get("ep_plan") or vars(module).get("_ep_plan")
+    patterns = [pattern for pattern, style in (plan or {}).items() if style == DISPATCHED]
+    prefix = f"{owner}." if owner else ""
+    for name in modules if patterns else ():
+        parts = name.removeprefix(prefix).split(".")
+        if name.startswith(prefix) and any(_matches(parts, pattern.split(".")) for pattern in patterns):
+            yield name
+
+
+def _matches(parts: list[str], pattern: list[str]) -> bool:
+    return len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
+
+
+def _reason_without_experts(model: nn.Module, is_experts: Any) -> tuple[str, str]:
+    kind = type(model).__name__
+    if is_experts is not None:
+        return (
+            f"is_experts selects no module of {kind}",
+            "Select its modules of experts, or leave ep_size at 1",
+        )
+    fix = (
+        "Pass ep_handler=ExpertParallelConfig(is_experts=...), which selects its modules of experts, or "
+        "leave ep_size at 1. Models of transformers have a plan from transformers 5.23 on"
+    )
+    return f"{kind} has no ep_plan with a module of style {DISPATCHED!r}", fix
+
+
+def count_experts(module: nn.Module) -> int:
+    """Returns the number of experts of a module that is not sharded."""
+    return next(module.parameters()).shape[0]
+
+
+def _check_experts(name: str, module: nn.Module, size: int) -> None:
+    """Raises an error for a module whose experts cannot be sharded over a number of ranks."""
+    parameters = dict(module.named_parameters())
+    lengths = {parameter.shape[0] if parameter.ndim else 0 for parameter in parameters.values()}
+    declared = getattr(module, "num_experts", None)
+    how = f"{name or 'The model'} ({type(module).__name__})"
+    if len(lengths) != 1 or declared not in (None, *lengths):
+        shapes = listed([f"{key} {tuple(value.shape)}" for key, value in parameters.items()])
+        raise PreparationError(
+            f"{how} is selected as a module of experts, and its parameters do not have one entry for each "
+            f"of {'the' if declared is None else declared} experts in their first dimension: "
+            f"{shapes or 'it has none'}. Stack the weights of all experts in one parameter, or select "
+            "another module."
+        )
+    if not _takes_tokens(module):
+        raise PreparationError(
+            f"The forward of {how} takes {inspect.signature(module.forward)}, and that of a module of "
+            "experts takes hidden states, indices of experts and weights. Change its forward, or select "
+            "another module."
+        )
+    count = lengths.pop()
+    buffers = [key for key, value in module.named_buffers() if value.ndim and value.shape[0] == count]
+    if buffers:
+        raise PreparationError(
+            f"{how} has one entry for each expert in {listed(buffers)}, and expert parallelism shards "
+            "parameters only. Make it a parameter with requires_grad=False."
+        )
+    if count % size:
+        divisors = [str(number) for number in range(1, count + 1) if count % number == 0]
+        raise wrong_value(
+            "ep_size",
+            size,
+            f"{name} has {count} experts, which {size} ranks cannot share equally",
+            f"Use one of {', '.join(divisors)}",
+        )
+
+
+def _takes_tokens(module: nn.Module) -> bool:
+    """Returns whether the forward of a module takes three arguments, besides optional ones."""
+    arguments = list(inspect.signature(module.forward).parameters.values())
+    named = [each for each in arguments if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    more = named[3:] + [each for each in arguments if each.kind == each.KEYWORD_ONLY]
+    return len(named) >= 3 and all(each.default is not each.empty for each in more)
+
+
+# Sharding and dispatch
+
+
+def shard_experts(module: nn.Module, mesh: Any, copies: Any = None, scale: float = 1.0) -> None:
+    """Shards the parameters of a module of experts in place, and makes its forward exchange tokens.
+
+    Args:
+        module: Module of experts, whose tensors may be on the meta device.
+        mesh: Mesh with the dimension "ep".
+        copies: Mesh of the ranks with the same tokens as this rank, each of which sends a part of them, or
+            None.
+        scale: Factor of the gradients of the parameters.
+    """
+    experts = mesh[AXIS]
+    number = count_experts(module)
+    for owner in module.modules():
+        for name, parameter in list(owner.named_parameters(recurse=False)):
+            local = parameter.detach().chunk(experts.size())[experts.get_local_rank()].clone()
+            sharded = DTensor.from_local(local, experts, [Shard(0)], run_check=False)
+            owner.register_parameter(name, nn.Parameter(sharded, parameter.requires_grad))
+    if hasattr(module, "num_experts"):
+        module.num_experts = number // experts.size()
+    module.__dict__["forward"] = DispatchedForward(module, number, experts, copies, scale)
+
+
+@contextmanager
+def whole_experts(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Gathers the experts of models inside the block, in which their forwards exchange no tokens.
+
+    Called on all ranks.
+    """
+    with ExitStack() as stack:
+        for module in (module for model in models for module in model.modules()):
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, DispatchedForward):
+                stack.enter_context(forward.whole())
+        yield
+
+
+class DispatchedForward:
+    """Callable that runs a module of experts on the tokens of all ranks that chose its experts.
+
+    It is the instance attribute `forward` of the module. Called on all ranks of the axis, also without
+    tokens.
+
+    Args:
+        module: Module whose parameters are sharded over the axis.
+        num_experts: Number of experts on all ranks.
+        mesh: Mesh of the axis.
+        copies: Mesh of the ranks with the same tokens as this rank, or None.
+        scale: Factor of the gradients of the parameters.
+    """
+
+    def __init__(self, module: nn.Module, num_experts: int, mesh: Any, copies: Any, scale: float) -> None:
+        self.module = module
+        self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.num_experts, self.mesh, self.copies, self.scale = num_experts, mesh, copies, scale
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """Forward of the experts of this rank, for `inspect.signature`."""
+        return self.inner or type(self.module).forward.__get__(self.module)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Gathers the experts of the module and restores its forward inside the block."""
+        module: Any = self.module
+        num_local = getattr(module, "num_experts", None)
+        with torch.no_grad(), _replaced_parameters(module, DTensor.full_tensor):
+            module.__dict__["forward"] = self.__wrapped__
+            if num_local is not None:
+                module.num_experts = self.num_experts
+            try:
+                yield
+            finally:
+                module.__dict__["forward"] = self
+                if num_local is not None:
+                    module.num_experts = num_local
+
+    # The host reads the number of rows, which differs in each batch.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 3:
+            args = inspect.signature(self.__wrapped__).bind(*args, **kwargs).args
+        hidden, indices, weights = args
+        tokens = hidden.reshape(-1, hidden.shape[-1])
+        choices = indices.reshape(-1, indices.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        if self.copies is None:
+            output = self._dispatch(tokens, *choices)
+        else:
+            shards = [_scatter(tensor, self.copies) for tensor in (tokens, *choices)]
+            output = _gather(self._dispatch(*shards), self.copies, len(tokens))
+        return output.reshape(*hidden.shape[:-1], -1)
+
+    def _dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Returns the sums of the weighted outputs of the chosen experts for the tokens of this rank."""
+        group, size = self.mesh.get_group(), self.mesh.size()
+        num_local, num_choices = self.num_experts // size, indices.shape[-1]
+        chosen = indices.reshape(-1)
+        order = torch.argsort(chosen, stable=True)  # by rank, and by expert for each rank
+        sent = torch.bincount(chosen, minlength=self.num_experts).view(size, num_local)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        lengths = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+        rows = exchange(tokens[order // num_choices], lengths, group)
+        row_weights = exchange(weights.reshape(-1, 1)[order], lengths, group)
+        local = torch.arange(num_local, device=received.device).repeat(size)
+        local = local.repeat_interleave(received.reshape(-1), output_size=len(rows))
+        outputs = exchange(self._run(rows, local.unsqueeze(1), row_weights), lengths[::-1], group)
+        by_choice = outputs[torch.argsort(order)].view(len(tokens), num_choices, outputs.shape[-1])
+        return by_choice.sum(1)
+
+    def _run(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Returns the weighted outputs of the experts of this rank, each for one row."""
+        num_rows = len(rows)
+        if not num_rows:  # a row of zeros, so that backward reaches parameters and the other ranks
+            rows, experts, weights = (
+                nn.functional.pad(tensor, (0, 0, 0, 1)) for tensor in (rows, experts, weights)
+            )
+        with _replaced_parameters(self.module, self._to_local):
+            output: Tensor = self.__wrapped__(rows, experts, weights)
+        return output[:num_rows]
+
+    def _to_local(self, parameter: DTensor) -> Tensor:
+        """Returns the experts of this rank, with the factor of their gradients."""
+        local: Tensor = parameter.to_local()
+        return local if self.scale == 1.0 else _ScaledGradient.apply(local, self.scale)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def _replaced_parameters(module: nn.Module, replace: Callable[[DTensor], Tensor]) -> Iterator[None]:
+    """Replaces the sharded parameters of a module by plain tensors inside the block."""
+    kept: list[tuple[dict[str, Any], str, Any]] = [
+        (owner._parameters, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if isinstance(parameter, DTensor)
+    ]
+    for parameters, name, parameter in kept:
+        parameters[name] = replace(parameter)
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in kept:
+            parameters[name] = parameter
+
+
+class _ScaledGradient(torch.autograd.Function):
+    """Identity whose backward multiplies the gradient by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] * ctx.factor, None
+
+
+def exchange(rows: Tensor, lengths: list[list[int]], group: Any) -> Tensor:
+    """Returns the rows that all ranks send to this rank, with gradients that are sent back.
+
+    Called on all ranks of the group.
+
+    Args:
+        rows: Rows for each rank, in the order of the ranks.
+        lengths: Numbers of rows that this rank sends to each rank, and that it receives from each.
+        group: Process group.
+    """
+    return _Exchange.apply(rows, *lengths, group)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all whose backward is the all-to-all in the other direction."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+        ctx.lengths, ctx.group = (received, sent), group
+        return _all_to_all(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        sent, received = ctx.lengths
+        return _all_to_all(gradients[0], sent, received, ctx.group), None, None, None
+
+
+def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    output = rows.new_empty(sum(received), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
+    return output
+
+
+def _scatter(tensor: Tensor, mesh: Any) -> Tensor:
+    """Returns this rank's rows of a tensor that all ranks of a mesh have."""
+    whole = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(0)]).to_local()
+
+
+def _gather(rows: Tensor, mesh: Any, num_rows: int) -> Tensor:
+    """Returns the rows of all ranks of a mesh."""
+    shape = torch.Size((num_rows, *rows.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    sharded = DTensor.from_local(
+        rows.contiguous(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+    )
+    return sharded.full_tensor()
