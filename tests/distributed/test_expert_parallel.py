@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
@@ -495,9 +496,12 @@ class Reader(nn.Module):
 
 
 def train_reader(sizes: dict[str, int]) -> dict[str, Any]:
+    by_user = sizes.pop("sharded by the user", 0)
     accelerator = make_accelerator(sizes)
     torch.manual_seed(0)
     model = Reader()
+    if by_user:
+        fully_shard(model, mesh=accelerator.torch_device_mesh["dp_replicate"])
     rows = torch.randint(17, (16, 17), generator=torch.Generator().manual_seed(1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     loader = DataLoader(rows, batch_size=4)  # type: ignore[arg-type]
@@ -523,8 +527,15 @@ def train_reader(sizes: dict[str, int]) -> dict[str, Any]:
 @pytest.mark.skipif(
     is_torch_version("<", "2.13"), reason="no context parallelism on the CPU before torch 2.13"
 )
-@pytest.mark.parametrize("sizes", [{"ep_size": 2, "cp_size": 2}, {"ep_size": 2, "cp_size": 2, "fsdp": 1}])
-def test_ranks_that_share_sequences_have_the_same_experts(run: Run, sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"ep_size": 2, "cp_size": 2},
+        {"ep_size": 2, "cp_size": 2, "fsdp": 1},
+        {"dp_replicate_size": 2, "cp_size": 2, "sharded by the user": 1},
+    ],
+)
+def test_gradients_are_averaged_over_ranks_that_share_sequences(run: Run, sizes: dict[str, int]) -> None:
     (expected,) = run(train_reader, {}, processes=1)
     for found in run(train_reader, sizes, processes=4, timeout=180):
         assert_equal(found, expected)

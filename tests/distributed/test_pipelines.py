@@ -309,6 +309,22 @@ def test_sums_over_items_are_those_of_one_process(run: Run) -> None:
         assert found == pytest.approx(expected, rel=1e-6)
 
 
+def train_on_one_sample(schedule: str, processes: int) -> float:
+    accelerator = make_accelerator("", schedule, processes)
+    model, _, _ = build(accelerator)
+    batch = {"ids": torch.arange(4)[None], "targets": torch.arange(4)[None]}
+    loss = accelerator.forward_backward(model, batch, mean_loss)
+    return float(loss) + float(accelerator.clip_grad_norm_(model.parameters(), 1.0))
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", *(pytest.param(name, marks=pytest.mark.slow) for name in SCHEDULES)]
+)
+def test_a_batch_of_one_sample_trains(run: Run, schedule: str) -> None:
+    (expected,) = run(train_on_one_sample, schedule, 1, processes=1)
+    assert run(train_on_one_sample, schedule, 2, processes=2) == pytest.approx([expected] * 2, rel=1e-6)
+
+
 def use_wrongly() -> None:
     accelerator = make_accelerator("", "1f1b", 2)
     model, _, loader = build(accelerator)

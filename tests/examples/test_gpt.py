@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,9 @@ WAYS |= {
 FAST = ("CP", "PP")
 
 
-def losses(*command: str) -> list[float]:
+def losses(*command: str, options: Sequence[str] = ()) -> list[float]:
     done = subprocess.run(
-        [*command, str(SCRIPT), "--steps", "31"], capture_output=True, text=True, timeout=180
+        [*command, str(SCRIPT), "--steps", "31", *options], capture_output=True, text=True, timeout=180
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = LINE.findall(done.stdout)
@@ -66,3 +67,21 @@ def alone() -> list[float]:
 )
 def test_the_losses_are_those_of_one_process(alone: list[float], way: str) -> None:
     assert losses(*LAUNCH, *WAYS[way]) == pytest.approx(alone, abs=2e-3)
+
+
+EXPERT_WAYS = {
+    "EP": [*TWO, *MESH, "--parallelism_config_ep_size", "2"],
+    "EP+FSDP2": [
+        *("--num_processes", "4", *SHARDED, *MESH),
+        *("--parallelism_config_ep_size", "2", "--parallelism_config_dp_shard_size", "2"),
+    ],
+    "PP": [*TWO, *PIPELINE],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", EXPERT_WAYS)
+def test_a_mixture_of_experts_trains_as_on_one_process(way: str) -> None:
+    alone = losses(sys.executable, options=["--experts", "4"])
+    found = losses(*LAUNCH, *EXPERT_WAYS[way], options=["--experts", "4"])
+    assert found == pytest.approx(alone, abs=2e-3)

@@ -242,21 +242,23 @@ class PipelineSchedule(NamedTuple):
         stages_per_rank: Default number of stages on each rank.
         is_v: Whether the last rank has two adjacent stages, and the first rank the first and the last one.
         splits_backward: Whether gradients of inputs and of weights are computed in separate passes.
+        for_few: Schedule with the same stages for batches with too few micro-batches.
     """
 
     stages_per_rank: int
+    for_few: str
     is_v: bool = False
     splits_backward: bool = False
 
 
 SCHEDULES = {
-    "gpipe": PipelineSchedule(1),
-    "1f1b": PipelineSchedule(1),
-    "interleaved1f1b": PipelineSchedule(2),
-    "loopedbfs": PipelineSchedule(2),
-    "interleavedzerobubble": PipelineSchedule(2, splits_backward=True),
-    "zbvzerobubble": PipelineSchedule(2, is_v=True, splits_backward=True),
-    "dualpipev": PipelineSchedule(2, is_v=True, splits_backward=True),
+    "gpipe": PipelineSchedule(1, "gpipe"),
+    "1f1b": PipelineSchedule(1, "gpipe"),
+    "interleaved1f1b": PipelineSchedule(2, "loopedbfs"),
+    "loopedbfs": PipelineSchedule(2, "loopedbfs"),
+    "interleavedzerobubble": PipelineSchedule(2, "loopedbfs", splits_backward=True),
+    "zbvzerobubble": PipelineSchedule(2, "zbvzerobubble", is_v=True, splits_backward=True),
+    "dualpipev": PipelineSchedule(2, "zbvzerobubble", is_v=True, splits_backward=True),
 }
 """Schedules by the names of their classes in torch, in lower case."""
 

@@ -294,18 +294,26 @@ class Pipeline:
             )
             for index, module in self.stages.items()
         ]
-        kind = schedules.get_schedule_class(self._config.schedule)
-        is_single = issubclass(kind, schedules.PipelineScheduleSingle)
-        try:
-            schedule = kind(stages[0] if is_single else stages, count, loss_fn=_output, scale_grads=False)
-        except ValueError as error:
-            raise ConfigurationError(
-                f"schedule={self._config.schedule!r} does not take {count} micro-batches on "
-                f"{dist.get_world_size(self._group)} ranks ({error}). Change microbatches, make batches "
-                "divisible by it, or set drop_last=True in the loader."
-            ) from error
+        schedule = self._build_schedule(stages, count)
         self._schedules[has_backward] = key, schedule
         return schedule
+
+    def _build_schedule(self, stages: list[Any], count: int) -> Any:
+        """Returns the schedule for a number of micro-batches, or a simpler one for too few of them."""
+        known = SCHEDULES[self._config.schedule]
+        names = (self._config.schedule, known.for_few)
+        for name in names:
+            kind = schedules.get_schedule_class(name)
+            is_single = issubclass(kind, schedules.PipelineScheduleSingle)
+            try:
+                return kind(stages[0] if is_single else stages, count, loss_fn=_output, scale_grads=False)
+            except ValueError as error:
+                reason = error
+        raise ConfigurationError(
+            f"schedule={self._config.schedule!r} does not take {count} micro-batches on "
+            f"{dist.get_world_size(self._group)} ranks ({reason}). Change microbatches, or set "
+            "drop_last=True in the loader."
+        ) from reason
 
     def _compute(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
         part, trace = self._microbatches[index], self._chunk_traces[index]
