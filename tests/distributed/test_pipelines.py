@@ -56,7 +56,8 @@ class Net(nn.Module):
         hidden = self.tokens(ids) + self.positions
         scale = 1.0 + 0.1 * (ids == 0).unsqueeze(-1).float()
         for block in self.blocks:
-            (hidden,) = block(hidden, scale=scale)
+            (added,) = block(hidden, scale=scale)
+            hidden = 0.5 * hidden + added  # outside of the block that begins a stage
         logits: Tensor = self.head(self.norm(hidden))
         return logits
 

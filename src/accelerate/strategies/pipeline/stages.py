@@ -6,13 +6,14 @@ The model stays the module of the user. Submodules of other stages have no param
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from accelerate import torch_private
 from accelerate.base import PreparationError, StateError
@@ -85,6 +86,20 @@ class StageRun:
     def replace_received(self, values: Any) -> Any:
         """Returns nested values with received tensors."""
         return replace_tensors(self._received, values)
+
+
+class ReceivedTensors(TorchFunctionMode):
+    """Context in which functions of torch get the tensors that a stage has received."""
+
+    def __init__(self, run: StageRun) -> None:
+        super().__init__()
+        self._stage = run
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        args, kwargs = self._stage.replace_received((args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 class StageEnd(Exception):
@@ -258,10 +273,11 @@ class PipelineModel:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Returns the outputs of the model on the last stage, and on others the tensors to send."""
-        self._run = StageRun(stage, trace, received)
+        self._run = run = StageRun(stage, trace, received)
         try:
-            outputs = self.forward(args, kwargs)
-            return self._run.replace_received(outputs)
+            with ReceivedTensors(run) if trace.uses_received else nullcontext():
+                outputs = self.forward(args, kwargs)
+            return run.replace_received(outputs)
         except StageEnd as end:
             return end.checked()
         finally:

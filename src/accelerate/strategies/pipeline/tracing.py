@@ -56,10 +56,18 @@ class Boundary(NamedTuple):
 
 @dataclass
 class Trace:
-    """Calls of submodules in a forward, and the boundaries of stages after the first."""
+    """Calls of submodules in a forward, and the boundaries of stages after the first.
+
+    Attributes:
+        calls: The calls, in order.
+        boundaries: Boundaries of the stages after the first.
+        uses_received: Whether code between submodules uses received tensors, such as those of a residual
+            connection.
+    """
 
     calls: list[Call] = field(default_factory=list)
     boundaries: list[Boundary] = field(default_factory=list)
+    uses_received: bool = False
 
 
 Placeholders = Mapping[nn.Module, torch_private.Weights]
@@ -216,7 +224,10 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        inputs = _tensors_in((args, kwargs))
+        if any(id(tensor) in self._received for tensor in _tensors_in((args, kwargs))):
+            args, kwargs = replace_tensors(self._received, (args, kwargs))
+            self.trace.uses_received = True
+        inputs = _tensors_in((args, kwargs or {}))
         owned = [self._owners[id(tensor)] for tensor in inputs if id(tensor) in self._owners]
         followed = [tensor for tensor in inputs if id(tensor) in self._stage_of]
         name = getattr(func, "__name__", str(func))
@@ -225,7 +236,7 @@ class Tracer(TorchFunctionMode):
                 f"{type(self._model).__name__} cannot be split: the code between its layers reads the values "
                 f"of activations ({name}), which only one stage has. Move this code into a layer."
             )
-        outputs = func(*args, **kwargs)
+        outputs = func(*args, **(kwargs or {}))
         results = _tensors_in(outputs)
         if not results or func in _FROM_SHAPES:
             return outputs
