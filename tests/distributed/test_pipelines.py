@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -277,6 +279,27 @@ def test_activations_are_alive_as_long_as_the_schedule_says(
     run: Run, schedule: str, expected: list[int]
 ) -> None:
     assert run(count_alive, schedule, processes=2) == expected
+
+
+def count_live_bytes() -> tuple[int, int]:
+    """Bytes of all tensors of this process after `prepare`, and those of the whole model."""
+    config = PipelineConfig(microbatches=2)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=config))
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # isinstance reads deprecated attributes of other objects
+        tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not each.is_meta]
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
+    return sum(storage.nbytes() for storage in storages.values()), whole
+
+
+def test_weights_of_other_stages_are_freed(run: Run) -> None:
+    for live, whole in run(count_live_bytes, processes=2):
+        assert whole / 2 <= live < 0.6 * whole
 
 
 # Uneven batches, losses and errors

@@ -248,8 +248,10 @@ class Strategy:
         before = dict(model.named_parameters())
         self.axes.tensor.transform_model(model)
         self.session.replace((old, model.get_parameter(name)) for name, old in before.items())
+        whole = list(model.parameters())
         pipeline.transform_model(model)
-        self.session.drop(pipeline.pipelines[model].model.removed)
+        own = set(model.parameters())
+        self.session.drop(parameter for parameter in whole if parameter not in own)
         self.session.remap([*self.session.waiting, *self.session.prepared.optimizers])
 
     def shard_experts(self, model: nn.Module) -> None:

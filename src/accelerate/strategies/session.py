@@ -91,7 +91,7 @@ class PrepareSession:
     def drop(self, parameters: Iterable[Tensor]) -> None:
         """Records parameters that this rank does not have, which its optimizers do not step."""
         for parameter in parameters:
-            self.dropped[parameter] = parameter.detach()[:0] if parameter.ndim else parameter.detach()
+            self.dropped[parameter] = torch.empty(0)
 
     def remap(self, optimizers: Iterable[Any]) -> None:
         """Replaces old parameters in optimizers and their states."""

@@ -139,7 +139,6 @@ class PipelineModel:
     Attributes:
         specs: Weights of the whole model by name on the meta device, in the order of its state dict.
         aliases: All names of each weight by its name.
-        removed: Parameters that this rank does not have.
         holders: Stages of each parameter or buffer by its name.
     """
 
@@ -177,17 +176,11 @@ class PipelineModel:
         self._absent = {
             part: weights for each in absent for part, weights in self._placeholders[each].items()
         }
-        kept = {id(parameter) for parameter in self._parameters_of(set(split.submodules) - set(absent))}
-        self.removed = [p for p in self._parameters_of(absent) if id(p) not in kept]
         for submodule in split.submodules:
             self._replace_call(submodule)
         _set_call(model, evaluate)
         for submodule in absent:
             torch_private.remove_weights(submodule.module)
-
-    def _parameters_of(self, submodules: Any) -> list[nn.Parameter]:
-        found = {id(p): p for submodule in submodules for p in submodule.module.parameters()}
-        return list(found.values())
 
     def _is_absent(self, submodule: Submodule) -> bool:
         return submodule in self._placeholders and not submodule.stages & set(self.own_stages)
