@@ -557,7 +557,12 @@ class Accelerator(ProcessControl):
         """
         accumulation = self._accumulation
         loss = self._runtime.strategy.forward_backward(
-            model, batch, loss_fn, accumulation.scale, is_sum=accumulation.weighting is not None
+            model,
+            batch,
+            loss_fn,
+            self.backward,
+            accumulation.scale,
+            is_sum=accumulation.weighting is not None,
         )
         if step_clock.wanted:
             step_clock.keep("loss", local_scalar(loss))

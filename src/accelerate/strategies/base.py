@@ -422,7 +422,14 @@ class Strategy:
                 adopted.average_gradients()
 
     def forward_backward(
-        self, model: nn.Module, batch: Any, loss_fn: Any, scale: Callable[[Tensor], Tensor], *, is_sum: bool
+        self,
+        model: nn.Module,
+        batch: Any,
+        loss_fn: Any,
+        backward: Callable[[Tensor], None],
+        scale: Callable[[Tensor], Tensor],
+        *,
+        is_sum: bool,
     ) -> Tensor:
         """Computes the gradients of a batch, and returns its loss.
 
@@ -430,7 +437,8 @@ class Strategy:
             model: A prepared model.
             batch: The batch, as for `Accelerator.forward_backward`.
             loss_fn: Returns the loss of outputs and target, or None if the model computes it.
-            scale: Returns a loss times its weight in the window.
+            backward: Computes the gradients of a loss, for a model that is not in a pipeline.
+            scale: Returns a loss times its weight in the window, for a model in a pipeline.
             is_sum: Whether losses are sums over items.
         """
         from accelerate.strategies.pipeline import arguments_of, loss_of
@@ -440,7 +448,7 @@ class Strategy:
         if pipeline is None:
             args, kwargs, target = arguments_of(inner, batch, loss_fn is not None)
             loss = loss_of(model(*args, **kwargs), target, loss_fn)
-            self.backward(scale(loss))
+            backward(loss)
             return loss.detach().float()
         scaler = self.precision.scaler
         to_backward = (lambda loss: scaler.scale(scale(loss))) if scaler is not None else scale

@@ -48,6 +48,14 @@ def test_fused_backward_updates_parameters_and_step_counts(given: dict[str, floa
     assert (model.weight.item(), optimizer.num_updates) == (expected, 1)
 
 
+def test_forward_backward_updates_parameters_too() -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer = build(accelerator)
+    loss = accelerator.forward_backward(model, (torch.ones(1, 1), None), lambda output, target: output.sum())
+    optimizer.step()
+    assert (loss.item(), model.weight.item(), optimizer.num_updates) == (1.0, 0.5, 1)
+
+
 def test_a_schedule_sets_the_rate() -> None:
     accelerator = Accelerator(cpu=True)
     model, optimizer = build(accelerator)
