@@ -250,7 +250,7 @@ def test_under_nohup_sighup_does_not_end_the_run(scripts: Scripts, count: str) -
     (scripts.folder / "go").touch()
     ended = launched.wait()
     assert ended.code == 0, ended.err
-    assert ended.out == "end\n" * int(count)
+    assert ended.out.count("end") == int(count)  # processes write at the same time
 
 
 @pytest.mark.parametrize("count", ["1", "2"])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -102,6 +101,8 @@ def _loss_in(output: Any) -> Tensor | None:
     return first if isinstance(first, Tensor) else None
 
 
+FAKE_TENSORS = "torch._subclasses.fake_tensor"
+"""Name of the logger of fake tensors, which logs the tracebacks of errors."""
 UNTRACEABLE_ERRORS = (
     "DataDependentOutputException",
     "DynamicOutputShapeException",
@@ -144,7 +145,7 @@ def record_step(step: Step) -> Recording:
     tracker = torch_private.MemTracker()
     try:
         with (
-            _quiet_fake_tensors(),
+            torch_private.log_silenced(FAKE_TENSORS),
             warnings.catch_warnings(),
             _restored_generators(),
             torch_private.fake_parameters_converted(),
@@ -165,25 +166,18 @@ def record_step(step: Step) -> Recording:
 
 
 @contextmanager
-def _quiet_fake_tensors() -> Iterator[None]:
-    """Keeps torch from logging the tracebacks of errors that this package handles."""
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
-
-
-@contextmanager
 def fake_operators(mode: Any) -> Iterator[None]:
     """Runs operators on fake tensors inside the block, also those that need values, such as routing.
 
     Args:
         mode: The `FakeTensorMode`.
     """
-    with _quiet_fake_tensors(), values_readable(), mode, OperatorMode(Kernels(measures=False, on_cpu=False)):
+    with (
+        torch_private.log_silenced(FAKE_TENSORS),
+        values_readable(),
+        mode,
+        OperatorMode(Kernels(measures=False, on_cpu=False)),
+    ):
         yield
 
 

@@ -242,6 +242,7 @@ class PipelineSchedule(NamedTuple):
         stages_per_rank: Default number of stages on each rank.
         is_v: Whether the last rank has two adjacent stages, and the first rank the first and the last one.
         splits_backward: Whether gradients of inputs and of weights are computed in separate passes.
+        has_rounds: Whether micro-batches run in rounds of one size, with at least one for each rank.
         for_few: Schedule with the same stages for batches with too few micro-batches.
     """
 
@@ -249,14 +250,15 @@ class PipelineSchedule(NamedTuple):
     for_few: str
     is_v: bool = False
     splits_backward: bool = False
+    has_rounds: bool = False
 
 
 SCHEDULES = {
     "gpipe": PipelineSchedule(1, "gpipe"),
     "1f1b": PipelineSchedule(1, "gpipe"),
-    "interleaved1f1b": PipelineSchedule(2, "loopedbfs"),
+    "interleaved1f1b": PipelineSchedule(2, "loopedbfs", has_rounds=True),
     "loopedbfs": PipelineSchedule(2, "loopedbfs"),
-    "interleavedzerobubble": PipelineSchedule(2, "loopedbfs", splits_backward=True),
+    "interleavedzerobubble": PipelineSchedule(2, "loopedbfs", splits_backward=True, has_rounds=True),
     "zbvzerobubble": PipelineSchedule(2, "zbvzerobubble", is_v=True, splits_backward=True),
     "dualpipev": PipelineSchedule(2, "zbvzerobubble", is_v=True, splits_backward=True),
 }

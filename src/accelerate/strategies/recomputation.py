@@ -257,7 +257,7 @@ def chosen_policy(
 class BudgetedForward:
     """Hook before the forward of a prepared model that chooses its policy for the first training batch.
 
-    It stays to warn about a larger batch. Copies of the model do not have it.
+    Afterwards it warns about a larger batch. It is not copied with the model.
 
     Args:
         strategy: Strategy of the run.

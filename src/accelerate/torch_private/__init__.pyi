@@ -59,7 +59,7 @@ from accelerate.torch_private.optimizers import (
     unscale_shards as unscale_shards,
 )
 from accelerate.torch_private.pipelining import (
-    PipelineStageOfChunks as PipelineStageOfChunks,
+    UnevenPipelineStage as UnevenPipelineStage,
 )
 from accelerate.torch_private.processes import (
     agent_hooks as agent_hooks,
@@ -76,6 +76,7 @@ from accelerate.torch_private.tracing import (
     fake_parameters_converted as fake_parameters_converted,
     find_recomputation as find_recomputation,
     is_operator as is_operator,
+    log_silenced as log_silenced,
     memory_dump as memory_dump,
     memory_recorder as memory_recorder,
     mutated_by as mutated_by,

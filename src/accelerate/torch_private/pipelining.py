@@ -14,7 +14,7 @@ Specs = Sequence[Any]
 """Shape and dtype of each tensor that stages exchange."""
 
 
-class PipelineStageOfChunks(PipelineStage):
+class UnevenPipelineStage(PipelineStage):
     """Stage that exchanges tensors whose shapes depend on the micro-batch.
 
     torch allocates the same buffers for all micro-batches.

@@ -5,6 +5,7 @@ They adapt torch's memory tracker, and read operators and recorded allocations.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +27,22 @@ def memory_recorder(memory: Any) -> Any:
     The documentation uses its private name.
     """
     return getattr(memory, "_record_memory_history", None)
+
+
+@contextmanager
+def log_silenced(name: str) -> Iterator[None]:
+    """Keeps a logger of torch from logging errors that this package handles or raises.
+
+    Args:
+        name: Name of the logger, which is that of a private module.
+    """
+    log = logging.getLogger(name)
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def skip_frozen_gradients(tracker: Any, model: nn.Module) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from fnmatch import fnmatchcase
 from math import prod
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from accelerate.base import PreparationError, listed, wrong_value
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.strategies.axes.base import Axis
+from accelerate.strategies.axes.tensor import matches
 
 AXIS = "ep"
 DISPATCHED = "ep_dispatch_experts"
@@ -157,13 +157,9 @@ def _planned(owner: str, module: nn.Module, modules: Mapping[str, nn.Module]) ->
     patterns = [pattern for pattern, style in (plan or {}).items() if style == DISPATCHED]
     prefix = f"{owner}." if owner else ""
     for name in modules if patterns else ():
-        parts = name.removeprefix(prefix).split(".")
-        if name.startswith(prefix) and any(_matches(parts, pattern.split(".")) for pattern in patterns):
+        inner = name.removeprefix(prefix)
+        if name.startswith(prefix) and any(matches(inner, pattern) for pattern in patterns):
             yield name
-
-
-def _matches(parts: list[str], pattern: list[str]) -> bool:
-    return len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
 
 
 def _reason_without_experts(model: nn.Module, is_experts: Any) -> tuple[str, str]:

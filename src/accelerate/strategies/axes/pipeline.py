@@ -43,7 +43,8 @@ class PipelineAxis(Axis):
         self.pipelines[model] = pipeline
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in pipeline.holders.items():
-            by_ranks.setdefault(tuple(sorted(ranks)), []).append(name)
+            if name in pipeline.parameter_names:
+                by_ranks.setdefault(tuple(sorted(ranks)), []).append(name)
         for holders, names in sorted(by_ranks.items()):
             if len(holders) > 1:
                 enumerate_groups: Any = dist.new_subgroups_by_enumeration
@@ -91,5 +92,5 @@ class PipelineAxis(Axis):
             for pipeline in self.pipelines.values()
             for names, _ in pipeline.shared
             for name in names
-            if min(pipeline.holders[name]) < rank and pipeline.is_parameter(name)
+            if min(pipeline.holders[name]) < rank
         }

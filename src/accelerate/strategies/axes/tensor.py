@@ -104,9 +104,7 @@ def plan_of(model: nn.Module, experts: Collection[nn.Module] = ()) -> dict[str, 
     skipped = {module for each in experts for module in each.modules()}
     names = [name for name, module in model.named_modules() if module not in skipped]
     patterns = {pattern: style for pattern, style in plan.items() if style != REPLICATED}
-    matched = {
-        name: style for pattern, style in patterns.items() for name in names if _matches(name, pattern)
-    }
+    matched = {name: style for pattern, style in patterns.items() for name in names if matches(name, pattern)}
     if not matched:
         raise PreparationError(
             f"The tp_plan of {kind} fits none of its modules: {listed(list(plan))}. Write patterns of their "
@@ -128,7 +126,8 @@ def plan_of(model: nn.Module, experts: Collection[nn.Module] = ()) -> dict[str, 
     return {name: styles[style]() if isinstance(style, str) else style for name, style in sharded.items()}
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Returns whether a pattern of a plan, in which `*` matches one component, fits the name of a module."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 

@@ -61,9 +61,9 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
     if issubclass(type(model), FSDPModule):  # the class that fully_shard sets
         return model
     plugin = accelerator.state.fsdp_plugin
-    whole: set[nn.Parameter] = getattr(model, "whole_on_ranks", set())
+    whole: set[nn.Parameter] | None = getattr(model, "whole_on_ranks", None)
     # Rank 0 has no weights of other stages of a pipeline.
-    loads_from_rank0 = plugin.cpu_ram_efficient_loading and not hasattr(model, "whole_on_ranks")
+    loads_from_rank0 = plugin.cpu_ram_efficient_loading and whole is None
     # Ignored parameters are moved before the model is moved to the meta device.
     ignored, chosen, in_float32 = plan_units(
         plugin,
@@ -72,7 +72,7 @@ def fsdp2_prepare_model(accelerator: Any, model: Model) -> Model:
         None if loads_from_rank0 else accelerator.device,
         getattr(accelerator, "scaler_handler", None),
     )
-    ignored |= whole
+    ignored |= whole or set()
     experts = _experts_of(accelerator, model)
     inside = {module for unit in experts for module in unit.modules()}
     chosen = [*experts, *(unit for unit in chosen if unit not in inside)]

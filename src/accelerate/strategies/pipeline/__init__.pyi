@@ -1,5 +1,3 @@
 from accelerate.strategies.pipeline.microbatches import arguments_of as arguments_of, loss_of as loss_of
 from accelerate.strategies.pipeline.runner import Pipeline as Pipeline
-from accelerate.strategies.pipeline.split import split_model as split_model
-from accelerate.strategies.pipeline.stages import PipelineModel as PipelineModel, StageModule as StageModule
 from accelerate.strategies.pipeline.state import PipelineState as PipelineState

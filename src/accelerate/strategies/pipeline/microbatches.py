@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from accelerate import torch_private
 from accelerate.base import PreparationError, wrong_value
 from accelerate.devices import of_device
+from accelerate.strategies.pipeline.tracing import tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -166,7 +167,7 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     weights = [1.0 if is_sum else float(size) for size in sizes]
     weighted = [w * loss.float() for w, loss in zip(weights, losses, strict=True)]
     apart = torch.stack(weighted).sum() / (1 if is_sum else sum(weights))
-    dtypes = {tensor.dtype for tensor in _tensors_in(both) if tensor.is_floating_point()}
+    dtypes = {tensor.dtype for tensor in tensors_in(both) if tensor.is_floating_point()}
     is_low = any(torch.finfo(dtype).bits < 32 for dtype in dtypes)
     if torch.allclose(together, apart, rtol=2e-2 if is_low else 1e-4, atol=1e-5):
         return
@@ -177,10 +178,6 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
         "tokens return the sum and use accumulate(model, num_items=...). A loss over pairs of samples needs "
         "the whole batch, so set microbatches=1."
     )
-
-
-def _tensors_in(values: Any) -> list[Tensor]:
-    return [leaf for leaf in torch_private.pytree.tree_flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
 def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:

@@ -5,9 +5,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch.distributed.pipelining import schedules
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, StateError
 from accelerate.plugins import SCHEDULES, PipelineConfig
+from accelerate.strategies.fsdp import named_parameters
 from accelerate.strategies.pipeline.microbatches import (
     Computed,
     LossFunction,
@@ -30,7 +30,7 @@ from accelerate.strategies.pipeline.microbatches import (
 )
 from accelerate.strategies.pipeline.split import split_model
 from accelerate.strategies.pipeline.stages import PipelineModel, StageModule, is_split
-from accelerate.strategies.pipeline.tracing import TensorSpec, Trace, signature_of, to_zeros
+from accelerate.strategies.pipeline.tracing import TensorSpec, Trace, signature_of, specs_of, to_zeros
 from accelerate.strategies.sharded_models import Replicas
 
 
@@ -56,6 +56,7 @@ class Pipeline:
         model: The model in its stages.
         holders: Ranks of the pipeline that have each parameter and buffer, by its name.
         shared: Names of parameters that several ranks have, with the process group of these ranks.
+        parameter_names: Names of the parameters of the whole model, tied ones by each of their names.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Pipeline:
         self._rank, num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._ranks = stage_ranks(config, num_ranks)
         _check_model(model)
+        self.parameter_names = set(named_parameters(model))
         split = split_model(model, len(self._ranks), config.split)
         own = [stage for stage, rank in enumerate(self._ranks) if rank == self._rank]
         self.model = PipelineModel(model, split, own, device, self._call)
@@ -76,13 +78,12 @@ class Pipeline:
         }
         self.shared: list[tuple[list[str], Any]] = []
         self._summed: dict[nn.Parameter, Tensor | None] | None = None
-        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._schedules: dict[bool, tuple[Any, Any]] = {}  # by whether it has a backward pass
         self._traces: dict[Any, Trace] = {}
         self._is_checked = False
         # Of the batch that is computed now
         self._microbatches: list[MicroBatch] = []
-        self._chunk_traces: list[Trace] = []
+        self._current_traces: list[Trace] = []
         self._finish: Callable[[Any, int], Tensor] | None = None
 
     def train(
@@ -126,7 +127,7 @@ class Pipeline:
         dist.broadcast(total, self._last_rank, group=self._group)
         return total
 
-    @property
+    @cached_property
     def order(self) -> dict[str, int]:
         """Position of each name in the state dict of the whole model."""
         return {name: position for position, name in enumerate(self.model.specs)}
@@ -142,16 +143,11 @@ class Pipeline:
     def _count(self, num_samples: int) -> int:
         """Returns the number of micro-batches of a batch, the largest one that the schedule takes."""
         largest = min(self._config.microbatches, num_samples)
-        if not self._config.schedule.startswith("interleaved"):
+        if not SCHEDULES[self._config.schedule].has_rounds:
             return largest
         num_ranks = dist.get_world_size(self._group)
-        # These schedules have rounds of one size, with at least one micro-batch for each rank.
         fits = (n for n in range(largest, 0, -1) if n % max(1, n // num_ranks) == 0)
         return next(fits)
-
-    def is_parameter(self, name: str) -> bool:
-        """Returns whether a name is that of a parameter, and not of a buffer."""
-        return name in self._parameters
 
     def sum_shared_gradients(self) -> None:
         """Adds up the gradients of parameters that several stages use, such as tied ones.
@@ -177,7 +173,7 @@ class Pipeline:
     def _shared_parameters(self) -> Iterator[tuple[list[nn.Parameter], Any]]:
         """Yields trained parameters that several ranks have, with the process group of these ranks."""
         for names, group in self.shared:
-            found = [self.model.model.get_parameter(name) for name in names if self.is_parameter(name)]
+            found = [self.model.model.get_parameter(name) for name in names]
             trained = {id(parameter): parameter for parameter in found if parameter.requires_grad}
             if trained:
                 yield list(trained.values()), group
@@ -214,7 +210,7 @@ class Pipeline:
     def _sent_from_last(self, outputs: Any) -> Any:
         """Returns the outputs of the last stage on all ranks of the pipeline."""
         pytree = torch_private.pytree
-        specs = [pytree.tree_map_only(Tensor, lambda tensor: TensorSpec(tensor.shape, tensor.dtype), outputs)]
+        specs = [specs_of(outputs)]
         dist.broadcast_object_list(specs, self._last_rank, group=self._group, device=self._device)
         is_last = dist.get_rank() == self._last_rank
         values = outputs if is_last else to_zeros(specs[0], self._device)
@@ -236,18 +232,15 @@ class Pipeline:
     ) -> None:
         microbatches = [part._replace(kwargs=self._without_cache(part.kwargs)) for part in microbatches]
         with self.model.running():
-            self._chunk_traces = [self._trace(part) for part in microbatches]
+            self._current_traces = [self._trace(part) for part in microbatches]
             self._microbatches, self._finish = microbatches, finish
             schedule = self._schedule(has_backward)
             # The index of a micro-batch selects its inputs, which may be any objects.
             indices, targets = torch.arange(len(microbatches)), torch.zeros(len(microbatches))
             run = schedule.step if has_backward else schedule.eval
-            # torch logs the whole schedule with an error.
-            log = logging.getLogger(schedules.__name__)
-            level = log.level
-            log.setLevel(logging.CRITICAL)
             try:
-                run(microbatch=indices, target=targets, return_outputs=False)
+                with torch_private.log_silenced(schedules.__name__):  # it has the whole schedule for an error
+                    run(microbatch=indices, target=targets, return_outputs=False)
             except RuntimeError as error:
                 if isinstance(error.__cause__, (ConfigurationError, PreparationError, StateError)):
                     raise error.__cause__ from None
@@ -259,8 +252,7 @@ class Pipeline:
                     ) from error
                 raise
             finally:
-                log.setLevel(level)
-                self._microbatches, self._chunk_traces, self._finish = [], [], None
+                self._microbatches, self._current_traces, self._finish = [], [], None
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments that disable key-value caches, which are not sent between stages."""
@@ -275,15 +267,15 @@ class Pipeline:
 
     def _schedule(self, has_backward: bool) -> Any:
         """Returns the schedule of the current micro-batches, which the next batch of these shapes reuses."""
-        key = tuple(map(id, self._chunk_traces))
+        key = tuple(map(id, self._current_traces))
         known = self._schedules.get(has_backward)
         if known is not None and known[0] == key:
             return known[1]
-        boundaries = [[boundary.specs for boundary in trace.boundaries] for trace in self._chunk_traces]
-        num_stages, count = len(self._ranks), len(self._chunk_traces)
+        boundaries = [[boundary.specs for boundary in trace.boundaries] for trace in self._current_traces]
+        num_stages, count = len(self._ranks), len(self._current_traces)
         loss = (TensorSpec(torch.Size(()), torch.float32),)
         stages = [
-            torch_private.PipelineStageOfChunks(
+            torch_private.UnevenPipelineStage(
                 module,
                 index,
                 num_stages,
@@ -316,7 +308,7 @@ class Pipeline:
         ) from reason
 
     def _compute(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
-        part, trace = self._microbatches[index], self._chunk_traces[index]
+        part, trace = self._microbatches[index], self._current_traces[index]
         outputs = self.model.compute(stage, trace, received, part.args, part.kwargs)
         if stage < len(self._ranks) - 1:
             return outputs

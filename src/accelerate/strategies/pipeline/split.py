@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from accelerate.base import ConfigurationError, PreparationError, listed, wrong_value
+from accelerate.base import PreparationError, listed, wrong_value
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -197,11 +197,3 @@ def _cost(module: nn.Module) -> int:
         for parameter in part.parameters(recurse=False)
     }
     return 1 + sum(p.numel() for p in module.parameters() if id(p) not in embeddings)
-
-
-def check_sizes(num_stages: int, num_ranks: int) -> None:
-    """Raises an error for stages that do not divide over the ranks of a pipeline."""
-    if num_stages % num_ranks:
-        raise ConfigurationError(
-            f"A pipeline of {num_ranks} ranks cannot have {num_stages} stages: each rank has the same number."
-        )

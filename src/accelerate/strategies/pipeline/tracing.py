@@ -164,7 +164,7 @@ class Tracer(TorchFunctionMode):
         # Code of containers may pass received tensors to later layers too, such as the output of an encoder.
         args, kwargs = replace_tensors(self._received, (args, kwargs))
         where = f"{submodule.names[0]} on stage {self.stage}"
-        self._check_stale(_tensors_in((args, kwargs)), where)
+        self._check_stale(tensors_in((args, kwargs)), where)
         weights = self._placeholders.get(submodule)
         if weights is not None and self.stage not in submodule.stages:
             raise PreparationError(
@@ -175,12 +175,12 @@ class Tracer(TorchFunctionMode):
             )
         if weights is None:
             outputs = run(*args, **kwargs)
-            depends = any(id(leaf) in self._stage_of for leaf in _tensors_in(outputs))
-            specs = _specs_of(outputs) if depends else None
+            depends = any(id(leaf) in self._stage_of for leaf in tensors_in(outputs))
+            specs = specs_of(outputs) if depends else None
         else:
             specs = self._outputs_of(submodule, weights, args, kwargs)
             outputs = to_zeros(specs, self._device)
-            self._mark(_tensors_in(outputs))
+            self._mark(tensors_in(outputs))
         self.trace.calls.append(Call(submodule, self.stage, specs))
         return outputs
 
@@ -216,7 +216,7 @@ class Tracer(TorchFunctionMode):
         with planning.fake_operators(mode), fake_weights(weights, self._device):
             converted = torch_private.pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
             outputs = submodule.module.forward(*converted[0], **converted[1])
-        return _specs_of(outputs)
+        return specs_of(outputs)
 
     # Functions in the code of containers
 
@@ -224,10 +224,10 @@ class Tracer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(id(tensor) in self._received for tensor in _tensors_in((args, kwargs))):
+        if any(id(tensor) in self._received for tensor in tensors_in((args, kwargs))):
             args, kwargs = replace_tensors(self._received, (args, kwargs))
             self.trace.uses_received = True
-        inputs = _tensors_in((args, kwargs or {}))
+        inputs = tensors_in((args, kwargs or {}))
         owned = [self._owners[id(tensor)] for tensor in inputs if id(tensor) in self._owners]
         followed = [tensor for tensor in inputs if id(tensor) in self._stage_of]
         name = getattr(func, "__name__", str(func))
@@ -237,7 +237,7 @@ class Tracer(TorchFunctionMode):
                 f"of activations ({name}), which only one stage has. Move this code into a layer."
             )
         outputs = func(*args, **(kwargs or {}))
-        results = _tensors_in(outputs)
+        results = tensors_in(outputs)
         if not results or func in _FROM_SHAPES:
             return outputs
         if owned:
@@ -275,7 +275,7 @@ class Tracer(TorchFunctionMode):
                 "stages begin. Name modules that it calls in PipelineConfig(split=[...])."
             )
         outputs = replace_tensors(self._received, outputs)
-        self._check_stale(_tensors_in(outputs), f"the output of {type(self._model).__name__}")
+        self._check_stale(tensors_in(outputs), f"the output of {type(self._model).__name__}")
         return self.trace
 
 
@@ -290,11 +290,13 @@ def _stages(stages: Iterable[int]) -> str:
     return f"stage {', '.join(map(str, sorted(stages)))}"
 
 
-def _tensors_in(values: Any) -> list[Tensor]:
+def tensors_in(values: Any) -> list[Tensor]:
+    """Returns the tensors in nested values."""
     return [leaf for leaf in torch_private.pytree.tree_flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
-def _specs_of(values: Any) -> Any:
+def specs_of(values: Any) -> Any:
+    """Returns nested values with specs in place of tensors."""
     return torch_private.pytree.tree_map_only(
         Tensor, lambda tensor: TensorSpec(tensor.shape, tensor.dtype), values
     )
