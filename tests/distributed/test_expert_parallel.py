@@ -110,7 +110,6 @@ def are_experts(module: nn.Module) -> bool:
 
 def make_accelerator(sizes: dict[str, int], **options: Any) -> Accelerator:
     """Returns the accelerator of a layout, which has FSDP 2 if it contains "fsdp"."""
-    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the output is a view that is not written to
     sizes = dict(sizes)
     plugin = None
     options.setdefault("layers", ["Layer"] if options.get("is_experts", are_experts) else None)
@@ -250,9 +249,8 @@ def train_family(name: str, sizes: dict[str, int], option: str, steps: int = 1) 
     history, losses = [], []
     for batch in loader:
         with accelerator.accumulate(model):
-            loss = model(input_ids=batch, labels=batch).loss
-            accelerator.backward(loss)
-            losses.append(accelerator.reduce(loss.detach(), "mean"))
+            loss = accelerator.forward_backward(model, {"input_ids": batch, "labels": batch})
+            losses.append(accelerator.reduce(loss, "mean"))
             if accelerator.sync_gradients:
                 norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 history.append((float(torch.stack(losses).mean()), float(norm)))
@@ -275,6 +273,8 @@ FAMILY_CASES = [
             ("Qwen3Moe", {"ep_size": 2, "dp_shard_size": 2, "fsdp": 1, "efficient": 1}, 4, ""),
             ("Mixtral", {"ep_size": 2}, 2, "auxiliary"),
             ("Mixtral", {"ep_size": 2, "fsdp": 1}, 2, "auxiliary"),
+            *((name, {"pp_size": 2, "ep_size": 2}, 4, "") for name in FAMILIES),
+            *((name, {"pp_size": 2, "ep_size": 2, "fsdp": 1}, 4, "") for name in FAMILIES),
             ("Qwen3Moe", {"ep_size": 2}, 2, "adapters"),
             ("Qwen3Moe", {"ep_size": 2, "fsdp": 1}, 2, "adapters"),
         ]
@@ -291,7 +291,9 @@ def test_models_of_transformers_train_as_on_one_process(
     steps = processes if option == "auxiliary" else 1
     (expected,) = run(train_family, name, {}, option, steps, processes=1, timeout=180)
     for found in run(train_family, name, sizes, option, processes=processes, timeout=240):
-        assert_equal(found, expected)
+        has_stages = "pp_size" in sizes  # a rank has the weights of its stage
+        weights = {key: expected["weights"][key] for key in found["weights"]} if has_stages else {}
+        assert_equal(found, {**expected, "weights": weights or expected["weights"]})
 
 
 # Checkpoints

@@ -17,10 +17,11 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base import ConfigurationError, PreparationError, StateError
+from accelerate.base import ConfigurationError, PreparationError, StateError, is_torch_version
 from accelerate.checkpointing import find_shards
 from accelerate.utils import PipelineConfig
 
+pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
 Run = Callable[..., list[Any]]
 SAMPLES, BATCH = 32, 16
 SCHEDULES = ["gpipe", "1f1b", "interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev"]
@@ -148,6 +149,8 @@ CASES = [
         for steps in (1, 2)
     ),
     pytest.param("fsdp", "1f1b", 4, {"norm": float("inf")}, marks=pytest.mark.slow),
+    pytest.param("fsdp", "1f1b", 4, {"is_tied": True, "steps": 2}, marks=pytest.mark.slow),
+    pytest.param("fsdp", "zbvzerobubble", 4, {"is_tied": True}, marks=pytest.mark.slow),
     pytest.param("", "loopedbfs", 2, {"norm": float("inf")}, marks=pytest.mark.slow),
     pytest.param("", "dualpipev", 2, {"is_tied": True}, marks=pytest.mark.slow),
 ]
@@ -177,11 +180,9 @@ def train_with(layout: str, schedule: str, processes: int, options: dict[str, An
 # Checkpoints
 
 
-def resume(
-    layout: str, schedule: str, processes: int, folder: Path, saves: bool, is_tied: bool
-) -> list[float]:
+def resume(layout: str, schedule: str, processes: int, folder: Path, saves: bool) -> list[float]:
     accelerator = make_accelerator(layout, schedule, processes)
-    model, optimizer, loader = build(accelerator, is_tied)
+    model, optimizer, loader = build(accelerator, is_tied=True)
 
     def step_through() -> list[float]:
         losses = []
@@ -223,9 +224,8 @@ def resume(
 def test_checkpoints_load_with_another_number_of_stages(
     run: Run, tmp_path: Path, saved: tuple[str, str, int], loaded: tuple[str, str, int]
 ) -> None:
-    is_tied = "fsdp" not in (saved[0], loaded[0])
-    first = run(resume, *saved, tmp_path, True, is_tied, processes=saved[2], timeout=180)
-    again = run(resume, *loaded, tmp_path, False, is_tied, processes=loaded[2], timeout=180)
+    first = run(resume, *saved, tmp_path, True, processes=saved[2], timeout=180)
+    again = run(resume, *loaded, tmp_path, False, processes=loaded[2], timeout=180)
     assert again[0] == pytest.approx(first[0], rel=1e-6)
     weights = {name for path in find_shards(tmp_path / "model") for name in load_file(path)}
     names = set(Net().state_dict())
@@ -279,6 +279,45 @@ def test_activations_are_alive_as_long_as_the_schedule_says(
     run: Run, schedule: str, expected: list[int]
 ) -> None:
     assert run(count_alive, schedule, processes=2) == expected
+
+
+def count_communication(layout: str, processes: int) -> list[dict[str, int]]:
+    """Calls of torch.distributed in each micro-batch of a window of two."""
+    accelerator = make_accelerator(layout, "1f1b", processes, gradient_accumulation_steps=2)
+    model, _, loader = build(accelerator)
+    counts: list[dict[str, int]] = []
+
+    def counting(name: str) -> Callable[..., Any]:
+        original = getattr(torch.distributed, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[-1][name] = counts[-1].get(name, 0) + 1
+            return original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("P2POp", "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast"):
+            patch.setattr(torch.distributed, name, counting(name))
+        for batch in loader:
+            with accelerator.accumulate(model):
+                counts.append({})
+                accelerator.forward_backward(model, batch, mean_loss)
+    return counts
+
+
+@pytest.mark.parametrize(("layout", "processes"), [("", 2), pytest.param("fsdp", 4, marks=pytest.mark.slow)])
+def test_communication_is_what_the_schedule_needs(run: Run, layout: str, processes: int) -> None:
+    """Two tensors for each of 5 micro-batches and the loss. Gradients are exchanged once in a window."""
+    for first, last in run(count_communication, layout, processes, processes=processes):
+        for counts in (first, last):
+            assert counts.pop("P2POp") == 2 * 5
+            assert counts.pop("broadcast") == 1
+        units = last.pop("reduce_scatter_single", 0)
+        assert units == (0 if not layout else 5)
+        assert first.pop("all_gather_single", 0) == last.pop("all_gather_single", 0) == units
+        assert not first
+        assert last == {"all_reduce": 2 if layout else 1}  # of the parameter outside of stages
 
 
 def count_live_bytes() -> tuple[int, int]:

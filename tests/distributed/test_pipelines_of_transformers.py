@@ -11,11 +11,12 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.base import PreparationError
+from accelerate.base import PreparationError, is_torch_version
 from accelerate.utils import PipelineConfig
 
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
 Run = Callable[..., list[Any]]
 SMALL = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 2}

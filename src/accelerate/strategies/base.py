@@ -454,8 +454,10 @@ class Strategy:
         to_backward = (lambda loss: scaler.scale(scale(loss))) if scaler is not None else scale
         if scaler is not None:  # a rank without the last stage scales no loss
             scaler.scale(torch.zeros((), device=self.context.device))
-        total: Tensor = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum)
-        if self.context.gradients.sync_gradients:
+        gradients = self.context.gradients
+        reduces = gradients.sync_gradients or gradients.plugin_kwargs.get("sync_each_batch", False)
+        total: Tensor = pipeline.train(batch, loss_fn, to_backward, is_sum=is_sum, reduces_gradients=reduces)
+        if gradients.sync_gradients:
             pipeline.sum_shared_gradients()
             for adopted in self.sharded.values():
                 adopted.average_gradients()

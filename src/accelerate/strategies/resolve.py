@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from accelerate.base import ConfigurationError, DynamoBackend, wrong_value
+import torch
+
+from accelerate.base import ConfigurationError, DynamoBackend, is_torch_version, wrong_value
 from accelerate.devices import hardware_table
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.plugins import SCHEDULES, FullyShardedDataParallelPlugin, version_of
@@ -122,12 +124,16 @@ def _check_megatron(request: RunRequest, hardware: str) -> None:
 
 def _check_pipeline(mesh: ParallelismConfig, request: RunRequest) -> None:
     """Raises an error for arguments that do not work with pipeline parallelism."""
+    if is_torch_version("<", "2.13"):
+        reason = f"the schedules of torch {torch.__version__} take micro-batches of one size"
+        raise wrong_value("pp_size", mesh.pp_size, reason, "Install torch 2.13, or set pp_size=1")
     if mesh.cp_enabled:
         reason = "the stages of a pipeline exchange whole sequences"
         raise wrong_value("cp_size", mesh.cp_size, reason, "Set it to 1, or pp_size=1")
-    if mesh.ep_enabled:
-        reason = "the experts of a stage would be on other ranks than its other layers"
-        raise wrong_value("ep_size", mesh.ep_size, reason, "Set it to 1, or pp_size=1")
+    if mesh.ep_enabled and mesh.tp_enabled and request.fsdp is None:
+        reason = "with tp_size and pp_size only FSDP shards experts"
+        fix = "Pass fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2), or set tp_size=1"
+        raise wrong_value("ep_size", mesh.ep_size, reason, fix)
     if request.fsdp is not None and version_of(request.fsdp).number == 1:
         reason = "the schedules of torch take FSDP 2"
         raise wrong_value("fsdp_version", 1, reason, "Set fsdp_version=2, or pp_size=1")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
 
 Specs = Sequence[Any]
@@ -27,6 +28,8 @@ class UnevenPipelineStage(PipelineStage):
         group: Process group of the pipeline.
         inputs: Tensors that the stage receives, for each micro-batch.
         outputs: Tensors that it returns, for each micro-batch.
+        reduces_gradients: Returns whether FSDP reduces the gradients after the last micro-batch. It keeps
+            those of the whole parameters otherwise.
     """
 
     def __init__(
@@ -38,12 +41,14 @@ class UnevenPipelineStage(PipelineStage):
         group: Any,
         inputs: Sequence[Specs],
         outputs: Sequence[Specs],
+        reduces_gradients: Callable[[], bool],
     ) -> None:
         example = [tuple(map(_example, specs[0])) for specs in (inputs, outputs)]
         super().__init__(
             module, index, num_stages, device, input_args=example[0], output_args=example[1], group=group
         )
         self._inputs, self._outputs = inputs, outputs
+        self._reduces_gradients = reduces_gradients
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
@@ -78,6 +83,19 @@ class UnevenPipelineStage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        if self._reduces_gradients() or not isinstance(self.submod, FSDPModule):
+            super().perform_reduce_grad(grad_scale_factor)
+            return
+        # As torch does, without the reduction
+        self.submod.set_is_last_backward(True)
+        self.submod.set_reshard_after_backward(True)
+        root: Any = fully_shard.state(self.submod)  # type: ignore[attr-defined]
+        for state in root._state_ctx.all_states:
+            for group in state._fsdp_param_groups:
+                group.post_backward()
+        root._root_post_backward_final_callback()
 
     def _zeros(self, spec: Any) -> Tensor | None:
         """Returns the gradient of a tensor that the loss does not depend on."""

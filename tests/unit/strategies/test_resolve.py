@@ -73,6 +73,8 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
         (with_engine(fsdp=FullyShardedDataParallelPlugin()), "deepspeed_plugin and fsdp_plugin both"),
         (request(1, {"ep_size": 2}), "ep_size=2: FSDP 1 shards experts .* fsdp_version=2"),
         (with_engine(mesh={"ep_size": 2}), "ep_size=2: DeepSpeed's engine shards sequences"),
+        (request(None, {"pp_size": 2, "ep_size": 2, "tp_size": 2}), "ep_size=2: with tp_size .* fsdp_plugin"),
+        (request(None, {"pp_size": 2, "cp_size": 2}), "cp_size=2: the stages of a pipeline exchange whole"),
         (request(2, {"tp_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
         (request(1, {"tp_size": 2, "dp_shard_size": 2}), "FSDP 1 takes a mesh for hybrid"),
         (request(2, {"dp_replicate_size": 2}), "dp_shard_size=1: fsdp_plugin shards"),
@@ -90,6 +92,14 @@ def test_each_request_has_one_strategy(asked: RunRequest, size: int, expected: t
 def test_contradicting_requests_are_refused(asked: RunRequest, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         resolve_strategy(asked, Topology(size=2))
+
+
+def test_older_torch_has_no_pipelines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "accelerate.strategies.resolve.is_torch_version", lambda *wanted: wanted == ("<", "2.13")
+    )
+    with pytest.raises(ConfigurationError, match="pp_size=2: .* Install torch 2.13"):
+        resolve_strategy(request(None, {"pp_size": 2}), Topology(size=2))
 
 
 @pytest.mark.parametrize("size", [1, 8])

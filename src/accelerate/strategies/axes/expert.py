@@ -70,11 +70,12 @@ def build_meshes(mesh: DeviceMesh, shards: tuple[str, ...] = ("dp_shard", "cp"))
     """
     replicas = tuple(name for name in ("dp_replicate", "dp_shard", "cp") if name not in shards)
     others: dict[str, tuple[str, ...]] = {
+        "pp": ("pp",),
         "dp_replicate": replicas if shards else (AXIS, *replicas),
         "dp_shard_cp": (AXIS, *shards) if shards else (),
         "tp": ("tp",),
     }
-    experts = {"dp_replicate": (*replicas, "tp"), "dp_shard_cp": shards, AXIS: (AXIS,)}
+    experts = {"pp": ("pp",), "dp_replicate": (*replicas, "tp"), "dp_shard_cp": shards, AXIS: (AXIS,)}
     return ExpertMeshes(_view(mesh, others), _view(mesh, experts))
 
 
@@ -308,20 +309,28 @@ class DispatchedForward:
     # The host reads the number of rows, which differs in each batch.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        if not any(isinstance(parameter, DTensor) for parameter in self.module.parameters()):
+            return self._run_on_fakes(*args, **kwargs)
         if len(args) != 3:
             args = inspect.signature(self.__wrapped__).bind(*args, **kwargs).args
         hidden, indices, weights = args
         tokens = hidden.reshape(-1, hidden.shape[-1])
         choices = indices.reshape(-1, indices.shape[-1]), weights.reshape(-1, weights.shape[-1])
+        # FSDP warns about outputs that are views.
         if self.copies is None:
-            output = self._dispatch(tokens, *choices)
-        else:
-            shards = [_scatter(tensor, self.copies) for tensor in (tokens, *choices)]
-            output = _gather(self._dispatch(*shards), self.copies, len(tokens))
-        return output.reshape(*hidden.shape[:-1], -1)
+            outputs = self._dispatch(tokens, *choices)
+            return outputs.view(*hidden.shape[:-1], *outputs.shape[1:]).sum(-2)
+        shards = [_scatter(tensor, self.copies) for tensor in (tokens, *choices)]
+        whole = _gather(self._dispatch(*shards).sum(1), self.copies, len(tokens))
+        return whole.reshape(*hidden.shape[:-1], -1).clone()
+
+    def _run_on_fakes(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs the module in a trace, in which it has fake weights of all experts."""
+        with self.whole():
+            return self.__wrapped__(*args, **kwargs)  # type: ignore[no-any-return]
 
     def _dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """Returns the sums of the weighted outputs of the chosen experts for the tokens of this rank."""
+        """Returns the weighted outputs of the chosen experts for the tokens of this rank."""
         group, size = self.mesh.get_group(), self.mesh.size()
         num_local, num_choices = self.num_experts // size, indices.shape[-1]
         chosen = indices.reshape(-1)
@@ -335,8 +344,7 @@ class DispatchedForward:
         local = torch.arange(num_local, device=received.device).repeat(size)
         local = local.repeat_interleave(received.reshape(-1), output_size=len(rows))
         outputs = exchange(self._run(rows, local.unsqueeze(1), row_weights), lengths[::-1], group)
-        by_choice = outputs[torch.argsort(order)].view(len(tokens), num_choices, outputs.shape[-1])
-        return by_choice.sum(1)
+        return outputs[torch.argsort(order)].view(len(tokens), num_choices, outputs.shape[-1])
 
     def _run(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Returns the weighted outputs of the experts of this rank, each for one row."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from accelerate.base import PreparationError, listed
 from accelerate.plugins import PipelineConfig
 from accelerate.strategies.axes.base import Axis
+from accelerate.strategies.fsdp import named_parameters
 from accelerate.strategies.pipeline import Pipeline
 
 AXIS = "pp"
@@ -41,6 +42,7 @@ class PipelineAxis(Axis):
         """Removes the layers of other ranks from a model."""
         pipeline = Pipeline(model, self._config, self.group, self._device)
         self.pipelines[model] = pipeline
+        own = named_parameters(model)
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for name, ranks in pipeline.holders.items():
             if name in pipeline.parameter_names:
@@ -50,26 +52,24 @@ class PipelineAxis(Axis):
                 enumerate_groups: Any = dist.new_subgroups_by_enumeration
                 group, _ = enumerate_groups([[column[rank] for rank in holders] for column in self._columns])
                 if dist.get_rank(self.group) in holders:
-                    pipeline.shared.append((names, group))
+                    pipeline.shared.append(([name for name in names if name in own], group))
         return model
 
     def stages_to_shard(self, model: nn.Module) -> list[nn.Module]:
         """Returns the modules of this rank's stages, which FSDP shards.
 
         Raises:
-            PreparationError: A parameter is on several stages, or on the meta device.
+            PreparationError: A parameter is on the meta device.
         """
         pipeline = self.pipelines[model]
-        whole = {id(p) for stage in pipeline.stages.values() for p in stage.whole_on_ranks}
-        names = [name for name, stages in pipeline.model.holders.items() if len(stages) > 1]
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        tied = [name for name in names if name in parameters and id(parameters[name]) not in whole]
-        if tied:
-            raise PreparationError(
-                f"{listed(tied)} of {type(model).__name__} are used on several stages of a pipeline, and "
-                "FSDP shards each stage by itself. Untie them (tie_word_embeddings=False), or leave "
-                "fsdp_plugin out."
-            )
+        parameters = named_parameters(model)
+        tied = {
+            parameters[name]
+            for name, stages in pipeline.model.holders.items()
+            if len(stages) > 1 and name in parameters
+        }
+        for stage in pipeline.stages.values():
+            stage.whole_on_ranks |= tied.intersection(stage.parameters())
         if on_meta := [name for name, p in parameters.items() if p.is_meta]:
             raise PreparationError(
                 f"{listed(on_meta)} of {type(model).__name__} have no values yet, and a pipeline does not "

@@ -55,7 +55,8 @@ class Pipeline:
         stages: Module of each stage on this rank, by the index of the stage.
         model: The model in its stages.
         holders: Ranks of the pipeline that have each parameter and buffer, by its name.
-        shared: Names of parameters that several ranks have, with the process group of these ranks.
+        shared: Names of parameters of this rank that other ranks have too, with the process group of these
+            ranks.
         parameter_names: Names of the parameters of the whole model, tied ones by each of their names.
     """
 
@@ -81,17 +82,24 @@ class Pipeline:
         self._schedules: dict[bool, tuple[Any, Any]] = {}  # by whether it has a backward pass
         self._traces: dict[Any, Trace] = {}
         self._is_checked = False
+        self._reduces_gradients = True
         # Of the batch that is computed now
         self._microbatches: list[MicroBatch] = []
         self._current_traces: list[Trace] = []
         self._finish: Callable[[Any, int], Tensor] | None = None
 
     def train(
-        self, batch: Any, loss_fn: LossFunction | None, scale: Callable[[Tensor], Tensor], *, is_sum: bool
+        self,
+        batch: Any,
+        loss_fn: LossFunction | None,
+        scale: Callable[[Tensor], Tensor],
+        *,
+        is_sum: bool,
+        reduces_gradients: bool,
     ) -> Tensor:
         """Computes the gradients of this rank's stages for a batch, and returns its loss.
 
-        Called on all ranks of the pipeline with the same batch. Gradients are not exchanged with ranks that
+        Called on all ranks of the pipeline with the same batch. Only FSDP exchanges gradients with ranks that
         have other batches.
 
         Args:
@@ -99,6 +107,7 @@ class Pipeline:
             loss_fn: Returns the loss of the outputs and the target, or None if the model computes it.
             scale: Returns the loss of a micro-batch times its scale in the backward pass.
             is_sum: Whether losses are sums over items.
+            reduces_gradients: Whether FSDP reduces the gradients.
 
         Returns:
             The loss of the batch without its scale, as a 0-d float32 tensor on all ranks of the pipeline.
@@ -121,6 +130,7 @@ class Pipeline:
             return scale(loss * part.weight)
 
         self._set_summed_aside()
+        self._reduces_gradients = reduces_gradients
         with torch.enable_grad():
             self._run(microbatches, finish, has_backward=True)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
@@ -283,6 +293,7 @@ class Pipeline:
                 self._group,
                 [specs[index - 1] if index else () for specs in boundaries],
                 [specs[index] if index < num_stages - 1 else loss for specs in boundaries],
+                lambda: self._reduces_gradients,
             )
             for index, module in self.stages.items()
         ]

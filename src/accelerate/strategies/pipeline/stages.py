@@ -305,8 +305,12 @@ class StageModule(nn.Module):
             return containers[name]
 
         for name in pipeline.split.containers:
-            for key, parameter in model.get_submodule(name).named_parameters(recurse=False):
+            original = model.get_submodule(name)
+            for key, parameter in original.named_parameters(recurse=False):
                 container(name).register_parameter(key, parameter)
+            for plan in ("ep_plan", "_ep_plan"):
+                if plan in vars(original):
+                    setattr(container(name), plan, vars(original)[plan])
         for submodule in pipeline.split.submodules:
             if stage in submodule.stages:
                 for name in submodule.names:
@@ -317,7 +321,7 @@ class StageModule(nn.Module):
             for name in pipeline.split.containers
             for parameter in model.get_submodule(name).parameters(recurse=False)
         }
-        """Parameters of the code between modules, which FSDP does not shard."""
+        """Parameters that several stages use, which FSDP does not shard."""
         for name in ("_no_split_modules", "_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
             if hasattr(model, name):  # FSDP finds its units by them
                 setattr(self, name, getattr(model, name))
