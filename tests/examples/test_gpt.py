@@ -76,6 +76,7 @@ EXPERT_WAYS = {
         *("--parallelism_config_ep_size", "2", "--parallelism_config_dp_shard_size", "2"),
     ],
     "PP": [*TWO, *PIPELINE],
+    "PP+EP": ["--num_processes", "4", *PIPELINE, "--parallelism_config_ep_size", "2"],
 }
 
 
