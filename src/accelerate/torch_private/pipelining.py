@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -10,6 +12,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage
+from torch.utils.checkpoint import CheckpointFunction
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Returns whether the caller runs in the forward of a reentrant checkpoint."""
+    code = CheckpointFunction.forward.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
 
 Specs = Sequence[Any]
 """Shape and dtype of each tensor that stages exchange."""
