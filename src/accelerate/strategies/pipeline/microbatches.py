@@ -144,9 +144,9 @@ def weight_of_labels(
         The weight, and the number of skipped labels.
     """
     part = microbatches[index]
-    if "num_items_in_batch" in part.kwargs:  # the model divides the sum of its losses by it
-        return 1.0, skipped
     labels: list[Any] = [each.kwargs.get("labels") for each in microbatches]
+    if "num_items_in_batch" in part.kwargs and _num_skipped(outputs, labels[index]) is None:
+        return 1.0, skipped  # the model divides the sum of its losses by it
     if not all(
         isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels
     ):
@@ -156,24 +156,32 @@ def weight_of_labels(
         return part.weight, None
     if skipped is None and shares[0][index]:
         skipped = _num_skipped(outputs, labels[index])
+        if skipped is None:
+            raise PreparationError(
+                "Micro-batches have different numbers of labels that are not -100, and the loss of the model "
+                "is not the mean of the cross entropy over these labels, so the loss of the batch is unknown. "
+                "Pass loss_fn, or set microbatches=1."
+            )
     return shares[skipped or 0][index], skipped
 
 
-def _num_skipped(outputs: Any, labels: Tensor) -> int:
+def _num_skipped(outputs: Any, labels: Any) -> int | None:
+    """Returns how many labels of each sample the loss of a model skips, or None if it is another loss."""
     get = outputs.get if isinstance(outputs, Mapping) else partial(getattr, outputs)
     loss, logits = get("loss", None), get("logits", None)
-    if isinstance(loss, Tensor) and isinstance(logits, Tensor) and logits.shape[:-1] == labels.shape:
-        tolerance = 1e-2 if logits.element_size() < 4 else 1e-4
-        for skipped in (0, 1):
-            used = logits.detach()[:, : labels.shape[1] - skipped].flatten(0, -2).float()
-            expected = cross_entropy(used, labels[:, skipped:].flatten().to(used.device))
-            if torch.allclose(expected, loss.detach().float(), rtol=tolerance):
-                return skipped
-    raise PreparationError(
-        "Micro-batches have different numbers of labels that are not -100, and the loss of the model is not the "
-        "mean of the cross entropy over these labels, so the loss of the batch is unknown. Pass loss_fn, or set "
-        "microbatches=1."
-    )
+    if (
+        not all(isinstance(each, Tensor) for each in (loss, logits, labels))
+        or logits.shape[:-1] != labels.shape
+    ):
+        return None
+    tolerance = 1e-2 if logits.element_size() < 4 else 1e-4
+    for skipped in range(min(2, labels.ndim)):
+        used, own = (logits[:, :-1], labels[:, 1:]) if skipped else (logits, labels)
+        used = used.detach().flatten(0, -2).float()
+        expected = cross_entropy(used, own.flatten().to(used.device))
+        if torch.allclose(expected, loss.detach().float(), rtol=tolerance):
+            return skipped
+    return None
 
 
 def zero_loss(outputs: Any) -> Tensor:
@@ -218,9 +226,9 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
         loss = loss_of(both, target, loss_fn).float()
     if loss.requires_grad:
         raise PreparationError(
-            "loss_fn uses parameters besides the outputs of the model, and in a pipeline only the rank of the last "
-            "stage computes it, without the parameters of other ranks. Compute this part in the model, or use "
-            "weight_decay of the optimizer for a penalty on weights."
+            "loss_fn uses parameters besides the outputs of the model, and in a pipeline only the rank of "
+            "the last stage computes it, without the parameters of other ranks. Compute this part in the "
+            "model, or use weight_decay of the optimizer for a penalty on weights."
         )
     together = loss.detach()
     weights = [1.0 if is_sum else float(size) for size in sizes]
@@ -228,9 +236,7 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     apart = torch.stack(weighted).sum() / (1 if is_sum else sum(weights))
     dtypes = {tensor.dtype for tensor in tensors_in(both) if tensor.is_floating_point()}
     is_low = any(torch.finfo(dtype).bits < 32 for dtype in dtypes)
-    if not together.isfinite() or torch.allclose(
-        together, apart, rtol=2e-2 if is_low else 1e-4, atol=1e-5
-    ):
+    if not together.isfinite() or torch.allclose(together, apart, rtol=2e-2 if is_low else 1e-4, atol=1e-5):
         return
     kind = "sum" if is_sum else "mean"
     raise PreparationError(
@@ -244,8 +250,8 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
 def merge_outputs(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
     """Returns nested outputs of a batch from those of its micro-batches.
 
-    Tensors with one entry for each sample are concatenated, and scalars are averaged. Other values are those of
-    the first micro-batch, and must be the same in each.
+    Tensors with one entry for each sample are concatenated, and scalars are averaged. Other values are those
+    of the first micro-batch, and must be the same in each.
 
     Args:
         parts: Outputs of each micro-batch.
@@ -268,8 +274,8 @@ def _merge(leaves: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     if not isinstance(first, Tensor):
         if isinstance(first, (int, float, str)) and any(leaf != first for leaf in leaves):
             raise PreparationError(
-                f"Micro-batches have the values {listed(list(dict.fromkeys(leaves)))}, of which a batch has one. "
-                "Return tensors with one entry for each sample, or set microbatches=1."
+                f"Micro-batches have the values {listed(list(dict.fromkeys(map(str, leaves))))}, and a batch "
+                "has one. Return tensors with one entry for each sample, or set microbatches=1."
             )
         return first
     if first.ndim and all(len(leaf) == n for leaf, n in zip(leaves, sizes, strict=True)):
@@ -284,7 +290,7 @@ def _merge(leaves: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]
     if all(torch.equal(leaf, first) for leaf in leaves[1:]):
         return first
     raise PreparationError(
-        f"Micro-batches of {list(sizes)} samples have a tensor of shape {list(first.shape)}, which is not one entry "
-        "for each sample in the first dimension, and its values differ. Return it with the samples in the first "
-        "dimension, or set microbatches=1."
+        f"Micro-batches of {list(sizes)} samples have a tensor of shape {list(first.shape)}, which is not "
+        "one entry for each sample in the first dimension, and its values differ. Return it with the "
+        "samples in the first dimension, or set microbatches=1."
     )

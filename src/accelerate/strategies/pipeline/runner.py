@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, PreparationError, StateError
+from accelerate.base import ConfigurationError, PreparationError, StateError, wrong_value
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.fsdp import named_parameters
 from accelerate.strategies.pipeline.microbatches import (
@@ -311,6 +311,13 @@ class Pipeline:
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments that disable key-value caches, which are not sent between stages."""
+        if kwargs.get("use_cache"):
+            raise wrong_value(
+                "use_cache",
+                True,
+                "each stage of a pipeline has only the keys and values of its own layers",
+                "Pass use_cache=False, also to generate",
+            )
         config = getattr(self.model.model, "config", None)
         return {"use_cache": False, **kwargs} if getattr(config, "use_cache", False) else kwargs
 
@@ -367,17 +374,17 @@ class Pipeline:
 
     def _compute(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
         part, trace = self._microbatches[index], self._current_traces[index]
-        outputs = self.model.compute(stage, trace, received, part.args, part.kwargs)
-        if stage < len(self._ranks) - 1:
-            return outputs
-        assert self._finish is not None
-        if not self._shares_error:
-            return self._finish(outputs, index)
         try:
+            outputs = self.model.compute(stage, trace, received, part.args, part.kwargs)
+            if stage < len(self._ranks) - 1:
+                return outputs
+            assert self._finish is not None
             return self._finish(outputs, index)
         except Exception as error:
+            if not self._shares_error or stage < len(self._ranks) - 1:
+                raise
             self._error = self._error or error
-            return zero_loss(outputs).to(self._device)
+            return zero_loss(received).to(self._device)
 
 
 def _output(output: Tensor, target: Tensor) -> Tensor:

@@ -278,10 +278,10 @@ class PipelineModel:
             raise
         except Exception as error:
             raise PreparationError(
-                f"{type(self.model).__name__} cannot be split: its forward raises {type(error).__name__} in the "
-                f"trace of a micro-batch ({error}). The code between layers runs on each stage, where layers of "
-                "other stages return zeros and set no attributes. Tensors of the batch with as many entries as "
-                "its first one are split into micro-batches."
+                f"{type(self.model).__name__} cannot be split: its forward raises {type(error).__name__} in "
+                f"the trace of a micro-batch ({error}). The code between layers runs on each stage, where "
+                "layers of other stages return zeros and set no attributes. Tensors of the batch with as "
+                "many entries as its first one are split into micro-batches."
             ) from error
         finally:
             self._run = None
@@ -390,9 +390,9 @@ def _with_replaced_call(kind: Any) -> type[nn.Module]:
 
     def refuse_copy(self: nn.Module, protocol: Any) -> Any:
         raise StateError(
-            f"{kind.__name__} is in a pipeline, so this rank has only some of its layers, and it cannot be copied "
-            "or pickled. Copy the model before `prepare`, and pass both to it. For averaged weights keep copies "
-            "of model.named_parameters(), and for whole weights call accelerator.get_state_dict(model)."
+            f"{kind.__name__} is in a pipeline, so this rank has only some of its layers, and it cannot be "
+            "copied or pickled. Copy the model before `prepare`, and pass both to it. For averaged weights "
+            "copy model.named_parameters(), and for whole weights call accelerator.get_state_dict(model)."
         )
 
     names = {

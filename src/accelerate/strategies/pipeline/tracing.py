@@ -199,8 +199,8 @@ class Tracer(TorchFunctionMode):
         if received and torch_private.is_in_reentrant_checkpoint():
             raise PreparationError(
                 f"{type(self._model).__name__} cannot be split like this: its forward calls "
-                f"{submodule.names[0]} in a reentrant checkpoint, which loses the gradients of the tensors that "
-                "the stage receives. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
+                f"{submodule.names[0]} in a reentrant checkpoint, which loses the gradients of the tensors "
+                "that the stage receives. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
             )
         # Code of containers may pass received tensors to later layers too, such as the output of an encoder.
         args, kwargs = replace_tensors(self._received, (args, kwargs))
@@ -234,9 +234,9 @@ class Tracer(TorchFunctionMode):
         self._check_stale(sent, f"{start}, with which stage {self.stage + 1} begins")
         if any(tensor.is_complex() for tensor in sent):
             raise PreparationError(
-                f"{start}, with which stage {self.stage + 1} begins, is called with a complex tensor, and stages "
-                "exchange no gradients of complex tensors. Pass torch.view_as_real(tensor), or begin the stage "
-                "at another module, in PipelineConfig(split=[...])."
+                f"{start}, with which stage {self.stage + 1} begins, is called with a complex tensor, and "
+                "stages exchange no gradients of complex tensors. Pass torch.view_as_real(tensor), or begin "
+                "the stage at another module, in PipelineConfig(split=[...])."
             )
         self.stage += 1
         specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in sent]
@@ -347,9 +347,9 @@ def flatten(values: Any) -> tuple[list[Any], Any]:
     for kind in kinds:
         if not dataclasses.is_dataclass(kind) or any(not each.init for each in dataclasses.fields(kind)):
             raise PreparationError(
-                f"An object of type {kind.__name__} has tensors as attributes, and a pipeline finds tensors in "
-                "dicts, lists, tuples and dataclasses only. Use one of these for the arguments and outputs of "
-                "the model and of its layers."
+                f"An object of type {kind.__name__} has tensors as attributes, and a pipeline finds tensors "
+                "in dicts, lists, tuples and dataclasses only. Use one of these for the arguments and "
+                "outputs of the model and of its layers."
             )
         torch_private.pytree.register_dataclass(kind)
     return flatten(values)
