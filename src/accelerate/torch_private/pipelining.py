@@ -107,6 +107,8 @@ class UnevenPipelineStage(PipelineStage):
             self._loses_weights = self._find_lost_weights(bwd_kwargs)
         if not self._loses_weights:
             return super().backward_maybe_with_nosync("input", bwd_kwargs, last_backward)
+        if bwd_kwargs["output_grads"] is None:  # of the loss, which a whole pass takes as a tensor
+            bwd_kwargs = {**bwd_kwargs, "stage_output": bwd_kwargs["stage_output"][0]}
         gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
         return gradients, []  # nothing is left for the pass of the weights
 
@@ -121,9 +123,10 @@ class UnevenPipelineStage(PipelineStage):
 
         weights = nodes(self.submod.parameters())
         graph = _backward.construct_reverse_graph(nodes(bwd_kwargs["stage_output"]))
+        reached = set(graph)  # a defaultdict, which get_param_groups extends
         groups = _backward.get_param_groups(nodes(bwd_kwargs["input_values"]), weights, graph)
         found = {weight for group in groups for weight in group["params"]}
-        return any(weight in graph and weight not in found for weight in weights)
+        return any(weight in reached and weight not in found for weight in weights)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self._reduces_gradients() or not isinstance(self.submod, FSDPModule):

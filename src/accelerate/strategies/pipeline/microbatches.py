@@ -159,8 +159,8 @@ def weight_of_labels(
         if skipped is None:
             raise PreparationError(
                 "Micro-batches have different numbers of labels that are not -100, and the loss of the model "
-                "is not the mean of the cross entropy over these labels, so the loss of the batch is unknown. "
-                "Pass loss_fn, or set microbatches=1."
+                "is not the mean of the cross entropy over these labels, so the loss of the batch is "
+                "unknown. Pass loss_fn, or set microbatches=1."
             )
     return shares[skipped or 0][index], skipped
 
