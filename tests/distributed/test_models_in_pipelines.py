@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.base import PreparationError, StateError, is_torch_version
+from accelerate.base import ConfigurationError, PreparationError, StateError, is_torch_version
 from accelerate.utils import PipelineConfig
 
 pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
@@ -167,7 +167,8 @@ def compare(names: list[str], schedule: str) -> None:
             for key, parameter in alone.named_parameters()
         }
         for key, parameter in model.named_parameters():
-            torch.testing.assert_close(parameter.grad, gradients[key], msg=f"{name} {key}")
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(gradient, gradients[key], msg=f"{name} {key}")
         model.eval()
         with torch.no_grad():
             torch.testing.assert_close(model(inputs), alone(inputs), msg=name)
@@ -245,9 +246,11 @@ def refuse_losses() -> dict[str, str]:
     is_last = accelerator.process_index == 1
     with pytest.raises(KeyError if is_last else PreparationError, match="unknown"):
         train(failing)
+    with pytest.raises(ConfigurationError if is_last else PreparationError, match="without gradient"):
+        train(lambda output, target: F.cross_entropy(output.detach(), target))
+    model = accelerator.prepare(tower(Layer, call, keep))
     assert train(F.cross_entropy).isfinite()
     ignored = torch.tensor([0, -100, 0, 0])
-    train(F.cross_entropy)
     found["accumulate(model, num_items=...)"] = error_of(lambda: train(F.cross_entropy, ignored))
     model = accelerator.prepare(tower(Layer, call, lambda hidden: hidden * float("nan")))
     assert train(F.cross_entropy).isnan()

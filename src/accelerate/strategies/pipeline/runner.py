@@ -136,6 +136,9 @@ class Pipeline:
         def finish(outputs: Any, index: int) -> Tensor:
             part = microbatches[index]
             loss = loss_of(outputs, part.target, loss_fn)
+            if not loss.requires_grad:
+                fix = "Compute it from outputs that are not detached, of layers that are trained"
+                raise wrong_value("loss", "a tensor without gradient", "no layer would be trained", fix)
             weight = part.weight
             if loss_fn is None and not is_sum:
                 weight = self._weight_of_labels(microbatches, index, outputs)
@@ -284,7 +287,7 @@ class Pipeline:
                 with torch_private.log_silenced(schedules.__name__):  # it has the whole schedule for an error
                     run(microbatch=indices, target=targets, return_outputs=False)
             except RuntimeError as error:
-                if isinstance(error.__cause__, (ConfigurationError, PreparationError, StateError)):
+                if error.__cause__ is not None and "failed to run forward" in str(error):
                     raise error.__cause__ from None
                 if SCHEDULES[self._config.schedule].splits_backward and "second time" in str(error):
                     raise PreparationError(
