@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, torch_private
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, torch_private
 from accelerate.base import StateError
 
 WIDTH = 8
@@ -70,18 +71,25 @@ def planned_and_measured(sharded: bool, frees: bool, steps: int) -> float:
     model, batch = Blocks(), torch.zeros(64, 128)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     planned = accelerator.plan_memory(model, optimizer, batch, loss_of).peak
+    return planned / measured(accelerator, model, optimizer, batch, steps)
+
+
+def measured(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any, steps: int = 1) -> int:
+    """Returns the bytes at the peak of two steps, by torch's memory tracker."""
     model, optimizer = accelerator.prepare(model, optimizer)
     tracker = torch_private.MemTracker()
-    tracker.track_external(model, batch)
+    tracker.track_external(model, *(batch.values() if isinstance(batch, dict) else [batch]))
     with tracker:
         for _ in range(2 * steps):
             tracker.reset_mod_stats()
             gc.collect()  # the hooks of the tracker leave cycles
             with accelerator.accumulate(model):
-                accelerator.backward(loss_of(model, batch))
+                # A model of transformers has its output until that of the next step, as in the plan.
+                output = model(**batch) if isinstance(batch, dict) else loss_of(model, batch)
+                accelerator.backward(output if isinstance(output, Tensor) else output.loss)
                 optimizer.step()
                 optimizer.zero_grad()
-    return planned / sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
+    return sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
 
 
 @pytest.mark.parametrize(
@@ -94,3 +102,65 @@ def test_a_plan_is_near_the_peak_of_ranks_that_train(
 ) -> None:
     for ratio in run(planned_and_measured, sharded, frees, steps, processes=2):
         assert ratio == pytest.approx(1, abs=difference)
+
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512,
+                         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
+                         "max_position_embeddings": 64, "use_cache": False}  # fmt: skip
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 256, "head_dim": 32},
+}
+
+
+def choose_evenly(router: Any, args: Any, output: Any) -> Any:
+    logits, scores, indices = output
+    return logits, scores, torch.arange(indices.numel()).remainder(router.num_experts).view(indices.shape)
+
+
+def experts_planned_and_measured(family: str, mesh: dict[str, int], sharded: bool) -> tuple[str, float, float]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=plugin if sharded else None, parallelism_config=ParallelismConfig(**mesh)
+    )
+    config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(choose_evenly)
+    ids = torch.randint(0, 512, (4, 64))
+    batch = {"input_ids": ids, "labels": ids}
+    optimizer = torch.optim.AdamW(model.parameters())
+    plan = accelerator.plan_memory(model, optimizer, batch)
+    peak = measured(accelerator, model, optimizer, batch)
+    local = sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in model.parameters())
+    return plan.layout.name, plan.parts.parameters / local, plan.peak / peak
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sharded", "name", "difference"),
+    [
+        ("Mixtral", {"ep_size": 2}, False, "ddp + ep 2", 0.1),
+        ("Mixtral", {"ep_size": 2}, True, "full_shard + ep 2", 0.2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("Qwen3Moe", {"ep_size": 2}, False, "ddp + ep 2", 0.1),
+                ("Qwen3Moe", {"ep_size": 2}, True, "full_shard + ep 2", 0.2),
+                ("Mixtral", {"ep_size": 4}, False, "ddp + ep 4", 0.1),
+                ("Mixtral", {"ep_size": 4}, True, "full_shard + ep 4", 0.2),
+                ("Mixtral", {"ep_size": 2, "dp_replicate_size": 2}, False, "ddp + ep 2", 0.1),
+                ("Mixtral", {"ep_size": 2, "dp_shard_size": 2}, True, "full_shard + ep 2", 0.2),
+            ]
+        ),
+    ],
+)
+def test_a_plan_is_near_the_peak_of_ranks_that_share_experts(
+    family: str, mesh: dict[str, int], sharded: bool, name: str, difference: float, run: Any
+) -> None:
+    num_ranks = mesh["ep_size"] * mesh.get("dp_replicate_size", 1) * mesh.get("dp_shard_size", 1)
+    results = run(experts_planned_and_measured, family, mesh, sharded, processes=num_ranks)
+    for layout, weights, peak in results:
+        assert layout == name
+        assert weights == pytest.approx(1, abs=0.001)
+        assert peak == pytest.approx(1, abs=difference)

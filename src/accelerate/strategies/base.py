@@ -547,15 +547,6 @@ def _with_experts(gathered: AbstractContextManager[Any], models: Sequence[nn.Mod
         yield
 
 
-def refuse_plan_of_experts(expert: Axis) -> None:
-    """Raises an error for a plan of the memory of a run with expert parallelism."""
-    if expert.size > 1:
-        raise ConfigurationError(
-            f"plan_memory: with ep_size={expert.size} the tokens of a rank depend on the choices of all "
-            "ranks, which no plan computes. Plan with ep_size=1."
-        )
-
-
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:
     """Returns the files written by an engine whose checksums this rank computes."""
     own = sorted(names)[topology.local_rank :: topology.local_size]
