@@ -146,6 +146,7 @@ def _check_counts(args: argparse.Namespace) -> None:
 
 
 def _axes_size(args: argparse.Namespace) -> int:
+    """Returns the number of ranks of all axes, without those that shard or replicate a model."""
     return prod(getattr(args, name) for name in SIZES)
 
 
@@ -154,13 +155,9 @@ def _layout(args: argparse.Namespace, count: int) -> Layout:
 
     shards, rest = divmod(count, _axes_size(args))
     if rest:
-        given = [name for name in SIZES if getattr(args, name) > 1]
-        flags, sizes = (
-            " x ".join(map(str, words))
-            for words in ([f"--{name}" for name in given], [getattr(args, name) for name in given])
-        )
+        flags = " x ".join(f"--{name}" for name in SIZES if getattr(args, name) > 1)
         reason = f"{count} processes cannot be divided by it"
-        raise wrong_value(flags, sizes, reason, "Give a divisor of their number")
+        raise wrong_value(flags, _axes_size(args), reason, "Give a divisor of their number")
     return Layout(
         args.sharding or ("full_shard" if shards * args.ep_size > 1 else "none"),
         shards,

@@ -7,6 +7,7 @@ Sources: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html,
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -179,7 +180,7 @@ def _shard_moment(moment: Parts, trace: Trace, layout: Layout, *, is_step: bool)
         parameters=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=moment.activations * _activation_fraction(layout),
+        activations=moment.activations * _activation_fraction(trace, layout),
         temporary=temporary if is_step or layout.stages == 1 else temporary / layout.microbatches,
         communication=0 if is_step and row.weights else _buffers(moment, trace, layout, is_whole),
     )
@@ -204,17 +205,24 @@ def _fractions(trace: Trace, layout: Layout, *, trained: bool = False) -> tuple[
     experts = of_experts / whole if whole else 0.0
     if trained and of_experts:
         experts = trace.trained_experts / trace.trained_bytes
-    others = outside + (1 - outside) / (layout.tensor_parallel * layout.stages)
-    return ((1 - experts) * others, layout.replicas), (experts / layout.stages, layout.shards)
+    in_stage = _stage_fraction(trace, layout)
+    others = outside + (1 - outside) * in_stage / layout.tensor_parallel
+    return ((1 - experts) * others, layout.replicas), (experts * in_stage, layout.shards)
 
 
-def _activation_fraction(layout: Layout) -> float:
+def _stage_fraction(trace: Trace, layout: Layout) -> float:
+    """Returns the fraction of the blocks in the largest stage of a pipeline."""
+    num_blocks = _num_blocks(trace)
+    return 1.0 if layout.stages == 1 else math.ceil(num_blocks / layout.stages) / num_blocks
+
+
+def _activation_fraction(trace: Trace, layout: Layout) -> float:
     """Returns the fraction of the activations of a batch on the rank with the most.
 
     The first stage of a pipeline has those of its layers for one micro-batch of each stage.
     """
-    alive = 1.0 if layout.stages == 1 else 1 / max(layout.microbatches, layout.stages)
-    return alive * _tensor_parallel_activations(layout)
+    alive = min(1.0, layout.stages / layout.num_microbatches)
+    return _stage_fraction(trace, layout) * alive * _tensor_parallel_activations(layout)
 
 
 def _tensor_parallel_activations(layout: Layout) -> float:
@@ -289,7 +297,7 @@ def communication_of(trace: Trace, layout: Layout) -> float:
     layers = 4 * 2 * trace.block_outputs * passes  # two all-reduces per block, in forward and in backward
     # Each layer sends hidden states and outputs in forward, and their gradients in backward.
     experts = (6 if layout.checkpointing else 4) * trace.dispatched * passes
-    size += (layers * (t - 1) / t + experts / t * (e - 1) / e) / layout.stages
+    size += (layers * (t - 1) / t + experts / t * (e - 1) / e) * _stage_fraction(trace, layout)
     between_stages = 2 * trace.block_outputs / _num_blocks(trace) * passes  # activations and gradients
     return size + between_stages * (layout.stages > 1)
 
@@ -322,10 +330,11 @@ def candidate_layouts(
         accumulation: Forward and backward passes in each step.
         offload: Whether to yield layouts with offload, too.
     """
-    num_blocks = _num_blocks(trace)
+    # With more stages than micro-batches, ranks wait most of the time.
+    most_stages = min(_num_blocks(trace), Layout.microbatches)
     for stages, degree, experts in itertools.product(_divisors(devices), repeat=3):
         shards, rest = divmod(devices, stages * degree * experts)
-        if rest or stages > num_blocks or degree > LARGEST_TENSOR_PARALLEL:
+        if rest or stages > most_stages or degree > LARGEST_TENSOR_PARALLEL:
             continue
         if degree > 1 and not trace.can_split_layers:
             continue

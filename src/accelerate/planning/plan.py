@@ -111,7 +111,9 @@ class Planner:
         fits: dict[Layout, FittingLayout] = {}
         for candidate in candidate_layouts(devices, model, accumulation=layout.accumulation):
             kind = replace(candidate, offload="none", checkpointing=False)
-            is_needless = candidate.stages > 1 and any(fit.layout.offload == "none" for fit in fits.values())
+            is_needless = candidate.stages > 1 and any(
+                fit.layout.stages == 1 and fit.layout.offload == "none" for fit in fits.values()
+            )
             if kind in fits or is_needless or least_bytes(model, candidate) > capacity:
                 continue
             trace = self.trace_of(candidate, batch_size * candidate.num_microbatches)

@@ -54,6 +54,9 @@ def tracer_of(
     tracer = _Tracer(step.model, extrapolates)
 
     def trace(variant: Variant) -> Trace:
+        if variant.expert_parallel > 1 and not step.find_experts(step.model):
+            reason = f"{type(step.model).__name__} has no modules of experts"
+            raise wrong_value("ep_size", variant.expert_parallel, reason, "Plan with 1")
         low = autocast if variant.is_sharded else None
 
         def convert(model: nn.Module) -> nn.Module:

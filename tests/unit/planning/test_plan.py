@@ -103,15 +103,17 @@ def test_checkpointing_and_offload_are_used_where_they_are_needed() -> None:
 
 
 def test_pipelines_are_tried_if_no_other_layout_fits_without_offload() -> None:
-    planner = Planner(lambda variant: replace(trace(variant), can_split_layers=False))
+    blocks = {"largest_block": 200, "outside_blocks": 0, "can_split_layers": False}
+    planner = Planner(lambda variant: replace(trace(variant), **blocks))
 
     def stages(capacity: int) -> dict[str, int]:
         fits = planner.error_context(Layout(), 4, capacity, 2)
         return {fit.layout.name: fit.layout.stages for fit in fits if fit.layout.offload == "none"}
 
     assert set(stages(1650).values()) == {1}  # full_shard needs 1,600 bytes, and 50 for activations
-    assert stages(1649) == {"none + pp 4": 4}  # 1,400 bytes, and 200 for activations
-    assert stages(1400) == {}
+    assert stages(1649) == {"full_shard + pp 2": 2, "none + pp 4": 4}
+    assert stages(1599) == {"full_shard + pp 2 + checkpointing": 2, "none + pp 4": 4}
+    assert stages(800) == {}
 
 
 def test_each_micro_batch_of_a_pipeline_has_the_samples_of_a_pass() -> None:

@@ -414,7 +414,7 @@ def trace_share(module: nn.Module, size: int) -> None:
         size: Number of ranks that share the experts.
     """
     number = count_experts(module)
-    _check_experts("A module", module, size)
+    _check_experts(type(module).__name__, module, size)
     for parameter in module.parameters():
         parameter.data = parameter.data[: number // size].clone()
     if hasattr(module, "num_experts"):
