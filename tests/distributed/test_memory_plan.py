@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import gc
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, torch_private
 from accelerate.base import StateError
+from accelerate.nested import iterate_tensors
 
 WIDTH = 8
 
@@ -71,25 +74,18 @@ def planned_and_measured(sharded: bool, frees: bool, steps: int) -> float:
     model, batch = Blocks(), torch.zeros(64, 128)
     optimizer: Any = torch.optim.AdamW(model.parameters())
     planned = accelerator.plan_memory(model, optimizer, batch, loss_of).peak
-    return planned / measured(accelerator, model, optimizer, batch, steps)
-
-
-def measured(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any, steps: int = 1) -> int:
-    """Returns the bytes at the peak of two steps, by torch's memory tracker."""
     model, optimizer = accelerator.prepare(model, optimizer)
     tracker = torch_private.MemTracker()
-    tracker.track_external(model, *(batch.values() if isinstance(batch, dict) else [batch]))
+    tracker.track_external(model, batch)
     with tracker:
         for _ in range(2 * steps):
             tracker.reset_mod_stats()
             gc.collect()  # the hooks of the tracker leave cycles
             with accelerator.accumulate(model):
-                # A model of transformers has its output until that of the next step, as in the plan.
-                output = model(**batch) if isinstance(batch, dict) else loss_of(model, batch)
-                accelerator.backward(output if isinstance(output, Tensor) else output.loss)
+                accelerator.backward(loss_of(model, batch))
                 optimizer.step()
                 optimizer.zero_grad()
-    return sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
+    return planned / sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
 
 
 @pytest.mark.parametrize(
@@ -118,6 +114,33 @@ def choose_evenly(router: Any, args: Any, output: Any) -> Any:
     return logits, scores, torch.arange(indices.numel()).remainder(router.num_experts).view(indices.shape)
 
 
+def local_bytes(tensors: Any) -> int:
+    return sum(getattr(tensor, "to_local", lambda tensor=tensor: tensor)().nbytes for tensor in tensors)
+
+
+def allocated_in_second_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> int:
+    """Returns the bytes at the peak of the second step, by the allocations that torch's profiler records.
+
+    Each step is measured alone, because threads of gloo may free buffers later, which is not recorded.
+    """
+
+    def step() -> Any:
+        output = model(**batch)
+        accelerator.backward(output.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return output
+
+    kept = list(iterate_tensors(step()))
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = local_bytes([*model.parameters(), *model.buffers(), *states, *kept])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return held + max(accumulate(sizes))
+
+
 def experts_planned_and_measured(family: str, mesh: dict[str, int], sharded: bool) -> tuple[str, float, float]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(
@@ -130,27 +153,27 @@ def experts_planned_and_measured(family: str, mesh: dict[str, int], sharded: boo
             module.register_forward_hook(choose_evenly)
     ids = torch.randint(0, 512, (4, 64))
     batch = {"input_ids": ids, "labels": ids}
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer: Any = torch.optim.AdamW(model.parameters())
     plan = accelerator.plan_memory(model, optimizer, batch)
-    peak = measured(accelerator, model, optimizer, batch)
-    local = sum(getattr(p, "to_local", lambda p=p: p)().nbytes for p in model.parameters())
-    return plan.layout.name, plan.parts.parameters / local, plan.peak / peak
+    model, optimizer = accelerator.prepare(model, optimizer)
+    peak = allocated_in_second_step(accelerator, model, optimizer, batch)
+    return plan.layout.name, plan.parts.parameters / local_bytes(model.parameters()), plan.peak / peak
 
 
 @pytest.mark.parametrize(
     ("family", "mesh", "sharded", "name", "difference"),
     [
         ("Mixtral", {"ep_size": 2}, False, "ddp + ep 2", 0.1),
-        ("Mixtral", {"ep_size": 2}, True, "full_shard + ep 2", 0.2),
+        ("Mixtral", {"ep_size": 2}, True, "full_shard + ep 2", 0.25),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
                 ("Qwen3Moe", {"ep_size": 2}, False, "ddp + ep 2", 0.1),
-                ("Qwen3Moe", {"ep_size": 2}, True, "full_shard + ep 2", 0.2),
+                ("Qwen3Moe", {"ep_size": 2}, True, "full_shard + ep 2", 0.25),
                 ("Mixtral", {"ep_size": 4}, False, "ddp + ep 4", 0.1),
-                ("Mixtral", {"ep_size": 4}, True, "full_shard + ep 4", 0.2),
+                ("Mixtral", {"ep_size": 4}, True, "full_shard + ep 4", 0.25),
                 ("Mixtral", {"ep_size": 2, "dp_replicate_size": 2}, False, "ddp + ep 2", 0.1),
-                ("Mixtral", {"ep_size": 2, "dp_shard_size": 2}, True, "full_shard + ep 2", 0.2),
+                ("Mixtral", {"ep_size": 2, "dp_shard_size": 2}, True, "full_shard + ep 2", 0.25),
             ]
         ),
     ],
