@@ -100,9 +100,10 @@ def test_a_plan_is_near_the_peak_of_ranks_that_train(
         assert ratio == pytest.approx(1, abs=difference)
 
 
-SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "vocab_size": 512,
-                         "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts_per_tok": 2,
-                         "max_position_embeddings": 64, "use_cache": False}  # fmt: skip
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+                         "vocab_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+                         "num_experts_per_tok": 2, "max_position_embeddings": 64,
+                         "use_cache": False}  # fmt: skip
 FAMILIES = {
     "Mixtral": {"num_local_experts": 8},
     "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 256, "head_dim": 32},
@@ -141,7 +142,9 @@ def allocated_in_second_step(accelerator: Accelerator, model: Any, optimizer: An
     return held + max(accumulate(sizes))
 
 
-def experts_planned_and_measured(family: str, mesh: dict[str, int], sharded: bool) -> tuple[str, float, float]:
+def experts_planned_and_measured(
+    family: str, mesh: dict[str, int], sharded: bool
+) -> tuple[str, float, float]:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
     accelerator = Accelerator(
         cpu=True, fsdp_plugin=plugin if sharded else None, parallelism_config=ParallelismConfig(**mesh)

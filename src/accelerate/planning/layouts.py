@@ -109,7 +109,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """Number of ranks with different batches, which shard or replicate the parameters outside of experts."""
+        """Number of ranks with different batches, which also shard the parameters outside of experts."""
         return self.shards * self.expert_parallel
 
     @property
@@ -193,7 +193,7 @@ def _fraction(trace: Trace, layout: Layout, *, is_sharded: bool = False, trained
 
 
 def _fractions(trace: Trace, layout: Layout, *, trained: bool = False) -> tuple[tuple[float, int], ...]:
-    """Returns the fractions of the traced parameters on a rank before the sharding, each with the ranks that shard it.
+    """Returns the fractions of the traced parameters before they are sharded, with the ranks that shard them.
 
     The first one is that of the parameters outside of experts, the second one that of experts, of which the
     trace has those of one rank. The parameters outside of blocks, such as embeddings, are on one rank of a

@@ -334,7 +334,9 @@ def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float)
     blocks = blocks_of(step.model)
     sizes = [_bytes(block.parameters()) for block in blocks]
     experts = step.find_experts(step.model)
-    in_blocks = [sum(_bytes(e.parameters()) for e in experts if e in set(block.modules())) for block in blocks]
+    in_blocks = [
+        sum(_bytes(e.parameters()) for e in experts if e in set(block.modules())) for block in blocks
+    ]
     outputs: dict[nn.Module, int] = {}
     dispatched: dict[nn.Module, int] = {}
     phases: list[Phase] = []

@@ -45,8 +45,8 @@ def tracer_of(
         precision: Mixed precision of layouts without sharding.
         autocast: Mixed precision of layouts that cast parameters once. None in full precision.
         recompute: Function that applies activation checkpointing to blocks of a model, in place.
-        share_experts: Function that reduces a module of experts to those of one of a number of ranks, in place.
-            None if no variant has expert parallelism.
+        share_experts: Function that reduces a module of experts to those of one of a number of ranks, in
+            place. None if no variant has expert parallelism.
         extrapolates: Whether few of the repeated blocks are traced. False if `recompute` does not treat all
             blocks equally.
     """

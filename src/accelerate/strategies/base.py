@@ -26,7 +26,7 @@ from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
-from accelerate.strategies.axes import Axis, resolve_axes
+from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
 from accelerate.strategies.fsdp import (
     gradient_sync,

@@ -210,6 +210,7 @@ def tracer_for(
 
     parallelism = strategy.context.request.parallelism
     handler = parallelism.ep_handler if parallelism is not None else None
+    is_experts = handler.is_experts if handler is not None else None
 
     def apply(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         if policy is not None:
@@ -218,7 +219,7 @@ def tracer_for(
         recompute(model, blocks, save_operators=policy and policy.save_operators, parallelism=parallelism)
 
     return planning.tracer_of(
-        replace(step, find_experts=partial(list_experts, is_experts=handler and handler.is_experts)),
+        replace(step, find_experts=partial(list_experts, is_experts=is_experts)),
         strategy.precision,
         traced_precision(strategy.context),
         apply,
@@ -240,9 +241,7 @@ def choose_for_step(strategy: Strategy, step: planning.Step, request: Activation
 
     def bytes_of(policy: Policy) -> float:
         trace = tracer_for(strategy, step, policy)
-        variant = planning.Variant(
-            size, policy is not None, layout.is_sharded, False, layout.expert_parallel
-        )
+        variant = planning.Variant(size, policy is not None, layout.is_sharded, False, layout.expert_parallel)
         return max(moment.activations for moment in trace(variant).forward_backward)
 
     index, smallest = planning.choose_policy(policies, bytes_of, convert_file_size_to_int(request.budget))

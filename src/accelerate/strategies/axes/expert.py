@@ -152,9 +152,7 @@ def find_experts(
     return {name: modules[name] for name in outermost}
 
 
-def list_experts(
-    model: nn.Module, is_experts: Callable[[nn.Module], bool] | None = None
-) -> list[nn.Module]:
+def list_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
     """Returns the modules of `find_experts` without their names."""
     return list(find_experts(model, is_experts).values())
 
@@ -323,7 +321,7 @@ class DispatchedForward:
         return self._run_dispatched(*args)
 
     def _run_dispatched(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """Returns the sums of the weighted outputs of the chosen experts, in the shape of the hidden states."""
+        """Returns the sum of the weighted outputs of the chosen experts for each token."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         choices = indices.reshape(-1, indices.shape[-1]), weights.reshape(-1, weights.shape[-1])
         # FSDP warns about outputs that are views.
@@ -353,8 +351,8 @@ class DispatchedForward:
         """Returns where the rows of the chosen experts go.
 
         Returns:
-            The expert of each row that this rank receives, counted from its first one, the numbers of rows that
-            it sends to each rank and receives from each, and the process group.
+            The expert of each row that this rank receives, counted from its first one, the numbers of rows
+            that it sends to each rank and receives from each, and the process group.
         """
         group, size = self.mesh.get_group(), self.mesh.size()
         num_local = self.num_experts // size
@@ -406,7 +404,7 @@ class BalancedForward(DispatchedForward):
         return local, [[num_rows], [num_rows]], None
 
 
-def trace_share(module: nn.Module, size: int) -> None:
+def trace_share(module: Any, size: int) -> None:
     """Reduces a module of experts in a trace to the experts of one rank, in place.
 
     Args:
