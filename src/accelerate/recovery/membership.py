@@ -102,6 +102,7 @@ class Membership:
             store_port=port,
             lighthouse_addr=lighthouse,
             replica_id=f"{replica:05d}",  # members are in the order of these texts
+            init_sync=False,  # it would send the weights of one replica group to each rank
             hostname=host,
             checkpoint_transport=_open_transport(limit),
         )
@@ -182,6 +183,18 @@ class Membership:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 _local(parameter.grad).copy_(total.view_as(shard))
+
+    @torch.no_grad()
+    def send_from_first(self, members: Members, tensors: Iterable[Tensor]) -> bool:
+        """Overwrites tensors with those of the first member, and returns whether no member has ended."""
+        for tensor in tensors:
+            local = _local(tensor)
+            sent = local.contiguous() if members.index == 0 else torch.zeros_like(local).contiguous()
+            data = sent.reshape(-1).view(torch.uint8).clone()
+            if not self.sum(data):
+                return False
+            local.copy_(data.view(local.dtype).view_as(local))
+        return True
 
     def sum(self, tensor: Tensor) -> bool:
         """Adds up a tensor over the members in place, and returns whether none of them has ended."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
@@ -183,7 +184,9 @@ class Recovery:
         shards = [prepare(loader, total, replica * groups + group) for replica in range(self.num_replicas)]
 
         def evaluate(members: Members) -> Any:
-            return prepare(loader, members.size * groups, members.index * groups + group)
+            shard = prepare(loader, members.size * groups, members.index * groups + group)
+            shard.plan = replace(shard.plan, replicates=current_transport().size > groups)
+            return shard
 
         return RecoveryLoader(shards, evaluate, self)
 
@@ -213,14 +216,28 @@ class Recovery:
     def begin_step(self, loader: RecoveryLoader) -> Members:
         """Agrees on the members of the next step, and receives their state if this replica group joins."""
         if self._membership is None:
-            self._wait_for_all()
             self._membership = self._open()
+            self._wait_for_all()  # the lighthouse knows this replica group now
         self._loader = loader
         self._outcome = None
         self._transport = None
         self.members = self._membership.begin()
+        if self._membership.num_committed == 0:
+            self.members = self._begin_together(self.members)
         self._leader.is_leader = self.members.index == 0
         return self.members
+
+    def _begin_together(self, members: Members) -> Members:
+        """Sends the weights of the first member to the others before the first step."""
+        assert self._membership is not None
+        while not self._membership.send_from_first(members, self._weights()):
+            self._membership.commit()
+            members = self._membership.begin()
+        return members
+
+    def _weights(self) -> list[torch.Tensor]:
+        models = self._prepared.models
+        return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
 
     def decline_step(self) -> None:
         """Leaves a step whose members are in a later pass, and which they repeat without this group."""
