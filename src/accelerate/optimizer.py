@@ -218,6 +218,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self.commit is not None and not self.commit():
             self._is_overflow, self.gradients_unscaled = True, False
+            if self.scaler is not None:
+                torch_private.reset_unscaled(self.scaler)
             return None
         self._is_overflow = False
         if self.scaler is not None and not self.steps_in_backward:

@@ -66,7 +66,7 @@ class RecoveryLoader(DataLoaderStateMixin):
         number, self.num_passes = self.num_passes, self.num_passes + 1
         if not self._recovery.begin_pass(number):
             return
-        readers: dict[int, Iterator[Any]] = {}
+        readers: dict[int, Any] = {}
         read_to = (-1, -1)
         self.begin()
         try:
@@ -82,7 +82,8 @@ class RecoveryLoader(DataLoaderStateMixin):
                     continue
                 own = range(members.index, len(self.shards), members.size)
                 if set(readers) != set(own) or read_to != (self.epoch, self.position):
-                    readers = {replica: self._open(replica) for replica in own}
+                    _close(readers)
+                    readers.update((replica, self._open(replica)) for replica in own)
                 first = self.position
                 self._count = min(self.gradient_state.num_steps, len(self) - first)
                 for offset in range(self._count):
@@ -96,6 +97,7 @@ class RecoveryLoader(DataLoaderStateMixin):
                 self._recovery.check_step()
                 read_to = self.epoch, first + self._count
         finally:
+            _close(readers)
             self._recovery.end_pass()
             self.end()
 
@@ -128,3 +130,9 @@ class RecoveryLoader(DataLoaderStateMixin):
         """Sets the position at which the next pass begins."""
         self.epoch, self.position = state["epoch"], state["position"]
         self.num_passes = self.epoch
+
+
+def _close(readers: dict[int, Any]) -> None:
+    """Ends passes before others begin, because a loader counts its epochs when a pass ends."""
+    while readers:
+        readers.popitem()[1].close()

@@ -326,15 +326,20 @@ class Recovery:
             timeout=run.timeout,
             group=current_transport(),
             device=self._strategy.context.device,
-            capture=lambda: snapshot.capture(self._prepared, self._strategy.precision.scaler),
+            capture=self._capture,
             apply=self._apply,
         )
+
+    def _capture(self) -> dict[str, Any]:
+        state = snapshot.capture(self._prepared, self._strategy.precision.scaler)
+        return {**state, "iteration": self._strategy.context.request.project.iteration}
 
     def _apply(self, state: Mapping[str, Any]) -> None:
         passes = [(obj, obj.num_passes) for obj in self._prepared.custom if type(obj) is RecoveryLoader]
         snapshot.apply(state, self._prepared, self._strategy.precision.scaler)
         for loader, number in passes:
             loader.num_passes = number
+        self._strategy.context.request.project.iteration = state["iteration"]
 
     # Collectives outside of passes for training
 
@@ -376,6 +381,11 @@ class Recovery:
         finally:
             services.put(Transport, own, uses_group=True)
         return (alone or collective)()
+
+    @property
+    def is_leader(self) -> bool:
+        """True in the replica group that writes checkpoints and prints."""
+        return self._leader.is_leader
 
     @property
     def is_behind(self) -> bool:
