@@ -1,13 +1,14 @@
 """Print the layouts that the memory planner finds for models of some sizes on some numbers of devices.
 
 The models are decoders on the meta device, so no memory is allocated. For each size the layout with the least
-communication that fits is shown, alone and with a pipeline.
+communication that fits is shown, alone and with a pipeline. Layouts without offload, DeepSpeed and
+`shard_grad_op` are compared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import torch
 import transformers
@@ -18,22 +19,32 @@ from accelerate.precision import MixedPrecision
 
 LENGTH, CAPACITY = 4096, 80 * 10**9
 DEVICES = (1, 8, 64)
+SHARDINGS = ("none", "full_shard")
 SIZES = {
     "1.2B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16},
     "8B": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80},
-}
+    "30B, 3B active": {"hidden_size": 2048, "num_hidden_layers": 48, "num_experts": 128,
+                       "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+}  # fmt: skip
+"""Name of a model -> sizes of a decoder, which is one with experts if it has `num_experts`."""
 
 
 @cache
 def planner(size: str) -> planning.Planner:
     """Returns the planner of a model, of which one block is traced and counted for all."""
-    heads = SIZES[size]["hidden_size"] // 128
-    config = transformers.LlamaConfig(
-        vocab_size=128256, num_attention_heads=heads, num_key_value_heads=8, use_cache=False, **SIZES[size]
+    sizes: dict[str, Any] = SIZES[size]
+    family = "Qwen3Moe" if "num_experts" in sizes else "Llama"
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=128256,
+        num_attention_heads=sizes["hidden_size"] // 128,
+        num_key_value_heads=8,
+        head_dim=128,
+        use_cache=False,
+        **sizes,
     )
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config)
+        model = getattr(transformers, f"{family}ForCausalLM")(config)
     ids = torch.zeros(1, LENGTH, dtype=torch.long, device="meta")
     step = planning.Step(
         model,
@@ -43,37 +54,29 @@ def planner(size: str) -> planning.Planner:
         torch.device("cpu"),
         keeps_output=True,
         measures=False,
+        find_experts=strategies.list_experts,
     )
     precision = MixedPrecision("bf16", "cpu")
-    return planning.Planner(planning.tracer_of(step, precision, precision, strategies.recompute))
-
-
-def candidates(devices: int) -> Iterator[planning.Layout]:
-    """Yields layouts without offload and DeepSpeed, with the simplest ones first."""
-    degrees = [degree for degree in (1, 2, 4, 8) if devices % degree == 0]
-    for stages in degrees:
-        for tensor_parallel in degrees:
-            shards, rest = divmod(devices, stages * tensor_parallel)
-            for sharding in ("none", "full_shard") if shards > 1 and not rest else ("none",):
-                for checkpointing in (False, True):
-                    if shards and not rest:
-                        yield planning.Layout(
-                            sharding, shards, tensor_parallel, checkpointing=checkpointing, stages=stages
-                        )
+    return planning.Planner(
+        planning.tracer_of(
+            step, precision, precision, strategies.recompute, share_experts=strategies.trace_share
+        )
+    )
 
 
 def fastest(size: str, devices: int, pipeline: bool) -> str:
     """Returns the layout that fits and sends the fewest bytes for each sample, with its memory."""
     found = []
-    for layout in candidates(devices):
-        if pipeline != (layout.stages > 1):
+    model = planner(size).trace_of(planning.Layout(), 1)
+    for layout in planning.candidate_layouts(devices, model, offload=False):
+        is_compared = layout.sharding in SHARDINGS and pipeline == (layout.stages > 1)
+        if not is_compared or planning.least_bytes(model, layout) > CAPACITY:
             continue
         # Each micro-batch of a pipeline has one sequence.
-        batch_size = layout.microbatches if pipeline else 1
-        trace = planner(size).trace_of(layout, batch_size)
+        trace = planner(size).trace_of(layout, layout.num_microbatches)
         total = planning.memory_of(trace, layout).total
         if total <= CAPACITY:
-            sent = planning.communication_of(trace, layout) / (batch_size * layout.shards)
+            sent = planning.communication_of(trace, layout) / layout.samples_per_batch
             found.append((layout.checkpointing, sent, layout.name, total))
     if not found:
         return "none fits"

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
+from itertools import accumulate
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, torch_private
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, torch_private
 from accelerate.base import StateError
+from accelerate.nested import iterate_tensors
 
 WIDTH = 8
 
@@ -94,3 +98,95 @@ def test_a_plan_is_near_the_peak_of_ranks_that_train(
 ) -> None:
     for ratio in run(planned_and_measured, sharded, frees, steps, processes=2):
         assert ratio == pytest.approx(1, abs=difference)
+
+
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4,
+                         "vocab_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2,
+                         "num_experts_per_tok": 2, "max_position_embeddings": 64,
+                         "use_cache": False}  # fmt: skip
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen3Moe": {"num_experts": 8, "moe_intermediate_size": 256, "head_dim": 32},
+}
+
+
+def choose_evenly(router: Any, args: Any, output: Any) -> Any:
+    logits, scores, indices = output
+    return logits, scores, torch.arange(indices.numel()).remainder(router.num_experts).view(indices.shape)
+
+
+def local_bytes(tensors: Any) -> int:
+    return sum(getattr(tensor, "to_local", lambda tensor=tensor: tensor)().nbytes for tensor in tensors)
+
+
+def allocated_in_second_step(accelerator: Accelerator, model: Any, optimizer: Any, batch: Any) -> int:
+    """Returns the bytes at the peak of the second step, by the allocations that torch's profiler records.
+
+    Each step is measured alone, because threads of gloo may free buffers later, which is not recorded.
+    """
+
+    def step() -> Any:
+        output = model(**batch)
+        accelerator.backward(output.loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        return output
+
+    kept = list(iterate_tensors(step()))
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = local_bytes([*model.parameters(), *model.buffers(), *states, *kept])
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return held + max(accumulate(sizes))
+
+
+def experts_planned_and_measured(
+    family: str, mesh: dict[str, int], sharded: bool
+) -> tuple[str, float, float]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="transformer_based_wrap")
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=plugin if sharded else None, parallelism_config=ParallelismConfig(**mesh)
+    )
+    config = getattr(transformers, f"{family}Config")(**SIZES, **FAMILIES[family])
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(choose_evenly)
+    ids = torch.randint(0, 512, (4, 64))
+    batch = {"input_ids": ids, "labels": ids}
+    optimizer: Any = torch.optim.AdamW(model.parameters())
+    plan = accelerator.plan_memory(model, optimizer, batch)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    peak = allocated_in_second_step(accelerator, model, optimizer, batch)
+    return plan.layout.name, plan.parts.parameters / local_bytes(model.parameters()), plan.peak / peak
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "sharded", "name", "difference"),
+    [
+        ("Mixtral", {"ep_size": 2}, False, "ddp + ep 2", 0.1),
+        ("Mixtral", {"ep_size": 2}, True, "full_shard + ep 2", 0.25),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("Qwen3Moe", {"ep_size": 2}, False, "ddp + ep 2", 0.1),
+                ("Qwen3Moe", {"ep_size": 2}, True, "full_shard + ep 2", 0.25),
+                ("Mixtral", {"ep_size": 4}, False, "ddp + ep 4", 0.1),
+                ("Mixtral", {"ep_size": 4}, True, "full_shard + ep 4", 0.25),
+                ("Mixtral", {"ep_size": 2, "dp_replicate_size": 2}, False, "ddp + ep 2", 0.1),
+                ("Mixtral", {"ep_size": 2, "dp_shard_size": 2}, True, "full_shard + ep 2", 0.25),
+            ]
+        ),
+    ],
+)
+def test_a_plan_is_near_the_peak_of_ranks_that_share_experts(
+    family: str, mesh: dict[str, int], sharded: bool, name: str, difference: float, run: Any
+) -> None:
+    num_ranks = mesh["ep_size"] * mesh.get("dp_replicate_size", 1) * mesh.get("dp_shard_size", 1)
+    results = run(experts_planned_and_measured, family, mesh, sharded, processes=num_ranks)
+    for layout, weights, peak in results:
+        assert layout == name
+        assert weights == pytest.approx(1, abs=0.001)
+        assert peak == pytest.approx(1, abs=difference)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, ParallelismConfig
-from accelerate.base import PreparationError, is_torch_version
+from accelerate.base import ConfigurationError, PreparationError, is_torch_version
 from accelerate.utils import PipelineConfig
 
 transformers = pytest.importorskip("transformers")
@@ -109,3 +109,35 @@ def test_layers_that_share_tensors_need_whole_backward_passes(run: Run) -> None:
 )
 def test_gradients_are_those_of_one_process(run: Run, name: str, schedule: str) -> None:
     run(compare, name, schedule, processes=2, timeout=120)
+
+
+def compare_ignored_labels(name: str) -> None:
+    config = PipelineConfig(microbatches=4)
+    accelerator = Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=config))
+    alone = make(name)
+    model = accelerator.prepare(make(name))
+    ids = torch.randint(3, 64, (8, 6), generator=torch.Generator().manual_seed(0))
+    labels = ids.clone()
+    labels[0, 0] = labels[2, :3] = labels[5, 4:] = labels[6:] = -100  # no label in the last micro-batch
+    batch = transformers.BatchEncoding({"input_ids": ids, "labels": labels})
+    first = 1 if name == "llama" else 0
+    for extra in ({}, {"num_items_in_batch": int((labels[:, first:] != -100).sum())}):
+        if extra and name == "bert":
+            continue  # ignores it
+        expected = alone(**batch, **extra).loss
+        expected.backward()
+        loss = accelerator.forward_backward(model, transformers.BatchEncoding({**batch, **extra}))
+        torch.testing.assert_close(loss, expected.detach())
+    gradients = {key: each.grad for key, each in alone.named_parameters(remove_duplicate=False)}
+    for key, parameter in model.named_parameters():
+        if gradients[key] is not None:
+            torch.testing.assert_close(parameter.grad, gradients[key], msg=key)
+    with torch.no_grad():
+        torch.testing.assert_close(model.eval()(**batch).loss, alone.eval()(**batch).loss)
+    with pytest.raises(ConfigurationError, match="Pass use_cache=False"):
+        model(**batch, use_cache=True)
+
+
+@pytest.mark.parametrize("name", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
+def test_losses_over_labels_are_those_of_one_process(run: Run, name: str) -> None:
+    run(compare_ignored_labels, name, processes=2, timeout=60)

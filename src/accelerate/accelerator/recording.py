@@ -41,6 +41,7 @@ from accelerate.settings.sections import DiagnosticsSection
 from accelerate.state import (
     AcceleratorState,
     as_dataclass,
+    mesh_sizes,
     process_group,
     run_records,
     services,
@@ -113,6 +114,7 @@ class RunSources:
                 "accelerate": version("accelerate"),
             },
             settings=list(_settings(state, self._request, self._environ)) if state.is_main_process else [],
+            mesh=mesh_sizes(state.device_mesh),
         )
 
     def _device_name(self) -> str:

@@ -167,6 +167,7 @@ from accelerate.base.text import (
     convert_bytes as convert_bytes,
     convert_file_size_to_int as convert_file_size_to_int,
     describe as describe,
+    describe_mesh as describe_mesh,
     describe_position as describe_position,
     get_pretty_name as get_pretty_name,
     itemized as itemized,

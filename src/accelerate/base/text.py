@@ -179,6 +179,11 @@ def spell_ranks(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
+def describe_mesh(sizes: Mapping[str, int]) -> str:
+    """Returns the sizes of the dimensions of a mesh, such as "pp 2 x dp_shard 4", without those of size 1."""
+    return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+
+
 def describe_position(sizes: Mapping[str, int], rank: int) -> str:
     """Returns the index of a rank along each dimension of a mesh, such as "pp 1, dp_shard 0".
 

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +67,8 @@ def add_flags(parser: Any) -> None:
     add("--gradient_checkpointing", action="store_true", help="Recompute activations of blocks in backward.")
     add("--gradient_accumulation_steps", type=int, default=1, metavar="N", help="Passes for each step.")
     add("--tp_size", type=int, default=1, metavar="N", help="Tensor-parallel size.")
+    add("--ep_size", type=int, default=1, metavar="N", help="Expert-parallel size.")
+    add("--pp_size", type=int, default=1, metavar="N", help="Stages of a pipeline with 8 micro-batches.")
     add(
         "--offload",
         default="none",
@@ -96,10 +99,14 @@ DEFAULTS = {
     "gradient_checkpointing": False,
     "gradient_accumulation_steps": 1,
     "tp_size": 1,
+    "ep_size": 1,
+    "pp_size": 1,
     "offload": "none",
     "devices": None,
 }
 """Flags of a training step, with their defaults."""
+SIZES = ("tp_size", "ep_size", "pp_size")
+"""Flags of the sizes of axes, whose product divides the number of processes."""
 
 
 def plan_training(
@@ -122,37 +129,44 @@ def plan_training(
     kind, planner = _model_class(trained.model), _planner(args, trained)
     layout = _layout(args, count)
     fits = planner.error_context(layout, count, capacity, args.batch_size) if capacity else []
-    if fits and not any(
-        (args.sharding, args.tp_size > 1, args.offload != "none", args.gradient_checkpointing)
-    ):
+    chosen = (args.sharding, _axes_size(args) > 1, args.offload != "none", args.gradient_checkpointing)
+    if fits and not any(chosen):
         layout = fits[0].layout
-    plan = planning.build_plan(planner, layout, args.batch_size)
+    plan = planning.build_plan(planner, layout, args.batch_size * layout.num_microbatches)
     if not capacity:
         return kind, plan, {}, fits
-    largest = planner.largest_batch(layout, capacity, args.batch_size)
+    largest = planner.largest_batch(layout, capacity, plan.batch_size)
     return kind, plan, {"number": count, "bytes": capacity, "largest_batch_size": largest}, fits
 
 
 def _check_counts(args: argparse.Namespace) -> None:
-    for name in ("batch_size", "gradient_accumulation_steps", "tp_size", "num_processes"):
+    for name in ("batch_size", "gradient_accumulation_steps", *SIZES, "num_processes"):
         if getattr(args, name) < 1:
             raise wrong_value(f"--{name}", getattr(args, name), "it is less than 1", "Give 1 or more")
+
+
+def _axes_size(args: argparse.Namespace) -> int:
+    """Returns the number of ranks of all axes, without those that shard or replicate a model."""
+    return prod(getattr(args, name) for name in SIZES)
 
 
 def _layout(args: argparse.Namespace, count: int) -> Layout:
     from accelerate.planning import Layout
 
-    if count % args.tp_size:
+    shards, rest = divmod(count, _axes_size(args))
+    if rest:
+        flags = " x ".join(f"--{name}" for name in SIZES if getattr(args, name) > 1)
         reason = f"{count} processes cannot be divided by it"
-        raise wrong_value("--tp_size", args.tp_size, reason, "Give a divisor of their number")
-    shards = count // args.tp_size
+        raise wrong_value(flags, _axes_size(args), reason, "Give a divisor of their number")
     return Layout(
-        args.sharding or ("full_shard" if shards > 1 else "none"),
+        args.sharding or ("full_shard" if shards * args.ep_size > 1 else "none"),
         shards,
         args.tp_size,
         args.offload,
         args.gradient_checkpointing,
         args.gradient_accumulation_steps,
+        stages=args.pp_size,
+        expert_parallel=args.ep_size,
     )
 
 
@@ -180,9 +194,12 @@ def _planner(args: argparse.Namespace, trained: TrainedModel) -> Planner:
         torch.device("cpu"),
         keeps_output=trained.loss in (planning.loss_of, planning.loss_or_mean),
         measures=False,
+        find_experts=strategies.list_experts,
     )
     autocast = MixedPrecision(args.mixed_precision, "cpu") if args.mixed_precision != "no" else None
-    trace = planning.tracer_of(step, autocast or Precision(), autocast, strategies.recompute)
+    trace = planning.tracer_of(
+        step, autocast or Precision(), autocast, strategies.recompute, share_experts=strategies.trace_share
+    )
 
     def trace_with_state(variant: planning.Variant) -> planning.Trace:
         return trace(variant).with_state(state)
@@ -293,7 +310,8 @@ def format_plan(
     lines = [
         f"A training step of {args.model_name} with {args.optimizer}, mixed precision "
         f"{args.mixed_precision}, batch size {plan.batch_size}"
-        + (f" x {accumulation} passes" if accumulation > 1 else ""),
+        + (f" x {accumulation} passes" if accumulation > 1 else "")
+        + (f" in {layout.microbatches} micro-batches" if layout.stages > 1 else ""),
         *([f"Model: {kind[0]}, since {kind[1]}."] if kind[1] else ()),
         f"Layout: {layout.name}, {count} device{'s' * (count > 1)}. Peak of each device:",
         "",

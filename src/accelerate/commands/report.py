@@ -32,7 +32,7 @@ def report_command(args: argparse.Namespace) -> None:
     Raises:
         ConfigurationError: A folder has no records, or the page cannot be written.
     """
-    from accelerate.report import conclusion_text, sanitize, summarize, write_page
+    from accelerate.report import conclusion_text, mesh_lines, sanitize, summarize, write_page
 
     runs = _read_runs(args.folders)
     if args.json:
@@ -52,6 +52,8 @@ def report_command(args: argparse.Namespace) -> None:
         ) from error
     for run in runs:
         print(sanitize(f"{run.name}: {run.outcome()[1]}"))
+        for line in mesh_lines(run):
+            print(sanitize(f"  {line}"))
         for entry in run.conclusions.in_order():
             print(
                 sanitize(f"  {entry.record.name} (step {entry.last_step}): {conclusion_text(entry.record)}")

@@ -20,7 +20,7 @@ import psutil
 
 from accelerate.base import describe_position, spell_ranks
 from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
-from accelerate.state import AcceleratorState, record_event
+from accelerate.state import AcceleratorState, mesh_sizes, record_event
 
 MAX_STACKS = 3
 MAX_RANKS = 16  # whose positions in the mesh are listed
@@ -143,7 +143,7 @@ def _positions(ranks: Iterable[int]) -> str:
     mesh = AcceleratorState._shared_state.get("device_mesh")
     if mesh is None or mesh.ndim < 2:
         return ""
-    sizes = dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+    sizes = mesh_sizes(mesh)
     return "; ".join(f"rank {rank} = {describe_position(sizes, rank)}" for rank in sorted(ranks))
 
 

@@ -14,6 +14,7 @@ from accelerate.base import (
     ConfigurationError,
     LaunchError,
     PrecisionType,
+    describe_mesh,
     describe_position,
     read_seconds,
     wrong_value,
@@ -331,7 +332,7 @@ def _mesh(plan: LaunchPlan, settings: Settings) -> list[str]:
     ranks = range(plan.processes)
     lines = [f"rank {rank} = {describe_position(active, rank)}" for rank in ranks[:MAX_RANKS]]
     rest = [f"and {plan.processes - MAX_RANKS} more ranks"] * (plan.processes > MAX_RANKS)
-    return [" x ".join(f"{name} {size}" for name, size in active.items()), *lines, *rest]
+    return [describe_mesh(active), *lines, *rest]
 
 
 def _shown(row: Option, value: Any) -> Any:

@@ -70,6 +70,7 @@ class Start(Record):
     argv: list[str] = field(default_factory=list)
     versions: dict[str, str] = field(default_factory=dict)  # of Python and of packages, by name
     settings: list[Setting] = field(default_factory=list)  # of rank 0 only
+    mesh: dict[str, int] = field(default_factory=dict)  # dimension -> size, the outermost first
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from accelerate.planning.layouts import (
     candidate_layouts as candidate_layouts,
     communication_of as communication_of,
     host_bytes as host_bytes,
+    least_bytes as least_bytes,
     memory_of as memory_of,
     parse_devices as parse_devices,
 )

@@ -6,6 +6,8 @@ Sources: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html,
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -49,6 +51,8 @@ BUCKET_ELEMENTS = 5 * 10**8
 """Default number of elements in a bucket of DeepSpeed."""
 REPLICATED_ACTIVATIONS = 10 / 34
 """Fraction of the activations of a transformer layer that tensor parallelism replicates on each rank."""
+COPIES_AVERAGED = 2
+"""Copies of the gradients that are averaged after a backward pass."""
 LARGEST_TENSOR_PARALLEL = 8
 
 
@@ -56,9 +60,10 @@ LARGEST_TENSOR_PARALLEL = 8
 class Layout:
     """Distribution of a model over devices.
 
-    `shards` ranks shard the tensors that `sharding` names, `tensor_parallel` ranks shard each layer, and
-    `stages` ranks have different layers. The number of devices is the product. A pipeline splits a batch into
-    `microbatches`, and its schedule is 1F1B.
+    `shards` ranks shard the tensors that `sharding` names, `tensor_parallel` ranks shard each layer,
+    `expert_parallel` ranks have different experts, and `stages` ranks have different layers. The number of
+    devices is the product. Ranks with different experts have different batches, and also shard the parameters
+    outside of experts. A pipeline splits a batch into `microbatches`, and its schedule is 1F1B.
     """
 
     sharding: str = "none"
@@ -69,13 +74,15 @@ class Layout:
     accumulation: int = 1
     stages: int = 1
     microbatches: int = 8
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         row = SHARDINGS[self.sharding]
-        for name in ("shards", "tensor_parallel", "accumulation", "stages", "microbatches"):
+        counts = ("shards", "tensor_parallel", "accumulation", "stages", "microbatches", "expert_parallel")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise wrong_value(name, getattr(self, name), "it counts from 1", "Give 1 or more")
-        if row.has_masters and self.tensor_parallel * self.stages > 1:
+        if row.has_masters and self.tensor_parallel * self.stages * self.expert_parallel > 1:
             fix = "Use full_shard, shard_grad_op or none"
             raise wrong_value("sharding", self.sharding, "DeepSpeed's engine splits no layers", fix)
         if self.offload == "all" and not row.weights:
@@ -87,7 +94,8 @@ class Layout:
 
     @property
     def name(self) -> str:
-        parts = ["ddp" if self.sharding == "none" and self.shards > 1 else self.sharding]
+        parts = ["ddp" if self.sharding == "none" and self.replicas > 1 else self.sharding]
+        parts += [f"ep {self.expert_parallel}"] * (self.expert_parallel > 1)
         parts += [f"pp {self.stages}"] * (self.stages > 1)
         parts += [f"tp {self.tensor_parallel}"] * (self.tensor_parallel > 1)
         parts += [f"offload {self.offload}"] * (self.offload != "none")
@@ -97,7 +105,27 @@ class Layout:
     @property
     def num_devices(self) -> int:
         """Number of devices, which is the product of all sizes."""
-        return self.shards * self.tensor_parallel * self.stages
+        return self.replicas * self.tensor_parallel * self.stages
+
+    @property
+    def replicas(self) -> int:
+        """Number of ranks with different batches, which also shard the parameters outside of experts."""
+        return self.shards * self.expert_parallel
+
+    @property
+    def num_microbatches(self) -> int:
+        """Number of micro-batches in each batch of a rank, which is 1 without a pipeline."""
+        return self.microbatches if self.stages > 1 else 1
+
+    @property
+    def samples_per_batch(self) -> int:
+        """Samples of all ranks in one optimizer step for each sample of a forward pass on a rank."""
+        return self.replicas * self.accumulation * self.num_microbatches
+
+    @property
+    def averages_after_backward(self) -> bool:
+        """True if gradients are averaged after the backward pass, without DistributedDataParallel."""
+        return self.expert_parallel > 1 and self.tensor_parallel == 1 and not self.is_sharded
 
     @property
     def is_sharded(self) -> bool:
@@ -113,25 +141,33 @@ def memory_of(trace: Trace, layout: Layout) -> Parts:
         layout: Distribution of the model over devices.
     """
     passes = [_shard_moment(moment, trace, layout, is_step=False) for moment in trace.forward_backward]
-    return largest([*passes, *(_shard_moment(moment, trace, layout, is_step=True) for moment in trace.step)])
+    steps = [_shard_moment(moment, trace, layout, is_step=True) for moment in trace.step]
+    averaging = [_averaging_moment(steps[0], trace, layout)] if layout.averages_after_backward else []
+    return largest([*passes, *averaging, *steps])
+
+
+def _averaging_moment(moment: Parts, trace: Trace, layout: Layout) -> Parts:
+    """Returns the bytes while gradients are averaged, for which they are copied and concatenated."""
+    fractions = _fractions(trace, layout, trained=True)
+    averaged = max(fraction for fraction, ranks in fractions if ranks > 1)
+    return replace(moment, temporary=0, communication=COPIES_AVERAGED * averaged * trace.trained_bytes)
 
 
 def _shard_moment(moment: Parts, trace: Trace, layout: Layout, *, is_step: bool) -> Parts:
     """Returns the bytes that one device has at a moment of an unsharded trace."""
     row, shards, master_ratio = SHARDINGS[layout.sharding], layout.shards, trace.master_ratio
-    split = _tensor_parallel_fraction(trace, layout)
     kept_as = 1.0 if row.has_masters else master_ratio
     # FSDP reduces gradients in the last backward of gradient accumulation. Until then they are unsharded.
     is_whole = row.gradients and not row.has_masters and layout.accumulation > 1 and not is_step
-    weights = moment.parameters * split * kept_as / (shards if row.weights else 1)
-    gradients = moment.gradients * split
-    gradients *= 1.0 if is_whole else kept_as / (shards if row.gradients else 1)
+    weights = moment.parameters * kept_as * _fraction(trace, layout, is_sharded=row.weights)
+    gradients = moment.gradients * (1.0 if is_whole else kept_as)
+    gradients *= _fraction(trace, layout, is_sharded=row.gradients and not is_whole, trained=True)
     state = moment.optimizer * master_ratio
     temporary = moment.temporary
     if row.has_masters and master_ratio > 1:
         state += moment.parameters * master_ratio
         temporary += moment.gradients * master_ratio / shards if is_step else 0
-    by_optimizer = split / (shards if row.optimizer else 1)
+    by_optimizer = _fraction(trace, layout, is_sharded=row.optimizer, trained=True)
     if is_step:
         temporary *= by_optimizer * master_ratio
     optimizer = state * by_optimizer
@@ -144,29 +180,49 @@ def _shard_moment(moment: Parts, trace: Trace, layout: Layout, *, is_step: bool)
         parameters=weights,
         gradients=gradients,
         optimizer=optimizer,
-        activations=moment.activations * _activation_fraction(layout),
+        activations=moment.activations * _activation_fraction(trace, layout),
         temporary=temporary if is_step or layout.stages == 1 else temporary / layout.microbatches,
-        communication=0 if is_step and row.weights else _buffers(moment, trace, layout, is_whole) * split,
+        communication=0 if is_step and row.weights else _buffers(moment, trace, layout, is_whole),
     )
 
 
-def _tensor_parallel_fraction(trace: Trace, layout: Layout) -> float:
-    """Returns the fraction of the parameters on a rank, of which each has a part of all blocks.
+def _fraction(trace: Trace, layout: Layout, *, is_sharded: bool = False, trained: bool = False) -> float:
+    """Returns the fraction of the traced parameters on a rank, or of those that are trained."""
+    fractions = _fractions(trace, layout, trained=trained)
+    return sum(fraction / (ranks if is_sharded else 1) for fraction, ranks in fractions)
 
-    The parameters outside of blocks, such as embeddings, are on one rank of a pipeline.
+
+def _fractions(trace: Trace, layout: Layout, *, trained: bool = False) -> tuple[tuple[float, int], ...]:
+    """Returns the fractions of the traced parameters before they are sharded, with the ranks that shard them.
+
+    The first one is that of the parameters outside of experts, the second one that of experts, of which the
+    trace has those of one rank. The parameters outside of blocks, such as embeddings, are on one rank of a
+    pipeline.
     """
     whole = max(moment.parameters for moment in (*trace.forward_backward, *trace.step))
-    outside = trace.outside_blocks / whole if whole else 1.0
-    return outside + (1 - outside) / (layout.tensor_parallel * layout.stages)
+    of_experts = trace.experts if layout.expert_parallel > 1 else 0
+    outside = trace.outside_blocks / (whole - of_experts) if whole > of_experts else 1.0
+    experts = of_experts / whole if whole else 0.0
+    if trained and of_experts:
+        experts = trace.trained_experts / trace.trained_bytes
+    in_stage = _stage_fraction(trace, layout)
+    others = outside + (1 - outside) * in_stage / layout.tensor_parallel
+    return ((1 - experts) * others, layout.replicas), (experts * in_stage, layout.shards)
 
 
-def _activation_fraction(layout: Layout) -> float:
+def _stage_fraction(trace: Trace, layout: Layout) -> float:
+    """Returns the fraction of the blocks in the largest stage of a pipeline."""
+    num_blocks = _num_blocks(trace)
+    return 1.0 if layout.stages == 1 else math.ceil(num_blocks / layout.stages) / num_blocks
+
+
+def _activation_fraction(trace: Trace, layout: Layout) -> float:
     """Returns the fraction of the activations of a batch on the rank with the most.
 
     The first stage of a pipeline has those of its layers for one micro-batch of each stage.
     """
-    alive = 1.0 if layout.stages == 1 else 1 / max(layout.microbatches, layout.stages)
-    return alive * _tensor_parallel_activations(layout)
+    alive = min(1.0, layout.stages / layout.num_microbatches)
+    return _stage_fraction(trace, layout) * alive * _tensor_parallel_activations(layout)
 
 
 def _tensor_parallel_activations(layout: Layout) -> float:
@@ -179,18 +235,46 @@ def _buffers(moment: Parts, trace: Trace, layout: Layout, is_whole: bool) -> flo
     The parameters outside of all blocks are one FSDP unit. It stays unsharded, and so do its gradients until
     backward ends.
     """
-    row = SHARDINGS[layout.sharding]
-    if layout.shards == 1:
+    row, split = SHARDINGS[layout.sharding], _fraction(trace, layout)
+    if layout.replicas == 1 or layout.averages_after_backward:
         return 0
     reduced = 0 if is_whole else trace.outside_blocks + UNITS_REDUCED * trace.largest_block
     if row.gathered == "layer" and layout.stages == 1:
-        return trace.outside_blocks + UNITS_GATHERED * trace.largest_block + reduced
+        # FSDP copies experts without a buffer if no other rank has a shard of them.
+        unbuffered = trace.experts_in_block if layout.shards == 1 else 0
+        gathered = trace.outside_blocks + UNITS_GATHERED * trace.largest_block - unbuffered
+        return (gathered + reduced) * split
     if row.gathered in ("layer", "all"):  # a pipeline gathers its stage for all micro-batches
-        return moment.parameters + reduced
+        return (moment.parameters + reduced) * split
     if row.has_masters:  # a bucket of gradients, and one that is reduced at the same time
         element = 4 / trace.master_ratio
         return 2 * min(trace.trained_bytes, BUCKET_ELEMENTS * element)
-    return trace.trained_bytes  # DistributedDataParallel copies all gradients to buckets
+    return trace.trained_bytes * split  # DistributedDataParallel copies all gradients to buckets
+
+
+def least_bytes(model: Trace, layout: Layout) -> float:
+    """Returns a lower bound of the bytes on each device, of parameters and optimizer states.
+
+    Args:
+        model: Trace of the model in any layout without expert parallelism.
+        layout: Distribution of the model over devices.
+    """
+    removed = 1 - 1 / layout.expert_parallel
+    moment = Parts(
+        parameters=model.step[0].parameters - removed * model.experts,
+        optimizer=model.step[0].optimizer * (1 - removed * model.trained_experts / model.trained_bytes),
+    )
+    trace = replace(
+        model,
+        forward_backward=(),
+        step=(moment,),
+        experts=round(model.experts / layout.expert_parallel),
+        trained_experts=round(model.trained_experts / layout.expert_parallel),
+        trained_bytes=round(model.trained_bytes - removed * model.trained_experts),
+    )
+    found = _shard_moment(moment, trace, layout, is_step=True)
+    # The weights of DeepSpeed are in 16 bits, those of the model may be in 32 bits.
+    return found.optimizer + (0 if SHARDINGS[layout.sharding].has_masters else found.parameters)
 
 
 def host_bytes(trace: Trace, layout: Layout) -> float:
@@ -204,41 +288,84 @@ def host_bytes(trace: Trace, layout: Layout) -> float:
 
 def communication_of(trace: Trace, layout: Layout) -> float:
     """Returns the bytes that each rank sends in one optimizer step, with ring collectives."""
-    row, n, t = SHARDINGS[layout.sharding], layout.shards, layout.tensor_parallel
-    passes, split = layout.accumulation, _tensor_parallel_fraction(trace, layout)
-    gradients = trace.trained_bytes * split
-    weights = trace.peak.parameters * split
+    t, e, passes = layout.tensor_parallel, layout.expert_parallel, layout.accumulation
+    kinds = zip(_fractions(trace, layout), _fractions(trace, layout, trained=True), strict=True)
+    size = 0.0
+    for (of_weights, ranks), (of_gradients, _) in kinds:
+        weights, gradients = trace.peak.parameters * of_weights, trace.trained_bytes * of_gradients
+        size += _exchanged(weights, gradients, layout) * (ranks - 1) / ranks
+    layers = 4 * 2 * trace.block_outputs * passes  # two all-reduces per block, in forward and in backward
+    # Each layer sends hidden states and outputs in forward, and their gradients in backward.
+    experts = (6 if layout.checkpointing else 4) * trace.dispatched * passes
+    size += (layers * (t - 1) / t + experts / t * (e - 1) / e) * _stage_fraction(trace, layout)
+    between_stages = 2 * trace.block_outputs / _num_blocks(trace) * passes  # activations and gradients
+    return size + between_stages * (layout.stages > 1)
+
+
+def _exchanged(weights: float, gradients: float, layout: Layout) -> float:
+    """Returns the bytes of weights and gradients in the collectives of a step."""
+    row, passes = SHARDINGS[layout.sharding], layout.accumulation
     if row.weights:
         num_all_gathers = 2 if row.gathered == "layer" else 1
         num_reductions = passes if row.has_masters else 1
-        size = num_all_gathers * passes * weights + num_reductions * gradients
-    elif row.optimizer:
-        size = (passes if row.gradients else 1) * gradients + weights
-    else:
-        size = 2 * gradients
-    layers = 4 * 2 * trace.block_outputs * passes  # two all-reduces per block, in forward and in backward
-    between_stages = 2 * trace.block_outputs / _num_blocks(trace) * passes  # activations and gradients
-    return size * (n - 1) / n + layers * (t - 1) / t + between_stages * (layout.stages > 1)
+        return num_all_gathers * passes * weights + num_reductions * gradients
+    if row.optimizer:
+        return (passes if row.gradients else 1) * gradients + weights
+    return 2 * gradients
 
 
 def _num_blocks(trace: Trace) -> int:
+    """Returns the number of blocks, or 1 for a model without blocks."""
     return max(1, round((trace.peak.parameters - trace.outside_blocks) / max(1, trace.largest_block)))
 
 
 def candidate_layouts(
-    devices: int, *, accumulation: int = 1, can_split_layers: bool = False, offload: bool = True
+    devices: int, trace: Trace, *, accumulation: int = 1, offload: bool = True
 ) -> Iterator[Layout]:
-    """Yields all layouts of a number of devices, with the fastest layout of each sharding first."""
-    degrees = [t for t in range(1, min(devices, LARGEST_TENSOR_PARALLEL) + 1) if devices % t == 0]
-    for degree in degrees if can_split_layers else [1]:
+    """Yields the layouts of a number of devices that a model allows, with the fastest one of each kind first.
+
+    Args:
+        devices: Number of devices.
+        trace: Any trace of the model.
+        accumulation: Forward and backward passes in each step.
+        offload: Whether to yield layouts with offload, too.
+    """
+    # With more stages than micro-batches, ranks wait most of the time.
+    most_stages = min(_num_blocks(trace), Layout.microbatches)
+    for stages, degree, experts in itertools.product(_divisors(devices), repeat=3):
+        shards, rest = divmod(devices, stages * degree * experts)
+        if rest or stages > most_stages or degree > LARGEST_TENSOR_PARALLEL:
+            continue
+        if degree > 1 and not trace.can_split_layers:
+            continue
+        if experts > 1 and (not trace.num_experts or trace.num_experts % experts):
+            continue
+        if trace.num_experts and degree > 1 and experts == 1:
+            continue  # plans for tensor parallelism leave experts to expert parallelism
         for name, row in SHARDINGS.items():
-            shards = devices // degree
-            if (shards == 1 and name != "none") or (degree > 1 and row.has_masters):
-                continue  # DeepSpeed and tensor parallelism are not combined
+            is_plain = stages * degree * experts == 1
+            needs_fsdp = stages > 1 and degree > 1 and experts > 1
+            if (shards * experts == 1 and name != "none") or (row.has_masters and not is_plain):
+                continue  # DeepSpeed is not combined with other axes
+            if (needs_fsdp and name == "none") or (stages > 1 and name == "shard_grad_op"):
+                continue  # a pipeline keeps the units of its stage gathered in any case
             kinds = [kind for kind, fits in (("optimizer", row.has_masters), ("all", row.weights)) if fits]
-            for kind in ["none", *(kinds if offload else [])]:
+            for kind in ["none", *(kinds if offload and stages == 1 else [])]:
                 for checkpointing in (False, True):
-                    yield Layout(name, shards, degree, kind, checkpointing, accumulation)
+                    yield Layout(
+                        name,
+                        shards,
+                        degree,
+                        kind,
+                        checkpointing,
+                        accumulation,
+                        stages=stages,
+                        expert_parallel=experts,
+                    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 _DEVICES = re.compile(r"(?:\s*(\d{1,6})\s*[xX×])?(.+[bB])\s*")

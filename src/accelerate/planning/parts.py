@@ -49,6 +49,11 @@ class Trace:
     block_outputs: int = 0  # bytes of the outputs of all blocks
     master_ratio: float = 1.0  # bytes of the master weights of the optimizer / bytes of the traced weights
     can_split_layers: bool = False  # whether the model has a plan for tensor parallelism
+    num_experts: int = 0  # largest number of ranks that can share the experts of each layer, or 0 without
+    experts: int = 0  # bytes of the parameters of experts
+    trained_experts: int = 0  # bytes of those that require gradients
+    experts_in_block: int = 0  # bytes of the parameters of experts in a block
+    dispatched: int = 0  # bytes of the hidden states of all layers, once for each chosen expert
 
     @property
     def peak(self) -> Parts:

@@ -9,7 +9,7 @@ import functools
 import io
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from accelerate.base import convert_bytes, convert_file_size_to_int, wrong_value
@@ -18,6 +18,7 @@ from accelerate.planning.layouts import (
     candidate_layouts,
     communication_of,
     host_bytes,
+    least_bytes,
     memory_of,
     parse_devices,
 )
@@ -49,6 +50,7 @@ class Variant(NamedTuple):
     checkpointing: bool
     is_sharded: bool
     accumulates: bool
+    expert_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,10 @@ class Planner:
 
     def trace_of(self, layout: Layout, batch_size: int) -> Trace:
         """Returns the trace that the memory of a layout is computed from."""
-        accumulates = layout.accumulation > 1
-        return self.trace(Variant(batch_size, layout.checkpointing, layout.is_sharded, accumulates))
+        is_sharded, accumulates = layout.is_sharded, layout.accumulation > 1
+        return self.trace(
+            Variant(batch_size, layout.checkpointing, is_sharded, accumulates, layout.expert_parallel)
+        )
 
     def memory(self, layout: Layout, batch_size: int) -> Parts:
         """Returns the bytes of each part on each device at the peak."""
@@ -93,8 +97,9 @@ class Planner:
         """Returns the layouts of a number of devices that fit.
 
         Layouts without offload are first, and those with less communication before others. There is one
-        layout for each sharding and degree of tensor parallelism, with activation checkpointing and offload
-        only if it needs them.
+        layout for each sharding and size of the other axes, with activation checkpointing and offload only if
+        it needs them. Layouts with a pipeline are tried if none without fits without offload. Each of their
+        micro-batches has `batch_size` samples.
 
         Args:
             layout: Layout whose gradient accumulation is used.
@@ -102,22 +107,24 @@ class Planner:
             capacity: Memory of each device, in bytes.
             batch_size: Samples on each device in one forward pass.
         """
-        can_split = self.trace_of(layout, batch_size).can_split_layers
-        fits: dict[tuple[str, int], FittingLayout] = {}
-        for candidate in candidate_layouts(
-            devices, accumulation=layout.accumulation, can_split_layers=can_split
-        ):
-            key = (candidate.sharding, candidate.tensor_parallel)
-            if key in fits:
+        model = self.trace_of(replace(layout, expert_parallel=1), batch_size)
+        fits: dict[Layout, FittingLayout] = {}
+        for candidate in candidate_layouts(devices, model, accumulation=layout.accumulation):
+            kind = replace(candidate, offload="none", checkpointing=False)
+            is_needless = candidate.stages > 1 and any(
+                fit.layout.stages == 1 and fit.layout.offload == "none" for fit in fits.values()
+            )
+            if kind in fits or is_needless or least_bytes(model, candidate) > capacity:
                 continue
-            trace = self.trace_of(candidate, batch_size)
+            trace = self.trace_of(candidate, batch_size * candidate.num_microbatches)
             parts = memory_of(trace, candidate)
             if parts.total <= capacity:
-                samples = batch_size * candidate.accumulation * candidate.shards
+                samples = batch_size * candidate.samples_per_batch
                 sent = communication_of(trace, candidate) / samples
-                fits[key] = FittingLayout(candidate, parts, host_bytes(trace, candidate), sent)
+                fits[kind] = FittingLayout(candidate, parts, host_bytes(trace, candidate), sent)
         return sorted(
-            fits.values(), key=lambda fit: (fit.layout.offload != "none", fit.communication, fit.host)
+            fits.values(),
+            key=lambda fit: (fit.layout.offload != "none", fit.communication, fit.host),
         )
 
 
@@ -196,13 +203,16 @@ class MemoryPlan:
     def fitting_layouts(self, devices: str) -> list[FittingLayout]:
         """Returns the layouts that fit, sorted by offload and communication.
 
-        Layouts without offload are first, and those with less communication before others.
+        Layouts without offload are first, and those with less communication before others. Layouts with a
+        pipeline are tried if none without fits without offload. Each of their micro-batches has as many
+        samples as a forward pass of this layout.
 
         Args:
             devices: Number of devices and memory of each, such as "8x80GB".
         """
         count, capacity = parse_devices(devices)
-        return self.planner.error_context(self.layout, count, capacity, self.batch_size)
+        samples = max(1, self.batch_size // self.layout.num_microbatches)
+        return self.planner.error_context(self.layout, count, capacity, samples)
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the plan as values for JSON, with exact bytes."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from typing import Any, TypeVar
 
 import numpy as np
@@ -49,6 +50,7 @@ class Step:
         batch_size: Size of dimension 0 of the tensors in the batch. None uses that of the batch.
         keeps_output: Whether the loop keeps the output of the model until that of the next step.
         measures: Whether operators may run on the CPU to measure their temporary buffers.
+        find_experts: Function that returns the modules of the model that hold the experts of a layer.
     """
 
     model: nn.Module
@@ -63,6 +65,7 @@ class Step:
     batch_size: int | None = None
     keeps_output: bool = False
     measures: bool = True
+    find_experts: Callable[[nn.Module], Sequence[nn.Module]] = lambda model: ()
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
@@ -121,7 +124,8 @@ def trace_of(recording: Recording, step: Step) -> Trace:
     model = step.model
     can_split = bool(getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None))
     size = batch_size_of(step.batch) if step.batch_size is None else step.batch_size
-    return recording.trace(batch_size=size, can_split_layers=can_split)
+    num_experts = gcd(*(next(module.parameters()).shape[0] for module in step.find_experts(model)))
+    return recording.trace(batch_size=size, can_split_layers=can_split, num_experts=num_experts)
 
 
 def record_step(step: Step) -> Recording:
@@ -329,7 +333,12 @@ def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float)
     """Runs the step under the memory tracker and a mode of fake tensors, and returns its recording."""
     blocks = blocks_of(step.model)
     sizes = [_bytes(block.parameters()) for block in blocks]
+    experts = step.find_experts(step.model)
+    in_blocks = [
+        sum(_bytes(e.parameters()) for e in experts if e in set(block.modules())) for block in blocks
+    ]
     outputs: dict[nn.Module, int] = {}
+    dispatched: dict[nn.Module, int] = {}
     phases: list[Phase] = []
     kept: list[Any] = []
     moments = _Moments(tracker, operators, step.device)
@@ -341,7 +350,12 @@ def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float)
     def count(block: nn.Module, args: Any, output: Any) -> None:
         outputs[block] = sum(tensor.numel() * tensor.element_size() for tensor in iterate_tensors(output))
 
+    def count_rows(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        hidden, indices = list(iterate_tensors((args, kwargs)))[:2]
+        dispatched[module] = hidden.nbytes * indices.shape[-1]
+
     hooks = [block.register_forward_hook(count) for block in blocks]
+    hooks += [module.register_forward_hook(count_rows, with_kwargs=True) for module in experts]
     hooks += [step.model.register_forward_hook(keep)] if step.keeps_output else []
     for _ in range(2 if step.accumulates else 1):
         torch_private.skip_frozen_gradients(tracker, step.model)
@@ -373,6 +387,12 @@ def _run(step: Step, tracker: Any, operators: OperatorMode, master_ratio: float)
         "largest_block": max(sizes, default=0),
         "outside_blocks": _bytes(step.model.parameters()) - sum(sizes),
         "block_outputs": sum(outputs.values()),
+        "experts": sum(_bytes(module.parameters()) for module in experts),
+        "trained_experts": sum(
+            _bytes(p for p in module.parameters() if p.requires_grad) for module in experts
+        ),
+        "experts_in_block": max(in_blocks, default=0),
+        "dispatched": sum(dispatched.values()),
         "master_ratio": master_ratio,
     }
     return Recording(tuple(phases), _peak_of_step(stepped, after), scalars)

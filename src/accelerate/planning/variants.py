@@ -24,6 +24,7 @@ from accelerate.precision import MixedPrecision, Precision
 logger = logging.getLogger(__name__)
 
 Recompute = Callable[[nn.Module, Sequence[nn.Module]], None]
+Share = Callable[[nn.Module, int], None]
 TOLERANCE = 1e-4
 """Allowed difference between a step with more blocks and its extrapolation, relative to its bytes."""
 
@@ -34,6 +35,7 @@ def tracer_of(
     autocast: MixedPrecision | None,
     recompute: Recompute,
     *,
+    share_experts: Share | None = None,
     extrapolates: bool = True,
 ) -> Callable[[Variant], Trace]:
     """Returns a function that traces the variants of a step.
@@ -43,6 +45,8 @@ def tracer_of(
         precision: Mixed precision of layouts without sharding.
         autocast: Mixed precision of layouts that cast parameters once. None in full precision.
         recompute: Function that applies activation checkpointing to blocks of a model, in place.
+        share_experts: Function that reduces a module of experts to those of one of a number of ranks, in
+            place. None if no variant has expert parallelism.
         extrapolates: Whether few of the repeated blocks are traced. False if `recompute` does not treat all
             blocks equally.
     """
@@ -50,10 +54,16 @@ def tracer_of(
     tracer = _Tracer(step.model, extrapolates)
 
     def trace(variant: Variant) -> Trace:
+        if variant.expert_parallel > 1 and not step.find_experts(step.model):
+            reason = f"{type(step.model).__name__} has no modules of experts"
+            raise wrong_value("ep_size", variant.expert_parallel, reason, "Plan with 1")
         low = autocast if variant.is_sharded else None
 
         def convert(model: nn.Module) -> nn.Module:
             model = step.convert(model)
+            for module in step.find_experts(model) if variant.expert_parallel > 1 else ():
+                assert share_experts is not None
+                share_experts(module, variant.expert_parallel)
             if variant.checkpointing:
                 disable_caches(model)
                 recompute(model, blocks_of(model))

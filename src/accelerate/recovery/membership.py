@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accelerate.base import RecoveryError, StateError, require
+from accelerate.devices import of_device
 from accelerate.ops import Transport
 
 BUCKET_BYTES = 32 * 2**20
@@ -85,7 +86,7 @@ class Membership:
         host = "localhost" if is_local else socket.gethostname()
         self._store, port = _open_store(group, host)
         limit = timedelta(seconds=timeout)
-        kind = ProcessGroupNCCL if device.type == "cuda" else ProcessGroupGloo
+        kind = ProcessGroupNCCL if of_device(device).comm == "nccl" else ProcessGroupGloo
         self._group: Any = kind(timeout=limit)
         self._manager = Manager(
             pg=self._group,

@@ -21,6 +21,7 @@ from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.data_loader import data_groups
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
+from accelerate.plugins import version_of
 from accelerate.recovery import snapshot
 from accelerate.recovery.loader import RecoveryLoader
 from accelerate.recovery.membership import Members, Membership
@@ -158,7 +159,7 @@ class Recovery:
         for name, plugin in kinds.items():
             if plugin is not None:
                 raise wrong_value(name, type(plugin).__name__, "its engine takes the steps", "Leave it out")
-        if request.fsdp is not None and request.fsdp.fsdp_version == 1:
+        if request.fsdp is not None and not version_of(request.fsdp).takes_any_mesh:
             raise wrong_value("fsdp_version", 1, "replica groups average shards", "Set fsdp_version=2")
         mesh = request.parallelism
         if mesh is not None and mesh.pp_enabled:

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accelerate.ops import Transport
-from accelerate.ops.base import at_least_1d, finish_reduction, reducible_dtype
+from accelerate.ops import Transport, at_least_1d, finish_reduction, reducible_dtype
 
 if TYPE_CHECKING:
     from accelerate.recovery.membership import Members, Membership

@@ -14,7 +14,7 @@ from accelerate.report.reading import (
     Run as Run,
     read_run as read_run,
 )
-from accelerate.report.sections import conclusion_text as conclusion_text
+from accelerate.report.sections import conclusion_text as conclusion_text, mesh_lines as mesh_lines
 from accelerate.report.series import (
     MAX_COLUMNS as MAX_COLUMNS,
     MAX_LINES as MAX_LINES,

@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from accelerate.base import wrong_value
+from accelerate.base import describe_position, wrong_value
 from accelerate.monitoring import (
     PHASES,
     Checkpoint,
@@ -35,6 +36,8 @@ MAX_DRAWN_RANKS = 8
 """Number of first ranks with lines in charts. All ranks have a row in the table of ranks."""
 THROUGHPUT, MEMORY = "samples per second", "memory"
 STEPS_PER_SECOND = "steps per second"
+MAX_DIMENSIONS = 16
+"""Most dimensions of a mesh."""
 CONFIG = "config"
 """Name of the event with the config passed to `init_trackers`, as JSON."""
 LATEST, LARGEST_NUMBER = 1e11, 1e18
@@ -56,6 +59,11 @@ class RankTotals:
     last_step: int = 0
     last_time: float = 0.0
     damaged: int = 0
+
+    @property
+    def position(self) -> str:
+        """Index of the rank along each dimension of the mesh, or an empty text without a mesh."""
+        return describe_position(mesh_of(self.start), self.rank)
 
 
 RecordT = TypeVar("RecordT", Event, Conclusion, Checkpoint)
@@ -131,6 +139,11 @@ class Run:
         return min(self.ranks)
 
     @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the dimensions of the mesh by name in the last start, empty without a mesh."""
+        return mesh_of(self.starts[-1]) if self.starts else {}
+
+    @property
     def last_time(self) -> float:
         return max(summary.last_time for summary in self.ranks.values())
 
@@ -156,6 +169,17 @@ class Run:
         if any(end.how == "stopped" for end in ends):
             return "stopped", "The run was stopped by request."
         return "finished", "All ranks finished."
+
+
+def mesh_of(start: Start | None) -> dict[str, int]:
+    """Returns the sizes of the dimensions of the mesh in a record, or none for sizes that make no mesh."""
+    if start is None or not start.mesh or not 0 <= start.rank < start.world_size:
+        return {}
+    sizes = list(start.mesh.values())
+    are_sizes = all(type(size) is int and 0 < size <= start.world_size for size in sizes)
+    if not are_sizes or len(sizes) > MAX_DIMENSIONS or prod(sizes) != start.world_size:
+        return {}
+    return {name: size for name, size in start.mesh.items() if size > 1}
 
 
 def read_run(folder: Path, name: str = "") -> Run:

@@ -12,7 +12,7 @@ from datetime import datetime, timezone
 from typing import Any
 from xml.etree.ElementTree import Element
 
-from accelerate.base import convert_bytes, spell_ranks
+from accelerate.base import convert_bytes, describe_mesh, spell_ranks
 from accelerate.monitoring import PHASES, Conclusion
 from accelerate.report.charts import Line, draw_lines, draw_phases, format_number
 from accelerate.report.markup import escaped_size, shortened, tag
@@ -55,6 +55,8 @@ def headings(runs: Sequence[Run], now: float) -> Iterator[Element]:
         first, last = run.ranks[run.first_rank], run.last_time
         size = run.starts[-1].world_size if run.starts else len(run.ranks)
         facts = [f"{size} {'rank' if size == 1 else 'ranks'}", f"step {first.last_step:,}"]
+        if run.mesh:
+            facts.insert(1, f"mesh {shortened(describe_mesh(run.mesh), MAX_VALUE_LENGTH)}")
         if run.starts:
             facts += [
                 f"started {format_time(run.starts[0].time)}",
@@ -101,6 +103,16 @@ def conclusions(runs: Sequence[Run]) -> Element | None:
 def conclusion_text(conclusion: Conclusion) -> str:
     """Returns the text of a conclusion without its name as a prefix."""
     return conclusion.text.removeprefix(f"{conclusion.name.replace('-', ' ')}: ")
+
+
+def mesh_lines(run: Run) -> list[str]:
+    """Returns the sizes of the mesh of a run and the positions of its first ranks, if it has a mesh."""
+    if not run.mesh:
+        return []
+    ranks = [summary for summary in run.current() if summary.position]
+    lines = [f"rank {summary.rank} = {summary.position}" for summary in ranks[:MAX_DRAWN_RANKS]]
+    rest = len(ranks) - len(lines)
+    return [f"mesh: {describe_mesh(run.mesh)}", *lines, *[f"and {rest} more ranks"] * (rest > 0)]
 
 
 def values(runs: Sequence[Run]) -> Element | None:
@@ -200,8 +212,10 @@ def ranks(runs: Sequence[Run]) -> Element | None:
         shown = sorted(timed[:MAX_RANKS], key=lambda summary: summary.rank)
         if not shown:
             continue
-        header = ["rank", "host", "device", "steps", "ms per step", "own work", "data", "collectives"]
-        rows = [_rank_row(summary, run) for summary in shown]
+        has_mesh = any(summary.position for summary in shown)
+        header = ["rank", *["in the mesh"] * has_mesh]
+        header += ["host", "device", "steps", "ms per step", "own work", "data", "collectives"]
+        rows = [_rank_row(summary, run, has_mesh) for summary in shown]
         lines = [Line(name, run.compute[name]) for name in ("least", "mean", "most") if name in run.compute]
         chart = draw_lines("seconds of own work per step, of all ranks", lines, format_number)
         if len(runs) > 1:
@@ -218,12 +232,13 @@ def _seconds_per_step(summary: RankTotals) -> float:
     return summary.seconds / summary.steps
 
 
-def _rank_row(summary: RankTotals, run: Run) -> list[Cell]:
+def _rank_row(summary: RankTotals, run: Run, has_mesh: bool) -> list[Cell]:
     by, steps, start = summary.seconds_by, summary.steps, summary.start
     own = summary.seconds - by.get("collectives", 0.0) - by.get("saving", 0.0)
     slow = run.slow.get(summary.rank)
     return [
         summary.rank,
+        *[summary.position] * has_mesh,
         start.host if start else "",
         (start.device_name or start.device) if start else "",
         steps,

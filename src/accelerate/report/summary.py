@@ -19,6 +19,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "state": state,
         "text": text,
         "last_time": run.last_time,
+        "mesh": run.mesh,
         "starts": [asdict(start) for start in run.starts],
         "failures": [asdict(end) for end in run.ends() if end.how == "failed"],
         "conclusions": _groups_as_dicts(run.conclusions),
@@ -29,6 +30,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "ranks": [
             {
                 "rank": rank,
+                "position": entry.position,
                 "steps": entry.steps,
                 "last_step": entry.last_step,
                 "seconds": entry.seconds,

@@ -31,6 +31,7 @@ from accelerate.state.accelerator_state import (
     AcceleratorState as AcceleratorState,
     deepspeed_required as deepspeed_required,
     is_initialized as is_initialized,
+    mesh_sizes as mesh_sizes,
 )
 from accelerate.state.agreement import (
     Consensus as Consensus,

@@ -36,6 +36,15 @@ ONE_STATE = "All `Accelerator`s of a process share one state: leave the argument
 """Fix in errors about an argument that the state of this process does not have."""
 
 
+def mesh_sizes(mesh: Any) -> dict[str, int]:
+    """Returns the size of each dimension of a device mesh by its name, the outermost first.
+
+    Args:
+        mesh: Device mesh, or None for no dimensions.
+    """
+    return {} if mesh is None else dict(zip(mesh.mesh_dim_names, mesh.shape, strict=True))
+
+
 class AcceleratorState(RunState):
     """State of the run, with the mixed precision and the plugins, shared by all instances in a process.
 

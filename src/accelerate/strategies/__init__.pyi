@@ -1,3 +1,4 @@
+from accelerate.strategies.axes import list_experts as list_experts, trace_share as trace_share
 from accelerate.strategies.base import (
     Strategy as Strategy,
     keep_file as keep_file,

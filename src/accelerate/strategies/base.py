@@ -26,7 +26,7 @@ from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
 from accelerate.scheduler import AcceleratedScheduler, StepPolicy
 from accelerate.state import Topology
-from accelerate.strategies.axes import Axis, resolve_axes
+from accelerate.strategies.axes import resolve_axes
 from accelerate.strategies.bundle import Bundle, Kind, as_list, parameter_ids, placeholder_kind
 from accelerate.strategies.fsdp import (
     gradient_sync,
@@ -545,15 +545,6 @@ def _with_experts(gathered: AbstractContextManager[Any], models: Sequence[nn.Mod
 
     with gathered, whole_experts(models):
         yield
-
-
-def refuse_plan_of_experts(expert: Axis) -> None:
-    """Raises an error for a plan of the memory of a run with expert parallelism."""
-    if expert.size > 1:
-        raise ConfigurationError(
-            f"plan_memory: with ep_size={expert.size} the tokens of a rank depend on the choices of all "
-            "ranks, which no plan computes. Plan with ep_size=1."
-        )
 
 
 def payloads_of_engine(names: Iterable[str], topology: Topology) -> list[Payload]:

@@ -30,7 +30,6 @@ from accelerate.state import services
 from accelerate.strategies.base import (
     Strategy,
     refuse_join,
-    refuse_plan_of_experts,
     refuse_sharded_model,
     refuse_split_model,
     require_plugin,
@@ -241,16 +240,16 @@ class DataParallel(Strategy):
         return self.compile(replica)
 
     def memory_layout(self) -> Layout:
-        refuse_plan_of_experts(self.axes.expert)
-        mesh = self.context.request.parallelism
+        mesh, experts = self.context.request.parallelism, self.axes.expert.size
         if mesh is None or not mesh.pp_enabled:
-            return Layout(shards=self.replicas)
+            return Layout(shards=self.replicas // experts, expert_parallel=experts)
         assert mesh.pp_handler is not None
         return Layout(
-            shards=mesh.data_parallel_size,
+            shards=mesh.data_parallel_size // experts,
             tensor_parallel=self.axes.tensor.size,
             stages=self.axes.pipeline.size,
             microbatches=mesh.pp_handler.microbatches,
+            expert_parallel=experts,
         )
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:

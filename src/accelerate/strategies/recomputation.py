@@ -10,6 +10,7 @@ Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -205,17 +206,24 @@ def tracer_for(
 ) -> Callable[[planning.Variant], planning.Trace]:
     """Returns a function that traces a step, whose variants with checkpointing recompute by a policy."""
 
+    from accelerate.strategies.axes import list_experts, trace_share  # imports torch.distributed.tensor
+
+    parallelism = strategy.context.request.parallelism
+    handler = parallelism.ep_handler if parallelism is not None else None
+    is_experts = handler.is_experts if handler is not None else None
+
     def apply(model: nn.Module, blocks: Sequence[nn.Module]) -> None:
         if policy is not None:
             blocks = find_blocks(model, policy.blocks)
             blocks = blocks[:: policy.every]
-        recompute(model, blocks, save_operators=policy and policy.save_operators)
+        recompute(model, blocks, save_operators=policy and policy.save_operators, parallelism=parallelism)
 
     return planning.tracer_of(
-        step,
+        replace(step, find_experts=partial(list_experts, is_experts=is_experts)),
         strategy.precision,
         traced_precision(strategy.context),
         apply,
+        share_experts=trace_share,
         extrapolates=policy is None or policy.every == 1,
     )
 
@@ -228,13 +236,13 @@ def choose_for_step(strategy: Strategy, step: planning.Step, request: Activation
     names: Any = request.blocks
     assert request.budget is not None
     policies = planning.policies_for(len(find_blocks(step.model, names)), names)
-    is_sharded = strategy.memory_layout().is_sharded
+    layout = strategy.memory_layout()
     size = planning.batch_size_of(step.batch)
 
     def bytes_of(policy: Policy) -> float:
         trace = tracer_for(strategy, step, policy)
-        moments = trace(planning.Variant(size, policy is not None, is_sharded, False)).forward_backward
-        return max(moment.activations for moment in moments)
+        variant = planning.Variant(size, policy is not None, layout.is_sharded, False, layout.expert_parallel)
+        return max(moment.activations for moment in trace(variant).forward_backward)
 
     index, smallest = planning.choose_policy(policies, bytes_of, convert_file_size_to_int(request.budget))
     return index, policies, smallest
@@ -386,7 +394,7 @@ def _check_budget(strategy: Strategy, model: nn.Module, request: ActivationCheck
     traced_precision(strategy.context)
     strategy.memory_layout()
     mesh = strategy.context.request.parallelism
-    is_split = mesh is not None and mesh.non_data_parallel_size > 1
+    is_split = mesh is not None and (mesh.non_data_parallel_size > 1 or mesh.ep_enabled)
     if is_split or any(map(is_dtensor, model.parameters())):
         reason = "the activations of a model whose layers or batches are split over ranks are not traced"
         fix = "Pass every=... or save_operators='matmul' instead"

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, _backward
+from torch.utils.checkpoint import CheckpointFunction
+
+
+def is_in_reentrant_checkpoint() -> bool:
+    """Returns whether the caller runs in the forward of a reentrant checkpoint."""
+    code = CheckpointFunction.forward.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
 
 Specs = Sequence[Any]
 """Shape and dtype of each tensor that stages exchange."""
@@ -49,6 +62,7 @@ class UnevenPipelineStage(PipelineStage):
         )
         self._inputs, self._outputs = inputs, outputs
         self._reduces_gradients = reduces_gradients
+        self._loses_weights: bool | None = None
 
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
@@ -83,6 +97,36 @@ class UnevenPipelineStage(PipelineStage):
     def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
         if self.has_backward:
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]] | None]:
+        if backward_type != "input":
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        if self._loses_weights is None:
+            self._loses_weights = self._find_lost_weights(bwd_kwargs)
+        if not self._loses_weights:
+            return super().backward_maybe_with_nosync("input", bwd_kwargs, last_backward)
+        if bwd_kwargs["output_grads"] is None:  # of the loss, which a whole pass takes as a tensor
+            bwd_kwargs = {**bwd_kwargs, "stage_output": bwd_kwargs["stage_output"][0]}
+        gradients, _ = super().backward_maybe_with_nosync("full", bwd_kwargs, last_backward)
+        return gradients, []  # nothing is left for the pass of the weights
+
+    def _find_lost_weights(self, bwd_kwargs: dict[str, Any]) -> bool:
+        """Returns whether weights influence the loss only where inputs of the stage do not.
+
+        The separate pass of torch for weights begins at nodes of the graph that the gradients of inputs pass.
+        """
+
+        def nodes(tensors: Iterable[Any]) -> list[Any]:
+            return [_backward._get_grad_fn_or_grad_acc(each) for each in tensors if each.requires_grad]
+
+        weights = nodes(self.submod.parameters())
+        graph = _backward.construct_reverse_graph(nodes(bwd_kwargs["stage_output"]))
+        reached = set(graph)  # a defaultdict, which get_param_groups extends
+        groups = _backward.get_param_groups(nodes(bwd_kwargs["input_values"]), weights, graph)
+        found = {weight for group in groups for weight in group["params"]}
+        return any(weight in reached and weight not in found for weight in weights)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self._reduces_gradients() or not isinstance(self.submod, FSDPModule):

@@ -108,6 +108,7 @@ def test_positions_in_a_mesh():
     sizes = {"pp": 2, "dp_shard": 3, "cp": 1, "tp": 2}
     assert text.describe_position(sizes, 0) == "pp 0, dp_shard 0, tp 0"
     assert text.describe_position(sizes, 9) == "pp 1, dp_shard 1, tp 1"
+    assert text.describe_mesh(sizes) == "pp 2 x dp_shard 3 x tp 2"
 
 
 @pytest.mark.parametrize(

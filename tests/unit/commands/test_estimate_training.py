@@ -159,6 +159,47 @@ def test_offloaded_parts_are_on_the_host(llama: str, capsys: pytest.CaptureFixtu
     assert "host, for each process" in estimate(capsys, *words)
 
 
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
+    sizes = {"hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 128,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 8}  # fmt: skip
+    folder = tmp_path_factory.mktemp("mixtral")
+    config = transformers.MixtralConfig(**sizes, architectures=["MixtralForCausalLM"])
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+def test_experts_are_shared_by_ranks(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (mixtral, "--batch_size", "2", "--sequence_length", "64")
+
+    def parameters(*flags: str) -> int:
+        return int(facts(capsys, *words, *flags)["device_bytes"]["parameters"])
+
+    whole = parameters()
+    experts = 2 * 8 * 3 * 64 * 256 * 4
+    assert parameters("--num_processes", "4", "--sharding", "none", "--ep_size", "4") == (
+        whole - experts * 3 // 4
+    )
+    assert parameters("--num_processes", "4", "--ep_size", "2") == whole // 4
+    args = estimate_command_parser().parse_args([*words, "--num_processes", "3", "--ep_size", "3"])
+    with pytest.raises(ConfigurationError, match="ep_size=3: MixtralExperts has 8 experts.*1, 2, 4, 8"):
+        estimate_command(args)
+
+
+def test_layouts_of_a_model_with_experts_share_them(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (mixtral, "--batch_size", "2", "--sequence_length", "64", "--devices", "2x100MB")
+    names = [each["name"] for each in facts(capsys, *words)["fitting_layouts"]]
+    assert {"ddp", "ddp + ep 2", "full_shard", "full_shard + ep 2"} <= set(names)
+
+
+def test_each_micro_batch_of_a_pipeline_has_the_given_size(
+    llama: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = (llama, "--batch_size", "2", "--sequence_length", "64", "--num_processes", "2", "--pp_size", "2")
+    assert facts(capsys, *words)["batch_size"] == 16
+    assert "batch size 16 in 8 micro-batches" in estimate(capsys, *words)
+
+
 @pytest.mark.parametrize(
     ("model", "config", "sizes"),
     [
@@ -202,6 +243,14 @@ def test_a_batch_is_made_from_the_configuration(
         (("M:whole", "--batch_size", "2", "--devices", "8by80"), "Write 8x80GB"),
         (("M:whole", "--batch_size", "2", "--devices", "8x80GB", "--num_processes", "4"), "has 8 devices"),
         (("M:whole", "--batch_size", "2", "--num_processes", "4", "--tp_size", "3"), "a divisor"),
+        (
+            ("M:whole", "--batch_size", "2", "--num_processes", "6", "--ep_size", "2", "--pp_size", "2"),
+            "--ep_size x --pp_size=4: 6 processes",
+        ),
+        (
+            ("M:whole", "--batch_size", "2", "--num_processes", "2", "--ep_size", "2"),
+            "ep_size=2: Sequential has no modules of experts",
+        ),
         (("M:whole", "--batch_size", "2", "--offload", "all"), "none keeps parameters on the device"),
     ],
 )  # fmt: skip
@@ -212,7 +261,7 @@ def test_bad_input_gets_one_clear_error(words: tuple[str, ...], message: str, fa
 
 
 @pytest.mark.parametrize(
-    "flags", [("--devices", "8x80GB"), ("--gradient_checkpointing",), ("--tp_size", "2")]
+    "flags", [("--devices", "8x80GB"), ("--gradient_checkpointing",), ("--tp_size", "2"), ("--ep_size", "2")]
 )
 def test_flags_of_a_step_need_a_batch_size(flags: tuple[str, ...], llama: str) -> None:
     args = estimate_command_parser().parse_args([llama, *flags])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from accelerate.base import ConfigurationError
@@ -13,6 +15,7 @@ from accelerate.planning import (
     candidate_layouts,
     communication_of,
     host_bytes,
+    least_bytes,
     memory_of,
     parse_devices,
 )
@@ -93,7 +96,10 @@ def test_a_pipeline_splits_blocks_and_keeps_the_activations_of_some_micro_batche
     assert layout.name == "none + pp 2"
     assert found.parameters == OUTSIDE + (WEIGHTS - OUTSIDE) / 2
     assert found.activations == ACTIVATIONS / 2 * (2 / 8)  # one micro-batch for each stage
-    assert memory_of(TRACE, Layout(stages=4, microbatches=2)).activations == ACTIVATIONS / 4
+    # The largest of four stages has two of six blocks, and both micro-batches.
+    uneven = memory_of(TRACE, Layout(stages=4, microbatches=2))
+    assert uneven.activations == pytest.approx(ACTIVATIONS / 3)
+    assert uneven.parameters == pytest.approx(OUTSIDE + (WEIGHTS - OUTSIDE) / 3)
     blocks = (WEIGHTS - OUTSIDE) / BLOCK
     assert communication_of(TRACE, layout) == pytest.approx(2 * 60 / blocks)
     sharded = Layout("full_shard", N, stages=2)
@@ -130,12 +136,108 @@ def test_tensor_parallel_sends_the_outputs_of_blocks() -> None:
 
 
 def test_candidates_use_all_devices() -> None:
-    found = list(candidate_layouts(8, can_split_layers=True))
-    assert all(each.shards * each.tensor_parallel == 8 for each in found)
+    found = list(candidate_layouts(8, replace(TRACE, can_split_layers=True)))
+    assert all(each.shards * each.tensor_parallel * each.stages == 8 for each in found)
     assert {each.sharding for each in found} == set(SHARDINGS)
     assert {each.tensor_parallel for each in found} == {1, 2, 4, 8}
-    assert {each.tensor_parallel for each in candidate_layouts(8)} == {1}
-    assert [each.name for each in candidate_layouts(1)] == ["none", "none + checkpointing"]
+    assert {each.tensor_parallel for each in candidate_layouts(8, TRACE)} == {1}
+    assert [each.name for each in candidate_layouts(1, TRACE)] == ["none", "none + checkpointing"]
+
+
+EXPERTS, SENT = 400, 30
+WITH_EXPERTS = replace(
+    TRACE,
+    experts=EXPERTS,
+    trained_experts=EXPERTS,
+    experts_in_block=50,
+    num_experts=8,
+    dispatched=SENT,
+    can_split_layers=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("layout", "values"),
+    [
+        # All ranks have the parameters outside of experts, and average gradients after backward.
+        (Layout(expert_parallel=2), (WEIGHTS, WEIGHTS, STATE, 2 * (WEIGHTS - EXPERTS))),
+        (Layout(shards=2, expert_parallel=2), (WEIGHTS, WEIGHTS, STATE, 2 * EXPERTS)),
+        (
+            Layout("full_shard", 2, expert_parallel=4),
+            (*((size * (1 / 8 + 1 / 2) / 2) for size in (WEIGHTS, WEIGHTS, STATE)), GATHERED + REDUCED),
+        ),
+        (
+            Layout("full_shard", 1, expert_parallel=2),
+            (*((size * (1 / 2 + 1) / 2) for size in (WEIGHTS, WEIGHTS, STATE)), GATHERED - 50 + REDUCED),
+        ),
+        (
+            Layout("none", 1, 2, expert_parallel=2),
+            (*(size * 3 / 4 + size / 8 for size in (WEIGHTS, WEIGHTS, STATE)), WEIGHTS * 7 / 8),
+        ),
+    ],
+    ids=lambda value: value.name if isinstance(value, Layout) else "",
+)
+def test_experts_are_on_some_ranks(layout: Layout, values: tuple[float, ...]) -> None:
+    # The trace has the experts of one rank, half of the parameters. Its activations are large only here.
+    quiet = replace(WORK, activations=0)
+    assert parts(layout, replace(WITH_EXPERTS, forward_backward=(quiet,))) == pytest.approx(expected(*values))
+
+
+def test_frozen_experts_have_no_gradients_and_no_states() -> None:
+    trace = replace(WITH_EXPERTS, trained_experts=0, trained_bytes=WEIGHTS - EXPERTS)
+    found = memory_of(trace, Layout("full_shard", 2, expert_parallel=2))
+    assert found.parameters == (WEIGHTS - EXPERTS) / 4 + EXPERTS / 2
+    assert found.gradients == WEIGHTS / 4
+    assert found.optimizer == STATE / 4
+
+
+def test_experts_send_hidden_states_and_outputs_in_both_passes() -> None:
+    def sent(layout: Layout) -> float:
+        return communication_of(WITH_EXPERTS, layout)
+
+    gradients = 2 * (WEIGHTS - EXPERTS) * 3 / 4  # those of experts stay on their rank
+    assert sent(Layout(expert_parallel=4)) == gradients + 4 * SENT * 3 / 4
+    assert sent(Layout(expert_parallel=4, checkpointing=True)) == gradients + 6 * SENT * 3 / 4
+    replicas = 2 * ((WEIGHTS - EXPERTS) * 7 / 8 + EXPERTS / 2)
+    assert sent(Layout(shards=2, expert_parallel=4)) == replicas + 4 * SENT * 3 / 4
+
+
+def test_candidates_share_experts_equally() -> None:
+    found = list(candidate_layouts(16, WITH_EXPERTS))
+    assert {each.expert_parallel for each in found} == {1, 2, 4, 8}
+    assert all(each.num_devices == 16 for each in found)
+    assert all(each.expert_parallel > 1 for each in found if each.tensor_parallel > 1)
+    split = [each for each in found if each.stages > 1 and each.tensor_parallel > 1]
+    assert {each.sharding for each in split} == {"full_shard"}
+    assert {each.expert_parallel for each in candidate_layouts(16, TRACE)} == {1}
+
+
+def test_candidates_have_at_most_one_stage_for_each_block() -> None:
+    found = list(candidate_layouts(16, TRACE))  # six blocks
+    assert {each.stages for each in found} == {1, 2, 4}
+    assert {each.sharding for each in found if each.stages > 1} == {"none", "full_shard"}
+    assert {each.offload for each in found if each.stages > 1} == {"none"}
+
+
+@pytest.mark.parametrize("ratio", [1.0, 2.0])
+def test_the_lower_bound_is_below_all_layouts(ratio: float) -> None:
+    model = replace(WITH_EXPERTS, master_ratio=ratio)
+    for layout in candidate_layouts(8, model):
+        removed = round(EXPERTS * (1 - 1 / layout.expert_parallel))
+        kept = 1 - removed / WEIGHTS
+        rest = Parts(parameters=WEIGHTS * kept, gradients=WEIGHTS * kept, optimizer=STATE * kept)
+        trace = replace(
+            model,
+            forward_backward=(rest,),
+            step=(rest,),
+            trained_bytes=WEIGHTS - removed,
+            experts=EXPERTS - removed,
+            trained_experts=EXPERTS - removed,
+        )
+        assert 0 <= least_bytes(model, layout) <= memory_of(trace, layout).total + 1e-6
+    plain = Layout("full_shard", 4)
+    assert least_bytes(WITH_EXPERTS, plain) == (WEIGHTS + STATE) / 4
+    assert least_bytes(WITH_EXPERTS, replace(plain, offload="all")) == 0
 
 
 @pytest.mark.parametrize(
@@ -157,7 +259,8 @@ def test_other_texts_are_no_devices(text: str) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"offload": "all"}, {"sharding": "full_shard", "offload": "optimizer"},
-     {"sharding": "zero1", "tensor_parallel": 2}, {"shards": 0}],
+     {"sharding": "zero1", "tensor_parallel": 2}, {"sharding": "zero1", "expert_parallel": 2}, {"shards": 0},
+     {"expert_parallel": 0}],
 )  # fmt: skip
 def test_what_no_strategy_does_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ConfigurationError):

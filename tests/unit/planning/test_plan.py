@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -99,6 +100,29 @@ def test_checkpointing_and_offload_are_used_where_they_are_needed() -> None:
     names = [fit.layout.name for fit in PLANNER.error_context(Layout(), 4, 1900, 8)]
     assert "full_shard + checkpointing" in names
     assert PLANNER.error_context(Layout(), 4, 300, 8) == []
+
+
+def test_pipelines_are_tried_if_no_other_layout_fits_without_offload() -> None:
+    blocks = {"largest_block": 200, "outside_blocks": 0, "can_split_layers": False}
+    planner = Planner(lambda variant: replace(trace(variant), **blocks))
+
+    def stages(capacity: int) -> dict[str, int]:
+        fits = planner.error_context(Layout(), 4, capacity, 2)
+        return {fit.layout.name: fit.layout.stages for fit in fits if fit.layout.offload == "none"}
+
+    assert set(stages(1650).values()) == {1}  # full_shard needs 1,600 bytes, and 50 for activations
+    assert stages(1649) == {"full_shard + pp 2": 2, "none + pp 4": 4}
+    assert stages(1599) == {"full_shard + pp 2 + checkpointing": 2, "none + pp 4": 4}
+    assert stages(800) == {}
+
+
+def test_each_micro_batch_of_a_pipeline_has_the_samples_of_a_pass() -> None:
+    layout = Layout(stages=2, microbatches=4)
+    plan = build_plan(PLANNER, layout, 8)
+    assert plan.parts.activations == 100 * 8 / 4
+    fits = plan.fitting_layouts("1x10KB")
+    assert fits[0].parts.activations == 100 * 2
+    assert layout.samples_per_batch == 4
 
 
 def test_a_bar_shows_the_parts_and_what_does_not_fit() -> None:

@@ -123,6 +123,30 @@ def test_few_blocks_of_each_family_give_the_trace_of_all(
     assert max(sizes_traced) < len(blocks_of(step.model))
 
 
+@pytest.mark.parametrize("name", ["Qwen3-MoE", pytest.param("DeepSeek-V3", marks=pytest.mark.slow)])
+def test_few_blocks_with_some_experts_give_the_trace_of_all(name: str, sizes_traced: list[int]) -> None:
+    step = replace(of_family(name), find_experts=strategies.list_experts)
+
+    def convert(model: nn.Module) -> nn.Module:
+        for module in strategies.list_experts(model):
+            strategies.trace_share(module, 4)
+        return model
+
+    trace = tracer_of(step, Precision(), None, strategies.recompute, share_experts=strategies.trace_share)
+    short, whole = trace(Variant(2, False, False, False, 4)), trace_step(replace(step, convert=convert))
+    assert max(sizes_traced) < len(blocks_of(step.model))
+    for layout in (Layout(expert_parallel=4), Layout("full_shard", 2, expert_parallel=4)):
+        found, expected = (memory_of(each, layout).total for each in (short, whole))
+        assert found == pytest.approx(expected, rel=1e-3, abs=64)
+    single = trace(Variant(2, False, False, False))
+    assert 4 * short.experts == single.experts == 4 * short.trained_experts
+    assert short.peak.parameters == single.peak.parameters - 3 * short.experts
+    assert (short.num_experts, short.dispatched) == (4, single.dispatched)
+    # Each layer sends the hidden states (width 32) of 64 tokens to two experts.
+    num_layers = len(strategies.list_experts(step.model))
+    assert short.dispatched == num_layers * 64 * 2 * 32 * 4
+
+
 class Block(nn.Module):
     def __init__(self, index: int) -> None:
         super().__init__()

@@ -64,6 +64,7 @@ def start(rank: int, attempt: int, text: str) -> Start:
         argv=["train.py", text],
         versions={"torch": "2.13.0", f"package{text}": f"1.0{text}"},
         settings=settings if rank == 0 else [],
+        mesh={f"dp_shard{text}": 2},
     )
 
 

@@ -6,9 +6,11 @@ from accelerate.strategies.axes.expert import (
     ExpertMeshes as ExpertMeshes,
     build_meshes as build_meshes,
     find_experts as find_experts,
+    list_experts as list_experts,
     mesh_of_fsdp as mesh_of_fsdp,
     meshes_of as meshes_of,
     shard_experts as shard_experts,
+    trace_share as trace_share,
     whole_experts as whole_experts,
 )
 from accelerate.strategies.axes.pipeline import PipelineAxis as PipelineAxis

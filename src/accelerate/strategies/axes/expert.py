@@ -123,7 +123,7 @@ class ExpertAxis(Axis):
 
     def find_experts(self, model: nn.Module) -> list[nn.Module]:
         """Returns the modules of a model that hold experts."""
-        return list(find_experts(model, self._is_experts).values())
+        return list_experts(model, self._is_experts)
 
     def transform_model(self, model: nn.Module, micro_batch_size: int = 1) -> nn.Module:
         """Shards a module of experts in place, whose gradients are sums over the batches of the axis."""
@@ -150,6 +150,11 @@ def find_experts(
         found = [name for owner, module in modules.items() for name in _planned(owner, module, modules)]
     outermost = [name for name in found if not any(name.startswith(f"{outer}.") for outer in found)]
     return {name: modules[name] for name in outermost}
+
+
+def list_experts(model: nn.Module, is_experts: Callable[[nn.Module], bool] | None = None) -> list[nn.Module]:
+    """Returns the modules of `find_experts` without their names."""
+    return list(find_experts(model, is_experts).values())
 
 
 def _planned(owner: str, module: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[str]:
@@ -313,7 +318,10 @@ class DispatchedForward:
             return self._run_on_fakes(*args, **kwargs)
         if len(args) != 3:
             args = inspect.signature(self.__wrapped__).bind(*args, **kwargs).args
-        hidden, indices, weights = args
+        return self._run_dispatched(*args)
+
+    def _run_dispatched(self, hidden: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        """Returns the sum of the weighted outputs of the chosen experts for each token."""
         tokens = hidden.reshape(-1, hidden.shape[-1])
         choices = indices.reshape(-1, indices.shape[-1]), weights.reshape(-1, weights.shape[-1])
         # FSDP warns about outputs that are views.
@@ -331,20 +339,29 @@ class DispatchedForward:
 
     def _dispatch(self, tokens: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Returns the weighted outputs of the chosen experts for the tokens of this rank."""
-        group, size = self.mesh.get_group(), self.mesh.size()
-        num_local, num_choices = self.num_experts // size, indices.shape[-1]
-        chosen = indices.reshape(-1)
+        num_choices, chosen = indices.shape[-1], indices.reshape(-1)
         order = torch.argsort(chosen, stable=True)  # by rank, and by expert for each rank
+        local, lengths, group = self._route(chosen)
+        rows = exchange(tokens[order // num_choices], lengths, group)
+        row_weights = exchange(weights.reshape(-1, 1)[order], lengths, group)
+        outputs = exchange(self._run(rows, local.unsqueeze(1), row_weights), lengths[::-1], group)
+        return outputs[torch.argsort(order)].view(len(tokens), num_choices, outputs.shape[-1])
+
+    def _route(self, chosen: Tensor) -> tuple[Tensor, list[list[int]], Any]:
+        """Returns where the rows of the chosen experts go.
+
+        Returns:
+            The expert of each row that this rank receives, counted from its first one, the numbers of rows
+            that it sends to each rank and receives from each, and the process group.
+        """
+        group, size = self.mesh.get_group(), self.mesh.size()
+        num_local = self.num_experts // size
         sent = torch.bincount(chosen, minlength=self.num_experts).view(size, num_local)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)
         lengths = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-        rows = exchange(tokens[order // num_choices], lengths, group)
-        row_weights = exchange(weights.reshape(-1, 1)[order], lengths, group)
         local = torch.arange(num_local, device=received.device).repeat(size)
-        local = local.repeat_interleave(received.reshape(-1), output_size=len(rows))
-        outputs = exchange(self._run(rows, local.unsqueeze(1), row_weights), lengths[::-1], group)
-        return outputs[torch.argsort(order)].view(len(tokens), num_choices, outputs.shape[-1])
+        return local.repeat_interleave(received.reshape(-1), output_size=sum(lengths[1])), lengths, group
 
     def _run(self, rows: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Returns the weighted outputs of the experts of this rank, each for one row."""
@@ -361,6 +378,46 @@ class DispatchedForward:
         """Returns the experts of this rank, with the factor of their gradients."""
         local: Tensor = parameter.to_local()
         return local if self.scale == 1.0 else _ScaledGradient.apply(local, self.scale)  # type: ignore[no-untyped-call]
+
+
+class BalancedForward(DispatchedForward):
+    """Forward of the experts of one rank in a trace, in which each expert gets equally many rows.
+
+    The rank then receives as many rows as it sends, and the all-to-alls are copies.
+
+    Args:
+        module: Module of experts, with fake weights of the experts of one rank.
+        num_local: Number of its experts.
+    """
+
+    def __init__(self, module: nn.Module, num_local: int) -> None:
+        super().__init__(module, num_local, mesh=None, copies=None, scale=1.0)
+
+    def _run_on_fakes(self, *args: Any, **kwargs: Any) -> Tensor:
+        bound = inspect.signature(self.__wrapped__).bind(*args, **kwargs)
+        return self._run_dispatched(*bound.args)
+
+    def _route(self, chosen: Tensor) -> tuple[Tensor, list[list[int]], Any]:
+        num_rows = chosen.numel()
+        local = torch.arange(self.num_experts, device=chosen.device)
+        local = local.repeat_interleave(-(-num_rows // self.num_experts))[:num_rows].clone()
+        return local, [[num_rows], [num_rows]], None
+
+
+def trace_share(module: Any, size: int) -> None:
+    """Reduces a module of experts in a trace to the experts of one rank, in place.
+
+    Args:
+        module: Module of experts, with fake parameters.
+        size: Number of ranks that share the experts.
+    """
+    number = count_experts(module)
+    _check_experts(type(module).__name__, module, size)
+    for parameter in module.parameters():
+        parameter.data = parameter.data[: number // size].clone()
+    if hasattr(module, "num_experts"):
+        module.num_experts = number // size
+    module.__dict__["forward"] = BalancedForward(module, number // size)
 
 
 @contextmanager
@@ -402,7 +459,7 @@ def exchange(rows: Tensor, lengths: list[list[int]], group: Any) -> Tensor:
     Args:
         rows: Rows for each rank, in the order of the ranks.
         lengths: Numbers of rows that this rank sends to each rank, and that it receives from each.
-        group: Process group.
+        group: Process group, or None in a trace, in which the rows are copied.
     """
     return _Exchange.apply(rows, *lengths, group)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -422,6 +479,8 @@ class _Exchange(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
+    if group is None:  # in a trace
+        return rows.contiguous().clone()
     output = rows.new_empty(sum(received), *rows.shape[1:])
     dist.all_to_all_single(output, rows.contiguous(), received, sent, group=group)
     return output

@@ -112,9 +112,9 @@ def _experts_of(accelerator: Any, model: nn.Module) -> list[nn.Module]:
     parallelism = accelerator.state.parallelism_config
     if parallelism is None or not parallelism.ep_enabled:
         return []
-    from accelerate.strategies.axes import find_experts
+    from accelerate.strategies.axes import list_experts
 
-    return list(find_experts(model, parallelism.ep_handler.is_experts).values())
+    return list_experts(model, parallelism.ep_handler.is_experts)
 
 
 def plan_units(

@@ -32,7 +32,6 @@ from accelerate.strategies.base import (
     Parameters,
     Strategy,
     refuse_join,
-    refuse_plan_of_experts,
     refuse_sharded_model,
     refuse_split_model,
     require_plugin,
@@ -136,14 +135,14 @@ class Sharded(Strategy, ABC):
         return bool(self.plugin.reshard_after_forward)
 
     def memory_layout(self) -> Layout:
-        refuse_plan_of_experts(self.axes.expert)
         mesh, plugin = self.context.request.parallelism, self.plugin
         layers = mesh.tp_size or 1 if mesh is not None else 1
         replicas = mesh.dp_replicate_size or 1 if mesh is not None else 1
         stages = 1 if self.axes.pipeline is None else self.axes.pipeline.size
-        shards = self.context.topology.size // (layers * stages)
+        experts = self.axes.expert.size
+        shards = self.context.topology.size // (layers * stages * experts)
         if plugin is None:
-            return Layout(shards=shards, tensor_parallel=layers)
+            return Layout(shards=shards, tensor_parallel=layers, expert_parallel=experts)
         return Layout(
             "full_shard" if self.frees_after_forward else "shard_grad_op",
             shards // replicas,
@@ -152,6 +151,7 @@ class Sharded(Strategy, ABC):
             bool(plugin.activation_checkpointing),
             stages=stages,
             microbatches=1 if mesh is None or mesh.pp_handler is None else mesh.pp_handler.microbatches,
+            expert_parallel=experts,
         )
 
     def check_model(self, model: nn.Module) -> None:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from accelerate import torch_private
-from accelerate.base import PreparationError, wrong_value
+from accelerate.base import PreparationError, listed, wrong_value
 from accelerate.devices import of_device
-from accelerate.strategies.pipeline.tracing import tensors_in
+from accelerate.strategies.pipeline.tracing import flatten, tensors_in
 
 LossFunction = Callable[[Any, Any], Tensor]
 
@@ -76,7 +78,7 @@ def split_batch(values: Any, count: Callable[[int], int]) -> tuple[list[Any], li
             parts.
         count: Returns the number of parts from the number of samples.
     """
-    leaves, tree = torch_private.pytree.tree_flatten(values)
+    leaves, tree = flatten(values)
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes or not sizes[0]:
         raise wrong_value(
@@ -104,17 +106,14 @@ def split_into_microbatches(
         batch: The batch, as for `arguments_of`.
         count: Returns the number of micro-batches from the number of samples.
         has_loss: Whether there is a loss function. Otherwise the model computes its loss, as those of
-            transformers do, and its mean is over the labels that are not ignored.
+            transformers do.
         is_sum: Whether losses are sums, which are added, or means, which are averaged.
     """
-    parts, sizes = split_batch(batch, count)
-    items = list(sizes)
-    if not has_loss and isinstance(batch, Mapping):
-        items = [_count_labels(part.get("labels"), size) for part, size in zip(parts, sizes, strict=True)]
-    total = sum(items) or 1
+    parts, sizes = split_batch(dict(batch) if isinstance(batch, Mapping) else batch, count)
+    weights = [1.0] * len(sizes) if is_sum else _shares(sizes)
     return [
-        _microbatch(model, part, has_loss, size, 1.0 if is_sum else own / total)
-        for part, size, own in zip(parts, sizes, items, strict=True)
+        _microbatch(model, part, has_loss, size, weight)
+        for part, size, weight in zip(parts, sizes, weights, strict=True)
     ]
 
 
@@ -123,10 +122,72 @@ def _microbatch(model: nn.Module, part: Any, has_loss: bool, size: int, weight: 
     return MicroBatch(args, kwargs, target, size, weight)
 
 
-def _count_labels(labels: Any, size: int) -> int:
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.ndim < 2:
-        return size
-    return int((labels != -100).sum())
+def _shares(counts: Sequence[int]) -> list[float]:
+    return [count / (sum(counts) or 1) for count in counts]
+
+
+def weight_of_labels(
+    microbatches: Sequence[MicroBatch], index: int, outputs: Any, skipped: int | None
+) -> tuple[float, int | None]:
+    """Returns the weight of the loss that a model computes for a micro-batch, as the mean over its labels.
+
+    Labels of -100 do not count.
+
+    Args:
+        microbatches: The micro-batches.
+        index: Index of the micro-batch.
+        outputs: Its outputs.
+        skipped: Number of labels of each sample that the loss skips, which is 1 in causal language models, or
+            None if no loss has shown it yet.
+
+    Returns:
+        The weight, and the number of skipped labels.
+    """
+    part = microbatches[index]
+    labels: list[Any] = [each.kwargs.get("labels") for each in microbatches]
+    if "num_items_in_batch" in part.kwargs and _num_skipped(outputs, labels[index]) is None:
+        return 1.0, skipped  # the model divides the sum of its losses by it
+    if not all(
+        isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels
+    ):
+        return part.weight, skipped
+    shares = [_shares([int((each[:, start:] != -100).sum()) for each in labels]) for start in (0, 1)]
+    if skipped is None and shares[0] == shares[1] == _shares([each.size for each in microbatches]):
+        return part.weight, None
+    if skipped is None and shares[0][index]:
+        skipped = _num_skipped(outputs, labels[index])
+        if skipped is None:
+            raise PreparationError(
+                "Micro-batches have different numbers of labels that are not -100, and the loss of the model "
+                "is not the mean of the cross entropy over these labels, so the loss of the batch is "
+                "unknown. Pass loss_fn, or set microbatches=1."
+            )
+    return shares[skipped or 0][index], skipped
+
+
+def _num_skipped(outputs: Any, labels: Any) -> int | None:
+    """Returns how many labels of each sample the loss of a model skips, or None if it is another loss."""
+    get = outputs.get if isinstance(outputs, Mapping) else partial(getattr, outputs)
+    loss, logits = get("loss", None), get("logits", None)
+    if (
+        not all(isinstance(each, Tensor) for each in (loss, logits, labels))
+        or logits.shape[:-1] != labels.shape
+    ):
+        return None
+    tolerance = 1e-2 if logits.element_size() < 4 else 1e-4
+    for skipped in range(min(2, labels.ndim)):
+        used, own = (logits[:, :-1], labels[:, 1:]) if skipped else (logits, labels)
+        used = used.detach().flatten(0, -2).float()
+        expected = cross_entropy(used, own.flatten().to(used.device))
+        if torch.allclose(expected, loss.detach().float(), rtol=tolerance):
+            return skipped
+    return None
+
+
+def zero_loss(outputs: Any) -> Tensor:
+    """Returns a loss whose gradients are zeros."""
+    tensors = [tensor for tensor in tensors_in(outputs) if tensor.requires_grad]
+    return sum((tensor.flatten()[:0].sum() for tensor in tensors), torch.zeros(()))
 
 
 def loss_of(outputs: Any, target: Any, loss_fn: LossFunction | None) -> Tensor:
@@ -152,7 +213,6 @@ class Computed(NamedTuple):
     loss: Tensor
 
 
-@torch.no_grad()
 def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool) -> None:
     """Raises an error if the loss of two micro-batches together is not the mean or sum of their losses.
 
@@ -163,13 +223,20 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     both = merge_outputs([each.outputs for each in computed], sizes)
     target = merge_outputs([each.microbatch.target for each in computed], sizes)
     with restored_generators(losses[0].device):
-        together = loss_of(both, target, loss_fn).float()
+        loss = loss_of(both, target, loss_fn).float()
+    if loss.requires_grad:
+        raise PreparationError(
+            "loss_fn uses parameters besides the outputs of the model, and in a pipeline only the rank of "
+            "the last stage computes it, without the parameters of other ranks. Compute this part in the "
+            "model, or use weight_decay of the optimizer for a penalty on weights."
+        )
+    together = loss.detach()
     weights = [1.0 if is_sum else float(size) for size in sizes]
     weighted = [w * loss.float() for w, loss in zip(weights, losses, strict=True)]
     apart = torch.stack(weighted).sum() / (1 if is_sum else sum(weights))
     dtypes = {tensor.dtype for tensor in tensors_in(both) if tensor.is_floating_point()}
     is_low = any(torch.finfo(dtype).bits < 32 for dtype in dtypes)
-    if torch.allclose(together, apart, rtol=2e-2 if is_low else 1e-4, atol=1e-5):
+    if not together.isfinite() or torch.allclose(together, apart, rtol=2e-2 if is_low else 1e-4, atol=1e-5):
         return
     kind = "sum" if is_sum else "mean"
     raise PreparationError(
@@ -180,23 +247,50 @@ def check_loss(computed: Sequence[Computed], loss_fn: LossFunction, is_sum: bool
     )
 
 
-def merge_outputs(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
+def merge_outputs(parts: Sequence[Any], sizes: Sequence[int], weights: Sequence[float] | None = None) -> Any:
     """Returns nested outputs of a batch from those of its micro-batches.
 
-    Tensors with one entry for each sample are concatenated, and scalars are averaged over samples. Other
-    values are those of the first micro-batch.
+    Tensors with one entry for each sample are concatenated, and scalars are averaged. Other values are those
+    of the first micro-batch, and must be the same in each.
+
+    Args:
+        parts: Outputs of each micro-batch.
+        sizes: Number of samples of each.
+        weights: Weight of the scalars of each. None takes the number of samples.
+
+    Raises:
+        PreparationError: Values of micro-batches differ, and are not one for each sample.
     """
-    flat = [torch_private.pytree.tree_flatten(part) for part in parts]
-    tree = flat[0][1]
-    merged = []
-    for leaves in zip(*(leaves for leaves, _ in flat), strict=True):
-        if not isinstance(leaves[0], Tensor):
-            merged.append(leaves[0])
-        elif leaves[0].ndim and all(len(leaf) == n for leaf, n in zip(leaves, sizes, strict=True)):
-            merged.append(torch.cat(leaves))
-        elif not leaves[0].ndim and leaves[0].is_floating_point():
-            weights = torch.tensor(sizes, dtype=leaves[0].dtype, device=leaves[0].device)
-            merged.append((torch.stack(leaves) * weights).sum() / weights.sum())
-        else:
-            merged.append(leaves[0])
-    return torch_private.pytree.tree_unflatten(merged, tree)
+    flat = [flatten(part) for part in parts]
+    merged = [
+        _merge(leaves, sizes, weights or sizes)
+        for leaves in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return torch_private.pytree.tree_unflatten(merged, flat[0][1])
+
+
+def _merge(leaves: Sequence[Any], sizes: Sequence[int], weights: Sequence[float]) -> Any:
+    first = leaves[0]
+    if not isinstance(first, Tensor):
+        if isinstance(first, (int, float, str)) and any(leaf != first for leaf in leaves):
+            raise PreparationError(
+                f"Micro-batches have the values {listed(list(dict.fromkeys(map(str, leaves))))}, and a batch "
+                "has one. Return tensors with one entry for each sample, or set microbatches=1."
+            )
+        return first
+    if first.ndim and all(len(leaf) == n for leaf, n in zip(leaves, sizes, strict=True)):
+        return torch.cat(list(leaves))
+    if not first.ndim and first.is_floating_point():
+        used = [(leaf * weight, weight) for leaf, weight in zip(leaves, weights, strict=True) if weight]
+        return (
+            torch.stack([leaf for leaf, _ in used]).sum() / sum(weight for _, weight in used)
+            if used
+            else first
+        )
+    if all(torch.equal(leaf, first) for leaf in leaves[1:]):
+        return first
+    raise PreparationError(
+        f"Micro-batches of {list(sizes)} samples have a tensor of shape {list(first.shape)}, which is not "
+        "one entry for each sample in the first dimension, and its values differ. Return it with the "
+        "samples in the first dimension, or set microbatches=1."
+    )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import schedules
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError, PreparationError, StateError
+from accelerate.base import ConfigurationError, PreparationError, StateError, wrong_value
 from accelerate.plugins import SCHEDULES, PipelineConfig
 from accelerate.strategies.fsdp import named_parameters
 from accelerate.strategies.pipeline.microbatches import (
@@ -27,10 +27,19 @@ from accelerate.strategies.pipeline.microbatches import (
     merge_outputs,
     split_batch,
     split_into_microbatches,
+    weight_of_labels,
+    zero_loss,
 )
 from accelerate.strategies.pipeline.split import split_model
 from accelerate.strategies.pipeline.stages import PipelineModel, StageModule, is_split
-from accelerate.strategies.pipeline.tracing import TensorSpec, Trace, signature_of, specs_of, to_zeros
+from accelerate.strategies.pipeline.tracing import (
+    TensorSpec,
+    Trace,
+    flatten,
+    signature_of,
+    specs_of,
+    to_zeros,
+)
 from accelerate.strategies.sharded_models import Replicas
 
 
@@ -81,8 +90,11 @@ class Pipeline:
         self._summed: dict[nn.Parameter, Tensor | None] | None = None
         self._schedules: dict[bool, tuple[Any, Any]] = {}  # by whether it has a backward pass
         self._traces: dict[Any, Trace] = {}
-        self._is_checked = False
+        self._num_trained = 0  # batches
+        self._skipped_labels: int | None = None
         self._reduces_gradients = True
+        self._error: Exception | None = None  # of the last stage
+        self._shares_error = False
         # Of the batch that is computed now
         self._microbatches: list[MicroBatch] = []
         self._current_traces: list[Trace] = []
@@ -117,22 +129,32 @@ class Pipeline:
         )
         losses: list[Tensor] = []
         first: list[Computed] = []
+        self._num_trained += 1
+        # The loss may cease to be a mean later, for example with the first ignored label.
+        is_checked = self._num_trained & (self._num_trained - 1) == 0
 
         def finish(outputs: Any, index: int) -> Tensor:
             part = microbatches[index]
             loss = loss_of(outputs, part.target, loss_fn)
-            losses.append(part.weight * loss.detach().float())
-            if loss_fn is not None and not self._is_checked and len(first) < 2:
+            if not loss.requires_grad:
+                fix = "Compute it from outputs that are not detached, of layers that are trained"
+                raise wrong_value("loss", "a tensor without gradient", "no layer would be trained", fix)
+            weight = part.weight
+            if loss_fn is None and not is_sum:
+                weight = self._weight_of_labels(microbatches, index, outputs)
+            if not weight:
+                return scale(zero_loss(outputs))
+            losses.append(weight * loss.detach().float())
+            if loss_fn is not None and is_checked and len(first) < 2:
                 first.append(Computed(part, _detached(outputs), loss.detach()))
                 if len(first) == 2:
                     check_loss(first, loss_fn, is_sum)
-                    self._is_checked = True
-            return scale(loss * part.weight)
+            return scale(loss * weight)
 
         self._set_summed_aside()
         self._reduces_gradients = reduces_gradients
         with torch.enable_grad():
-            self._run(microbatches, finish, has_backward=True)
+            self._run(microbatches, finish, has_backward=True, shares_error=is_checked)
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self._device)
         dist.broadcast(total, self._last_rank, group=self._group)
         return total
@@ -205,17 +227,24 @@ class Pipeline:
     def _evaluate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         parts, sizes = split_batch((args, kwargs), self._count)
         microbatches = [
-            MicroBatch(part[0], part[1], None, size, 1.0) for part, size in zip(parts, sizes, strict=True)
+            MicroBatch(part[0], part[1], None, size, size) for part, size in zip(parts, sizes, strict=True)
         ]
         found: dict[int, Any] = {}
+        merged: list[Any] = []
 
         def finish(outputs: Any, index: int) -> Tensor:
             found[index] = outputs
+            if len(found) == len(parts):
+                weights = [self._weight_of_labels(microbatches, i, found[i]) for i in range(len(parts))]
+                merged.append(merge_outputs([found[i] for i in range(len(parts))], sizes, weights))
             return torch.zeros((), device=self._device)
 
-        self._run(microbatches, finish, has_backward=False)
-        merged = merge_outputs([found[i] for i in range(len(parts))], sizes) if found else None
-        return self._sent_from_last(merged)
+        self._run(microbatches, finish, has_backward=False, shares_error=True)
+        return self._sent_from_last(merged[0] if merged else None)
+
+    def _weight_of_labels(self, microbatches: Sequence[MicroBatch], index: int, outputs: Any) -> float:
+        weight, self._skipped_labels = weight_of_labels(microbatches, index, outputs, self._skipped_labels)
+        return weight
 
     def _sent_from_last(self, outputs: Any) -> Any:
         """Returns the outputs of the last stage on all ranks of the pipeline."""
@@ -224,7 +253,7 @@ class Pipeline:
         dist.broadcast_object_list(specs, self._last_rank, group=self._group, device=self._device)
         is_last = dist.get_rank() == self._last_rank
         values = outputs if is_last else to_zeros(specs[0], self._device)
-        leaves, tree = pytree.tree_flatten(values)
+        leaves, tree = flatten(values)
         leaves = [leaf.contiguous() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         for leaf in leaves:
             if isinstance(leaf, Tensor):
@@ -238,8 +267,14 @@ class Pipeline:
     # Schedules
 
     def _run(
-        self, microbatches: list[MicroBatch], finish: Callable[[Any, int], Tensor], *, has_backward: bool
+        self,
+        microbatches: list[MicroBatch],
+        finish: Callable[[Any, int], Tensor],
+        *,
+        has_backward: bool,
+        shares_error: bool,
     ) -> None:
+        self._shares_error = shares_error
         microbatches = [part._replace(kwargs=self._without_cache(part.kwargs)) for part in microbatches]
         with self.model.running():
             self._current_traces = [self._trace(part) for part in microbatches]
@@ -252,7 +287,7 @@ class Pipeline:
                 with torch_private.log_silenced(schedules.__name__):  # it has the whole schedule for an error
                     run(microbatch=indices, target=targets, return_outputs=False)
             except RuntimeError as error:
-                if isinstance(error.__cause__, (ConfigurationError, PreparationError, StateError)):
+                if error.__cause__ is not None and "failed to run forward" in str(error):
                     raise error.__cause__ from None
                 if SCHEDULES[self._config.schedule].splits_backward and "second time" in str(error):
                     raise PreparationError(
@@ -263,14 +298,36 @@ class Pipeline:
                 raise
             finally:
                 self._microbatches, self._current_traces, self._finish = [], [], None
+        if shares_error:
+            self._raise_shared()
+
+    def _raise_shared(self) -> None:
+        """Raises the error of the last stage on all ranks of the pipeline."""
+        error, self._error = self._error, None
+        is_own = isinstance(error, (ConfigurationError, PreparationError, StateError))
+        texts = [str(error) if is_own else error and f"{type(error).__name__}: {error}"]
+        dist.broadcast_object_list(texts, self._last_rank, group=self._group, device=self._device)
+        if error is not None:
+            raise error
+        if texts[0]:
+            raise PreparationError(f"Rank {self._last_rank}, with the last stage, raises: {texts[0]}")
 
     def _without_cache(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments that disable key-value caches, which are not sent between stages."""
+        if kwargs.get("use_cache"):
+            raise wrong_value(
+                "use_cache",
+                True,
+                "each stage of a pipeline has only the keys and values of its own layers",
+                "Pass use_cache=False, also to generate",
+            )
         config = getattr(self.model.model, "config", None)
         return {"use_cache": False, **kwargs} if getattr(config, "use_cache", False) else kwargs
 
     def _trace(self, part: MicroBatch) -> Trace:
-        key = signature_of((part.args, part.kwargs, self.model.model.training))
+        kind = self._device.type
+        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+        key = signature_of((part.args, part.kwargs, self.model.model.training, autocast))
         if key not in self._traces:
             self._traces[key] = self.model.trace(part.args, part.kwargs)
         return self._traces[key]
@@ -320,11 +377,17 @@ class Pipeline:
 
     def _compute(self, stage: int, received: Sequence[Tensor], index: int) -> Any:
         part, trace = self._microbatches[index], self._current_traces[index]
-        outputs = self.model.compute(stage, trace, received, part.args, part.kwargs)
-        if stage < len(self._ranks) - 1:
-            return outputs
-        assert self._finish is not None
-        return self._finish(outputs, index)
+        try:
+            outputs = self.model.compute(stage, trace, received, part.args, part.kwargs)
+            if stage < len(self._ranks) - 1:
+                return outputs
+            assert self._finish is not None
+            return self._finish(outputs, index)
+        except Exception as error:
+            if not self._shares_error or stage < len(self._ranks) - 1:
+                raise
+            self._error = self._error or error
+            return zero_loss(received).to(self._device)
 
 
 def _output(output: Tensor, target: Tensor) -> Tensor:
@@ -333,7 +396,9 @@ def _output(output: Tensor, target: Tensor) -> Tensor:
 
 
 def _detached(values: Any) -> Any:
-    return torch_private.pytree.tree_map_only(Tensor, Tensor.detach, values)
+    leaves, tree = flatten(values)
+    detached = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return torch_private.pytree.tree_unflatten(detached, tree)
 
 
 def _check_model(model: nn.Module) -> None:

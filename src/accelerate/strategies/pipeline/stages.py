@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from accelerate import torch_private
-from accelerate.base import PreparationError, StateError
+from accelerate.base import ConfigurationError, PreparationError, StateError
 from accelerate.strategies.fsdp import fsdp2_canonicalize_names
 from accelerate.strategies.pipeline.microbatches import restored_generators
 from accelerate.strategies.pipeline.split import Split, Submodule
@@ -25,6 +25,7 @@ from accelerate.strategies.pipeline.tracing import (
     Replacements,
     Trace,
     Tracer,
+    flatten,
     replace_tensors,
     to_zeros,
 )
@@ -70,13 +71,14 @@ class StageRun:
         begins = position == 0 or calls[position - 1].stage < call.stage
         if begins and call.stage == self.stage + 1:
             boundary = self.trace.boundaries[self.stage]
-            leaves, _ = torch_private.pytree.tree_flatten(replace_tensors(self._received, (args, kwargs)))
+            leaves, _ = flatten(replace_tensors(self._received, (args, kwargs)))
             raise StageEnd(
                 boundary, [leaves[i] for i in boundary.positions], split.starts[self.stage].names[0]
             )
         if begins and call.stage == self.stage and self.stage > 0:
-            leaves, _ = torch_private.pytree.tree_flatten((args, kwargs))
+            leaves, _ = flatten((args, kwargs))
             replaced = [leaves[i] for i in self.trace.boundaries[self.stage - 1].positions]
+            _set_values(replaced, self.received)
             self._received = {id(old): (old, new) for old, new in zip(replaced, self.received, strict=True)}
         if call.stage == self.stage or call.outputs is None:
             args, kwargs = replace_tensors(self._received, (args, kwargs))
@@ -86,6 +88,35 @@ class StageRun:
     def replace_received(self, values: Any) -> Any:
         """Returns nested values with received tensors."""
         return replace_tensors(self._received, values)
+
+
+def _set_values(replaced: Sequence[Any], received: Sequence[Tensor]) -> None:
+    """Gives tensors of the code of containers the values of received ones.
+
+    The recomputation of `torch.utils.checkpoint` runs after the forward, with the tensors of this code.
+    """
+    for old, new in zip(replaced, received, strict=True):
+        if new.requires_grad and torch.is_grad_enabled():
+            old.data = new.detach()
+            old.requires_grad_()
+
+
+class _Identity(torch.autograd.Function):
+    """Identity whose output may change in place."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+def _without_leaf(tensor: Tensor) -> Tensor:
+    """Returns a received tensor as one that is no leaf of the graph of autograd."""
+    identity: Callable[[Tensor], Tensor] = _Identity.apply
+    return identity(tensor) if tensor.requires_grad and torch.is_grad_enabled() else tensor
 
 
 class ReceivedTensors(TorchFunctionMode):
@@ -243,6 +274,15 @@ class PipelineModel:
         try:
             with restored_generators(self.device), tracer:
                 outputs = self.forward(args, kwargs)
+        except (ConfigurationError, PreparationError, StateError):
+            raise
+        except Exception as error:
+            raise PreparationError(
+                f"{type(self.model).__name__} cannot be split: its forward raises {type(error).__name__} in "
+                f"the trace of a micro-batch ({error}). The code between layers runs on each stage, where "
+                "layers of other stages return zeros and set no attributes. Tensors of the batch with as "
+                "many entries as its first one are split into micro-batches."
+            ) from error
         finally:
             self._run = None
             for buffer, values in kept:
@@ -266,7 +306,8 @@ class PipelineModel:
         kwargs: Mapping[str, Any],
     ) -> Any:
         """Returns the outputs of the model on the last stage, and on others the tensors to send."""
-        self._run = run = StageRun(stage, trace, received)
+        # Code of the model may change a received tensor in place, which a leaf does not allow.
+        self._run = run = StageRun(stage, trace, [_without_leaf(tensor) for tensor in received])
         try:
             with ReceivedTensors(run) if trace.uses_received else nullcontext():
                 outputs = self.forward(args, kwargs)
@@ -347,7 +388,20 @@ def _with_replaced_call(kind: Any) -> type[nn.Module]:
         replaced = self.__dict__[_OWNER]
         return replaced(_original_call(self), *args, **kwargs)
 
-    names = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__, "_called_class": kind}
+    def refuse_copy(self: nn.Module, protocol: Any) -> Any:
+        raise StateError(
+            f"{kind.__name__} is in a pipeline, so this rank has only some of its layers, and it cannot be "
+            "copied or pickled. Copy the model before `prepare`, and pass both to it. For averaged weights "
+            "copy model.named_parameters(), and for whole weights call accelerator.get_state_dict(model)."
+        )
+
+    names = {
+        "__call__": call,
+        "__reduce_ex__": refuse_copy,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+        "_called_class": kind,
+    }
     return type(kind.__name__, (kind,), names)
 
 

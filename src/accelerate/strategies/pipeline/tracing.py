@@ -7,6 +7,7 @@ submodules: those among the arguments of the first submodule of a stage are rece
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -89,6 +90,25 @@ def fake_weights(placeholders: Placeholders, device: torch.device) -> Iterator[N
         yield
 
 
+@contextmanager
+def restored_attributes(module: nn.Module) -> Iterator[None]:
+    """Restores attributes of a module at its end, in which its forward may cache tensors."""
+    kept = [(part, dict(vars(part))) for part in module.modules()]
+    values = [value for _, attributes in kept for value in attributes.values()]
+    contents: list[tuple[Any, Any]] = [
+        (value, value.copy()) for value in values if type(value) in (dict, list)
+    ]
+    try:
+        yield
+    finally:
+        for part, attributes in kept:
+            vars(part).clear()
+            vars(part).update(attributes)
+        for value, content in contents:
+            value.clear()
+            value.update(content) if isinstance(value, dict) else value.extend(content)
+
+
 Replacements = Mapping[int, tuple[Tensor, Tensor]]
 """Id of a tensor in the code of containers -> this tensor, and the one that the stage has received for it."""
 
@@ -117,7 +137,21 @@ _FROM_SHAPES = {
 }
 """Functions whose results depend on the shape of a tensor only."""
 
-_TO_PYTHON = {Tensor.__bool__, Tensor.item, Tensor.tolist, Tensor.__int__, Tensor.__float__, Tensor.__index__}
+_TO_PYTHON = {
+    Tensor.__bool__,
+    Tensor.item,
+    Tensor.tolist,
+    Tensor.__int__,
+    Tensor.__float__,
+    Tensor.__index__,
+    Tensor.__contains__,
+    Tensor.numpy,
+    Tensor.__array__,
+    Tensor.equal,
+    Tensor.allclose,
+    torch.equal,
+    torch.allclose,
+}
 """Functions that make the code of a forward depend on the values of a tensor."""
 
 
@@ -161,6 +195,13 @@ class Tracer(TorchFunctionMode):
         starts = self._split.starts
         if self.stage < len(starts) and submodule is starts[self.stage]:
             self._enter(args, kwargs)
+        received = [leaf for leaf in tensors_in((args, kwargs)) if id(leaf) in self._received]
+        if received and torch_private.is_in_reentrant_checkpoint():
+            raise PreparationError(
+                f"{type(self._model).__name__} cannot be split like this: its forward calls "
+                f"{submodule.names[0]} in a reentrant checkpoint, which loses the gradients of the tensors "
+                "that the stage receives. Pass use_reentrant=False to torch.utils.checkpoint.checkpoint."
+            )
         # Code of containers may pass received tensors to later layers too, such as the output of an encoder.
         args, kwargs = replace_tensors(self._received, (args, kwargs))
         where = f"{submodule.names[0]} on stage {self.stage}"
@@ -187,10 +228,16 @@ class Tracer(TorchFunctionMode):
     def _enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begins the next stage, which receives the tensors among the arguments of its first submodule."""
         start = self._split.starts[self.stage].names[0]
-        leaves, _ = torch_private.pytree.tree_flatten((args, kwargs))
+        leaves, _ = flatten((args, kwargs))
         positions = [i for i, leaf in enumerate(leaves) if id(leaf) in self._stage_of]
         sent = [self._received.get(id(leaves[i]), (None, leaves[i]))[1] for i in positions]
         self._check_stale(sent, f"{start}, with which stage {self.stage + 1} begins")
+        if any(tensor.is_complex() for tensor in sent):
+            raise PreparationError(
+                f"{start}, with which stage {self.stage + 1} begins, is called with a complex tensor, and "
+                "stages exchange no gradients of complex tensors. Pass torch.view_as_real(tensor), or begin "
+                "the stage at another module, in PipelineConfig(split=[...])."
+            )
         self.stage += 1
         specs = [TensorSpec(tensor.shape, tensor.dtype) for tensor in sent]
         self.trace.boundaries.append(Boundary(tuple(positions), tuple(specs)))
@@ -213,9 +260,10 @@ class Tracer(TorchFunctionMode):
 
     def _run_on_fakes(self, submodule: Submodule, weights: Any, args: Any, kwargs: Any) -> Any:
         mode = torch_private.fake_tensors.FakeTensorMode(allow_non_fake_inputs=True)
-        with planning.fake_operators(mode), fake_weights(weights, self._device):
+        module = submodule.module
+        with planning.fake_operators(mode), restored_attributes(module), fake_weights(weights, self._device):
             converted = torch_private.pytree.tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
-            outputs = submodule.module.forward(*converted[0], **converted[1])
+            outputs = module.forward(*converted[0], **converted[1])
         return specs_of(outputs)
 
     # Functions in the code of containers
@@ -281,9 +329,36 @@ class Tracer(TorchFunctionMode):
 
 def signature_of(values: Any) -> tuple[Any, ...]:
     """Returns the shapes and dtypes of the tensors in nested values, with the other values as text."""
-    leaves, tree = torch_private.pytree.tree_flatten(values)
+    leaves, tree = flatten(values)
     described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
     return (*described, str(tree))
+
+
+def flatten(values: Any) -> tuple[list[Any], Any]:
+    """Returns the leaves of nested values and their structure, in which dataclasses with tensors are nodes.
+
+    Raises:
+        PreparationError: Another object has tensors as attributes, in which they cannot be found.
+    """
+    leaves, tree = torch_private.pytree.tree_flatten(values)
+    kinds = dict.fromkeys(type(leaf) for leaf in leaves if _has_tensors(leaf))
+    if not kinds:
+        return leaves, tree
+    for kind in kinds:
+        if not dataclasses.is_dataclass(kind) or any(not each.init for each in dataclasses.fields(kind)):
+            raise PreparationError(
+                f"An object of type {kind.__name__} has tensors as attributes, and a pipeline finds tensors "
+                "in dicts, lists, tuples and dataclasses only. Use one of these for the arguments and "
+                "outputs of the model and of its layers."
+            )
+        torch_private.pytree.register_dataclass(kind)
+    return flatten(values)
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, (Tensor, nn.Module, type)):
+        return False
+    return any(isinstance(each, Tensor) for each in getattr(value, "__dict__", {}).values())
 
 
 def _stages(stages: Iterable[int]) -> str:
@@ -292,14 +367,14 @@ def _stages(stages: Iterable[int]) -> str:
 
 def tensors_in(values: Any) -> list[Tensor]:
     """Returns the tensors in nested values."""
-    return [leaf for leaf in torch_private.pytree.tree_flatten(values)[0] if isinstance(leaf, Tensor)]
+    return [leaf for leaf in flatten(values)[0] if isinstance(leaf, Tensor)]
 
 
 def specs_of(values: Any) -> Any:
     """Returns nested values with specs in place of tensors."""
-    return torch_private.pytree.tree_map_only(
-        Tensor, lambda tensor: TensorSpec(tensor.shape, tensor.dtype), values
-    )
+    leaves, tree = flatten(values)
+    specs = [TensorSpec(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return torch_private.pytree.tree_unflatten(specs, tree)
 
 
 def to_zeros(specs: Any, device: torch.device) -> Any:

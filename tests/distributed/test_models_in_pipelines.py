@@ -1,0 +1,278 @@
+"""Models as users write them train in a pipeline as on one process, or raise one error on all ranks."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from accelerate import Accelerator, ParallelismConfig
+from accelerate.base import ConfigurationError, PreparationError, StateError, is_torch_version
+from accelerate.utils import PipelineConfig
+
+pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
+Run = Callable[..., list[Any]]
+
+
+def tower(
+    layer: Callable[[], nn.Module], call: Callable[..., Any], unpack: Callable[[Any], Any]
+) -> nn.Module:
+    """Returns a net whose forward calls four layers, each by `call`, and returns their unpacked output."""
+
+    class Tower(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(layer() for _ in range(4))
+
+        def forward(self, hidden: Any) -> Any:
+            for part in self.layers:
+                hidden = call(part, hidden)
+            return unpack(hidden)
+
+    return Tower()
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(4), nn.Linear(4, 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        result: Tensor = torch.tanh(self.linear(self.norm(hidden)))
+        return result
+
+
+class Caching(Layer):
+    """Layer that caches tensors in attributes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Tensor | None = None
+        self.by_size: dict[int, Tensor] = {}
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.scale is None:
+            self.scale = self.by_size[4] = torch.arange(1.0, 5.0)
+        return super().forward(hidden) * self.scale + self.by_size[4]
+
+
+@dataclass
+class Hidden:
+    value: Tensor
+    depth: int = 0
+
+
+class OfDataclasses(Layer):
+    def forward(self, hidden: Any) -> Any:
+        if isinstance(hidden, Tensor):
+            hidden = Hidden(hidden)
+        return Hidden(super().forward(hidden.value), hidden.depth + 1)
+
+
+class InPlace(Layer):
+    """Layer that changes its argument."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return super().forward(hidden.mul_(0.5))
+
+
+class Object:
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class OfObjects(Layer):
+    def forward(self, hidden: Any) -> Any:
+        return Object(super().forward(hidden.value if isinstance(hidden, Object) else hidden))
+
+
+class Complex(Layer):
+    def forward(self, hidden: Tensor) -> Tensor:
+        real = super().forward(hidden.real if hidden.is_complex() else hidden)
+        return torch.complex(real, 0.5 * real)
+
+
+class WithAttribute(Layer):
+    def forward(self, hidden: Tensor) -> Tensor:
+        self.penalty = hidden.square().mean()
+        return super().forward(hidden)
+
+
+class Detaching(nn.Module):
+    """Net whose last stage gets gradients for its last layer only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for position, part in enumerate(self.layers):
+            hidden = part(hidden).detach() if position == 6 else hidden + part(hidden)
+        return hidden
+
+
+def call(part: nn.Module, hidden: Any) -> Any:
+    return part(hidden)
+
+
+def call_in_checkpoint(part: nn.Module, hidden: Tensor) -> Tensor:
+    result: Tensor = checkpoint(lambda value: value * part(value) + value, hidden, use_reentrant=False)
+    return hidden + result
+
+
+def call_in_reentrant_checkpoint(part: nn.Module, hidden: Tensor) -> Tensor:
+    result: Tensor = checkpoint(part, hidden, use_reentrant=True)
+    return result
+
+
+def keep(output: Any) -> Any:
+    return output
+
+
+RIGHT: dict[str, Callable[[], nn.Module]] = {
+    "checkpoint": lambda: tower(Layer, call_in_checkpoint, keep),
+    "cache": lambda: tower(Caching, call, keep),
+    "dataclass": lambda: tower(OfDataclasses, call, lambda hidden: hidden.value * hidden.depth),
+    "in place": lambda: tower(InPlace, lambda part, hidden: part(1.0 * hidden), keep),
+    "detached": Detaching,
+}
+
+
+def make_pipeline(schedule: str = "1f1b", microbatches: int = 4) -> Accelerator:
+    config = PipelineConfig(schedule=schedule, microbatches=microbatches)
+    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(pp_size=2, pp_handler=config))
+
+
+def compare(names: list[str], schedule: str) -> None:
+    accelerator = make_pipeline(schedule)
+    for name in names:
+        torch.manual_seed(0)
+        alone = RIGHT[name]()
+        model = accelerator.prepare(copy.deepcopy(alone))
+        inputs, targets = torch.randn(8, 4), torch.randn(8, 4)
+        expected = F.mse_loss(alone(inputs), targets)
+        expected.backward()
+        loss = accelerator.forward_backward(model, (inputs, targets), F.mse_loss)
+        torch.testing.assert_close(loss, expected.detach(), msg=name)
+        gradients = {
+            key: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for key, parameter in alone.named_parameters()
+        }
+        for key, parameter in model.named_parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            torch.testing.assert_close(gradient, gradients[key], msg=f"{name} {key}")
+        model.eval()
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs), alone(inputs), msg=name)
+
+
+@pytest.mark.parametrize(
+    ("names", "schedule"),
+    [
+        (["checkpoint", "cache", "dataclass", "in place"], "1f1b"),
+        (["detached"], "zbvzerobubble"),
+    ],
+)
+def test_gradients_are_those_of_one_process(run: Run, names: list[str], schedule: str) -> None:
+    run(compare, names, schedule, processes=2, timeout=60)
+
+
+def last_attribute(part: Any, hidden: Tensor) -> Tensor:
+    result: Tensor = part(hidden) + part.penalty
+    return result
+
+
+WRONG: dict[str, Callable[[], nn.Module]] = {
+    "use_reentrant=False": lambda: tower(Layer, call_in_reentrant_checkpoint, keep),
+    "torch.view_as_real": lambda: tower(Complex, call, lambda hidden: hidden.abs()),
+    "dataclasses only": lambda: tower(OfObjects, call, lambda hidden: hidden.value),
+    "no attribute 'penalty'": lambda: tower(WithAttribute, last_attribute, keep),
+}
+
+
+def error_of(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except (PreparationError, StateError) as error:
+        return str(error)
+    return ""
+
+
+def refuse_models() -> dict[str, str]:
+    warnings.filterwarnings("ignore", "None of the inputs have requires_grad")  # of the reentrant checkpoint
+    accelerator, batch = make_pipeline(), (torch.ones(8, 4), torch.ones(8, 4))
+    found = {}
+    for expected, make in WRONG.items():
+        model = accelerator.prepare(make())
+        found[expected] = error_of(lambda model=model: accelerator.forward_backward(model, batch, F.mse_loss))
+    model = accelerator.prepare(tower(Layer, call, lambda hidden: hidden.t()))
+    model.eval()
+    found["first dimension"] = error_of(lambda: model(torch.eye(8, 4)))
+    found["before `prepare`"] = error_of(lambda: copy.deepcopy(model))
+    return found
+
+
+def test_models_that_would_be_wrong_are_refused_on_all_ranks(run: Run) -> None:
+    for found in run(refuse_models, processes=2, timeout=60):
+        assert {expected: text for expected, text in found.items() if expected not in text} == {}
+
+
+def refuse_losses() -> dict[str, str]:
+    accelerator = make_pipeline(microbatches=2)
+    found = {}
+    model = accelerator.prepare(tower(Layer, call, keep))
+    inputs, targets = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(4).long()
+
+    def penalized(output: Tensor, target: Tensor) -> Tensor:
+        weights = [parameter.square().sum() for parameter in model.parameters()]
+        return F.cross_entropy(output, target) + torch.stack(weights).sum()
+
+    def failing(output: Tensor, target: Tensor) -> Tensor:
+        raise KeyError("unknown")
+
+    def train(loss_fn: Any, labels: Tensor = targets) -> Tensor:
+        return accelerator.forward_backward(model, (inputs, labels), loss_fn)
+
+    found["uses parameters"] = error_of(lambda: train(penalized))
+    model = accelerator.prepare(tower(Layer, call, keep))
+    is_last = accelerator.process_index == 1
+    with pytest.raises(KeyError if is_last else PreparationError, match="unknown"):
+        train(failing)
+    with pytest.raises(ConfigurationError if is_last else PreparationError, match="without gradient"):
+        train(lambda output, target: F.cross_entropy(output.detach(), target))
+    model = accelerator.prepare(tower(Layer, call, keep))
+    assert train(F.cross_entropy).isfinite()
+    ignored = torch.tensor([0, -100, 0, 0])
+    found["accumulate(model, num_items=...)"] = error_of(lambda: train(F.cross_entropy, ignored))
+    model = accelerator.prepare(tower(Layer, call, lambda hidden: hidden * float("nan")))
+    assert train(F.cross_entropy).isnan()
+    return found
+
+
+def test_losses_that_would_be_wrong_are_refused_on_all_ranks(run: Run) -> None:
+    for found in run(refuse_losses, processes=2, timeout=60):
+        assert {expected: text for expected, text in found.items() if expected not in text} == {}
+
+
+def evaluate_in_two_dtypes() -> None:
+    accelerator = make_pipeline()
+    torch.manual_seed(0)
+    alone = tower(Layer, call, keep)
+    model = accelerator.prepare(copy.deepcopy(alone)).eval()
+    inputs = torch.randn(8, 4)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(inputs)
+        torch.testing.assert_close(model(inputs), alone(inputs))
+
+
+def test_a_forward_after_one_with_autocast_has_its_own_dtypes(run: Run) -> None:
+    run(evaluate_in_two_dtypes, processes=2)
