@@ -538,6 +538,9 @@ class Accelerator(ProcessControl):
         Returns:
             An iterable of `Window`, each with `num_items` (of all ranks) and a length (of this rank).
         """
+        if self._recovery is not None:
+            reason = "replica groups repeat steps, and a window has batches that are read before"
+            raise wrong_value("windows", "loader", reason, "Use accumulate(), or leave --replicas out")
         return Windows(self._accumulation, loader, models, num_items)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

@@ -24,6 +24,7 @@ class RecoveryLoader(DataLoaderStateMixin):
     """Loader for training and evaluation in a run with replica groups.
 
     Args:
+        number: Number of the loader in the run, which is the same on all replica groups.
         shards: Prepared loader of each launched replica group, with the batches of this rank.
         evaluate: Returns the prepared loader of this rank for the members of an evaluation.
         recovery: The replica groups.
@@ -34,8 +35,14 @@ class RecoveryLoader(DataLoaderStateMixin):
         num_passes: Number of passes for training that this process has begun.
     """
 
-    def __init__(self, shards: Sequence[Any], evaluate: Callable[[Members], Any], recovery: Recovery) -> None:
-        self.shards = list(shards)
+    def __init__(
+        self,
+        number: int,
+        shards: Sequence[Any],
+        evaluate: Callable[[Members], Any],
+        recovery: Recovery,
+    ) -> None:
+        self.number, self.shards = number, list(shards)
         self.gradient_state = GradientState()
         self.epoch = self.position = self.num_passes = 0
         self._evaluate = evaluate
@@ -64,8 +71,10 @@ class RecoveryLoader(DataLoaderStateMixin):
 
     def _read_steps(self) -> Iterator[Any]:
         number, self.num_passes = self.num_passes, self.num_passes + 1
-        if not self._recovery.begin_pass(number):
+        if not self._recovery.begin_pass(self, number):
             return
+        if number > self.epoch:  # the loop has left the pass before by itself
+            self.epoch, self.position = number, 0
         readers: dict[int, Any] = {}
         read_to = (-1, -1)
         self.begin()

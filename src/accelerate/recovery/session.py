@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accelerate import rng, strategies
-from accelerate.base import ConfigurationError, StateError, wrong_value
+from accelerate.base import ConfigurationError, RecoveryError, StateError, wrong_value
 from accelerate.data_loader import data_groups
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
@@ -42,12 +42,12 @@ SEED_VARIABLE = "ACCELERATE_RUN_SEED"
 """Variable with the seed of the run."""
 VARIABLES = ("ACCELERATE_REPLICAS", "ACCELERATE_LIGHTHOUSE", STORE_VARIABLE, SEED_VARIABLE)
 DEFAULT_TIMEOUT = 60.0
-PASS = "pass"
-"""Key in the store of the run of the number of passes for training that are over."""
+PASSES = "passes/{}"
+"""Key in the store of the run of the number of passes over a loader for training that are over."""
 READY = "ready/{}"
 """Key in the store of the run that is set when a replica group is ready for its first step."""
 COMMITTED = "committed/{}"
-"""Key of the number of steps that a replica group has committed in its current attempt."""
+"""Key that is set when a replica group has committed a step since its start."""
 
 
 def open_recovery(
@@ -138,6 +138,7 @@ class Recovery:
     ) -> None:
         self._run, self._strategy, self._gradients = run, strategy, gradients
         self._prepared = prepared
+        self._check()
         self.num_replicas, self.seed = run.replicas, run.seed
         self.members: Members | None = None
         self.in_pass = False
@@ -145,11 +146,11 @@ class Recovery:
         self._loader: RecoveryLoader | None = None
         self._outcome: bool | None = None
         self._is_behind = False
+        self._has_committed = False
+        self._num_loaders = 0
         self._transport: MemberTransport | None = None
-        host, _, port = run.store.rpartition(":")
-        self._store = TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+        self._store = _connect(run.store)
         self._leader = services.put(Leader, Leader(run.replica == 0))
-        self._check()
         services.put(Recovery, self, end=self._shut_down)
 
     def _check(self) -> None:
@@ -189,7 +190,8 @@ class Recovery:
             shard.plan = replace(shard.plan, replicates=current_transport().size > groups)
             return shard
 
-        return RecoveryLoader(shards, evaluate, self)
+        number, self._num_loaders = self._num_loaders, self._num_loaders + 1
+        return RecoveryLoader(number, shards, evaluate, self)
 
     @property
     def is_training(self) -> bool:
@@ -200,19 +202,23 @@ class Recovery:
 
     # Steps
 
-    def begin_pass(self, number: int) -> bool:
+    def begin_pass(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether this replica group takes part in a pass for training, which is not over."""
-        self._is_behind = number < self._num_passes_over()
+        over = self._num_passes_over(loader)
+        self._is_behind = number < over
         self._leader.is_leader = self._leader.is_leader and not self._is_behind
         self.in_pass = not self._is_behind
+        if number > over:  # the loop has left the pass before by itself
+            self._store.set(PASSES.format(loader.number), str(number))
         return self.in_pass
 
     def end_pass(self) -> None:
         """Ends a pass, in which no step is taken any more."""
         self.in_pass = False
 
-    def _num_passes_over(self) -> int:
-        return int(self._store.get(PASS)) if self._store.check([PASS]) else 0
+    def _num_passes_over(self, loader: RecoveryLoader) -> int:
+        key = PASSES.format(loader.number)
+        return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def begin_step(self, loader: RecoveryLoader) -> Members:
         """Agrees on the members of the next step, and receives their state if this replica group joins."""
@@ -282,7 +288,9 @@ class Recovery:
             self._outcome = self._membership.commit()
             if self._outcome:
                 self._loader.advance()
-                self._store.set(COMMITTED.format(self._run.replica), str(self._membership.num_committed))
+                if not self._has_committed:
+                    self._has_committed = True
+                    self._store.set(COMMITTED.format(self._run.replica), "1")
             else:
                 logger.info("A replica group has ended. The step is repeated with the same samples.")
         return self._outcome
@@ -303,8 +311,8 @@ class Recovery:
         self._membership.sum(torch.zeros(1, device=self._strategy.context.device))
         if not self._membership.commit():
             return False
-        over = max(self._num_passes_over(), self._loader.epoch + 1)
-        self._store.set(PASS, str(over))
+        over = max(self._num_passes_over(self._loader), self._loader.epoch + 1)
+        self._store.set(PASSES.format(self._loader.number), str(over))
         return True
 
     def _wait_for_all(self) -> None:
@@ -396,6 +404,18 @@ class Recovery:
     def _shut_down(self) -> None:
         if self._membership is not None:
             self._membership.shut_down()
+
+
+def _connect(address: str) -> Any:
+    """Returns the store of the run."""
+    host, _, port = address.rpartition(":")
+    try:
+        return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    except dist.DistError as error:
+        raise RecoveryError(
+            f"The store of the run at {address} is not reachable: {' '.join(str(error).split())} Check that "
+            "accelerate launch runs on machine 0."
+        ) from error
 
 
 def _check_loader(loader: Any) -> None:

@@ -22,13 +22,12 @@ from accelerate.settings import Settings
 from accelerate.settings.sections import LaunchSection, RecoverySection
 
 POLL = 0.05
+DEFAULT_TIMEOUT = 60
 OWN_OPTIONS = (
     *("replicas", "min_replicas", "lighthouse", "num_processes", "num_machines"),
     *("machine_rank", "main_process_ip", "main_process_port", "multi_gpu"),
 )
 """Options that the launchers of replica groups do not get."""
-JOIN_MILLISECONDS = 1000
-"""Time for which the lighthouse waits for replica groups that run and have not asked for the next step."""
 HEARTBEAT_MILLISECONDS = 1500
 """Time without a heartbeat after which the lighthouse counts a replica group as ended."""
 TICK_MILLISECONDS = 20
@@ -47,6 +46,7 @@ class Groups(NamedTuple):
         replicas: Number of replica groups on all nodes.
         size: Number of processes of each.
         min_replicas: Smallest number of replica groups that takes a step.
+        timeout: Timeout of one collective between replica groups, in seconds.
         lighthouse: Address of a running lighthouse, or None.
     """
 
@@ -54,6 +54,7 @@ class Groups(NamedTuple):
     replicas: int
     size: int
     min_replicas: int
+    timeout: int
     lighthouse: str | None
 
 
@@ -130,6 +131,7 @@ class ReplicaLauncher(Launcher):
             replicas,
             size,
             recovery.min_replicas or 1,
+            recovery.replica_timeout or DEFAULT_TIMEOUT,
             recovery.lighthouse,
         )
 
@@ -184,7 +186,8 @@ def _open_lighthouse(groups: Groups) -> Any:
         return LighthouseServer(
             bind="[::]:0",
             min_replicas=groups.min_replicas,
-            join_timeout_ms=JOIN_MILLISECONDS,
+            # Replica groups that run and have not asked for the next step may save or evaluate.
+            join_timeout_ms=1000 * groups.timeout,
             quorum_tick_ms=TICK_MILLISECONDS,
             heartbeat_timeout_ms=HEARTBEAT_MILLISECONDS,
         )
