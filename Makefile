@@ -7,6 +7,8 @@ SAMPLE ?= 10
 WORKERS ?= 2
 # The trials of `make fuzz`: the first seed and the end of the range.
 SEEDS ?= 0:2000
+# How many failures `make chaos` makes.
+FAILURES ?= 100
 # The one environment that `make test-versions` runs: oldest, middle, newest or lowest; all where it is empty.
 ONLY ?=
 # Debian packages that tests of several machines and of pages start; without them those tests skip, and say so.
@@ -26,7 +28,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 .DEFAULT_GOAL := help
 # Arguments of `make gpu`.
 ARGS ?=
-.PHONY: help demo test test-device test-slow test-versions gpu mutate fuzz check bench scale reference pictures docs clean
+.PHONY: help demo test test-device test-slow test-versions gpu mutate fuzz chaos check bench scale reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -59,6 +61,9 @@ gpu: ## run the acceptance run on this machine's accelerator, with the torch of 
 mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which small faults in pure modules their tests notice (SAMPLE=0: all of them)
 	rm -rf mutants
 	$(ONE_THREAD) $(BIN)/python tests/mutation/run.py --sample $(SAMPLE) --workers $(WORKERS)
+
+chaos: $(VENV)/.test-installed ## train with replica groups that fail at random moments (FAILURES=100)
+	$(ONE_THREAD) $(BIN)/python tests/chaos/run.py --failures $(FAILURES)
 
 fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones (SEEDS=0:2000)
 	$(ONE_THREAD) $(BIN)/python tests/fuzz/run.py --seeds $(SEEDS) --workers $(WORKERS)

@@ -98,6 +98,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     is_joined: bool = False
     """True inside `join_uneven_inputs`, where other ranks may have no batches left."""
 
+    commit: Callable[[], bool] | None = None
+    """Returns whether the replica groups take a step, in a run with several of them."""
+
     steps_in_backward: bool = False
     """True if the inner optimizer updates parameters in `Accelerator.backward` (LOMO), not in `step`."""
 
@@ -213,6 +216,12 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             step_clock.end_step(before, id(self), self.num_updates - num_updates, self.num_updates)
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if self.commit is not None and not self.commit():
+            self._is_overflow, self.gradients_unscaled = True, False
+            if self.scaler is not None:
+                torch_private.reset_unscaled(self.scaler)
+            return None
+        self._is_overflow = False
         if self.scaler is not None and not self.steps_in_backward:
             return self._scaled_step(closure)
         if self.skips_nonfinite and not self.steps_in_backward:

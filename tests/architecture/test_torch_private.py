@@ -21,6 +21,7 @@ PUBLIC_IN_EFFECT = {
 """Private names of torch that may be used in any file, and why."""
 
 OF_OTHERS = {
+    "_server": "torchft",
     "_actions": "argparse",
     "_action_groups": "argparse",
     "_choices_actions": "argparse",

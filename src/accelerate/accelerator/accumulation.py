@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from accelerate import strategies, torch_private
 from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, drop_gradients, read_items
-from accelerate.base import ConfigurationError, StateError
+from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.state import GradientState
+
+if TYPE_CHECKING:
+    from accelerate.recovery import Recovery
 
 
 class Accumulation:
@@ -25,6 +28,7 @@ class Accumulation:
         strategy: Strategy whose `no_sync` keeps gradients local.
         gradients: State that says whether the current micro-batch synchronizes gradients.
         prepared: Prepared models and optimizers.
+        recovery: Replica groups of the run, whose loaders say which micro-batch synchronizes gradients.
 
     Attributes:
         step: Number of micro-batches since the end of the last pass over a loader.
@@ -34,9 +38,14 @@ class Accumulation:
     """
 
     def __init__(
-        self, strategy: strategies.Strategy, gradients: GradientState, prepared: strategies.Prepared
+        self,
+        strategy: strategies.Strategy,
+        gradients: GradientState,
+        prepared: strategies.Prepared,
+        recovery: Recovery | None = None,
     ) -> None:
         self.strategy, self.gradients, self.prepared = strategy, gradients, prepared
+        self.recovery = recovery
         self.step = 0
         self.weighting: LossWeighting | None = None
         self.is_joined = False
@@ -49,6 +58,9 @@ class Accumulation:
             models: Models whose gradients are not synchronized before the last micro-batch, or none.
             num_items: Number of items on this rank, or None for equal weights.
         """
+        if num_items is not None and self.recovery is not None:
+            reason = "the items of a step are not known when replica groups repeat it"
+            raise wrong_value("num_items", num_items, reason, "Return the mean loss, or leave --replicas out")
         if num_items is not None or self.weighting is not None:
             return self._accumulate_items(models, num_items)
         self.advance()
@@ -57,6 +69,8 @@ class Accumulation:
     def advance(self) -> None:
         """Begins a micro-batch, and sets whether it synchronizes gradients."""
         gradients = self.gradients
+        if self.recovery is not None and self.recovery.in_pass:
+            return
         if gradients.sync_with_dataloader and gradients.end_of_dataloader:
             self.step = 0
             gradients._set_sync_gradients(True)
@@ -114,6 +128,8 @@ class Accumulation:
         """Returns a loss times its weight in the window."""
         if self.weighting is not None:
             return self.weighting.scale(loss)
+        if self.recovery is not None:
+            loss = loss * self.recovery.loss_scale
         steps = self.gradients.num_steps
         return loss if steps == 1 else loss / steps
 

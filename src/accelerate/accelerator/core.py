@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TypeVar, overload
 
@@ -150,7 +151,10 @@ class Accelerator(ProcessControl):
         del arguments["self"]
         request = build_request(environ.current(), **arguments)
         self._runtime = runtime = build_runtime(request, self, _replaceable_functions)
-        self._accumulation = Accumulation(runtime.strategy, runtime.gradient_state, runtime.prepared)
+        self._recovery = runtime.recovery
+        self._accumulation = Accumulation(
+            runtime.strategy, runtime.gradient_state, runtime.prepared, runtime.recovery
+        )
         self._checkpoints = RunCheckpoints(runtime, self._accumulation)
         self._trackers = Trackers()
         self._stop_requests = diagnostics.get_stop_requests(environ.current())
@@ -306,6 +310,12 @@ class Accelerator(ProcessControl):
         adapted = self._runtime.strategy.adapt_loader(data_loader)
         config = self.dataloader_config
         moves = self.device_placement if device_placement is None else device_placement
+        if self._recovery is not None:
+            shared = self._recovery.prepare_loader(
+                adapted, partial(self._prepare_shard, moves=moves), self._runtime.strategy.loader_mesh
+            )
+            self._custom_objects.append(shared)
+            return strategies.mark_prepared(shared)  # type: ignore[return-value]
         loader: Any = strategies.mark_prepared(
             accelerator.prepare_data_loader(  # looked up now, because clients replace it
                 adapted,
@@ -330,6 +340,26 @@ class Accelerator(ProcessControl):
         self._dataloaders.append(loader)
         return loader  # type: ignore[no-any-return]
 
+    def _prepare_shard(self, loader: Any, num_shards: int, index: int, moves: bool) -> Any:
+        """Returns the loader of one shard of the batches of all replica groups."""
+        assert self._recovery is not None
+        config = self.dataloader_config
+        return accelerator.prepare_data_loader(
+            loader,
+            self.device,
+            num_processes=num_shards,
+            process_index=index,
+            split_batches=config.split_batches,
+            put_on_device=moves,
+            rng_types=[],
+            dispatch_batches=False,
+            use_seedable_sampler=True,
+            data_seed=self._recovery.seed if config.data_seed is None else config.data_seed,
+            non_blocking=config.non_blocking,
+            use_constant_memory_sampler=config.use_constant_memory_sampler,
+            already_sharded=False,
+        )
+
     def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
         """Returns an optimizer in a wrapper that steps when gradients are complete.
 
@@ -342,6 +372,8 @@ class Accelerator(ProcessControl):
             return optimizer
         moves = self.device_placement if device_placement is None else device_placement
         prepared = self._runtime.strategy.wrap_optimizer(optimizer, to_device=moves)
+        if self._recovery is not None:
+            prepared.commit = self._recovery.commit
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.set_optimizers(self._optimizers)
         return prepared  # type: ignore[return-value]  # it forwards the attributes of `optimizer`
@@ -358,6 +390,8 @@ class Accelerator(ProcessControl):
         prepared = self._runtime.strategy.wrap_scheduler(
             scheduler, self.step_scheduler_with_optimizer, self.split_batches
         )
+        if self._recovery is not None:
+            prepared.num_processes *= self._recovery.num_replicas
         self._schedulers.append(prepared)
         return prepared  # type: ignore[return-value]  # it forwards the attributes of `scheduler`
 
@@ -504,6 +538,9 @@ class Accelerator(ProcessControl):
         Returns:
             An iterable of `Window`, each with `num_items` (of all ranks) and a length (of this rank).
         """
+        if self._recovery is not None:
+            reason = "replica groups repeat steps, and a window has batches that are read before"
+            raise wrong_value("windows", "loader", reason, "Use accumulate(), or leave --replicas out")
         return Windows(self._accumulation, loader, models, num_items)
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
@@ -523,6 +560,8 @@ class Accelerator(ProcessControl):
             loss = self._accumulation.scale(loss)
         if not [optimizer for optimizer in self._optimizers if optimizer.steps_in_backward]:
             self._runtime.backward(loss, **kwargs)
+            if self._recovery is not None:
+                self._recovery.sum_gradients()
             return
         if kwargs:
             reason = "an optimizer that updates parameters in the backward pass runs it without arguments"
@@ -642,7 +681,7 @@ class Accelerator(ProcessControl):
         flag = self.flag_tensor
         if flag is None:
             flag = torch.tensor(0, device=self._runtime.state.device)
-        is_set = bool(ops.reduce(flag, reduction="sum").item())
+        is_set = bool(self.reduce(flag, reduction="sum").item())
         if is_set:
             self.flag_tensor = None
         return is_set
@@ -651,6 +690,10 @@ class Accelerator(ProcessControl):
     check_breakpoint = check_trigger
 
     # Collectives
+
+    def _over_members(self, collective: Callable[[], T], alone: Callable[[], T] | None = None) -> T:
+        """Runs a collective, in a run with replica groups over the ranks of all of them."""
+        return collective() if self._recovery is None else self._recovery.run(collective, alone)
 
     def gather(self, tensor: T, *, uneven: bool = False) -> T:
         """Returns the tensors of all ranks, concatenated in dimension 0.
@@ -663,7 +706,7 @@ class Accelerator(ProcessControl):
         Returns:
             The same structure on each rank, in rank order.
         """
-        return ops.gather(tensor, uneven=uneven)
+        return self._over_members(lambda: ops.gather(tensor, uneven=uneven))
 
     @overload
     def gather_for_metrics(self, input_data: list[T], use_gather_object: bool = False) -> list[T]: ...
@@ -687,8 +730,11 @@ class Accelerator(ProcessControl):
             sample, is cut to the samples of a shorter batch. On one process, other values are returned
             unchanged.
         """
-        return accelerator.metrics.gather_for_metrics(
-            self._runtime.gradient_state, input_data, use_gather_object
+        return self._over_members(
+            lambda: accelerator.metrics.gather_for_metrics(
+                self._runtime.gradient_state, input_data, use_gather_object
+            ),
+            lambda: ops.gather_object(input_data) if use_gather_object else ops.gather(input_data),
         )
 
     def weighted_mean(self, value: T, weight: Any) -> T:
@@ -713,7 +759,7 @@ class Accelerator(ProcessControl):
         Raises:
             ConfigurationError: The weight is not a number or a tensor, or does not fit the value.
         """
-        return accelerator.metrics.weighted_mean(value, weight)
+        return self._over_members(lambda: accelerator.metrics.weighted_mean(value, weight))
 
     def reduce(self, tensor: T, reduction: ops.ReductionName = "sum", scale: float = 1.0) -> T:
         """Returns tensors reduced over all ranks, element by element.
@@ -723,7 +769,7 @@ class Accelerator(ProcessControl):
             reduction: "sum", "mean", "max", "min" or "none".
             scale: Factor of the result.
         """
-        return ops.reduce(tensor, reduction, scale)
+        return self._over_members(lambda: ops.reduce(tensor, reduction, scale))
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Returns tensors padded to the largest size of all ranks, so that they can be gathered.
@@ -734,7 +780,9 @@ class Accelerator(ProcessControl):
             pad_index: Value of the padding.
             pad_first: Whether the padding is before the data.
         """
-        return ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        return self._over_members(
+            lambda: ops.pad_across_processes(tensor, dim=dim, pad_index=pad_index, pad_first=pad_first)
+        )
 
     @property
     def should_save(self) -> bool:

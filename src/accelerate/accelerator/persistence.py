@@ -64,11 +64,14 @@ class RunCheckpoints:
         runtime, project = self._runtime, self._runtime.request.project
         checkpoints = runtime.checkpoints
         checkpoints.background.wait()
-        saver = checkpoints.begin(self._request(output_dir))
-        staging, request = saver.staging, saver.staging.request
-        logger.info(f"Saving current state to {request.target}")
+        request = self._request(output_dir)
         if request.iteration is not None:
             project.iteration = request.iteration + 1
+        if runtime.recovery is not None and not runtime.recovery.is_leader:
+            return request.target  # all replica groups have the same state
+        saver = checkpoints.begin(request)
+        staging, request = saver.staging, saver.staging.request
+        logger.info(f"Saving current state to {request.target}")
         try:
             step = self._accumulation.step
             payloads = accelerator.checkpoint_items.collect(runtime, staging, step, safe_serialization)

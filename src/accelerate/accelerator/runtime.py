@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import checkpointing, diagnostics, plugins, strategies
 from accelerate.accelerator import recording
@@ -25,6 +25,9 @@ from accelerate.state import (
     services,
     step_clock,
 )
+
+if TYPE_CHECKING:
+    from accelerate.recovery import Recovery
 
 logger = get_logger(__name__)
 
@@ -46,6 +49,7 @@ class Runtime:
     prepared: strategies.Prepared
     backward: MeasuredBackward
     checkpoints: checkpointing.Checkpoints
+    recovery: Recovery | None
 
 
 def build_runtime(request: strategies.RunRequest, accelerator: Any, functions: Callable[[], Any]) -> Runtime:
@@ -133,7 +137,19 @@ def _assemble(
         prepared=session.prepared,
         backward=MeasuredBackward(strategy, gradients, state.num_processes),
         checkpoints=checkpointing.Checkpoints(timeout),
+        recovery=_open_recovery(strategy, gradients, session.prepared),
     )
+
+
+def _open_recovery(
+    strategy: strategies.Strategy, gradients: GradientState, prepared: strategies.Prepared
+) -> Recovery | None:
+    """Returns the replica groups of the run, or None if it was launched without them."""
+    if "ACCELERATE_REPLICA" not in environ.current():
+        return None
+    from accelerate.recovery import open_recovery  # imports torch.distributed
+
+    return open_recovery(environ.current(), strategy, gradients, prepared)
 
 
 def _with_plugins_of_state(request: strategies.RunRequest, state: AcceleratorState) -> strategies.RunRequest:

@@ -82,6 +82,7 @@ from accelerate.base.errors import (
     LaunchError as LaunchError,
     MissingPackageError as MissingPackageError,
     PreparationError as PreparationError,
+    RecoveryError as RecoveryError,
     StateError as StateError,
     as_builtin as as_builtin,
     like as like,

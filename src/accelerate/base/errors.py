@@ -52,6 +52,10 @@ class LaunchError(AccelerateError, RuntimeError):
     """Error for processes that could not be started or that failed."""
 
 
+class RecoveryError(AccelerateError, RuntimeError):
+    """Error for a replica group that cannot go on without the others."""
+
+
 LONGEST = 160
 """Maximum number of characters of a value in a message."""
 _END = 40

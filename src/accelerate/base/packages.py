@@ -107,6 +107,7 @@ is_torchdata_available = _package("torchdata")
 is_torchdata_stateful_dataloader_available = _package(
     "torchdata", minimum="0.8.0", name="torchdata_stateful_dataloader"
 )
+is_torchft_available = _package("torchft")
 is_torchvision_available = _package("torchvision")
 is_tqdm_available = _package("tqdm")
 is_trackio_available = _package("trackio")

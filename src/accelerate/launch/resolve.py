@@ -33,6 +33,7 @@ from accelerate.settings.sections import (
     MpirunSection,
     ParallelismSection,
     PrecisionSection,
+    RecoverySection,
     RendezvousSection,
     SlurmSection,
     StoppingSection,
@@ -40,6 +41,8 @@ from accelerate.settings.sections import (
 )
 
 HIDDEN = "(hidden)"
+REPLICA_VARIABLE = "ACCELERATE_REPLICA"
+"""Variable with the index of a replica group, in the launcher of its processes and in these."""
 MAX_RANKS = 64  # whose positions in the mesh are listed
 _SIZE = ("parallelism_config_", "_size")
 """Beginning and end of the names of options that are sizes of mesh dimensions."""
@@ -177,6 +180,8 @@ def choose_launcher(settings: Settings, machine: Machine) -> str | None:
             return None
         fix = "Ask for one with salloc or sbatch, or add --submit"
         raise layout.wrong_option(settings, "slurm", "this is not inside an allocation of SLURM", fix)
+    if settings[RecoverySection].replicas is not None and REPLICA_VARIABLE not in (machine.environ or {}):
+        return "replicas"
     if settings[MpirunSection].mpirun_hostfile:
         return "mpi"
     deepspeed = settings[DeepSpeedSection]

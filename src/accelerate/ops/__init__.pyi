@@ -1,4 +1,9 @@
-from accelerate.ops.base import Transport as Transport
+from accelerate.ops.base import (
+    Transport as Transport,
+    at_least_1d as at_least_1d,
+    finish_reduction as finish_reduction,
+    reducible_dtype as reducible_dtype,
+)
 from accelerate.ops.casting import (
     ConvertOutputsToFp32 as ConvertOutputsToFp32,
     convert_outputs_to_fp32 as convert_outputs_to_fp32,

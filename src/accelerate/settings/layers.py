@@ -26,6 +26,7 @@ SECTIONS: tuple[type[Section], ...] = (
     sections.MpirunSection,
     sections.SlurmSection,
     sections.StoppingSection,
+    sections.RecoverySection,
     sections.ParallelismSection,
     sections.PipelineSection,
     sections.ContextParallelSection,

@@ -56,6 +56,7 @@ from accelerate.state.processes import (
     split_for_rank as split_for_rank,
 )
 from accelerate.state.shared import (
+    Leader as Leader,
     ProcessServices as ProcessServices,
     SharedDict as SharedDict,
     SharedState as SharedState,

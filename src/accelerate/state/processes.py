@@ -17,7 +17,7 @@ import torch
 
 from accelerate.base import ConfigurationError, wrong_value
 from accelerate.state import process_group
-from accelerate.state.shared import do_nothing, services
+from accelerate.state.shared import Leader, do_nothing, services
 
 T = TypeVar("T")
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -44,13 +44,13 @@ class ProcessControl:
 
     @property
     def is_main_process(self) -> bool:
-        """True on rank 0."""
-        return self.process_index == 0
+        """True on rank 0, with replica groups on that of the first group that takes part in a step."""
+        return self.process_index == 0 and _is_of_leader()
 
     @property
     def is_local_main_process(self) -> bool:
-        """True on local rank 0 of each node."""
-        return self.local_process_index == 0
+        """True on local rank 0 of each node, with replica groups only in the one of the main process."""
+        return self.local_process_index == 0 and _is_of_leader()
 
     @property
     def is_last_process(self) -> bool:
@@ -299,3 +299,9 @@ def _length(inputs: Any) -> int:
             f"A {type(inputs).__name__} cannot be split between processes: it has no length. Pass a list, "
             "tuple, dictionary, tensor, array or dataset; turn a generator into a list first."
         ) from None
+
+
+def _is_of_leader() -> bool:
+    """Returns whether the replica group of this process writes files and prints."""
+    leader = services.find(Leader)
+    return leader is None or leader.is_leader

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import count
 from typing import Any, ClassVar, TypeVar
@@ -190,6 +191,17 @@ class ProcessServices:
 
 services = ProcessServices()
 """Services of this process."""
+
+
+@dataclass
+class Leader:
+    """Service that says whether this replica group is the one that writes files and prints.
+
+    A run without replica groups has none.
+    """
+
+    is_leader: bool
+
 
 step_clock = services.of_process(StepClock)
 """Clock of the phases of a training step, the same object for the lifetime of the process."""

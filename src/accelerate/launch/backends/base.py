@@ -64,6 +64,7 @@ class Launcher:
 LAUNCHERS = {
     "local": "elastic.LocalLauncher",
     "elastic": "elastic.ElasticLauncher",
+    "replicas": "replicas.ReplicaLauncher",
     "mpi": "hostfile.MpiLauncher",
     "slurm": "slurm.SlurmLauncher",
     "sbatch": "slurm.SbatchLauncher",

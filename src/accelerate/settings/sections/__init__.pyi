@@ -5,6 +5,7 @@ from accelerate.settings.sections.launch import (
     DiagnosticsSection as DiagnosticsSection,
     LaunchSection as LaunchSection,
     MpirunSection as MpirunSection,
+    RecoverySection as RecoverySection,
     RendezvousSection as RendezvousSection,
     SageMakerSection as SageMakerSection,
     SlurmSection as SlurmSection,

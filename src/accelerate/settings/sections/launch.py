@@ -262,6 +262,30 @@ class StoppingSection(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecoverySection(Section):
+    """Replica groups that continue when one of them ends."""
+
+    title = "Recovery Arguments"
+    env_prefix = "ACCELERATE_"
+
+    replicas: int | None = optional(
+        "Number of replica groups, which divide the processes. If one ends, the others continue and it is "
+        "started again (torchft).",
+        limits=(1, 10**5),
+    )
+    min_replicas: int | None = optional(
+        "Smallest number of replica groups that take a step; with fewer, the run waits (1).",
+        limits=(1, 10**5),
+    )
+    replica_timeout: int | None = optional(
+        "Timeout for one collective between replica groups, in seconds (60).", limits=(1, 10**6)
+    )
+    lighthouse: str | None = optional(
+        "Address of a running lighthouse of torchft. By default machine 0 starts one."
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class MpirunSection(Section):
     """Processes started by mpirun."""
 

@@ -1,0 +1,253 @@
+"""Launcher of replica groups, which are started again while the others continue."""
+
+from __future__ import annotations
+
+import secrets
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any, NamedTuple
+
+from accelerate.base import LaunchError, environ, require, wrong_value
+from accelerate.launch import children
+from accelerate.launch.backends.base import Launcher
+from accelerate.launch.children import say
+from accelerate.launch.machine import Machine
+from accelerate.launch.plan import LaunchPlan, accelerate_command
+from accelerate.settings import Settings
+from accelerate.settings.sections import LaunchSection, RecoverySection
+
+POLL = 0.05
+DEFAULT_TIMEOUT = 60
+OWN_OPTIONS = (
+    *("replicas", "min_replicas", "lighthouse", "num_processes", "num_machines"),
+    *("machine_rank", "main_process_ip", "main_process_port", "multi_gpu"),
+)
+"""Options that the launchers of replica groups do not get."""
+HEARTBEAT_MILLISECONDS = 1500
+"""Time without a heartbeat after which the lighthouse counts a replica group as ended."""
+TICK_MILLISECONDS = 20
+STORE_TIMEOUT = timedelta(seconds=300)
+MAX_FUTILE = 3
+"""How often in succession a replica group may end without a committed step."""
+LIGHTHOUSE = "lighthouse"
+"""Key in the store of the run of the address of the lighthouse."""
+
+
+class Groups(NamedTuple):
+    """Replica groups of a launch.
+
+    Attributes:
+        words: Command that starts one of them.
+        replicas: Number of replica groups on all nodes.
+        size: Number of processes of each.
+        min_replicas: Smallest number of replica groups that takes a step.
+        timeout: Timeout of one collective between replica groups, in seconds.
+        lighthouse: Address of a running lighthouse, or None.
+    """
+
+    words: tuple[str, ...]
+    replicas: int
+    size: int
+    min_replicas: int
+    timeout: int
+    lighthouse: str | None
+
+
+@dataclass
+class Group:
+    """Processes of one replica group on this node.
+
+    Attributes:
+        number: Index of the replica group.
+        child: Launcher of its processes.
+        futile: How often it has ended in succession without a committed step.
+        is_done: Whether its script has ended without an error.
+    """
+
+    number: int
+    child: subprocess.Popen[Any]
+    futile: int = 0
+    is_done: bool = False
+
+
+@dataclass
+class Ending:
+    """Signal that ends the run, which is passed on to all replica groups."""
+
+    groups: list[Group] = field(default_factory=list)
+    received: int = 0
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        if number not in children.REQUESTS:
+            self.received = number
+        self.send(number)
+
+    def send(self, number: int) -> None:
+        for group in self.groups:
+            if group.child.poll() is None:
+                children.send_signal(group.child, number)
+
+
+class ReplicaLauncher(Launcher):
+    """Launcher that starts the replica groups of this node, and those that end again.
+
+    Node 0 also runs the store of the run and, unless one is given, the lighthouse of torchft. They do not
+    survive their node.
+    """
+
+    def amend(self, settings: Settings, machine: Machine) -> Settings:
+        require("torchft", "--replicas")
+        launch, recovery = settings[LaunchSection], settings[RecoverySection]
+        replicas = recovery.replicas or 1
+        if launch.num_processes is None:
+            devices = replicas if launch.cpu else max(machine.devices * launch.num_machines, replicas)
+            settings = settings.replaced("--replicas", num_processes=devices)
+        processes = settings[LaunchSection].num_processes or 1
+        if processes % replicas:
+            reason = f"--num_processes {processes} do not divide into replica groups of one size"
+            raise wrong_value("--replicas", replicas, reason, "Use a divisor of the number of processes")
+        if replicas % launch.num_machines:
+            reason = f"{launch.num_machines} machines cannot have equally many of them"
+            raise wrong_value("--replicas", replicas, reason, "Use a multiple of --num_machines")
+        if (recovery.min_replicas or 1) > replicas:
+            reason = f"there are {replicas} replica groups"
+            raise wrong_value("--min_replicas", recovery.min_replicas, reason, "Use a smaller number")
+        return settings
+
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Groups:
+        recovery = settings[RecoverySection]
+        words = accelerate_command(settings, plan.target, *OWN_OPTIONS)
+        replicas = recovery.replicas or 1
+        size = plan.processes // replicas
+        at = len(words) - len(plan.target.words)
+        sizes = ["--num_processes", str(size), "--num_machines", "1", "--main_process_port", "0"]
+        return Groups(
+            (*words[:at], *sizes, *words[at:]),
+            replicas,
+            size,
+            recovery.min_replicas or 1,
+            recovery.replica_timeout or DEFAULT_TIMEOUT,
+            recovery.lighthouse,
+        )
+
+    def command(self, plan: LaunchPlan) -> list[str]:
+        return list(plan.detail(Groups).words)
+
+    def run(self, plan: LaunchPlan) -> int:
+        """Starts the replica groups of this node, and returns 0 when all of them have ended."""
+        groups, ending = plan.detail(Groups), Ending()
+        with environ.patch_environment(RUST_LOG=environ.current().get("RUST_LOG", "error")):
+            store, lighthouse, added = _open_run(plan, groups)
+            try:
+                with children.caught_signals(ending.on_signal):
+                    return _run_groups(plan, groups, store, added, ending)
+            finally:
+                ending.send(signal.SIGKILL)
+                if lighthouse is not None:
+                    lighthouse.shutdown()
+
+
+def _open_run(plan: LaunchPlan, groups: Groups) -> tuple[Any, Any, dict[str, str]]:
+    """Returns the store of the run, the lighthouse of this node or None, and variables of its processes."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    is_first, is_alone = plan.machine == 0, plan.machines == 1
+    host = "localhost" if is_alone else plan.address
+    store = TCPStore(
+        host, 0 if is_alone else plan.port, is_master=is_first, wait_for_workers=False, timeout=STORE_TIMEOUT
+    )
+    lighthouse = None
+    if is_first:
+        address = groups.lighthouse
+        if address is None:
+            lighthouse = _open_lighthouse(groups)
+            address = f"http://{host}:{lighthouse.address().rpartition(':')[2]}"
+        store.set(LIGHTHOUSE, address)
+        store.set("seed", str(environ.current().get("ACCELERATE_RUN_SEED") or secrets.randbelow(2**31)))
+    variables = {
+        "ACCELERATE_REPLICAS": str(groups.replicas),
+        "ACCELERATE_MIN_REPLICAS": str(groups.min_replicas),
+        "ACCELERATE_LIGHTHOUSE": store.get(LIGHTHOUSE).decode(),
+        "ACCELERATE_RUN_STORE": f"{host}:{store.port}",
+        "ACCELERATE_RUN_SEED": store.get("seed").decode(),
+    }
+    return store, lighthouse, variables
+
+
+def _open_lighthouse(groups: Groups) -> Any:
+    from torchft.coordination import LighthouseServer
+
+    try:
+        return LighthouseServer(
+            bind="[::]:0",
+            min_replicas=groups.min_replicas,
+            # Replica groups that run and have not asked for the next step may save or evaluate.
+            join_timeout_ms=1000 * groups.timeout,
+            quorum_tick_ms=TICK_MILLISECONDS,
+            heartbeat_timeout_ms=HEARTBEAT_MILLISECONDS,
+        )
+    except RuntimeError as error:
+        raise LaunchError(f"The lighthouse of torchft did not start: {error}.") from error
+
+
+def _run_groups(
+    plan: LaunchPlan, groups: Groups, store: Any, added: Mapping[str, str], ending: Ending
+) -> int:
+    count = groups.replicas // plan.machines
+    numbers = range(plan.machine * count, (plan.machine + 1) * count)
+
+    def start(number: int) -> subprocess.Popen[Any]:
+        store.delete_key(_committed(number))
+        variables = {**environ.current(), **plan.environment, **added, "ACCELERATE_REPLICA": str(number)}
+        return subprocess.Popen(groups.words, env=variables)
+
+    ending.groups = [Group(number, start(number)) for number in numbers]
+    deadline = float("inf")
+    while running := [group for group in ending.groups if not group.is_done]:
+        if ending.received and deadline == float("inf"):
+            deadline = time.monotonic() + children.grace() + POLL
+        if time.monotonic() > deadline:
+            return 128 + ending.received
+        for group in running:
+            code = group.child.poll()
+            if code is None:
+                continue
+            if code == 0 or ending.received or any(other.is_done for other in ending.groups):
+                group.is_done = True
+                continue
+            group.futile = 0 if store.check([_committed(group.number)]) else group.futile + 1
+            if group.futile == MAX_FUTILE:
+                say(
+                    f"replica group {group.number} ended {MAX_FUTILE} times without a committed step "
+                    f"({_ended(code)}). The run ends"
+                )
+                ending.send(signal.SIGTERM)
+                _wait(ending.groups)
+                return children.exit_code(code)
+            others = sum(other.child.poll() is None for other in ending.groups)
+            say(f"replica group {group.number} {_ended(code)}, {others} others continue; it is started again")
+            group.child = start(group.number)
+        time.sleep(POLL)
+    return 128 + ending.received if ending.received else 0
+
+
+def _committed(number: int) -> str:
+    """Returns the key of the number of steps that a replica group has committed since its last start."""
+    return f"committed/{number}"
+
+
+def _ended(code: int) -> str:
+    code = children.exit_code(code)
+    names = {128 + number: number.name for number in signal.Signals}
+    return f"ended by {names[code]}" if code in names else f"ended with exit code {code}"
+
+
+def _wait(groups: list[Group]) -> None:
+    deadline = time.monotonic() + children.grace()
+    while any(group.child.poll() is None for group in groups) and time.monotonic() < deadline:
+        time.sleep(POLL)

@@ -1,0 +1,440 @@
+"""Training steps of a run with replica groups, each of which is a transaction.
+
+A step begins when a loader yields its first batch. It ends with a vote in the step of the optimizer. If a
+replica group has ended meanwhile, the others repeat the step with the same batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from accelerate import rng, strategies
+from accelerate.base import ConfigurationError, RecoveryError, StateError, wrong_value
+from accelerate.data_loader import data_groups
+from accelerate.logging import get_logger
+from accelerate.ops import Transport, current_transport
+from accelerate.plugins import version_of
+from accelerate.recovery import snapshot
+from accelerate.recovery.loader import RecoveryLoader
+from accelerate.recovery.membership import Members, Membership
+from accelerate.recovery.transport import MemberLostError, MemberTransport
+from accelerate.settings import decode
+from accelerate.settings.sections import RecoverySection
+from accelerate.state import GradientState, Leader, services
+
+logger = get_logger(__name__)
+
+Result = TypeVar("Result")
+
+REPLICA_VARIABLE = "ACCELERATE_REPLICA"
+"""Variable with the index of the replica group of a process."""
+STORE_VARIABLE = "ACCELERATE_RUN_STORE"
+"""Variable with the address of the store of the run."""
+SEED_VARIABLE = "ACCELERATE_RUN_SEED"
+"""Variable with the seed of the run."""
+VARIABLES = ("ACCELERATE_REPLICAS", "ACCELERATE_LIGHTHOUSE", STORE_VARIABLE, SEED_VARIABLE)
+DEFAULT_TIMEOUT = 60.0
+PASSES = "passes/{}"
+"""Key in the store of the run of the number of passes over a loader for training that are over."""
+READY = "ready/{}"
+"""Key in the store of the run that is set when a replica group is ready for its first step."""
+COMMITTED = "committed/{}"
+"""Key that is set when a replica group has committed a step since its start."""
+
+
+def open_recovery(
+    environ: Mapping[str, str],
+    strategy: strategies.Strategy,
+    gradients: GradientState,
+    prepared: strategies.Prepared,
+) -> Recovery | None:
+    """Returns the replica groups of this run, or None if it was launched without `--replicas`."""
+    if REPLICA_VARIABLE not in environ:
+        return None
+    if services.find(Recovery) is not None:
+        raise StateError(
+            "A second Accelerator was created in a run with replica groups, whose steps belong to the first "
+            "one. Create one Accelerator, or leave --replicas out."
+        )
+    return Recovery(Run.of(environ), strategy, gradients, prepared)
+
+
+class Run(NamedTuple):
+    """Values that the launcher passes to the processes of a replica group.
+
+    Attributes:
+        replica: Index of the replica group.
+        replicas: Number of replica groups.
+        min_replicas: Smallest number of them that takes a step.
+        timeout: Timeout of one collective between them, in seconds.
+        lighthouse: Address of the lighthouse.
+        store: Host and port of the store of the run.
+        seed: Seed of the run.
+    """
+
+    replica: int
+    replicas: int
+    min_replicas: int
+    timeout: float
+    lighthouse: str
+    store: str
+    seed: int
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Run:
+        """Reads the values from the environment.
+
+        Raises:
+            ConfigurationError: The launcher did not set one of them.
+        """
+        settings = decode(RecoverySection, environ)
+        if missing := [name for name in VARIABLES if name not in environ]:
+            raise ConfigurationError(
+                f"{REPLICA_VARIABLE} is set and {', '.join(missing)} is not. Start replica groups with "
+                "accelerate launch --replicas."
+            )
+        assert settings.lighthouse is not None
+        return cls(
+            replica=int(environ[REPLICA_VARIABLE]),
+            replicas=settings.replicas or 1,
+            min_replicas=settings.min_replicas or 1,
+            timeout=float(settings.replica_timeout or DEFAULT_TIMEOUT),
+            lighthouse=settings.lighthouse,
+            store=environ[STORE_VARIABLE],
+            seed=int(environ[SEED_VARIABLE]),
+        )
+
+
+class Recovery:
+    """Replica groups of a run, and the step that they take.
+
+    Args:
+        run: Number of replica groups, and the addresses of the run.
+        strategy: Strategy of the ranks of this replica group.
+        gradients: State that says whether the current micro-batch is the last one of this replica group.
+        prepared: Prepared objects, whose state joining replica groups receive.
+
+    Attributes:
+        num_replicas: Number of replica groups that were launched.
+        members: Replica groups of the last step, or None before the first one.
+        in_pass: Whether a pass for training is read.
+        seed: Seed of the order of the samples and of the random numbers of each micro-batch.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        strategy: strategies.Strategy,
+        gradients: GradientState,
+        prepared: strategies.Prepared,
+    ) -> None:
+        self._run, self._strategy, self._gradients = run, strategy, gradients
+        self._prepared = prepared
+        self._check()
+        self.num_replicas, self.seed = run.replicas, run.seed
+        self.members: Members | None = None
+        self.in_pass = False
+        self._membership: Membership | None = None
+        self._loader: RecoveryLoader | None = None
+        self._outcome: bool | None = None
+        self._is_behind = False
+        self._has_committed = False
+        self._num_loaders = 0
+        self._transport: MemberTransport | None = None
+        self._store = _connect(run.store)
+        self._leader = services.put(Leader, Leader(run.replica == 0))
+        services.put(Recovery, self, end=self._shut_down)
+
+    def _check(self) -> None:
+        """Raises an error for settings that do not work with replica groups."""
+        request = self._strategy.context.request
+        kinds = {"deepspeed_plugin": request.deepspeed, "megatron_lm_plugin": request.megatron}
+        for name, plugin in kinds.items():
+            if plugin is not None:
+                raise wrong_value(name, type(plugin).__name__, "its engine takes the steps", "Leave it out")
+        if request.fsdp is not None and not version_of(request.fsdp).takes_any_mesh:
+            raise wrong_value("fsdp_version", 1, "replica groups average shards", "Set fsdp_version=2")
+        mesh = request.parallelism
+        if mesh is not None and mesh.pp_enabled:
+            reason = "the ranks of a pipeline add up gradients after the step of their replica group"
+            raise wrong_value("pp_size", mesh.pp_size, reason, "Set pp_size=1, or leave --replicas out")
+        if not self._gradients.sync_with_dataloader:
+            reason = "a step would have batches of two passes"
+            raise wrong_value("sync_with_dataloader", False, reason, "Leave it out, or leave --replicas out")
+
+    # Prepare
+
+    def prepare_loader(self, loader: Any, prepare: Any, mesh: Any) -> RecoveryLoader:
+        """Returns a loader that divides the batches of a step among the members.
+
+        Args:
+            loader: A torch loader.
+            prepare: Returns the prepared loader for a number of shards and the index of one.
+            mesh: Mesh of the loaders of this replica group.
+        """
+        _check_loader(loader)
+        groups, group = data_groups(mesh, current_transport().size, current_transport().rank)
+        total = self.num_replicas * groups
+        shards = [prepare(loader, total, replica * groups + group) for replica in range(self.num_replicas)]
+
+        def evaluate(members: Members) -> Any:
+            shard = prepare(loader, members.size * groups, members.index * groups + group)
+            shard.plan = replace(shard.plan, replicates=current_transport().size > groups)
+            return shard
+
+        number, self._num_loaders = self._num_loaders, self._num_loaders + 1
+        return RecoveryLoader(number, shards, evaluate, self)
+
+    @property
+    def is_training(self) -> bool:
+        """True if a model is in training mode and gradients are computed."""
+        models = self._prepared.models
+        has_optimizer = bool(self._prepared.optimizers)
+        return has_optimizer and torch.is_grad_enabled() and any(model.training for model in models)
+
+    # Steps
+
+    def begin_pass(self, loader: RecoveryLoader, number: int) -> bool:
+        """Returns whether this replica group takes part in a pass for training, which is not over."""
+        over = self._num_passes_over(loader)
+        self._is_behind = number < over
+        self._leader.is_leader = self._leader.is_leader and not self._is_behind
+        self.in_pass = not self._is_behind
+        if number > over:  # the loop has left the pass before by itself
+            self._store.set(PASSES.format(loader.number), str(number))
+        return self.in_pass
+
+    def end_pass(self) -> None:
+        """Ends a pass, in which no step is taken any more."""
+        self.in_pass = False
+
+    def _num_passes_over(self, loader: RecoveryLoader) -> int:
+        key = PASSES.format(loader.number)
+        return int(self._store.get(key)) if self._store.check([key]) else 0
+
+    def begin_step(self, loader: RecoveryLoader) -> Members:
+        """Agrees on the members of the next step, and receives their state if this replica group joins."""
+        if self._membership is None:
+            self._membership = self._open()
+            self._wait_for_all()  # the lighthouse knows this replica group now
+        self._loader = loader
+        self._outcome = None
+        self._transport = None
+        self.members = self._membership.begin()
+        if self._membership.num_committed == 0:
+            self.members = self._begin_together(self.members)
+        self._leader.is_leader = self.members.index == 0
+        return self.members
+
+    def _begin_together(self, members: Members) -> Members:
+        """Sends the weights of the first member to the others before the first step."""
+        assert self._membership is not None
+        while not self._membership.send_from_first(members, self._weights()):
+            self._membership.commit()
+            members = self._membership.begin()
+        return members
+
+    def _weights(self) -> list[torch.Tensor]:
+        models = self._prepared.models
+        return [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+
+    def decline_step(self) -> None:
+        """Leaves a step whose members are in a later pass, and which they repeat without this group."""
+        assert self._membership is not None
+        self._membership.decline()
+        self._is_behind = True
+
+    def begin_micro_batch(self, number: tuple[int, int, int], *, is_last: bool) -> None:
+        """Sets the random numbers of a micro-batch, and whether it is the last one of this replica group.
+
+        Args:
+            number: Pass, batch and replica group to which the micro-batch belongs.
+            is_last: Whether the optimizer steps after it.
+        """
+        digest = hashlib.blake2b(repr((self.seed, *number)).encode(), digest_size=8).digest()
+        rng.set_seed(int.from_bytes(digest, "little") % 2**31 + current_transport().rank)
+        self._gradients._set_sync_gradients(is_last)
+
+    def sum_gradients(self) -> None:
+        """Adds up the gradients of all members, after the last micro-batch of this replica group."""
+        if not (self.in_pass and self._gradients.sync_gradients):
+            return
+        assert self._membership is not None
+        parameters = {
+            id(p): p for model in self._prepared.models for p in model.parameters() if p.requires_grad
+        }
+        self._membership.sum_gradients(parameters.values())
+
+    @property
+    def loss_scale(self) -> float:
+        """Factor of the losses of a micro-batch, whose gradients are added up over all replica groups."""
+        return 1.0 / self.num_replicas if self.in_pass else 1.0
+
+    def commit(self) -> bool:
+        """Returns whether the optimizers take the step, which is decided once for each step."""
+        if not self.in_pass:
+            return True
+        if self._outcome is None:
+            assert self._membership is not None
+            assert self._loader is not None
+            self._outcome = self._membership.commit()
+            if self._outcome:
+                self._loader.advance()
+                if not self._has_committed:
+                    self._has_committed = True
+                    self._store.set(COMMITTED.format(self._run.replica), "1")
+            else:
+                logger.info("A replica group has ended. The step is repeated with the same samples.")
+        return self._outcome
+
+    def check_step(self) -> None:
+        """Raises an error if no optimizer has stepped after the batches of a step."""
+        if self._outcome is None:
+            raise StateError(
+                "The batches of a step were read and no prepared optimizer has stepped, so the other replica "
+                "groups would wait for this one. Call optimizer.step() after each batch, and model.eval() "
+                "before an evaluation."
+            )
+
+    def end_data(self) -> bool:
+        """Ends the data of a pass on all members together, and returns whether all of them are there."""
+        assert self._membership is not None
+        assert self._loader is not None
+        self._membership.sum(torch.zeros(1, device=self._strategy.context.device))
+        if not self._membership.commit():
+            return False
+        over = max(self._num_passes_over(self._loader), self._loader.epoch + 1)
+        self._store.set(PASSES.format(self._loader.number), str(over))
+        return True
+
+    def _wait_for_all(self) -> None:
+        """Waits until all launched replica groups are ready for their first step, or until a timeout."""
+        if current_transport().rank == 0:
+            self._store.set(READY.format(self._run.replica), "1")
+            try:
+                names = [READY.format(replica) for replica in range(self.num_replicas)]
+                self._store.wait(names, timedelta(seconds=self._run.timeout))
+            except dist.DistStoreError:
+                logger.warning("Not all replica groups are ready, and the run begins without the others.")
+        current_transport().barrier()
+
+    def _open(self) -> Membership:
+        run = self._run
+        return Membership(
+            replica=run.replica,
+            min_replicas=run.min_replicas,
+            lighthouse=run.lighthouse,
+            timeout=run.timeout,
+            group=current_transport(),
+            device=self._strategy.context.device,
+            capture=self._capture,
+            apply=self._apply,
+        )
+
+    def _capture(self) -> dict[str, Any]:
+        state = snapshot.capture(self._prepared, self._strategy.precision.scaler)
+        return {**state, "iteration": self._strategy.context.request.project.iteration}
+
+    def _apply(self, state: Mapping[str, Any]) -> None:
+        passes = [(obj, obj.num_passes) for obj in self._prepared.custom if type(obj) is RecoveryLoader]
+        snapshot.apply(state, self._prepared, self._strategy.precision.scaler)
+        for loader, number in passes:
+            loader.num_passes = number
+        self._strategy.context.request.project.iteration = state["iteration"]
+
+    # Collectives outside of passes for training
+
+    @property
+    def evaluating_members(self) -> Members:
+        """Members among which an evaluation is divided, or this replica group alone."""
+        transport = self.member_transport()
+        return self.members if transport is not None and self.members is not None else Members(0, 1)
+
+    def member_transport(self) -> Transport | None:
+        """Returns the transport over all members, or None where collectives are within a replica group."""
+        if self.in_pass or self._is_behind or self._membership is None or self.members is None:
+            return None
+        if self.members.size == 1:
+            return None
+        if self._transport is None:
+            self._transport = MemberTransport(self._membership, self.members, current_transport())
+        return None if self._transport.is_broken else self._transport
+
+    def run(self, collective: Callable[[], Result], alone: Callable[[], Result] | None = None) -> Result:
+        """Runs a collective over the ranks of all members, or over those of this replica group.
+
+        Args:
+            collective: The collective.
+            alone: Runs it within this replica group after a member has ended. None is `collective`.
+        """
+        transport = self.member_transport()
+        if transport is None:
+            return collective()
+        own = current_transport()
+        services.put(Transport, transport, uses_group=True)
+        try:
+            return collective()
+        except MemberLostError:
+            logger.warning(
+                "A replica group has ended outside of a pass for training. Until the next step, gathered "
+                "values and metrics are those of each replica group."
+            )
+        finally:
+            services.put(Transport, own, uses_group=True)
+        return (alone or collective)()
+
+    @property
+    def is_leader(self) -> bool:
+        """True in the replica group that writes checkpoints and prints."""
+        return self._leader.is_leader
+
+    @property
+    def is_behind(self) -> bool:
+        """True in a replica group that has joined and runs through passes that are over."""
+        return self._is_behind
+
+    def _shut_down(self) -> None:
+        if self._membership is not None:
+            self._membership.shut_down()
+
+
+def _connect(address: str) -> Any:
+    """Returns the store of the run."""
+    host, _, port = address.rpartition(":")
+    try:
+        return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    except dist.DistError as error:
+        raise RecoveryError(
+            f"The store of the run at {address} is not reachable: {' '.join(str(error).split())} Check that "
+            "accelerate launch runs on machine 0."
+        ) from error
+
+
+def _check_loader(loader: Any) -> None:
+    from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+
+    if isinstance(loader.dataset, IterableDataset):
+        raise wrong_value(
+            "dataset",
+            type(loader.dataset).__name__,
+            "a stream has no position at which another replica group can go on",
+            "Use a dataset with a length and indices, or leave --replicas out",
+        )
+    sampler = getattr(loader, "sampler", None)
+    if type(sampler) not in (RandomSampler, SequentialSampler) and not callable(
+        getattr(sampler, "set_epoch", None)
+    ):
+        raise wrong_value(
+            "sampler",
+            type(sampler).__name__,
+            "its order must be the same on all replica groups",
+            "Use shuffle=True, or a sampler whose order depends on its `set_epoch`",
+        )

@@ -1,0 +1,228 @@
+"""Replica groups continue when others end, with the weights of a run without failures."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+pytest.importorskip("torchft")
+
+LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--main_process_port", "0"]
+SECONDS = 240
+SCRIPT = '''
+"""Trains, evaluates and saves, and ends itself once where the test says."""
+import json, os, signal, sys, time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate.utils import ProjectConfiguration
+
+folder, kind = Path(os.environ["FOLDER"]), os.environ["KIND"]
+failure = json.loads(os.environ.get("FAILURE", "{}"))
+replica = int(os.environ.get("ACCELERATE_REPLICA", "0"))
+torch.manual_seed(replica)
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
+accelerator = Accelerator(
+    cpu=True,
+    gradient_accumulation_steps=2,
+    fsdp_plugin=plugin if kind == "fsdp" else None,
+    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
+    project_config=ProjectConfiguration(folder / "project", automatic_checkpoint_naming=True),
+)
+
+
+def fail(where, number):
+    """Ends this process once at a place, as the test says."""
+    if failure.get("where") != where or number != failure["number"] or replica != failure["replica"]:
+        return
+    if accelerator.process_index != failure.get("rank", 0):
+        return
+    try:
+        (folder / "failed").touch(exist_ok=False)
+    except FileExistsError:
+        return
+    if where == "exit":
+        sys.exit(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8)
+step, counter = optimizer.step, [0]
+
+
+def counted_step(*args, **kwargs):
+    counter[0] += 1
+    fail("step", counter[0])
+    return step(*args, **kwargs)
+
+
+optimizer.step = counted_step
+generator = torch.Generator().manual_seed(0)
+data = [(torch.randn(8, generator=generator), number % 4, number) for number in range(72)]
+loader, evaluation = DataLoader(data, batch_size=3, shuffle=True), DataLoader(data[:22], batch_size=3)
+model, optimizer, scheduler, loader, evaluation = accelerator.prepare(
+    model, optimizer, scheduler, loader, evaluation
+)
+if os.environ.get("RESUME"):
+    accelerator.load_state()
+accelerator.register_save_state_pre_hook(lambda *_: fail("save", 1))
+report, pause = [], float(os.environ.get("PAUSE", "0"))
+for epoch in range(len(os.environ.get("RESUME", "")), 3):
+    for number, (rows, labels, _) in enumerate(loader):
+        fail("batch", 10 * epoch + number)
+        fail("exit", 10 * epoch + number)
+        with accelerator.accumulate(model):
+            loss = nn.functional.cross_entropy(model(rows), labels)
+            loss.register_hook(lambda gradient: fail("backward", 10 * epoch + number))
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                time.sleep(pause)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    model.eval()
+    found = []
+    with torch.no_grad():
+        for rows, labels, numbers in evaluation:
+            fail("evaluation", epoch)
+            found.append(accelerator.gather_for_metrics(numbers))
+    model.train()
+    report.append(sorted(torch.cat(found).tolist()) == list(range(22)))
+    accelerator.save_state()
+weights = accelerator.get_state_dict(model)
+if accelerator.process_index == 0 and optimizer.num_updates:  # it joined before the end of the others
+    torch.save((weights, report, scheduler.get_last_lr()), folder / f"end-{replica}.pt")
+'''
+
+
+class Outcome(NamedTuple):
+    weights: list[dict[str, Any]]
+    reports: list[list[bool]]
+    rates: list[list[float]]
+    err: str
+
+
+def launch(folder: Path, *options: str, kind: str = "ddp", **variables: str) -> Outcome:
+    folder.mkdir(exist_ok=True)
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    environment = {**os.environ, "FOLDER": str(folder), "KIND": kind, "OMP_NUM_THREADS": "1", **variables}
+    ended = subprocess.run(
+        [*LAUNCH, *options, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env=environment,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    ends = [torch.load(path) for path in sorted(folder.glob("end-*.pt"))]
+    weights, reports, rates = ([end[index] for end in ends] for index in range(3))
+    return Outcome(weights, reports, rates, ended.stderr)
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The result of DistributedDataParallel on two processes, without replica groups."""
+    return launch(tmp_path_factory.mktemp("plain"), "--num_processes", "2")
+
+
+def assert_equal(found: Outcome, expected: Outcome) -> None:
+    assert found.weights
+    for weights, rates in zip(found.weights, found.rates, strict=True):
+        assert rates == pytest.approx(expected.rates[0])
+        for name, value in expected.weights[0].items():
+            torch.testing.assert_close(weights[name], value, atol=1e-6, rtol=1e-6)
+            assert torch.equal(weights[name], found.weights[0][name])
+
+
+def failing(where: str, number: int, **more: int) -> str:
+    return json.dumps({"where": where, "number": number, "replica": 1, **more})
+
+
+FAILURES = [
+    failing("batch", 13),
+    *(
+        pytest.param(failure, marks=pytest.mark.slow)
+        for failure in [
+            failing("batch", 0),
+            failing("exit", 5),
+            failing("backward", 11),
+            failing("step", 5),
+            failing("batch", 13, replica=0),
+            failing("step", 12, replica=0),
+            failing("save", 1, replica=0),
+        ]
+    ),
+]
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_weights_are_those_without_a_failure(tmp_path: Path, expected: Outcome, failure: str) -> None:
+    found = launch(tmp_path, "--replicas", "2", FAILURE=failure, PAUSE="0.2")
+    assert_equal(found, expected)
+    assert "is started again" in found.err
+    assert "Traceback" not in found.err
+
+
+@pytest.mark.slow
+def test_an_evaluation_continues_without_a_member(tmp_path: Path, expected: Outcome) -> None:
+    failure = failing("evaluation", 1)
+    found = launch(tmp_path, "--replicas", "2", FAILURE=failure, PAUSE="0.2")
+    assert_equal(found, expected)
+    assert "gathered values and metrics are those of each replica group" in found.err
+    assert found.reports[0] == [True, False, True]  # the group that was started again saw parts only
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_groups_of_several_processes_continue(tmp_path: Path, kind: str) -> None:
+    wanted = launch(tmp_path / "plain", "--num_processes", "4", kind=kind)
+    words = ("--replicas", "2", "--num_processes", "4")
+    options = ("--use_fsdp", "--fsdp_version", "2") if kind == "fsdp" else ()
+    failure = failing("batch", 11, rank=1)
+    found = launch(tmp_path / "groups", *words, *options, kind=kind, FAILURE=failure, PAUSE="0.2")
+    assert_equal(found, wanted)
+
+
+@pytest.mark.slow
+def test_checkpoints_resume_a_run(tmp_path: Path, expected: Outcome) -> None:
+    launch(tmp_path, "--replicas", "2")
+    checkpoints = tmp_path / "project" / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == [f"checkpoint_{n}" for n in range(3)]
+    for number in (1, 2):
+        for path in sorted((checkpoints / f"checkpoint_{number}").rglob("*"), reverse=True):
+            path.rmdir() if path.is_dir() else path.unlink()
+        (checkpoints / f"checkpoint_{number}").rmdir()
+    assert_equal(launch(tmp_path, "--replicas", "2", RESUME="1"), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--replicas", "3", "--num_processes", "4"), "--replicas=3: --num_processes 4 do not divide"),
+        (("--replicas", "2", "--min_replicas", "3"), "--min_replicas=3: there are 2 replica groups"),
+        (("--replicas", "3", "--num_machines", "2"), "--replicas=3: 2 machines cannot have equally many"),
+    ],
+)
+def test_wrong_numbers_are_refused(options: tuple[str, ...], message: str) -> None:
+    ended = subprocess.run(
+        [*LAUNCH, *options, "script.py"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
