@@ -147,7 +147,7 @@ class ReplicaLauncher(Launcher):
                 with children.caught_signals(ending.on_signal):
                     return _run_groups(plan, groups, store, added, ending)
             finally:
-                ending.send(signal.SIGKILL)
+                ending.send(children.SIGKILL)
                 if lighthouse is not None:
                     lighthouse.shutdown()
 
