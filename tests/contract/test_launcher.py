@@ -20,6 +20,7 @@ ALLOCATION = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELI
 CASES: dict[str, dict[str, Any]] = {
     "local": {"cpu": True},
     "elastic": {"cpu": True, "num_processes": 2},
+    "replicas": {"cpu": True, "replicas": 2},
     "mpi": {"cpu": True, "mpirun_hostfile": "hosts"},
     "slurm": {"cpu": True, "slurm": True},
     "sbatch": {"slurm": True, "submit": True, "num_machines": 2},

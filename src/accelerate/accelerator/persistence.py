@@ -65,13 +65,14 @@ class RunCheckpoints:
         checkpoints = runtime.checkpoints
         checkpoints.background.wait()
         request = self._request(output_dir)
-        if request.iteration is not None:
-            project.iteration = request.iteration + 1
         if runtime.recovery is not None and not runtime.recovery.is_leader:
+            project.iteration += request.iteration is not None
             return request.target  # all replica groups have the same state
         saver = checkpoints.begin(request)
         staging, request = saver.staging, saver.staging.request
         logger.info(f"Saving current state to {request.target}")
+        if request.iteration is not None:
+            project.iteration = request.iteration + 1
         try:
             step = self._accumulation.step
             payloads = accelerator.checkpoint_items.collect(runtime, staging, step, safe_serialization)

@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from accelerate.base import LaunchError, environ, require, wrong_value
-from accelerate.launch import children
+from accelerate.launch import children, layout
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import say
 from accelerate.launch.machine import Machine
@@ -25,7 +25,7 @@ POLL = 0.05
 DEFAULT_TIMEOUT = 60
 OWN_OPTIONS = (
     *("replicas", "min_replicas", "lighthouse", "num_processes", "num_machines"),
-    *("machine_rank", "main_process_ip", "main_process_port", "multi_gpu"),
+    *("machine_rank", "main_process_ip", "main_process_port", "multi_gpu", "gpu_ids"),
 )
 """Options that the launchers of replica groups do not get."""
 HEARTBEAT_MILLISECONDS = 1500
@@ -42,20 +42,30 @@ class Groups(NamedTuple):
     """Replica groups of a launch.
 
     Attributes:
-        words: Command that starts one of them.
+        words: Command that starts one of them, before the script.
+        target: Script and its arguments.
         replicas: Number of replica groups on all nodes.
         size: Number of processes of each.
         min_replicas: Smallest number of replica groups that takes a step.
         timeout: Timeout of one collective between replica groups, in seconds.
         lighthouse: Address of a running lighthouse, or None.
+        devices: Ids of the devices of this node, of which each of its replica groups has its own, or none for
+            the CPU.
     """
 
     words: tuple[str, ...]
+    target: tuple[str, ...]
     replicas: int
     size: int
     min_replicas: int
     timeout: int
     lighthouse: str | None
+    devices: tuple[str, ...]
+
+    def command(self, index: int) -> list[str]:
+        """Returns the command that starts a replica group, by its index on this node."""
+        ids = ",".join(self.devices[index * self.size : (index + 1) * self.size])
+        return [*self.words, *(["--gpu_ids", ids] if ids else []), *self.target]
 
 
 @dataclass
@@ -127,16 +137,18 @@ class ReplicaLauncher(Launcher):
         at = len(words) - len(plan.target.words)
         sizes = ["--num_processes", str(size), "--num_machines", "1", "--main_process_port", "0"]
         return Groups(
-            (*words[:at], *sizes, *words[at:]),
+            (*words[:at], *sizes),
+            tuple(words[at:]),
             replicas,
             size,
             recovery.min_replicas or 1,
             recovery.replica_timeout or DEFAULT_TIMEOUT,
             recovery.lighthouse,
+            _devices(settings, machine, replicas * size // plan.machines),
         )
 
     def command(self, plan: LaunchPlan) -> list[str]:
-        return list(plan.detail(Groups).words)
+        return plan.detail(Groups).command(0)
 
     def run(self, plan: LaunchPlan) -> int:
         """Starts the replica groups of this node, and returns 0 when all of them have ended."""
@@ -150,6 +162,15 @@ class ReplicaLauncher(Launcher):
                 ending.send(children.SIGKILL)
                 if lighthouse is not None:
                     lighthouse.shutdown()
+
+
+def _devices(settings: Settings, machine: Machine, processes: int) -> tuple[str, ...]:
+    """Returns the ids of the devices of the processes of this node."""
+    launch = settings[LaunchSection]
+    if launch.cpu or not machine.has_accelerator:
+        return ()
+    ids = layout.device_ids(launch.gpu_ids) or [str(index) for index in range(machine.devices)]
+    return tuple(ids[:processes])
 
 
 def _open_run(plan: LaunchPlan, groups: Groups) -> tuple[Any, Any, dict[str, str]]:
@@ -202,9 +223,10 @@ def _run_groups(
     numbers = range(plan.machine * count, (plan.machine + 1) * count)
 
     def start(number: int) -> subprocess.Popen[Any]:
+        command = groups.command(number - numbers[0])
         store.delete_key(_committed(number))
         variables = {**environ.current(), **plan.environment, **added, "ACCELERATE_REPLICA": str(number)}
-        return subprocess.Popen(groups.words, env=variables)
+        return subprocess.Popen(command, env=variables)
 
     ending.groups = [Group(number, start(number)) for number in numbers]
     deadline = float("inf")
