@@ -498,6 +498,7 @@ class Reader(nn.Module):
 
 
 def train_reader(sizes: dict[str, int]) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module")  # the linear layer of the model returns a view
     by_user = sizes.pop("sharded by the user", 0)
     accelerator = make_accelerator(sizes)
     torch.manual_seed(0)
