@@ -12,11 +12,11 @@ from statistics import median
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import ActivationCheckpointing
+from families import record_allocations
 from pairing import Work, time_round
 
 LAYERS, WIDTH, SHAPE = 8, 512, (2, 256)
@@ -79,18 +79,6 @@ def run_passes(accelerator: Accelerator, model: nn.Module, hidden: Tensor) -> No
     accelerator.backward(model(hidden))
 
 
-def peak_of(work: Work) -> int:
-    """Returns the largest number of bytes that are allocated while a function runs."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        work()
-    events = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
-    peak = now = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
-
-
 def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -103,7 +91,7 @@ def main() -> None:
     print("| recomputed | activations | forward and backward |\n|---|---|---|")
     for name, work in works.items():
         seconds = median(times[name] for times in rounds)
-        print(f"| {name} | {peak_of(work) / 1e6:.0f} MB | {1000 * seconds:.0f} ms |", flush=True)
+        print(f"| {name} | {record_allocations(work) / 1e6:.0f} MB | {1000 * seconds:.0f} ms |", flush=True)
 
 
 if __name__ == "__main__":

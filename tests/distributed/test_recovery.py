@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import pytest
 import torch
 
@@ -25,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin
+from accelerate import Accelerator, DataLoaderConfiguration, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils import ProjectConfiguration
 
 folder, kind = Path(os.environ["FOLDER"]), os.environ["KIND"]
@@ -37,7 +40,8 @@ accelerator = Accelerator(
     cpu=True,
     gradient_accumulation_steps=2,
     fsdp_plugin=plugin if kind == "fsdp" else None,
-    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=3),
+    dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
+    parallelism_config=ParallelismConfig(tp_size=2) if kind == "tp" else None,
     project_config=ProjectConfiguration(folder / "project", automatic_checkpoint_naming=True),
 )
 
@@ -58,6 +62,8 @@ def fail(where, number):
 
 
 model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+model.tp_plan = {"0": "colwise", "2": "rowwise"}
+torch.manual_seed(3)  # of the order of the samples
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.8)
 step, counter = optimizer.step, [0]
@@ -197,6 +203,33 @@ def test_groups_of_several_processes_continue(tmp_path: Path, kind: str) -> None
     failure = failing("batch", 11, rank=1)
     found = launch(tmp_path / "groups", *words, *options, kind=kind, FAILURE=failure, PAUSE="0.2")
     assert_equal(found, wanted)
+
+
+@pytest.mark.slow
+def test_groups_with_tensor_parallelism_continue(tmp_path: Path, expected: Outcome) -> None:
+    words = ("--replicas", "2", "--num_processes", "4")
+    found = launch(tmp_path, *words, kind="tp", FAILURE=failing("batch", 11, rank=1), PAUSE="0.2")
+    assert_equal(found, expected)
+
+
+def test_a_signal_ends_all_replica_groups(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        "(pathlib.Path(__file__).parent / f\"pid-{os.environ['ACCELERATE_REPLICA']}\").touch()\n"
+        "time.sleep(600)\n"
+    )
+    launched = subprocess.Popen([*LAUNCH, "--replicas", "2", str(script)], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while len(list(tmp_path.glob("pid-*"))) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    family = psutil.Process(launched.pid).children(recursive=True)
+    launched.terminate()
+    _, err = launched.communicate(timeout=60)
+    assert launched.returncode == 128 + signal.SIGTERM, err
+    assert "Traceback" not in err
+    assert len(family) >= 4
+    assert not [process for process in family if process.is_running()]
 
 
 @pytest.mark.slow

@@ -343,7 +343,7 @@ class Accelerator(ProcessControl):
     def _prepare_shard(self, loader: Any, num_shards: int, index: int, moves: bool) -> Any:
         """Returns the loader of one shard of the batches of all replica groups."""
         assert self._recovery is not None
-        config = self.dataloader_config
+        config, seed = self.dataloader_config, self._recovery.seed
         return accelerator.prepare_data_loader(
             loader,
             self.device,
@@ -354,7 +354,7 @@ class Accelerator(ProcessControl):
             rng_types=[],
             dispatch_batches=False,
             use_seedable_sampler=True,
-            data_seed=self._recovery.seed if config.data_seed is None else config.data_seed,
+            data_seed=seed if config.data_seed is None else config.data_seed,
             non_blocking=config.non_blocking,
             use_constant_memory_sampler=config.use_constant_memory_sampler,
             already_sharded=False,

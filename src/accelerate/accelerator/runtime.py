@@ -145,7 +145,7 @@ def _open_recovery(
     strategy: strategies.Strategy, gradients: GradientState, prepared: strategies.Prepared
 ) -> Recovery | None:
     """Returns the replica groups of the run, or None if it was launched without them."""
-    if "ACCELERATE_REPLICA" not in environ.current():
+    if environ.REPLICA not in environ.current():
         return None
     from accelerate.recovery import open_recovery  # imports torch.distributed
 

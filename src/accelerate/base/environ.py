@@ -17,6 +17,8 @@ from accelerate.base.text import whole_number
 TRUE_WORDS = frozenset({"y", "yes", "t", "true", "on", "1"})
 FAILURE_FOLDER = "ACCELERATE_FAILURE_DIR"
 """Variable with the folder in which processes record the failures that the launcher reports."""
+REPLICA = "ACCELERATE_REPLICA"
+"""Variable with the index of a replica group, in the launcher of its processes and in these."""
 MONITOR_FOLDER = "ACCELERATE_MONITOR_DIR"
 """Variable with the folder in which ranks write records that have no other folder, for `launch --monitor`."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})

@@ -39,6 +39,7 @@ from accelerate.launch.plan import (
     RECORDED as RECORDED,
     LaunchPlan as LaunchPlan,
     Target as Target,
+    committed_key as committed_key,
     env_var_path_add as env_var_path_add,
     local_command as local_command,
     record_failures as record_failures,

@@ -282,6 +282,19 @@ def _kill_all(family: Sequence[Any], timeout: float = 0.0) -> int:
     return killed
 
 
+def kill_trees(pids: Iterable[int]) -> None:
+    """Kills processes that still run, with their descendants."""
+    import psutil
+
+    running: list[Any] = []
+    for pid in pids:
+        try:
+            running += [*_descendants(pid), psutil.Process(pid)]
+        except psutil.NoSuchProcess:
+            continue
+    _kill_all(running)
+
+
 def _sent_by_terminal(number: int) -> bool:
     """Returns whether the terminal has sent the signal to the child as well, after a key press."""
     if sys.platform != "win32" and number in TERMINAL_KEYS and sys.stdin and sys.stdin.isatty():

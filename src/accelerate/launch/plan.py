@@ -144,6 +144,11 @@ def env_var_path_add(env_var_name: str, path_to_add: str) -> str:
     return ":".join([*present, str(path_to_add)])
 
 
+def committed_key(replica: int) -> str:
+    """Returns the key in the store of a run that is set when a replica group has committed a step."""
+    return f"committed/{replica}"
+
+
 RECORDED = ("local", "elastic")  # launchers that start the script directly
 
 

@@ -16,6 +16,7 @@ from accelerate.base import (
     PrecisionType,
     describe_mesh,
     describe_position,
+    environ,
     read_seconds,
     wrong_value,
 )
@@ -41,8 +42,6 @@ from accelerate.settings.sections import (
 )
 
 HIDDEN = "(hidden)"
-REPLICA_VARIABLE = "ACCELERATE_REPLICA"
-"""Variable with the index of a replica group, in the launcher of its processes and in these."""
 MAX_RANKS = 64  # whose positions in the mesh are listed
 _SIZE = ("parallelism_config_", "_size")
 """Beginning and end of the names of options that are sizes of mesh dimensions."""
@@ -180,7 +179,7 @@ def choose_launcher(settings: Settings, machine: Machine) -> str | None:
             return None
         fix = "Ask for one with salloc or sbatch, or add --submit"
         raise layout.wrong_option(settings, "slurm", "this is not inside an allocation of SLURM", fix)
-    if settings[RecoverySection].replicas is not None and REPLICA_VARIABLE not in (machine.environ or {}):
+    if settings[RecoverySection].replicas is not None and environ.REPLICA not in (machine.environ or {}):
         return "replicas"
     if settings[MpirunSection].mpirun_hostfile:
         return "mpi"

@@ -8,10 +8,11 @@ from __future__ import annotations
 import logging
 import socket
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,6 @@ from accelerate.base import RecoveryError, StateError, require
 from accelerate.devices import of_device
 from accelerate.ops import Transport
 
-BUCKET_BYTES = 32 * 2**20
-"""Bytes of gradients in one all-reduce."""
 QUORUM_TIMEOUTS = 10
 """Timeouts of one collective that a replica group waits for the others to join."""
 LOGGERS = (
@@ -82,12 +81,12 @@ class Membership:
         for name in LOGGERS:  # they log the traceback of each collective that a failure interrupts
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # received weights
-        is_local = _host_of(lighthouse) in ("localhost", "127.0.0.1", "::1")
-        host = "localhost" if is_local else socket.gethostname()
+        host = "localhost" if _is_loopback(lighthouse) else socket.gethostname()
         self._store, port = _open_store(group, host)
         limit = timedelta(seconds=timeout)
         kind = ProcessGroupNCCL if of_device(device).comm == "nccl" else ProcessGroupGloo
         self._group: Any = kind(timeout=limit)
+        self._device = device if kind is ProcessGroupNCCL else torch.device("cpu")
         self._manager = Manager(
             pg=self._group,
             load_state_dict=apply,
@@ -107,7 +106,6 @@ class Membership:
             hostname=host,
             checkpoint_transport=_open_transport(limit),
         )
-        self._is_alone = group.size == 1
 
     def begin(self) -> Members:
         """Agrees on the members of the next step, which all have the same state afterwards.
@@ -152,39 +150,6 @@ class Membership:
         """Closes the connections to the other members, which then do not wait for this one."""
         self._group.abort()
 
-    def sum_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Adds up gradients over the members, where a missing gradient counts as zeros.
-
-        After an error the gradients have no meaning, and `commit` returns False.
-        """
-        bucket: list[Tensor] = []
-        for parameter in parameters:
-            bucket.append(parameter)
-            same = bucket[0]
-            if sum(_local(p).nbytes for p in bucket) >= BUCKET_BYTES or _kind(parameter) != _kind(same):
-                last = [bucket.pop()] if _kind(parameter) != _kind(same) else []
-                self._sum_bucket(bucket)
-                bucket = last
-        if bucket:
-            self._sum_bucket(bucket)
-
-    def _sum_bucket(self, parameters: Sequence[Tensor]) -> None:
-        shards = [_local(p) if p.grad is None else _local(p.grad) for p in parameters]
-        exists = shards[0].new_tensor([p.grad is not None for p in parameters])
-        parts = [
-            torch.zeros_like(shard) if p.grad is None else shard
-            for p, shard in zip(parameters, shards, strict=True)
-        ]
-        flat = torch.cat([exists, *(part.reshape(-1) for part in parts)])
-        if not self.sum(flat):
-            return
-        found, *sums = torch.split(flat, [len(parts), *(part.numel() for part in parts)])
-        for parameter, shard, total, is_any in zip(parameters, shards, sums, found.tolist(), strict=True):
-            if is_any:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                _local(parameter.grad).copy_(total.view_as(shard))
-
     @torch.no_grad()
     def send_from_first(self, members: Members, tensors: Iterable[Tensor]) -> bool:
         """Overwrites tensors with those of the first member, and returns whether no member has ended."""
@@ -199,12 +164,15 @@ class Membership:
 
     def sum(self, tensor: Tensor) -> bool:
         """Adds up a tensor over the members in place, and returns whether none of them has ended."""
-        work = self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM)
+        sent = tensor.to(self._device)
+        work = self._manager.allreduce(sent, reduce_op=dist.ReduceOp.SUM)
         work.wait()
         del work
         if self._manager.errored() is not None:
             self.abort()
             return False
+        if sent is not tensor:
+            tensor.copy_(sent)
         return True
 
     @property
@@ -217,8 +185,9 @@ class Membership:
         self._manager.shutdown(wait=False)
 
 
-def _host_of(address: str) -> str:
-    return address.split("//")[-1].rpartition(":")[0].strip("[]")
+def _is_loopback(address: str) -> bool:
+    host = urlsplit(address if "//" in address else f"//{address}").hostname
+    return host in ("localhost", "127.0.0.1", "::1")
 
 
 def _open_transport(timeout: timedelta) -> Any:
@@ -242,7 +211,3 @@ def _open_store(group: Transport, host: str) -> tuple[Any, int]:
 def _local(tensor: Any) -> Tensor:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
-
-
-def _kind(tensor: Tensor) -> tuple[torch.device, torch.dtype]:
-    return tensor.device, tensor.dtype

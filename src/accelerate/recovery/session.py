@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -17,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accelerate import rng, strategies
-from accelerate.base import ConfigurationError, RecoveryError, StateError, wrong_value
+from accelerate.base import ConfigurationError, RecoveryError, StateError, environ, wrong_value
 from accelerate.data_loader import data_groups
+from accelerate.launch import committed_key
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
 from accelerate.plugins import version_of
@@ -34,37 +36,32 @@ logger = get_logger(__name__)
 
 Result = TypeVar("Result")
 
-REPLICA_VARIABLE = "ACCELERATE_REPLICA"
-"""Variable with the index of the replica group of a process."""
 STORE_VARIABLE = "ACCELERATE_RUN_STORE"
 """Variable with the address of the store of the run."""
-SEED_VARIABLE = "ACCELERATE_RUN_SEED"
-"""Variable with the seed of the run."""
-VARIABLES = ("ACCELERATE_REPLICAS", "ACCELERATE_LIGHTHOUSE", STORE_VARIABLE, SEED_VARIABLE)
-DEFAULT_TIMEOUT = 60.0
+SETTINGS = ("replicas", "min_replicas", "replica_timeout", "lighthouse")
+SEED = "seed"
+"""Key in the store of the run of its seed."""
+BUCKET_BYTES = 32 * 2**20
+"""Bytes of gradients in one all-reduce over the members."""
 PASSES = "passes/{}"
 """Key in the store of the run of the number of passes over a loader for training that are over."""
 READY = "ready/{}"
 """Key in the store of the run that is set when a replica group is ready for its first step."""
-COMMITTED = "committed/{}"
-"""Key that is set when a replica group has committed a step since its start."""
 
 
 def open_recovery(
-    environ: Mapping[str, str],
+    variables: Mapping[str, str],
     strategy: strategies.Strategy,
     gradients: GradientState,
     prepared: strategies.Prepared,
-) -> Recovery | None:
-    """Returns the replica groups of this run, or None if it was launched without `--replicas`."""
-    if REPLICA_VARIABLE not in environ:
-        return None
+) -> Recovery:
+    """Returns the replica groups of a run that was launched with `--replicas`."""
     if services.find(Recovery) is not None:
         raise StateError(
             "A second Accelerator was created in a run with replica groups, whose steps belong to the first "
             "one. Create one Accelerator, or leave --replicas out."
         )
-    return Recovery(Run.of(environ), strategy, gradients, prepared)
+    return Recovery(Run.of(variables), strategy, gradients, prepared)
 
 
 class Run(NamedTuple):
@@ -77,40 +74,34 @@ class Run(NamedTuple):
         timeout: Timeout of one collective between them, in seconds.
         lighthouse: Address of the lighthouse.
         store: Host and port of the store of the run.
-        seed: Seed of the run.
     """
 
     replica: int
     replicas: int
     min_replicas: int
-    timeout: float
+    timeout: int
     lighthouse: str
     store: str
-    seed: int
 
     @classmethod
-    def of(cls, environ: Mapping[str, str]) -> Run:
-        """Reads the values from the environment.
+    def of(cls, variables: Mapping[str, str]) -> Run:
+        """Reads the values from environment variables.
 
         Raises:
             ConfigurationError: The launcher did not set one of them.
         """
-        settings = decode(RecoverySection, environ)
-        if missing := [name for name in VARIABLES if name not in environ]:
+        settings = decode(RecoverySection, variables)
+        missing = [f"ACCELERATE_{name.upper()}" for name in SETTINGS if getattr(settings, name) is None]
+        if STORE_VARIABLE not in variables:
+            missing.append(STORE_VARIABLE)
+        if missing:
             raise ConfigurationError(
-                f"{REPLICA_VARIABLE} is set and {', '.join(missing)} is not. Start replica groups with "
+                f"{environ.REPLICA} is set and {', '.join(missing)} is not. Start replica groups with "
                 "accelerate launch --replicas."
             )
-        assert settings.lighthouse is not None
-        return cls(
-            replica=int(environ[REPLICA_VARIABLE]),
-            replicas=settings.replicas or 1,
-            min_replicas=settings.min_replicas or 1,
-            timeout=float(settings.replica_timeout or DEFAULT_TIMEOUT),
-            lighthouse=settings.lighthouse,
-            store=environ[STORE_VARIABLE],
-            seed=int(environ[SEED_VARIABLE]),
-        )
+        replicas, min_replicas, timeout, lighthouse = (getattr(settings, name) for name in SETTINGS)
+        number = int(variables[environ.REPLICA])
+        return cls(number, replicas, min_replicas, timeout, lighthouse, variables[STORE_VARIABLE])
 
 
 class Recovery:
@@ -126,7 +117,6 @@ class Recovery:
         num_replicas: Number of replica groups that were launched.
         members: Replica groups of the last step, or None before the first one.
         in_pass: Whether a pass for training is read.
-        seed: Seed of the order of the samples and of the random numbers of each micro-batch.
     """
 
     def __init__(
@@ -139,7 +129,7 @@ class Recovery:
         self._run, self._strategy, self._gradients = run, strategy, gradients
         self._prepared = prepared
         self._check()
-        self.num_replicas, self.seed = run.replicas, run.seed
+        self.num_replicas = run.replicas
         self.members: Members | None = None
         self.in_pass = False
         self._membership: Membership | None = None
@@ -171,6 +161,17 @@ class Recovery:
             raise wrong_value("sync_with_dataloader", False, reason, "Leave it out, or leave --replicas out")
 
     # Prepare
+
+    @cached_property
+    def seed(self) -> int:
+        """Seed of the order of the samples, and of the random numbers of each micro-batch.
+
+        It is that of torch in the first replica group that asks. Called on all ranks of a replica group.
+        """
+        seed = None
+        if current_transport().rank == 0:
+            seed = int(self._store.compare_set(SEED, "", str(torch.initial_seed() % 2**31)))
+        return int(current_transport().broadcast_object(seed))
 
     def prepare_loader(self, loader: Any, prepare: Any, mesh: Any) -> RecoveryLoader:
         """Returns a loader that divides the batches of a step among the members.
@@ -268,10 +269,9 @@ class Recovery:
         if not (self.in_pass and self._gradients.sync_gradients):
             return
         assert self._membership is not None
-        parameters = {
-            id(p): p for model in self._prepared.models for p in model.parameters() if p.requires_grad
-        }
-        self._membership.sum_gradients(parameters.values())
+        models = self._prepared.models
+        trained = dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad)
+        strategies.sum_gradients(list(trained), self._membership.sum, bucket_bytes=BUCKET_BYTES)
 
     @property
     def loss_scale(self) -> float:
@@ -290,7 +290,7 @@ class Recovery:
                 self._loader.advance()
                 if not self._has_committed:
                     self._has_committed = True
-                    self._store.set(COMMITTED.format(self._run.replica), "1")
+                    self._store.set(committed_key(self._run.replica), "1")
             else:
                 logger.info("A replica group has ended. The step is repeated with the same samples.")
         return self._outcome
@@ -332,7 +332,7 @@ class Recovery:
             replica=run.replica,
             min_replicas=run.min_replicas,
             lighthouse=run.lighthouse,
-            timeout=run.timeout,
+            timeout=float(run.timeout),
             group=current_transport(),
             device=self._strategy.context.device,
             capture=self._capture,

@@ -46,3 +46,4 @@ from accelerate.strategies.session import (
     PrepareSession as PrepareSession,
     ReplacedParameters as ReplacedParameters,
 )
+from accelerate.strategies.sharded_models import sum_gradients as sum_gradients

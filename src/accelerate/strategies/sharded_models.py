@@ -6,7 +6,7 @@ batch, and average the gradients that the backward pass does not average.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -74,16 +74,16 @@ class Replicas:
 
         Called on all ranks of the group.
         """
-        local_gradients(self.parameters)
-        by_dtype: dict[tuple[torch.device, torch.dtype], list[nn.Parameter]] = {}
+        dense = [parameter for parameter in self.parameters if parameter not in self.sparse]
         for parameter in self.parameters:
-            local = _local(parameter)
             if parameter in self.sparse:
                 self._average_sparse(parameter)
-            else:
-                by_dtype.setdefault((local.device, local.dtype), []).append(parameter)
-        for parameters in by_dtype.values():
-            self._average(parameters)
+        divisor = dist.get_world_size(self.group) if self.averages else 1
+        sum_gradients(dense, self._all_reduce, divisor)
+
+    def _all_reduce(self, flat: Tensor) -> bool:
+        dist.all_reduce(flat, group=self.group)
+        return True
 
     def _average_sparse(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
@@ -96,23 +96,61 @@ class Replicas:
         if parameter.grad is not None or mean.values().numel():
             parameter.grad = mean
 
-    def _average(self, parameters: Sequence[nn.Parameter]) -> None:
-        shards = [_local(p) if p.grad is None else _local(p.grad) for p in parameters]
-        size = dist.get_world_size(self.group) if self.averages else 1
-        exists = shards[0].new_tensor([p.grad is not None for p in parameters])
-        parts = [
-            (torch.zeros_like(shard) if p.grad is None else shard / size).reshape(-1)
-            for p, shard in zip(parameters, shards, strict=True)
-        ]
-        flat = torch.cat([exists, *parts])
-        dist.all_reduce(flat, group=self.group)
-        found, *means = torch.split(flat, [len(parts), *(part.numel() for part in parts)])
-        for parameter, shard, mean, is_any in zip(parameters, shards, means, found.tolist(), strict=True):
-            if not is_any:
-                continue  # so that optimizers skip the parameter, as on one process
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            _local(parameter.grad).copy_(mean.view_as(shard))
+
+@torch.no_grad()
+def sum_gradients(
+    parameters: Sequence[nn.Parameter],
+    all_reduce: Callable[[Tensor], bool],
+    divisor: int = 1,
+    bucket_bytes: float = float("inf"),
+) -> None:
+    """Adds up gradients over ranks, where a rank without a gradient counts as zeros.
+
+    Called on all these ranks. A gradient that no rank has stays None, so that optimizers skip its parameter.
+
+    Args:
+        parameters: Parameters in the same order on all ranks, whose gradients are dense.
+        all_reduce: Adds up a tensor over the ranks in place, and returns whether it succeeded. The gradients
+            have no meaning otherwise.
+        divisor: Divisor of the sums.
+        bucket_bytes: Bytes from which gradients are sent in another call.
+    """
+    local_gradients(parameters)
+    buckets: dict[tuple[torch.device, torch.dtype], list[list[nn.Parameter]]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], float] = {}
+    for parameter in parameters:
+        local = _local(parameter)
+        kind = local.device, local.dtype
+        if sizes.get(kind, bucket_bytes) >= bucket_bytes:
+            buckets.setdefault(kind, []).append([])
+            sizes[kind] = 0
+        buckets[kind][-1].append(parameter)
+        sizes[kind] += local.nbytes
+    for bucket in (bucket for several in buckets.values() for bucket in several):
+        if not _sum_bucket(bucket, all_reduce, divisor):
+            return
+
+
+def _sum_bucket(
+    parameters: Sequence[nn.Parameter], all_reduce: Callable[[Tensor], bool], divisor: int
+) -> bool:
+    shards = [_local(p) if p.grad is None else _local(p.grad) for p in parameters]
+    exists = shards[0].new_tensor([p.grad is not None for p in parameters])
+    parts = [
+        (torch.zeros_like(shard) if p.grad is None else shard / divisor).reshape(-1)
+        for p, shard in zip(parameters, shards, strict=True)
+    ]
+    flat = torch.cat([exists, *parts])
+    if not all_reduce(flat):
+        return False
+    found, *sums = torch.split(flat, [len(parts), *(part.numel() for part in parts)])
+    for parameter, shard, total, is_any in zip(parameters, shards, sums, found.tolist(), strict=True):
+        if not is_any:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        _local(parameter.grad).copy_(total.view_as(shard))
+    return True
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import signal
 import subprocess
 import time
@@ -17,14 +16,14 @@ from accelerate.launch import children, layout
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import say
 from accelerate.launch.machine import Machine
-from accelerate.launch.plan import LaunchPlan, accelerate_command
+from accelerate.launch.plan import LaunchPlan, accelerate_command, committed_key
 from accelerate.settings import Settings
 from accelerate.settings.sections import LaunchSection, RecoverySection
 
 POLL = 0.05
 DEFAULT_TIMEOUT = 60
 OWN_OPTIONS = (
-    *("replicas", "min_replicas", "lighthouse", "num_processes", "num_machines"),
+    *("replicas", "min_replicas", "replica_timeout", "lighthouse", "num_processes", "num_machines"),
     *("machine_rank", "main_process_ip", "main_process_port", "multi_gpu", "gpu_ids"),
 )
 """Options that the launchers of replica groups do not get."""
@@ -159,7 +158,7 @@ class ReplicaLauncher(Launcher):
                 with children.caught_signals(ending.on_signal):
                     return _run_groups(plan, groups, store, added, ending)
             finally:
-                ending.send(children.SIGKILL)
+                children.kill_trees(group.child.pid for group in ending.groups if group.child.poll() is None)
                 if lighthouse is not None:
                     lighthouse.shutdown()
 
@@ -189,13 +188,12 @@ def _open_run(plan: LaunchPlan, groups: Groups) -> tuple[Any, Any, dict[str, str
             lighthouse = _open_lighthouse(groups)
             address = f"http://{host}:{lighthouse.address().rpartition(':')[2]}"
         store.set(LIGHTHOUSE, address)
-        store.set("seed", str(environ.current().get("ACCELERATE_RUN_SEED") or secrets.randbelow(2**31)))
     variables = {
         "ACCELERATE_REPLICAS": str(groups.replicas),
         "ACCELERATE_MIN_REPLICAS": str(groups.min_replicas),
         "ACCELERATE_LIGHTHOUSE": store.get(LIGHTHOUSE).decode(),
         "ACCELERATE_RUN_STORE": f"{host}:{store.port}",
-        "ACCELERATE_RUN_SEED": store.get("seed").decode(),
+        "ACCELERATE_REPLICA_TIMEOUT": str(groups.timeout),
     }
     return store, lighthouse, variables
 
@@ -224,15 +222,15 @@ def _run_groups(
 
     def start(number: int) -> subprocess.Popen[Any]:
         command = groups.command(number - numbers[0])
-        store.delete_key(_committed(number))
-        variables = {**environ.current(), **plan.environment, **added, "ACCELERATE_REPLICA": str(number)}
+        store.delete_key(committed_key(number))
+        variables = {**environ.current(), **plan.environment, **added, environ.REPLICA: str(number)}
         return subprocess.Popen(command, env=variables)
 
     ending.groups = [Group(number, start(number)) for number in numbers]
     deadline = float("inf")
     while running := [group for group in ending.groups if not group.is_done]:
         if ending.received and deadline == float("inf"):
-            deadline = time.monotonic() + children.grace() + POLL
+            deadline = time.monotonic() + children.grace() + children.DESCENDANT_TIMEOUT
         if time.monotonic() > deadline:
             return 128 + ending.received
         for group in running:
@@ -242,7 +240,7 @@ def _run_groups(
             if code == 0 or ending.received or any(other.is_done for other in ending.groups):
                 group.is_done = True
                 continue
-            group.futile = 0 if store.check([_committed(group.number)]) else group.futile + 1
+            group.futile = 0 if store.check([committed_key(group.number)]) else group.futile + 1
             if group.futile == MAX_FUTILE:
                 say(
                     f"replica group {group.number} ended {MAX_FUTILE} times without a committed step "
@@ -256,11 +254,6 @@ def _run_groups(
             group.child = start(group.number)
         time.sleep(POLL)
     return 128 + ending.received if ending.received else 0
-
-
-def _committed(number: int) -> str:
-    """Returns the key of the number of steps that a replica group has committed since its last start."""
-    return f"committed/{number}"
 
 
 def _ended(code: int) -> str:
