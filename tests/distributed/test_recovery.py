@@ -181,7 +181,7 @@ FAILURES = [
 def test_weights_are_those_without_a_failure(tmp_path: Path, expected: Outcome, failure: str) -> None:
     found = launch(tmp_path, "--replicas", "2", FAILURE=failure, PAUSE="0.2")
     assert_equal(found, expected)
-    assert "is started again" in found.err
+    assert "and is started again" in found.err
     assert "Traceback" not in found.err
 
 
@@ -230,6 +230,19 @@ def test_a_signal_ends_all_replica_groups(tmp_path: Path) -> None:
     assert "Traceback" not in err
     assert len(family) >= 4
     assert not [process for process in family if process.is_running()]
+
+
+def test_an_error_after_the_end_of_others_is_not_hidden(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, pathlib, sys, time\ndone = pathlib.Path(__file__).parent / 'done'\n"
+        "if os.environ['ACCELERATE_REPLICA'] == '0': done.touch(); sys.exit(0)\n"
+        "while not done.exists(): time.sleep(0.05)\ntime.sleep(3)\nsys.exit(7)\n"
+    )
+    command = [*LAUNCH, "--replicas", "2", str(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 7
+    assert "replica group 1 ended with exit code 7 after another group was done" in ended.stderr
 
 
 @pytest.mark.slow

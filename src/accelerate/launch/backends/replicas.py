@@ -227,7 +227,7 @@ def _run_groups(
         return subprocess.Popen(command, env=variables)
 
     ending.groups = [Group(number, start(number)) for number in numbers]
-    deadline = float("inf")
+    deadline, failed = float("inf"), 0
     while running := [group for group in ending.groups if not group.is_done]:
         if ending.received and deadline == float("inf"):
             deadline = time.monotonic() + children.grace() + children.DESCENDANT_TIMEOUT
@@ -239,6 +239,9 @@ def _run_groups(
                 continue
             if code == 0 or ending.received or any(other.is_done for other in ending.groups):
                 group.is_done = True
+                if code and not ending.received:
+                    say(f"replica group {group.number} {_ended(code)} after another group was done")
+                    failed = failed or children.exit_code(code)
                 continue
             group.futile = 0 if store.check([committed_key(group.number)]) else group.futile + 1
             if group.futile == MAX_FUTILE:
@@ -250,10 +253,13 @@ def _run_groups(
                 _wait(ending.groups)
                 return children.exit_code(code)
             others = sum(other.child.poll() is None for other in ending.groups)
-            say(f"replica group {group.number} {_ended(code)}, {others} others continue; it is started again")
+            say(
+                f"replica group {group.number} {_ended(code)} and is started again; of {len(numbers)} groups "
+                f"on this machine {others} continue"
+            )
             group.child = start(group.number)
         time.sleep(POLL)
-    return 128 + ending.received if ending.received else 0
+    return 128 + ending.received if ending.received else failed
 
 
 def _ended(code: int) -> str:
