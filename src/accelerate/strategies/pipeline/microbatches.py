@@ -126,17 +126,39 @@ def _shares(counts: Sequence[int]) -> list[float]:
     return [count / (sum(counts) or 1) for count in counts]
 
 
+Shares = list[float]
+"""Share of each micro-batch in the labels of a batch."""
+
+
+def shares_of_labels(microbatches: Sequence[MicroBatch]) -> tuple[Shares, Shares] | None:
+    """Returns the shares in all labels, and in those after the first of each sample.
+
+    Labels of -100 do not count. It is None for labels that are no classes.
+    """
+    labels: list[Any] = [each.kwargs.get("labels") for each in microbatches]
+    if not all(
+        isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels
+    ):
+        return None
+    # The host waits once for the device.
+    counts = torch.stack([(each[:, start:] != -100).sum() for start in (0, 1) for each in labels]).tolist()
+    return _shares(counts[: len(labels)]), _shares(counts[len(labels) :])
+
+
 def weight_of_labels(
-    microbatches: Sequence[MicroBatch], index: int, outputs: Any, skipped: int | None
+    microbatches: Sequence[MicroBatch],
+    index: int,
+    shares: Callable[[], tuple[Shares, Shares] | None],
+    outputs: Any,
+    skipped: int | None,
 ) -> tuple[float, int | None]:
     """Returns the weight of the loss that a model computes for a micro-batch, as the mean over its labels.
-
-    Labels of -100 do not count.
 
     Args:
         microbatches: The micro-batches.
         index: Index of the micro-batch.
-        outputs: Its outputs.
+        shares: Returns `shares_of_labels` of the micro-batches.
+        outputs: Outputs of the micro-batch.
         skipped: Number of labels of each sample that the loss skips, which is 1 in causal language models, or
             None if no loss has shown it yet.
 
@@ -144,25 +166,23 @@ def weight_of_labels(
         The weight, and the number of skipped labels.
     """
     part = microbatches[index]
-    labels: list[Any] = [each.kwargs.get("labels") for each in microbatches]
-    if "num_items_in_batch" in part.kwargs and _num_skipped(outputs, labels[index]) is None:
+    labels = part.kwargs.get("labels")
+    if "num_items_in_batch" in part.kwargs and _num_skipped(outputs, labels) is None:
         return 1.0, skipped  # the model divides the sum of its losses by it
-    if not all(
-        isinstance(each, Tensor) and each.ndim > 1 and not each.is_floating_point() for each in labels
-    ):
+    found = shares()
+    if found is None:
         return part.weight, skipped
-    shares = [_shares([int((each[:, start:] != -100).sum()) for each in labels]) for start in (0, 1)]
-    if skipped is None and shares[0] == shares[1] == _shares([each.size for each in microbatches]):
+    if skipped is None and found[0] == found[1] == _shares([each.size for each in microbatches]):
         return part.weight, None
-    if skipped is None and shares[0][index]:
-        skipped = _num_skipped(outputs, labels[index])
+    if skipped is None and found[0][index]:
+        skipped = _num_skipped(outputs, labels)
         if skipped is None:
             raise PreparationError(
                 "Micro-batches have different numbers of labels that are not -100, and the loss of the model "
                 "is not the mean of the cross entropy over these labels, so the loss of the batch is "
                 "unknown. Pass loss_fn, or set microbatches=1."
             )
-    return shares[skipped or 0][index], skipped
+    return found[skipped or 0][index], skipped
 
 
 def _num_skipped(outputs: Any, labels: Any) -> int | None:

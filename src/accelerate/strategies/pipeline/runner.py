@@ -6,7 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from accelerate.strategies.pipeline.microbatches import (
     check_loss,
     loss_of,
     merge_outputs,
+    shares_of_labels,
     split_batch,
     split_into_microbatches,
     weight_of_labels,
@@ -132,6 +133,7 @@ class Pipeline:
         self._num_trained += 1
         # The loss may cease to be a mean later, for example with the first ignored label.
         is_checked = self._num_trained & (self._num_trained - 1) == 0
+        weigh = self._weighing(microbatches)
 
         def finish(outputs: Any, index: int) -> Tensor:
             part = microbatches[index]
@@ -141,7 +143,7 @@ class Pipeline:
                 raise wrong_value("loss", "a tensor without gradient", "no layer would be trained", fix)
             weight = part.weight
             if loss_fn is None and not is_sum:
-                weight = self._weight_of_labels(microbatches, index, outputs)
+                weight = weigh(index, outputs)
             if not weight:
                 return scale(zero_loss(outputs))
             losses.append(weight * loss.detach().float())
@@ -231,20 +233,29 @@ class Pipeline:
         ]
         found: dict[int, Any] = {}
         merged: list[Any] = []
+        weigh = self._weighing(microbatches)
 
         def finish(outputs: Any, index: int) -> Tensor:
             found[index] = outputs
             if len(found) == len(parts):
-                weights = [self._weight_of_labels(microbatches, i, found[i]) for i in range(len(parts))]
+                weights = [weigh(i, found[i]) for i in range(len(parts))]
                 merged.append(merge_outputs([found[i] for i in range(len(parts))], sizes, weights))
             return torch.zeros((), device=self._device)
 
         self._run(microbatches, finish, has_backward=False, shares_error=True)
         return self._sent_from_last(merged[0] if merged else None)
 
-    def _weight_of_labels(self, microbatches: Sequence[MicroBatch], index: int, outputs: Any) -> float:
-        weight, self._skipped_labels = weight_of_labels(microbatches, index, outputs, self._skipped_labels)
-        return weight
+    def _weighing(self, microbatches: Sequence[MicroBatch]) -> Callable[[int, Any], float]:
+        """Returns a function of the index and the outputs of a micro-batch that returns its weight."""
+        shares = cache(partial(shares_of_labels, microbatches))
+
+        def weigh(index: int, outputs: Any) -> float:
+            weight, self._skipped_labels = weight_of_labels(
+                microbatches, index, shares, outputs, self._skipped_labels
+            )
+            return weight
+
+        return weigh
 
     def _sent_from_last(self, outputs: Any) -> Any:
         """Returns the outputs of the last stage on all ranks of the pipeline."""
