@@ -24,7 +24,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "every": {},
     "every second": {"every": 2},
     "by operator": {"save_operators": "matmul"},
-    "budget": {"budget": 70_000},
+    "budget": {"budget": 120_000},
 }
 
 
