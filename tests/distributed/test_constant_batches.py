@@ -32,6 +32,7 @@ class Setting(NamedTuple):
     epochs: int = 2
     stop: int | None = None  # number of steps after which the run is interrupted
     fsdp: bool = False
+    has_generator: bool = True
     windows: bool = False
     counts_items: bool = False
 
@@ -83,7 +84,7 @@ class Training:
             shuffle=True,
             drop_last=setting.drop_last,
             num_workers=setting.workers,
-            generator=torch.Generator().manual_seed(3),
+            generator=torch.Generator().manual_seed(3) if setting.has_generator else None,
         )
         model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
@@ -210,11 +211,22 @@ def test_a_step_is_that_of_one_process_with_the_global_batch(run: Run, processes
         Setting(seedable=True),
         Setting(samples=34, global_batch_size=32),  # the last step has fewer samples than processes
         Setting(samples=20, batch_size=8, global_batch_size=8),  # a batch is larger than its part
+        Setting(has_generator=False),
         Setting(windows=True),
         Setting(counts_items=True),
         Setting(windows=True, counts_items=True),
     ],
-    ids=["drop_last", "workers", "seedable", "short_end", "large_batches", "windows", "num_items", "both"],
+    ids=[
+        "drop_last",
+        "workers",
+        "seedable",
+        "short_end",
+        "large_batches",
+        "no_generator",
+        "windows",
+        "num_items",
+        "both",
+    ],
 )
 def test_three_processes_take_the_steps_of_one(run: Run, setting: Setting) -> None:
     (expected,) = run(train, setting, processes=1)
@@ -231,7 +243,7 @@ def test_shards_take_the_steps_of_one_process(run: Run) -> None:
 def test_a_run_resumes_with_another_size_as_if_it_had_not_changed(
     run: Run, tmp_path: Path, sizes: tuple[int, int], seedable: bool
 ) -> None:
-    setting = Setting(seedable=seedable)
+    setting = Setting(seedable=seedable, has_generator=False)
     before, after = sizes
     (expected,) = run(train, setting, processes=1)
     first = run(begin, setting._replace(stop=2), tmp_path / "saved", processes=before)[0]

@@ -71,7 +71,7 @@ def shard_order(
     generator = None
     if plan.mode == "already_sharded":
         index_sampler = _resize_batches(index_sampler, plan.batch_size)
-    elif num_processes > 1:
+    elif num_processes > 1 or plan.global_batch_size is not None:  # the order is that of any number
         index_sampler, generator = _synchronize(loader, index_sampler, num_processes)
     groups, group, even = plan.groups, plan.group, plan.even
     if plan.global_batch_size is not None:
