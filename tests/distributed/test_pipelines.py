@@ -156,7 +156,8 @@ def train_global_batches(layout: str, processes: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "processes"), [("fsdp", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("", 2), ("ddp", 4)])]
+    ("layout", "processes"),
+    [("fsdp", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("", 2), ("ddp", 4)])],
 )
 def test_steps_of_a_constant_global_batch_are_those_of_one_process(
     run: Run, layout: str, processes: int
