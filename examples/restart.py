@@ -4,15 +4,21 @@
     accelerate launch --cpu --num_processes 2 --max_restarts 3 examples/restart.py --die_at 50 95
     accelerate report runs/restart
 
+On two machines, of which one may be lost and return (the other one has --machine_rank 1):
+
+    accelerate launch --nnodes 1:2 --num_processes 2 --main_process_ip FIRST --machine_rank 0 \\
+        examples/restart.py
+
 If a process fails, the launcher restarts all processes, up to `--max_restarts` times. The script loads the
 newest complete checkpoint, if there is one, and continues after it: the run ends with the same weights as an
-uninterrupted run, bitwise on the CPU. `--die_at` demonstrates this: at each of these steps the last rank
-kills itself, once. The last line of output is a checksum of the weights, to compare runs. `accelerate report`
-then writes a page about the run.
+uninterrupted run, bitwise on the CPU. The samples of a step do not depend on the number of processes.
+`--die_at` demonstrates restarts: at each of these steps the last rank kills itself, once. The last line of
+output is a checksum of the weights, to compare runs. `accelerate report` then writes a page about the run.
 """
 
 import argparse
 import hashlib
+import math
 import os
 import signal
 from pathlib import Path
@@ -24,7 +30,9 @@ from torch.optim.lr_scheduler import LinearLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator
-from accelerate.utils import ProjectConfiguration, set_seed
+from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration, set_seed
+
+GLOBAL_BATCH_SIZE = 40
 
 
 class Progress:
@@ -78,14 +86,19 @@ def die_once(accelerator: Accelerator, project: Path, step: int) -> None:
 
 def train(project: Path, num_epochs: int, save_every: int, background: bool, die_at: list[int]) -> None:
     folder = ProjectConfiguration(project, automatic_checkpoint_naming=True, total_limit=2)
-    accelerator = Accelerator(project_config=folder, log_with="report")
+    accelerator = Accelerator(
+        project_config=folder,
+        log_with="report",
+        gradient_accumulation_plugin=GradientAccumulationPlugin(global_batch_size=GLOBAL_BATCH_SIZE),
+    )
     accelerator.init_trackers("restart", config={"num_epochs": num_epochs, "save_every": save_every})
     set_seed(42, device_specific=True)
 
     loader = load_images()
     model = build_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    scheduler = LinearLR(optimizer, start_factor=1.0, end_factor=0.02, total_iters=num_epochs * len(loader))
+    num_steps = num_epochs * math.ceil(len(loader.dataset) / GLOBAL_BATCH_SIZE)
+    scheduler = LinearLR(optimizer, start_factor=1.0, end_factor=0.02, total_iters=num_steps)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     progress = Progress()
     accelerator.register_for_checkpointing(progress)
@@ -98,18 +111,24 @@ def train(project: Path, num_epochs: int, save_every: int, background: bool, die
     for epoch in range(progress.epoch, num_epochs):
         batches = accelerator.skip_first_batches(loader, progress.batch) if progress.batch else loader
         for images, labels in batches:
-            loss = loss_of(model(images), labels)
-            accelerator.backward(loss)
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
+            with accelerator.accumulate(model):
+                loss = loss_of(model(images), labels)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
             progress.batch += 1
+            if not accelerator.sync_gradients:
+                continue
             progress.step += 1
             accelerator.log({"loss": loss, "learning_rate": scheduler.get_last_lr()[0]}, step=progress.step)
             if progress.step in die_at:
                 die_once(accelerator, project, progress.step)
-            if progress.step % save_every == 0:
+            if accelerator.should_save or progress.step % save_every == 0:
                 accelerator.save_state(blocking=not background)
+            if accelerator.should_stop:  # for example because a machine returns
+                accelerator.end_training()
+                return
         progress.epoch, progress.batch = epoch + 1, 0
 
     accelerator.print(f"{progress.step} steps, loss of the last batch {loss.item():.4f}")

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import ConfigurationError, PreparationError, StateError, is_torch_version
 from accelerate.checkpointing import find_shards
-from accelerate.utils import PipelineConfig
+from accelerate.utils import GradientAccumulationPlugin, PipelineConfig
 
 pytestmark = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
 Run = Callable[..., list[Any]]
@@ -71,8 +71,9 @@ def mean_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
 
 def make_accelerator(layout: str, schedule: str, processes: int, **options: Any) -> Accelerator:
     """Returns the accelerator of a layout, in which `processes` are the ranks of the run."""
+    options.setdefault("split_batches", True)
     if processes == 1:
-        return Accelerator(cpu=True, split_batches=True, **options)
+        return Accelerator(cpu=True, **options)
     sizes = {"": {}, "ddp": {"dp_replicate_size": 2}, "fsdp": {"dp_shard_size": 2}, "tp": {"tp_size": 2}}[
         layout
     ]
@@ -84,14 +85,16 @@ def make_accelerator(layout: str, schedule: str, processes: int, **options: Any)
         fsdp_version=2, auto_wrap_policy=policy, cpu_ram_efficient_loading=False
     )
     plugins = {"fsdp_plugin": plugin} if layout == "fsdp" else {}
-    return Accelerator(cpu=True, split_batches=True, parallelism_config=mesh, **plugins, **options)
+    return Accelerator(cpu=True, parallelism_config=mesh, **plugins, **options)
 
 
 def _is_block(module: nn.Module, recurse: bool = False, **_: Any) -> bool:
     return recurse or isinstance(module, Block)
 
 
-def build(accelerator: Accelerator, is_tied: bool = False) -> tuple[Any, Any, Any]:
+def build(
+    accelerator: Accelerator, is_tied: bool = False, samples: int = SAMPLES, batch_size: int = BATCH
+) -> tuple[Any, Any, Any]:
     torch.manual_seed(0)
     model = Net(is_tied)
     generator = torch.Generator().manual_seed(1)
@@ -100,10 +103,10 @@ def build(accelerator: Accelerator, is_tied: bool = False) -> tuple[Any, Any, An
             "ids": torch.randint(11, (4,), generator=generator),
             "targets": torch.randint(11, (4,), generator=generator),
         }
-        for _ in range(SAMPLES)
+        for _ in range(samples)
     ]
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    loader = DataLoader(data, batch_size=BATCH)  # type: ignore[arg-type]
+    loader = DataLoader(data, batch_size=batch_size)  # type: ignore[arg-type]
     return accelerator.prepare(model, optimizer, loader)  # type: ignore[no-any-return]
 
 
@@ -134,6 +137,34 @@ def train(
         "state": {name: value.clone() for name, value in state.items()},
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
     }
+
+
+def train_global_batches(layout: str, processes: int) -> dict[str, Tensor]:
+    """Train with micro-batches whose sizes differ between ranks and within a step."""
+    plugin = GradientAccumulationPlugin(global_batch_size=16)
+    accelerator = make_accelerator(
+        layout, "1f1b", processes, split_batches=False, gradient_accumulation_plugin=plugin
+    )
+    model, optimizer, loader = build(accelerator, samples=29, batch_size=4)
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.forward_backward(model, batch, mean_loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "processes"),
+    [("fsdp", 4), *(pytest.param(*case, marks=pytest.mark.slow) for case in [("", 2), ("ddp", 4)])],
+)
+def test_steps_of_a_constant_global_batch_are_those_of_one_process(
+    run: Run, layout: str, processes: int
+) -> None:
+    (expected,) = run(train_global_batches, "", 1, processes=1)
+    found = run(train_global_batches, layout, processes, processes=processes, timeout=120)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 CASES = [

@@ -239,10 +239,14 @@ def test_a_replaced_step_is_restored() -> None:
 
 def test_the_agent_starts_and_ends_its_processes_through_the_hooks() -> None:
     from torch.distributed.elastic import multiprocessing
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
     original = multiprocessing.SubprocessContext
     assert {"_start", "_close"} <= set(dir(original))
-    with torch_private.agent_hooks(lambda context, start: start(), lambda number: None):
+    rendezvous = SimpleElasticAgent._rendezvous
+    with torch_private.agent_hooks(lambda context, start: start(), lambda number: None, lambda size: size):
+        assert inspect.signature(rendezvous).parameters.keys() == {"self", "worker_group"}
+        assert SimpleElasticAgent._rendezvous is not rendezvous
         hooked = multiprocessing.SubprocessContext
         assert issubclass(hooked, original)
         assert (
@@ -250,3 +254,4 @@ def test_the_agent_starts_and_ends_its_processes_through_the_hooks() -> None:
             == inspect.signature(original._close).parameters.keys()
         )
     assert multiprocessing.SubprocessContext is original
+    assert SimpleElasticAgent._rendezvous is rendezvous

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from accelerate import strategies, torch_private
+from accelerate import data_loader, strategies, torch_private
 from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, drop_gradients, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.state import GradientState
@@ -71,12 +71,30 @@ class Accumulation:
         gradients = self.gradients
         if self.recovery is not None and self.recovery.in_pass:
             return
-        if gradients.sync_with_dataloader and gradients.end_of_dataloader:
+        part = self.step_part()
+        if part is not None:
+            self.step = 0 if part.is_last else self.step + 1
+            gradients._set_sync_gradients(part.is_last)
+        elif gradients.sync_with_dataloader and gradients.end_of_dataloader:
             self.step = 0
             gradients._set_sync_gradients(True)
         else:
             self.step += 1
             gradients._set_sync_gradients(self.step % gradients.num_steps == 0)
+
+    def step_part(self) -> data_loader.StepPart | None:
+        """Returns the part of this rank in a global batch of a constant size, if its loader divides it.
+
+        Otherwise the number of batches in a step is set, if it depends on the loader.
+        """
+        size = self.gradients.global_batch_size
+        if size is None:
+            return None
+        loader = self.gradients.active_dataloader
+        part: data_loader.StepPart | None = getattr(loader, "step_part", None)
+        if part is None:
+            self.gradients.plugin_kwargs["num_steps"] = _num_steps(loader, size)
+        return part
 
     def _accumulate_items(self, models: Sequence[nn.Module], num_items: Any) -> AbstractContextManager[Any]:
         begins_window = self.gradients.sync_gradients  # the micro-batch before was the last of its window
@@ -130,6 +148,8 @@ class Accumulation:
             return self.weighting.scale(loss)
         if self.recovery is not None:
             loss = loss * self.recovery.loss_scale
+        if (part := self.step_part()) is not None:
+            return loss * part.weight
         steps = self.gradients.num_steps
         return loss if steps == 1 else loss / steps
 
@@ -150,6 +170,25 @@ class Accumulation:
                 parameter.grad = None
         if self.strategy.precision.scaler is not None:
             torch_private.reset_unscaled(self.strategy.precision.scaler)
+
+
+def _num_steps(loader: Any, global_batch_size: int) -> int:
+    """Returns the number of batches of each rank in a global batch, for loaders that do not divide it."""
+    size = getattr(loader, "total_batch_size", None)
+    if size and global_batch_size % size == 0:
+        return int(global_batch_size // size)
+    reason, fix = (
+        f"it is not a multiple of {size}, the samples of one batch of all processes",
+        "Use a multiple",
+    )
+    if loader is None:
+        reason, fix = (
+            "no prepared loader is being read",
+            "Read the batches from a loader that `prepare` returned",
+        )
+    elif not size:
+        reason, fix = "the batches of the loader have no declared size", "Use a loader with a batch_size"
+    raise wrong_value("global_batch_size", global_batch_size, reason, fix)
 
 
 _SYNCHRONIZED: AbstractContextManager[None] = nullcontext()

@@ -172,6 +172,8 @@ def _accumulation(
         argument = None
     set_value = _steps_in_environment(environ)
     name = "gradient_accumulation_steps"
+    if plugin is not None and plugin.global_batch_size is not None:
+        set_value = None
     steps = _prefer_argument(name, argument, _ACCUMULATION_VARIABLE, set_value, notes)
     steps = 1 if steps is None else steps
     if plugin is not None:
@@ -203,7 +205,9 @@ def _step_policy(arguments: _Arguments) -> StepPolicy:
             "and False (on each call)"
         )
         raise wrong_value("step_scheduler_with_optimizer", policy, reason, "Choose one of them")
-    return policy
+    plugin: plugins.GradientAccumulationPlugin | None = arguments["gradient_accumulation_plugin"]
+    has_constant_batch = plugin is not None and plugin.global_batch_size is not None
+    return "per_update" if policy is True and has_constant_batch else policy
 
 
 def _dataloader_config(arguments: _Arguments) -> plugins.DataLoaderConfiguration:

@@ -335,8 +335,11 @@ class Accelerator(ProcessControl):
                 torch_device_mesh=self._runtime.strategy.loader_mesh,
                 use_constant_memory_sampler=config.use_constant_memory_sampler,
                 already_sharded=config.already_sharded,
+                global_batch_size=self.gradient_state.global_batch_size,
             )
         )
+        if (num_steps := getattr(loader, "num_micro_batches", None)) is not None:
+            self.gradient_state.plugin_kwargs["num_steps"] = num_steps
         self._dataloaders.append(loader)
         return loader  # type: ignore[no-any-return]
 

@@ -123,7 +123,8 @@ class Window:
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the part of a loss, a sum over items of this rank, in the mean over all items."""
-        return loss * self._factor
+        part = None if self._reader.counts_items else self._accumulation.step_part()
+        return loss * (self._factor if part is None else part.weight)
 
     def close(self) -> None:
         """Ends the window, if it has not ended."""
@@ -146,8 +147,9 @@ class _WindowReader:
     """Reader of a loader by windows, which end on all ranks together."""
 
     def __init__(self, accumulation: Accumulation, loader: Any, count: Count | None) -> None:
-        self._gradients = accumulation.gradients
+        self._accumulation, self._gradients = accumulation, accumulation.gradients
         self._count = count
+        self.counts_items = count is not None
         self._outer = accumulation.gradients.active_dataloader
         self._source = iter(loader)
         self.loader: Any = None
@@ -197,7 +199,7 @@ class _WindowReader:
         """Returns the batches of a window, and whether another window may follow."""
         batches: _Batches = deque()
         data_loader.set_batch_metadata(self.loader, self._latest)  # the loader continues its counts from here
-        for _ in range(self._gradients.num_steps):
+        while True:
             batch = next(self._source, _END)
             if batch is _END:
                 return batches, False
@@ -208,7 +210,9 @@ class _WindowReader:
             batches.append((batch, self._latest))
             if self.loader is not None and self.loader.end_of_dataloader:
                 return batches, False
-        return batches, True
+            part = self._accumulation.step_part()
+            if len(batches) == self._gradients.num_steps if part is None else part.is_last:
+                return batches, True
 
     def close(self) -> None:
         """Ends the iteration over the loader, at its end or before."""

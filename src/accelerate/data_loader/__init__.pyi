@@ -21,6 +21,7 @@ from accelerate.data_loader.base import (
     kept_settings as kept_settings,
     set_batch_metadata as set_batch_metadata,
 )
+from accelerate.data_loader.constant_batches import StepPart as StepPart
 from accelerate.data_loader.dispatch_transport import (
     BatchChannel as BatchChannel,
     BatchSender as BatchSender,

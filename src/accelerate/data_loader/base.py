@@ -15,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.base import StateError, is_torchdata_stateful_dataloader_available, require
 from accelerate.data_loader import resume
+from accelerate.data_loader.constant_batches import ConstantBatchShard, StepPart
 from accelerate.data_loader.iterable_shard import IterableDatasetShard
 from accelerate.data_loader.last_batch import Counts, PaddingSource, remainder_ahead
 from accelerate.data_loader.late_start import copy_with
@@ -22,7 +23,7 @@ from accelerate.data_loader.plan import UNPREPARED, ShardPlan
 from accelerate.data_loader.position import PassStart, Position
 from accelerate.data_loader.rank_aware import nested_samplers
 from accelerate.data_loader.reading import open_iterator, settings_of_workers
-from accelerate.data_loader.samplers import BatchSamplerShard, batch_samplers_of, shard_of
+from accelerate.data_loader.samplers import BatchSamplerShard, batch_samplers_of, first_number, shard_of
 from accelerate.ops import current_transport
 from accelerate.state import GradientState
 
@@ -39,8 +40,11 @@ _NOT_COPIED = ("gradient_state", "_channel", "iterator")
 BatchMetadata = dict[str, Any]
 """The attributes of a loader that describe the batch just yielded."""
 
-_BATCH_ATTRIBUTES = ("end_of_dataloader", "remainder", "valid_counts", "batch_rows", "dl_state_dict")
-_POSITION_ATTRIBUTES = ("offset", "is_over", "read_states")
+_BATCH_ATTRIBUTES = (
+    *("end_of_dataloader", "remainder", "valid_counts", "batch_rows"),
+    *("step_part", "dl_state_dict"),
+)
+_POSITION_ATTRIBUTES = ("offset", "is_over", "ends_step", "read_states")
 
 
 class DataLoaderStateMixin:
@@ -57,6 +61,8 @@ class DataLoaderStateMixin:
             size.
         full_rows: The number of samples of a full batch on this rank: the declared batch size, or that of the
             first batch of the pass. None if batches have no size.
+        step_part: For the batch just yielded, its part of a global batch of a constant size. None without
+            `global_batch_size`.
         rows_per_sample: The number of rows that the collate function makes of each sample, by the first batch
             of the pass. 0 if the number differs between samples.
     """
@@ -66,6 +72,7 @@ class DataLoaderStateMixin:
     valid_counts: Counts | None = None
     batch_rows: int | None = None
     full_rows: int | None = None
+    step_part: StepPart | None = None
     rows_per_sample: int = 1
     gradient_state: GradientState
 
@@ -83,7 +90,7 @@ class DataLoaderStateMixin:
         """Forgets the last pass."""
         self.end_of_dataloader = False
         self.remainder = -1
-        self.valid_counts = self.batch_rows = None
+        self.valid_counts = self.batch_rows = self.step_part = None
         self.full_rows = getattr(self, "nominal_rows", None)
         self.rows_per_sample = 1
 
@@ -206,6 +213,20 @@ class DataLoaderAdapter(_Base):
         if isinstance(shard, BatchSamplerShard):
             return size // shard.num_processes if shard.split_batches else size
         return size // self.plan.groups if self.plan.mode == "dispatch" and self.plan.split else size
+
+    @property
+    def num_micro_batches(self) -> int | None:
+        """Number of micro-batches in a global batch of a constant size, or None without such a size."""
+        shard = shard_of(self._index_sampler)
+        return shard.full.num_micro_batches if isinstance(shard, ConstantBatchShard) else None
+
+    def batches_before(self, number: int) -> int:
+        """Returns the number of batches of the user that a number of batches of all groups take."""
+        shard = shard_of(self._index_sampler)
+        if not isinstance(shard, ConstantBatchShard):
+            return number * self.plan.batches_per_step
+        first = first_number(self._index_sampler)
+        return shard.batches_before(first + number) - shard.batches_before(first)
 
     @property
     def has_fixed_batches(self) -> bool:

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from accelerate import torch_private
 from accelerate.data_loader.base import sampler_under
+from accelerate.data_loader.constant_batches import ConstantBatchShard
 from accelerate.data_loader.permutation import ConstantMemorySampler, SeedableRandomSampler
 from accelerate.data_loader.plan import ShardPlan
 from accelerate.data_loader.samplers import BatchSamplerShard, SamplerShard
@@ -70,11 +71,14 @@ def shard_order(
     generator = None
     if plan.mode == "already_sharded":
         index_sampler = _resize_batches(index_sampler, plan.batch_size)
-    elif num_processes > 1:
+    elif num_processes > 1 or plan.global_batch_size is not None:  # the order is that of any number
         index_sampler, generator = _synchronize(loader, index_sampler, num_processes)
+    groups, group, even = plan.groups, plan.group, plan.even
+    if plan.global_batch_size is not None:
+        shard = ConstantBatchShard(index_sampler, groups, group, global_batch_size=plan.global_batch_size)
+        return shard, generator
     if plan.mode == "unsharded":
         return index_sampler, generator
-    groups, group, even = plan.groups, plan.group, plan.even
     if loader.batch_sampler is None and not isinstance(index_sampler, BatchSampler):
         return SamplerShard(index_sampler, groups, group, even), generator
     return BatchSamplerShard(index_sampler, groups, group, plan.split, even), generator

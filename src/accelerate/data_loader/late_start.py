@@ -62,8 +62,15 @@ def skip_prepared(loader: Any, skipped: int) -> Any:
 def _used_segments(loader: Any, point: ResumePoint) -> tuple[ReadSegment, ...]:
     """Returns the segments of the epoch that were read with other groups or batch sizes."""
     offset = _offset_in_batches_of(loader, point)
-    if point.groups == loader.plan.groups and offset == point.offset:
+    before, now = (point.groups, point.global_batch_size), (loader.plan.groups, loader.plan.global_batch_size)
+    if before == now and offset == point.offset:
         return point.used
+    if not point.ends_step:
+        raise CheckpointError(
+            f"{loader!r} cannot go on in the middle of this epoch: the checkpoint was saved between two "
+            "micro-batches of a step, whose rest cannot be divided by another number of processes or another "
+            "global_batch_size. Save where accelerator.sync_gradients is True."
+        )
     rows = point.rows_in_batch or loader.plan.rows_in_batch or 1
     steps = point.offset.seen - sum(segment.steps for segment in point.used)
     samples = point.offset.consumed * rows - sum(segment.samples for segment in point.used)
@@ -119,7 +126,7 @@ def _offset_in_batches_of(loader: Any, point: ResumePoint) -> Offset:
 def _skip_steps(loader: Any, skipped: int) -> Any:
     """Returns a copy that starts at a later step, in which steps keep their numbers and their padding."""
     before = loader.start.offset
-    offset = Offset(before.seen + skipped, before.consumed + skipped * loader.plan.batches_per_step)
+    offset = Offset(before.seen + skipped, before.consumed + loader.batches_before(skipped))
     late = _copy_with_start(loader, offset=offset, keeps_padding_source=offset.seen > 0)
     is_dispatched = loader.plan.mode == "dispatch"
     if isinstance(loader.dataset, IterableDataset):

@@ -12,6 +12,7 @@ from typing import Any
 
 from accelerate.base import RNGType
 from accelerate.data_loader.base import DataLoaderAdapter, DataLoaderStateMixin, PassContext
+from accelerate.data_loader.constant_batches import ConstantBatchShard
 from accelerate.data_loader.iterable_shard import IterableDatasetShard
 from accelerate.data_loader.joining import DatasetJoin
 from accelerate.data_loader.last_batch import PaddingRecord
@@ -144,6 +145,8 @@ class DataLoaderShard(DataLoaderAdapter, DataLoaderStateMixin):
         """Number of samples in a global batch, or None if batches have no fixed size."""
         shard = shard_of(self._index_sampler)
         size: int | None = getattr(self._index_sampler, "batch_size", None)
+        if isinstance(shard, ConstantBatchShard):
+            return shard.total_batch_size
         if isinstance(shard, BatchSamplerShard):
             return size if shard.split_batches or not size else size * shard.num_processes
         if self.plan.has_own_shards:

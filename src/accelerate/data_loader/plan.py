@@ -33,6 +33,7 @@ class ShardPlan:
         split: Whether the batch of the user is the global batch.
         even: Whether the end of the epoch is padded; always for iterable datasets and dispatched loaders.
         replicates: Whether several ranks of a group get the same batch.
+        global_batch_size: Number of samples of one optimizer step; None if it depends on the groups.
         reason: The reason for the mode, for messages.
     """
 
@@ -43,6 +44,7 @@ class ShardPlan:
     split: bool = False
     even: bool = True
     replicates: bool = False
+    global_batch_size: int | None = None
     reason: str = "one process"
 
     @property

@@ -36,6 +36,8 @@ class ResumePoint:
     start_states: Mapping[str, Any] | None  # of the random generators; None between two epochs
     groups: int  # data-parallel groups of the run that saved the checkpoint
     is_over: bool = False  # the point is after the last batch of the epoch
+    ends_step: bool = True  # as in `Position`
+    global_batch_size: int | None = None  # as in `ShardPlan`
     has_own_shards: bool = False  # each group read a shard that the dataset or the user made
     rows_in_batch: int | None = None  # samples in a batch of the dataset; None if it was not known
     state: Mapping[str, Any] = field(default_factory=dict)  # as `resume.capture` returned it
@@ -66,6 +68,7 @@ class Position:
     consumed: int = 0  # batches of the dataset that this took
     stream: Any = None  # state of the iterable dataset after the batch just yielded
     is_over: bool = False  # the batch just yielded is the last one
+    ends_step: bool = True  # the batch just yielded is the last one of a global batch of a constant size
     start_states: Mapping[str, Any] | None = None  # of the random generators at the start of the pass
     read_states: Mapping[str, Any] | None = None
     """Of the random generators before the batch after this one was read; None if reading draws nothing."""

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from copy import copy
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
+from accelerate.data_loader.constant_batches import has_constant_batches
 from accelerate.data_loader.dispatcher import DataLoaderDispatcher
 from accelerate.data_loader.existing_shards import find_native_shard, find_user_shard, reachable_transport
 from accelerate.data_loader.index_order import order_arguments, seed_order, shard_order
@@ -64,6 +66,7 @@ def prepare_data_loader(
     torch_device_mesh: Any = None,
     use_constant_memory_sampler: bool = False,
     already_sharded: bool | None = None,
+    global_batch_size: int | None = None,
 ) -> Loader:
     """Returns a loader that yields the shard of each process, on its device.
 
@@ -98,6 +101,9 @@ def prepare_data_loader(
             it as it is, False shards it. None keeps it if `num_replicas` and `rank` of a sampler, a batch
             sampler or an iterable dataset are those of this process, see `rank_aware.ATTRIBUTES`, and if an
             iterable dataset reads the rank in its code.
+        global_batch_size: Number of samples of one optimizer step on all processes together. Loaders with
+            torch's batch sampler, whose batch size divides it, yield micro-batches of at most their batch
+            size, `global_batch_size` samples in each step. None: each process gets whole batches.
 
     Returns:
         A `DataLoaderShard` or a `DataLoaderDispatcher`, which are instances of `torch.utils.data.DataLoader`;
@@ -131,6 +137,9 @@ def prepare_data_loader(
     )
     sampler_kinds = {"use_seedable": use_seedable_sampler, "use_constant_memory": use_constant_memory_sampler}
     index_sampler = seed_order(dataloader, num_processes, data_seed, **sampler_kinds)
+    is_sharded_here = decided.mode in ("shard", "unsharded") and not split_batches
+    if is_sharded_here and has_constant_batches(index_sampler, global_batch_size):
+        decided = replace(decided, global_batch_size=global_batch_size)
     settings: dict[str, Any] = {
         "_plan": decided,
         "use_stateful_dataloader": use_stateful_dataloader,

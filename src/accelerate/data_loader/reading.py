@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from accelerate import rng, torch_private
 from accelerate.base import stack_dumps
 from accelerate.data_loader.background import RandomDrawDetector
+from accelerate.data_loader.constant_batches import StepRecord
 from accelerate.data_loader.last_batch import (
     CountingCollate,
     PaddingRecord,
@@ -109,8 +110,12 @@ def yield_batches(
             if mark.is_last:
                 loader.end_of_dataloader = position.is_over = True
                 loader.remainder = last_remainder(loader)
+            consumed = batches_per_step
+            if isinstance(padding_record, StepRecord):
+                part = loader.step_part = padding_record.part(number, loader.plan.group)
+                position.ends_step, consumed = part.is_last, part.batches
             position.seen += 1
-            position.consumed += batches_per_step
+            position.consumed += consumed
             if move is not None:
                 batch = move(batch)
             step_clock.begin_forward(rows or 0)

@@ -48,6 +48,7 @@ _PURPOSE = "accelerate.Accelerator.should_stop"
 _STOP_READ, _SAVE_READ = 1, 2
 _TERMINATION_SIGNALS = (signal.SIGTERM, getattr(signal, "SIGBREAK", None))
 _NUM_WARM_UP_CYCLES = 2  # the first all-reduce opens a process group, the first steps compile
+_MAX_GROWTH = 2  # of the interval between two all-reduces
 
 Reduce = Callable[[Sequence[float], str, str], AsyncReduction]
 
@@ -386,7 +387,8 @@ class StopRequests:
                 action = "save and stop" if kind.stops else "save"
                 record_event("stop" if kind.stops else "save", f"{kind.reason} process {process - 1:.0f}")
                 logger.warning(f"All processes {action} now: {kind.reason} process {process - 1:.0f}.")
-        self._interval = steps_between(step, -cost)
+        # A script that reads twice in a step makes the first steps look short.
+        self._interval = min(steps_between(step, -cost), self._interval * _MAX_GROWTH)
 
 
 def get_stop_requests(environ: Mapping[str, str]) -> StopRequests:

@@ -126,11 +126,15 @@ class Outcome:
         return [rank for rank, code in self.seen.codes.items() if not code and rank not in self.seen.asked]
 
 
-def collect(folder: Path, code: int) -> Outcome:
-    """Reads the files that the processes of a run that ended with a code wrote into a folder."""
+def collect(folder: Path, code: int, seen: Exits | None = None) -> Outcome:
+    """Reads the files that the processes of a run that ended with a code wrote into a folder.
+
+    Args:
+        seen: Exits of the last attempt. None reads those of the folder.
+    """
     entries = [json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("rank-*.json")]
     failures = [Failure(**{**entry, "kind": tuple(entry["kind"])}) for entry in entries]
-    seen = Exits.read(folder)
+    seen = Exits.read(folder) if seen is None else seen
     last = max((seen.attempt, *(failure.attempt for failure in failures)))
     latest = [failure for failure in failures if failure.attempt == last]
     latest.sort(key=lambda failure: failure.moment)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias, TypeVar
 
 from accelerate.base import ConfigurationError, environ
+from accelerate.launch.elastic_sizes import Sizes
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
 from accelerate.launch.machine import DEFAULT_PORT, LOOPBACK_ADDRESS
 from accelerate.settings import ENVIRONMENT, FLAG, Settings, flags
@@ -61,10 +62,17 @@ class LaunchPlan:
     notes: tuple[str, ...] = ()  # assumptions and changes to report to the user
     details: object = None  # further data of the launcher, see `detail`
     per_machine: tuple[int, ...] = ()  # number of processes on each node, if these differ
+    smallest: Sizes = Sizes()  # smallest sizes of an elastic run; the largest are those above
 
     @property
     def local_processes(self) -> int:
         return self.per_machine[self.machine] if self.per_machine else self.processes // self.machines
+
+    @property
+    def nodes(self) -> str:
+        """Number of nodes, or the smallest and the largest number, as torchrun reads them."""
+        least = self.smallest.machines
+        return str(self.machines) if least is None else f"{least}:{self.machines}"
 
     @property
     def ranks(self) -> str:
@@ -78,6 +86,8 @@ class LaunchPlan:
     @property
     def layout(self) -> str:
         """Distribution of the processes over several nodes as text."""
+        if self.smallest.machines is not None:
+            return f"{self.local_processes} on each of {self.smallest.machines} to {self.machines} machines"
         if self.per_machine:
             return f"{', '.join(map(str, self.per_machine))} on the {self.machines} machines"
         return f"{self.local_processes} on each of {self.machines} machines"
@@ -104,9 +114,8 @@ def local_command(target: Target) -> list[str]:
 def torchrun_arguments(plan: LaunchPlan) -> list[str]:
     rendezvous = plan.rendezvous
     words = [
-        *("--nnodes", str(plan.machines)),
+        *("--nnodes", plan.nodes),
         *("--nproc_per_node", str(plan.local_processes)),
-        *("--node_rank", str(plan.machine)),
         # Otherwise torch would read it from PET_RDZV_ENDPOINT.
         *("--rdzv_endpoint", f"{plan.address}:{plan.port}"),
         *("--rdzv_backend", rendezvous.rdzv_backend),
@@ -115,6 +124,8 @@ def torchrun_arguments(plan: LaunchPlan) -> list[str]:
         *("--role", rendezvous.role),
         *("--tee", rendezvous.tee),
     ]
+    if rendezvous.rdzv_backend == "static":
+        words += ["--node_rank", str(plan.machine)]
     if rendezvous.rdzv_conf:
         words += ["--rdzv_conf", rendezvous.rdzv_conf]
     if rendezvous.log_dir:

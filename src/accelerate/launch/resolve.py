@@ -23,6 +23,7 @@ from accelerate.base import (
 from accelerate.devices import CPU
 from accelerate.launch import layout
 from accelerate.launch.backends import Launcher, launcher_for, launcher_named
+from accelerate.launch.elastic_sizes import Sizes, choose_sizes
 from accelerate.launch.machine import DEFAULT_PORT, Machine
 from accelerate.launch.plan import RECORDED, LaunchPlan, Target
 from accelerate.settings import ENVIRONMENT, FLAG, SECTIONS, Option, Settings, deepspeed_checks as checks
@@ -108,6 +109,12 @@ def _plan_processes(
     if launcher.called_once and rendezvous.machine_rank:
         fix = "Call it once, on one machine, without it"
         raise layout.wrong_option(settings, "machine_rank", f"the {name} launcher starts all machines", fix)
+    settings, smallest = choose_sizes(settings)
+    if smallest != Sizes() and name != "elastic":
+        option = "min_processes" if settings.values["nnodes"] is None else "nnodes"
+        reason = f"the {name} launcher starts a fixed number of processes"
+        raise layout.wrong_option(settings, option, reason, "Leave it out")
+    rendezvous = settings[RendezvousSection]
     settings = layout.choose_threads(settings, machine, name, per_machine)
     plan = LaunchPlan(
         launcher=name,
@@ -116,6 +123,7 @@ def _plan_processes(
         machines=launch.num_machines,
         machine=rendezvous.machine_rank,
         per_machine=per_machine,
+        smallest=smallest,
     )
     if name != "local":
         _check_rendezvous(settings, launcher)
@@ -124,7 +132,8 @@ def _plan_processes(
         plan = replace(plan, rendezvous=rendezvous, address=address, port=port)
     if plan.machines > 1:  # the total is easily taken for the count of one machine
         total = f"{plan.processes} processes in total: {plan.layout}"
-        settings = settings.noted(f"{total}; machine {plan.machine} has {plan.ranks}")
+        own = "" if smallest.machines else f"; machine {plan.machine} has {plan.ranks}"
+        settings = settings.noted(total + own)
     return settings, plan
 
 

@@ -43,9 +43,14 @@ class GradientAccumulationPlugin(KwargsHandler):
             sharded parameters, and more communication. Replicas of shards are averaged after the last one.
         skip_nonfinite_updates: Whether optimizers skip an update on all ranks if a gradient of any rank is
             infinite or NaN, as a gradient scaler does. Reads one number from the device in each update.
+        global_batch_size: Number of samples of one optimizer step on all processes together, a multiple of
+            the batch size of the loader. The number of micro-batches follows from it and from the number of
+            processes, and `accelerator.backward` weights the mean loss of each by its samples. So a step is
+            that of one process with this batch size, whatever the number of processes is. Prepared schedulers
+            step once for each optimizer step. None: `num_steps` batches of each process.
 
     Raises:
-        ConfigurationError: `num_steps` is less than 1.
+        ConfigurationError: `num_steps` or `global_batch_size` is less than 1, or both are set.
     """
 
     num_steps: int | None = None
@@ -53,10 +58,23 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_with_dataloader: bool = True
     sync_each_batch: bool = False
     skip_nonfinite_updates: bool = False
+    global_batch_size: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:
             at_least("num_steps", self.num_steps, 1)
+        if self.global_batch_size is None:
+            return
+        if isinstance(self.global_batch_size, bool) or not isinstance(self.global_batch_size, int):
+            reason, fix = "it is not a number of samples", "Pass an integer of at least 1"
+            raise wrong_value("global_batch_size", self.global_batch_size, reason, fix, TypeError)
+        at_least("global_batch_size", self.global_batch_size, 1)
+        if self.num_steps not in (None, 1):
+            reason = "num_steps follows from global_batch_size and the number of processes"
+            raise wrong_value("num_steps", self.num_steps, reason, "Pass one of them")
+        if not self.sync_with_dataloader:
+            reason = "the last step of an epoch has the remaining samples with global_batch_size"
+            raise wrong_value("sync_with_dataloader", False, reason, "Leave it out")
 
 
 @dataclass

@@ -156,6 +156,10 @@ class Recovery:
         if mesh is not None and mesh.pp_enabled:
             reason = "the ranks of a pipeline add up gradients after the step of their replica group"
             raise wrong_value("pp_size", mesh.pp_size, reason, "Set pp_size=1, or leave --replicas out")
+        size = self._gradients.global_batch_size
+        if size is not None:
+            reason = "the global batch of replica groups is constant already"
+            raise wrong_value("global_batch_size", size, reason, "Pass gradient_accumulation_steps")
         if not self._gradients.sync_with_dataloader:
             reason = "a step would have batches of two passes"
             raise wrong_value("sync_with_dataloader", False, reason, "Leave it out, or leave --replicas out")

@@ -33,6 +33,7 @@ from accelerate.settings.deepspeed_checks import (
 )
 from accelerate.settings.env import (
     decode as decode,
+    nodes_of as nodes_of,
     read as read,
     read_fields as read_fields,
     read_with_problems as read_with_problems,

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from accelerate.base import read_flag, wrong_value
+from accelerate.base import read_flag, whole_number, wrong_value
 from accelerate.settings.option import Option, Section, refuse_all
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def _value_of(row: Option, environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 PET_VARIABLES = {
-    "PET_NNODES": "num_machines",
+    "PET_NNODES": "nnodes",
     "PET_NODE_RANK": "machine_rank",
     "PET_MASTER_ADDR": "main_process_ip",
     "PET_MASTER_PORT": "main_process_port",
@@ -123,14 +123,18 @@ def apply_torchrun_variables(settings: Settings, environ: Mapping[str, str]) -> 
     from accelerate.settings.layers import FLAG, all_options
     from accelerate.settings.sections import LaunchSection
 
-    variables = [(variable, name, environ.get(variable, "")) for variable, name in PET_VARIABLES.items()]
-    is_alone = settings.source("num_machines") == FLAG and settings[LaunchSection].num_machines == 1
+    has_machines = settings.source("num_machines") == FLAG
+    is_alone = has_machines and settings[LaunchSection].num_machines == 1
+    variables = [
+        (variable, name, environ.get(variable, ""))
+        for variable, name in PET_VARIABLES.items()
+        if not (name == "nnodes" and has_machines)
+    ]
     # The endpoint comes first, because the variables of its two parts take precedence.
     for variable, name, text in (*_endpoint(environ.get(PET_ENDPOINT, "")), *variables):
         if text and settings.source(name) != FLAG and not (is_alone and name in _RENDEZVOUS):
-            settings = settings.replaced(
-                variable, **{name: _read_torchrun(variable, all_options()[name], text)}
-            )
+            settings = settings.replaced(variable, **{name: all_options()[name].read(text, variable)})
+    settings = _apply_nnodes(settings)
     text = environ.get(PET_PROCESSES, "")
     if not text or FLAG in (settings.source("num_processes"), settings.source("processes_per_machine")):
         return settings
@@ -147,9 +151,30 @@ def _endpoint(text: str) -> tuple[tuple[str, str, str], ...]:
     return (PET_ENDPOINT, "main_process_ip", host.strip("[]")), (PET_ENDPOINT, "main_process_port", port)
 
 
-def _read_torchrun(variable: str, row: Option, text: str) -> Any:
-    least, _, most = text.partition(":") if variable == "PET_NNODES" else (text, "", "")
-    if most and least != most:
-        reason = "a number of machines that changes during a run is not supported"
-        raise wrong_value(variable, text, reason, f"Set {variable}={most}, or pass --num_machines")
-    return row.read(least, variable)
+def _apply_nnodes(settings: Settings) -> Settings:
+    """Returns settings whose number of machines is that of `--nnodes`, of a range the largest."""
+    from accelerate.settings.layers import FLAG
+
+    text, source = settings.values["nnodes"], settings.source("nnodes")
+    if not text:
+        return settings
+    name = "--nnodes" if source == FLAG else source
+    least, most = nodes_of(text, name)
+    given = settings.values["num_machines"]
+    if settings.source("num_machines") == FLAG and given != most:
+        reason = f"--num_machines is {given}, and the largest number is {most}"
+        raise wrong_value(name, text, reason, "Make them agree, or leave one out")
+    return settings.replaced(source, num_machines=most)
+
+
+def nodes_of(text: str, name: str = "--nnodes") -> tuple[int, int]:
+    """Returns the smallest and the largest number of machines of `--nnodes`."""
+    first, _, second = text.partition(":")
+    try:
+        least, most = whole_number(first), whole_number(second or first)
+    except ValueError:
+        least, most = 0, 0
+    if not 1 <= least <= most:
+        reason = "it is neither a number of machines nor a smallest and a largest one"
+        raise wrong_value(name, text, reason, "Write for example 4, or 2:4")
+    return least, most

@@ -56,6 +56,11 @@ class GradientState(SharedState):
         return self.plugin_kwargs.get("num_steps", 1)  # type: ignore[no-any-return]
 
     @property
+    def global_batch_size(self) -> int | None:
+        """Number of samples of one optimizer step on all ranks, or None if it depends on their number."""
+        return self.plugin_kwargs.get("global_batch_size")
+
+    @property
     def adjust_scheduler(self) -> bool:
         """True if schedulers also count passes without an optimizer step."""
         return self.plugin_kwargs.get("adjust_scheduler", True)  # type: ignore[no-any-return]

@@ -66,8 +66,11 @@ BACKEND_MODULES = {
 
 
 def generation() -> str:
-    """Returns the name of this restart generation, which is the same on all its ranks."""
-    return services.generation or _restart_count()
+    """Returns the name of this restart generation, which is the same on all its ranks.
+
+    The agents of an elastic run count their restarts independently, and each generation has its own store.
+    """
+    return services.generation or (_restart_count() if _uses_agent_store() else "0")
 
 
 def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
@@ -77,7 +80,7 @@ def store_of_generation(topology: Topology, timeout: timedelta) -> Store | None:
     single node.
     """
     services.generation = None
-    if environ.current().get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not _uses_agent_store():
         return None
     on_one_node, name = topology.local_size == topology.size, _restart_count()
     if on_one_node and name == "0":
@@ -123,6 +126,10 @@ def agree_on_generation(channel: StoreChannel, rank: int, size: int, timeout: ti
 def _absent_error(rank: int, timeout: timedelta) -> StateError:
     absent = format_absent_ranks([rank], round(timeout.total_seconds()), "Rank")
     return StateError(f"{absent}: its node may be down.")
+
+
+def _uses_agent_store() -> bool:
+    return environ.current().get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _restart_count() -> str:

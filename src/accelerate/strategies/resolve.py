@@ -84,6 +84,7 @@ def _check_deepspeed(request: RunRequest, hardware: str) -> None:
             "deepspeed_plugin and fsdp_plugin both shard parameters over the ranks. Pass one of them; "
             "ZeRO stage 3 is DeepSpeed's counterpart of FULL_SHARD."
         )
+    _refuse_constant_batch(request, "train_batch_size in the configuration of DeepSpeed")
     mesh = request.parallelism
     hint = "; its own tensor parallelism is tensor_parallel.autotp_size in its configuration"
     for axis in ("pp", "ep", "tp", "cp") if mesh is not None else ():
@@ -120,6 +121,14 @@ def _check_megatron(request: RunRequest, hardware: str) -> None:
             f"megatron_lm_plugin and {' and '.join(exclusive)} both shard the model. Pass one of "
             "them; tp_degree, pp_degree and context_parallel_size are Megatron-LM's own axes."
         )
+    _refuse_constant_batch(request, "num_micro_batches of megatron_lm_plugin")
+
+
+def _refuse_constant_batch(request: RunRequest, option: str) -> None:
+    """Raises an error if the global batch size is set and an engine accumulates gradients."""
+    size = request.accumulation.global_batch_size
+    if size is not None:
+        raise wrong_value("global_batch_size", size, "the engine accumulates gradients", f"Set {option}")
 
 
 def _check_pipeline(mesh: ParallelismConfig, request: RunRequest) -> None:

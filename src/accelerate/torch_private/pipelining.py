@@ -64,6 +64,12 @@ class UnevenPipelineStage(PipelineStage):
         self._reduces_gradients = reduces_gradients
         self._loses_weights: bool | None = None
 
+    def _post_metadata_inference_cleanup(self) -> None:
+        """Keeps gradients, which torch clears for FSDP although the shapes are known without a forward pass.
+
+        A stage is made when the shapes of micro-batches change, also within an accumulation window.
+        """
+
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         super()._setup_forward_recv_info(num_microbatches, has_backward)
         if not self.is_first:

@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 @contextmanager
 def agent_hooks(
-    start: Callable[[Any, Callable[[], None]], None], close: Callable[[int], None]
+    start: Callable[[Any, Callable[[], None]], None],
+    close: Callable[[int], None],
+    size: Callable[[int], int],
 ) -> Iterator[None]:
     """Makes the elastic agent of torch start and end the processes of this node with functions of the caller.
 
@@ -27,8 +29,11 @@ def agent_hooks(
     Args:
         start: Called with the context of the agent and the function that starts its processes.
         close: Called with the number of the signal. The agent then kills the remaining processes.
+        size: Called before each rendezvous with the number of processes of this node. Returns the number that
+            is started next.
     """
     from torch.distributed.elastic import multiprocessing
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
     original = multiprocessing.SubprocessContext
 
@@ -44,11 +49,19 @@ def agent_hooks(
             else:
                 super()._close(signal.SIGKILL, timeout)
 
+    rendezvous = SimpleElasticAgent._rendezvous
+
+    def resize_and_meet(self: Any, group: Any) -> None:
+        group.spec.local_world_size = size(group.spec.local_world_size)
+        rendezvous(self, group)
+
     multiprocessing.SubprocessContext = HookedContext  # type: ignore[misc]  # where the agent reads it
+    SimpleElasticAgent._rendezvous = resize_and_meet  # type: ignore[method-assign]
     try:
         yield
     finally:
         multiprocessing.SubprocessContext = original  # type: ignore[misc]
+        SimpleElasticAgent._rendezvous = rendezvous  # type: ignore[method-assign]
 
 
 def default_to_stores_without_libuv() -> None:

@@ -68,8 +68,21 @@ def test_the_interval_of_collectives_depends_on_the_step_time() -> None:
     steps(collective, collective.agree(), 100)
     gaps = [b - a for a, b in zip(collective.started_at, collective.started_at[1:], strict=False)]
     assert gaps[:2] == pytest.approx([0.010039] * 2)
+    assert gaps[2] == pytest.approx(0.020039)  # the interval at most doubles
     assert gaps[3:] == pytest.approx([0.040039] * len(gaps[3:]))
     assert 20 <= len(collective.started_at) <= 30
+
+
+def test_two_reads_in_a_step_do_not_delay_a_request() -> None:
+    collective, switch = Collective(step=0.0), Switch(STOP_FILE)
+    stop_requests = collective.agree(switch)
+    for number in range(40):
+        switch.on = number == 20
+        collective.now += 1.5
+        if stop_requests.read_stop() or stop_requests.read_stop():
+            break
+    stop_requests.close()
+    assert 20 <= number <= 24
 
 
 def test_long_steps_run_the_collective_at_each_step() -> None:

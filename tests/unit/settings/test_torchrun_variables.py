@@ -64,6 +64,8 @@ def test_torchrun_variables_override_a_file(tmp_path: Path) -> None:
     ("variable", "text", "name", "value"),
     [
         ("PET_NNODES", "2:2", "num_machines", 2),
+        ("PET_NNODES", "1:3", "num_machines", 3),
+        ("PET_NNODES", "1:3", "nnodes", "1:3"),
         ("PET_RDZV_ENDPOINT", "host:1234", "main_process_ip", "host"),
         ("PET_RDZV_ENDPOINT", "host:1234", "main_process_port", 1234),
         ("PET_RDZV_ENDPOINT", "host", "main_process_ip", "host"),
@@ -101,7 +103,7 @@ def test_the_parts_of_an_endpoint_are_more_exact() -> None:
 @pytest.mark.parametrize(
     ("variable", "text", "message"),
     [
-        ("PET_NNODES", "1:3", r"^PET_NNODES='1:3': a number of machines that .* Set PET_NNODES=3, or pass"),
+        ("PET_NNODES", "3:1", r"^PET_NNODES='3:1': it is neither a number .* Write for example 4, or 2:4"),
         ("PET_NNODES", "two", r"^PET_NNODES='two'"),
         ("PET_NPROC_PER_NODE", "0", r"^PET_NPROC_PER_NODE='0': at least one"),
         ("PET_NPROC_PER_NODE", "many", r"^PET_NPROC_PER_NODE='many'"),
@@ -114,5 +116,13 @@ def test_bad_values_are_named(variable: str, text: str, message: str) -> None:
         settings({variable: text})
 
 
-def test_a_bad_value_that_a_flag_replaces_is_not_read() -> None:
-    assert settings({"PET_NNODES": "1:3"}, "--num_machines", "2").values["num_machines"] == 2
+def test_a_value_that_a_flag_replaces_is_not_read() -> None:
+    found = settings({"PET_NNODES": "bad"}, "--num_machines", "2")
+    assert (found.values["num_machines"], found.values["nnodes"]) == (2, None)
+    assert settings({"PET_NNODES": "bad"}, "--nnodes", "1:2").values["num_machines"] == 2
+
+
+def test_the_processes_of_an_elastic_run_are_those_of_the_largest_size() -> None:
+    environ = {"PET_NNODES": "1:3", "PET_NPROC_PER_NODE": "2"}
+    assert settings(environ).values["num_processes"] == 6
+    assert settings({"PET_NPROC_PER_NODE": "2"}, "--nnodes", "2:4").values["num_processes"] == 8

@@ -12,15 +12,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 from accelerate.base import ConfigurationError, LaunchError, environ, spell_ranks, wrong_value
-from accelerate.launch import children
+from accelerate.launch import children, layout
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import REQUESTS, run_child, say
+from accelerate.launch.elastic_sizes import VARIABLES
 from accelerate.launch.failures import Exits, Kind, collect, find_first
-from accelerate.launch.machine import get_free_port, hold_loopback_store, run_key
+from accelerate.launch.machine import Machine, get_free_port, hold_loopback_store, run_key
 from accelerate.launch.plan import LaunchPlan, folder_of, local_command, torchrun_arguments
+from accelerate.settings import Settings
+from accelerate.settings.sections import LaunchSection
 
 ATTEMPTS = 3
 PORT_TAKEN = "EADDRINUSE"
@@ -58,6 +61,27 @@ class LocalLauncher(Launcher):
         return end.code
 
 
+class Devices(NamedTuple):
+    """Devices of the processes of this node.
+
+    Attributes:
+        variable: Variable that selects devices, or None for the CPU.
+        ids: Device of each process, or none for the CPU.
+    """
+
+    variable: str | None = None
+    ids: tuple[str, ...] = ()
+
+    def without(self, index: int) -> Devices:
+        """Returns the devices without that of one process."""
+        return self._replace(ids=self.ids[:index] + self.ids[index + 1 :])
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Variables of the processes that use these devices."""
+        return {} if self.variable is None else {self.variable: ",".join(self.ids)}
+
+
 class Ranks:
     """Processes that the elastic agent of torch starts on this node, which a restart replaces.
 
@@ -66,8 +90,11 @@ class Ranks:
     ends.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, least: int | None = None, devices: Devices | None = None) -> None:
         self._folder = folder  # where they record their errors, or None if they do not run `entry.py`
+        self._least = least  # smallest number of processes of an elastic run on one node, or None
+        self._devices = devices or Devices()
+        self._failed: int | None = None  # rank that failed first in the attempt before
         self._context: Any = None
         self._seen = Exits({})
         self._early: list[int] = []
@@ -97,6 +124,23 @@ class Ranks:
         while self._early:
             self.on_request(self._early.pop(0), None)
 
+    def next_size(self, size: int) -> int:
+        """Returns the number of processes that are started next.
+
+        In an elastic run on one node, a process that fails first twice in succession is left out, with its
+        device.
+        """
+        if self._least is None or self._context is None or self._folder is None:
+            return size
+        first = find_first(collect(self._folder, 1, self.exits()))
+        rank, self._failed = self._failed, None if first is None else first.rank
+        if rank is None or rank != self._failed or size <= self._least:
+            return size
+        self._failed, self._devices = None, self._devices.without(rank)
+        environ.assign(self._devices.variables)
+        say(f"rank {rank} has failed twice and is left out: the run goes on with {size - 1} of its processes")
+        return size - 1
+
     def end(self, number: int) -> None:
         """Sends a signal to all running processes, waits, and records those that do not end in time."""
         self._wait_for_cause()
@@ -125,7 +169,7 @@ class Ranks:
         """Waits while all failures are those of ranks that lost another rank, or the first one still ends."""
         deadline = time.monotonic() + SECONDS_FOR_CAUSE
         while self._folder is not None and self._running() and time.monotonic() < deadline:
-            first = find_first(replace(collect(self._folder, 1), seen=self.exits()))
+            first = find_first(collect(self._folder, 1, self.exits()))
             if first is None or (first.kind <= Kind.SILENT and first.rank not in self._running()):
                 return
             time.sleep(POLL)
@@ -144,6 +188,13 @@ class Ranks:
 class ElasticLauncher(Launcher):
     """Launcher that runs the processes of this node under the elastic agent, which restarts them."""
 
+    def details(self, settings: Settings, machine: Machine, plan: LaunchPlan) -> Devices:
+        launch = settings[LaunchSection]
+        if launch.cpu or not machine.has_accelerator:
+            return Devices()
+        ids = layout.device_ids(launch.gpu_ids) or tuple(map(str, range(machine.devices)))
+        return Devices(machine.hardware.visible_env, ids[: plan.local_processes])
+
     def command(self, plan: LaunchPlan) -> list[str]:
         return ["torchrun", *torchrun_arguments(plan)]
 
@@ -158,7 +209,8 @@ class ElasticLauncher(Launcher):
             except OSError as error:
                 reason = f"this folder cannot be created ({error.strerror})"
                 raise wrong_value("--log_dir", folder, reason, "Choose another folder") from error
-        ranks = Ranks(folder_of(plan))
+        devices = plan.details if isinstance(plan.details, Devices) else None
+        ranks = Ranks(folder_of(plan), plan.smallest.processes, devices)
         # SIGINT also ends this process before the agent runs, even if a shell ignores it.
         is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         interrupt = children.caught_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else [])
@@ -176,11 +228,16 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
     # several nodes must set the key themselves
     key = run_key(environ.current()) if plan.machines == 1 else {}
     variables = {**plan.environment, children.GRACE_VARIABLE: str(children.grace()), **key}
+    if plan.smallest.machines is not None:
+        variables |= VARIABLES
     if sys.platform == "win32":  # the agent warns about each missing signal
         variables["TORCHELASTIC_SIGNALS_TO_HANDLE"] = _names(children.FORWARDED)
     for attempt in range(1, ATTEMPTS + 1):
         try:
-            with environ.patch_environment(**variables), torch_private.agent_hooks(ranks.start, ranks.end):
+            with (
+                environ.patch_environment(**variables),
+                torch_private.agent_hooks(ranks.start, ranks.end, ranks.next_size),
+            ):
                 return _run_agent(plan, ranks)
         except (DistError, RendezvousError) as error:
             if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:

@@ -164,6 +164,15 @@ class RendezvousSection(Section):
 
     title = "Distributed GPUs"
 
+    nnodes: str | None = optional(
+        "Number of machines, or the smallest and the largest number of an elastic run: 2:4. An elastic run "
+        "goes on with the remaining machines when some are lost, and grows when they return.",
+        key=None,  # YAML reads 2:4 as a number
+    )
+    min_processes: int | None = optional(
+        "Smallest number of processes with which an elastic run goes on. --num_processes is the largest.",
+        limits=(1, 10**6),
+    )
     same_network: bool = _machines_option(
         False,
         "The machines are on one local network. Kept for configuration files: addresses are used as given.",
@@ -205,7 +214,10 @@ class RendezvousSection(Section):
     )
     rdzv_conf: str = option("", "Further settings of the meeting: key1=value1,key2=value2.", key=None)
     max_restarts: int = option(
-        0, "How often failed processes are started again.", limits=(0, 10**6), key=None
+        0,
+        "How often failed processes are started again (10 in an elastic run).",
+        limits=(0, 10**6),
+        key=None,
     )
     monitor_interval: float = option(
         0.1, "Seconds between two looks at the processes.", limits=(0.001, 86400), key=None
