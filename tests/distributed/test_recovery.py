@@ -58,6 +58,9 @@ def fail(where, number):
         return
     if where == "exit":
         sys.exit(3)
+    if where == "asked":
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -90,6 +93,7 @@ for epoch in range(len(os.environ.get("RESUME", "")), 3):
     for number, (rows, labels, _) in enumerate(loader):
         fail("batch", 10 * epoch + number)
         fail("exit", 10 * epoch + number)
+        fail("asked", 10 * epoch + number)
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(rows), labels)
             loss.register_hook(lambda gradient: fail("backward", 10 * epoch + number))
@@ -100,6 +104,12 @@ for epoch in range(len(os.environ.get("RESUME", "")), 3):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+        if accelerator.should_save:
+            accelerator.save_state()
+        if accelerator.should_stop:
+            break
+    if accelerator.should_stop:
+        break
     model.eval()
     found = []
     with torch.no_grad():
@@ -183,6 +193,15 @@ def test_weights_are_those_without_a_failure(tmp_path: Path, expected: Outcome, 
     assert_equal(found, expected)
     assert "and is started again" in found.err
     assert "Traceback" not in found.err
+
+
+@pytest.mark.slow
+def test_all_groups_save_and_stop_at_the_request_of_one(tmp_path: Path) -> None:
+    found = launch(tmp_path, "--replicas", "2", FAILURE=failing("asked", 3), PAUSE="0.3")
+    first, second = found.weights
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert found.reports == [[], []]
+    assert (tmp_path / "project" / "checkpoints" / "checkpoint_0").is_dir()
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accelerate import rng, strategies
@@ -39,6 +40,8 @@ Result = TypeVar("Result")
 STORE_VARIABLE = "ACCELERATE_RUN_STORE"
 """Variable with the address of the store of the run."""
 SETTINGS = ("replicas", "min_replicas", "replica_timeout", "lighthouse")
+Request: TypeAlias = Literal["save", "stop"]
+REQUESTS: tuple[Request, ...] = ("save", "stop")
 SEED = "seed"
 """Key in the store of the run of its seed."""
 BUCKET_BYTES = 32 * 2**20
@@ -139,6 +142,9 @@ class Recovery:
         self._has_committed = False
         self._num_loaders = 0
         self._transport: MemberTransport | None = None
+        self._requested = dict.fromkeys(REQUESTS, False)  # by this replica group, and not shared yet
+        self._shared = dict.fromkeys(REQUESTS, False)
+        self._flags = nn.Parameter(torch.zeros(len(REQUESTS), device=strategy.context.device))
         self._store = _connect(run.store)
         self._leader = services.put(Leader, Leader(run.replica == 0))
         services.put(Recovery, self, end=self._shut_down)
@@ -275,7 +281,8 @@ class Recovery:
         assert self._membership is not None
         models = self._prepared.models
         trained = dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad)
-        strategies.sum_gradients(list(trained), self._membership.sum, bucket_bytes=BUCKET_BYTES)
+        self._flags.grad = self._flags.new_tensor(list(self._requested.values()))
+        strategies.sum_gradients([*trained, self._flags], self._membership.sum, bucket_bytes=BUCKET_BYTES)
 
     @property
     def loss_scale(self) -> float:
@@ -292,12 +299,34 @@ class Recovery:
             self._outcome = self._membership.commit()
             if self._outcome:
                 self._loader.advance()
+                self._share_requests()
                 if not self._has_committed:
                     self._has_committed = True
                     self._store.set(committed_key(self._run.replica), "1")
             else:
                 logger.info("A replica group has ended. The step is repeated with the same samples.")
         return self._outcome
+
+    def _share_requests(self) -> None:
+        """Takes the requests of all members, which were added up with the gradients of the step."""
+        assert self._flags.grad is not None
+        for name, count in zip(REQUESTS, self._flags.grad.tolist(), strict=True):
+            if count:
+                self._shared[name], self._requested[name] = True, False
+
+    def read_request(self, name: Request, is_requested: bool) -> bool:
+        """Returns whether to save or to stop, which all members do after the same step.
+
+        Args:
+            name: "save", which is True once for each request, or "stop".
+            is_requested: Whether this replica group has been asked, since the last call or before.
+        """
+        if self._membership is None:  # the steps have not begun
+            return is_requested
+        self._requested[name] = self._requested[name] or (is_requested and not self._shared[name])
+        is_shared = self._shared[name]
+        self._shared[name] = is_shared and name != "save"
+        return is_shared
 
     def check_step(self) -> None:
         """Raises an error if no optimizer has stepped after the batches of a step."""
