@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 STORE_VARIABLE = "ACCELERATE_RUN_STORE"
 """Variable with the address of the store of the run."""
-SETTINGS = ("replicas", "min_replicas", "replica_timeout", "lighthouse")
+SETTINGS = ("replicas", "min_replicas", "replica_batch", "replica_timeout", "lighthouse")
 Request: TypeAlias = Literal["save", "stop"]
 REQUESTS: tuple[Request, ...] = ("save", "stop")
 SEED = "seed"
@@ -74,6 +74,7 @@ class Run(NamedTuple):
         replica: Index of the replica group.
         replicas: Number of replica groups.
         min_replicas: Smallest number of them that takes a step.
+        batch: Whether the global batch is "constant", or "shrink" with the number of members.
         timeout: Timeout of one collective between them, in seconds.
         lighthouse: Address of the lighthouse.
         store: Host and port of the store of the run.
@@ -82,6 +83,7 @@ class Run(NamedTuple):
     replica: int
     replicas: int
     min_replicas: int
+    batch: str
     timeout: int
     lighthouse: str
     store: str
@@ -102,9 +104,9 @@ class Run(NamedTuple):
                 f"{environ.REPLICA} is set and {', '.join(missing)} is not. Start replica groups with "
                 "accelerate launch --replicas."
             )
-        replicas, min_replicas, timeout, lighthouse = (getattr(settings, name) for name in SETTINGS)
-        number = int(variables[environ.REPLICA])
-        return cls(number, replicas, min_replicas, timeout, lighthouse, variables[STORE_VARIABLE])
+        replicas, min_replicas, batch, timeout, lighthouse = (getattr(settings, name) for name in SETTINGS)
+        number, store = int(variables[environ.REPLICA]), variables[STORE_VARIABLE]
+        return cls(number, replicas, min_replicas, batch, timeout, lighthouse, store)
 
 
 class Recovery:
@@ -135,6 +137,7 @@ class Recovery:
         self.num_replicas = run.replicas
         self.members: Members | None = None
         self.in_pass = False
+        self._loss_scale = 1.0
         self._membership: Membership | None = None
         self._loader: RecoveryLoader | None = None
         self._outcome: bool | None = None
@@ -196,13 +199,13 @@ class Recovery:
         total = self.num_replicas * groups
         shards = [prepare(loader, total, replica * groups + group) for replica in range(self.num_replicas)]
 
-        def evaluate(members: Members) -> Any:
+        def divide(members: Members) -> Any:
             shard = prepare(loader, members.size * groups, members.index * groups + group)
             shard.plan = replace(shard.plan, replicates=current_transport().size > groups)
             return shard
 
         number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        return RecoveryLoader(number, shards, evaluate, self)
+        return RecoveryLoader(number, shards, divide, self, shrinks=self._run.batch == "shrink")
 
     @property
     def is_training(self) -> bool:
@@ -263,13 +266,15 @@ class Recovery:
         self._membership.decline()
         self._is_behind = True
 
-    def begin_micro_batch(self, number: tuple[int, int, int], *, is_last: bool) -> None:
+    def begin_micro_batch(self, number: tuple[int, int, int], *, is_last: bool, loss_scale: float) -> None:
         """Sets the random numbers of a micro-batch, and whether it is the last one of this replica group.
 
         Args:
             number: Pass, batch and replica group to which the micro-batch belongs.
             is_last: Whether the optimizer steps after it.
+            loss_scale: Factor of its loss, besides that of gradient accumulation.
         """
+        self._loss_scale = loss_scale
         digest = hashlib.blake2b(repr((self.seed, *number)).encode(), digest_size=8).digest()
         rng.set_seed(int.from_bytes(digest, "little") % 2**31 + current_transport().rank)
         self._gradients._set_sync_gradients(is_last)
@@ -287,7 +292,7 @@ class Recovery:
     @property
     def loss_scale(self) -> float:
         """Factor of the losses of a micro-batch, whose gradients are added up over all replica groups."""
-        return 1.0 / self.num_replicas if self.in_pass else 1.0
+        return self._loss_scale if self.in_pass else 1.0
 
     def commit(self) -> bool:
         """Returns whether the optimizers take the step, which is decided once for each step."""
