@@ -203,3 +203,15 @@ def test_a_run_goes_on_without_a_machine_and_grows_when_it_returns(
     end(returned)
     assert sizes(project) == [2, 1, 2]
     check_equal(project, tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_a_run_with_too_few_machines_ends_with_one_error(tmp_path: Path, launches: Launches) -> None:
+    words = ["--nnodes", "2:3", "--num_processes", "3", "--main_process_ip", "127.0.0.1"]
+    words += ["--main_process_port", str(get_free_port()), "--rdzv_conf", "join_timeout=3"]
+    process = launches.start(tmp_path / "run", *words)
+    output, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 1
+    assert "error: Not enough machines have joined the run at 127.0.0.1:" in output
+    assert "it needs 2. Start the others" in output
+    assert "Traceback" not in output

@@ -58,6 +58,9 @@ def fail(where, number):
         return
     if where == "exit":
         sys.exit(3)
+    if where == "asked":
+        os.kill(os.getpid(), signal.SIGTERM)
+        return
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -85,11 +88,14 @@ model, optimizer, scheduler, loader, evaluation = accelerator.prepare(
 if os.environ.get("RESUME"):
     accelerator.load_state()
 accelerator.register_save_state_pre_hook(lambda *_: fail("save", 1))
+log, samples = open(folder / f"samples-{replica}-{os.getpid()}.jsonl", "a", buffering=1), []
 report, pause = [], float(os.environ.get("PAUSE", "0"))
 for epoch in range(len(os.environ.get("RESUME", "")), 3):
-    for number, (rows, labels, _) in enumerate(loader):
+    for number, (rows, labels, numbers) in enumerate(loader):
+        samples += numbers.tolist()
         fail("batch", 10 * epoch + number)
         fail("exit", 10 * epoch + number)
+        fail("asked", 10 * epoch + number)
         with accelerator.accumulate(model):
             loss = nn.functional.cross_entropy(model(rows), labels)
             loss.register_hook(lambda gradient: fail("backward", 10 * epoch + number))
@@ -100,6 +106,16 @@ for epoch in range(len(os.environ.get("RESUME", "")), 3):
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            if not accelerator.optimizer_step_was_skipped:
+                log.write(json.dumps([epoch, samples]) + "\\n")
+            samples = []
+        if accelerator.should_save:
+            accelerator.save_state()
+        if accelerator.should_stop:
+            break
+    if accelerator.should_stop:
+        break
     model.eval()
     found = []
     with torch.no_grad():
@@ -183,6 +199,28 @@ def test_weights_are_those_without_a_failure(tmp_path: Path, expected: Outcome, 
     assert_equal(found, expected)
     assert "and is started again" in found.err
     assert "Traceback" not in found.err
+
+
+@pytest.mark.slow
+def test_all_groups_save_and_stop_at_the_request_of_one(tmp_path: Path) -> None:
+    found = launch(tmp_path, "--replicas", "2", FAILURE=failing("asked", 3), PAUSE="0.3")
+    first, second = found.weights
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert found.reports == [[], []]
+    assert (tmp_path / "project" / "checkpoints" / "checkpoint_0").is_dir()
+
+
+@pytest.mark.slow
+def test_a_batch_that_shrinks_has_each_sample_once(tmp_path: Path) -> None:
+    options = ("--replicas", "3", "--min_replicas", "2", "--replica_batch", "shrink")
+    found = launch(tmp_path, *options, FAILURE=failing("batch", 13), PAUSE="0.3")
+    lines = [line for path in tmp_path.glob("samples-*.jsonl") for line in path.read_text().splitlines()]
+    records = [json.loads(line) for line in lines]
+    for epoch in range(3):
+        trained = sorted(sample for number, samples in records if number == epoch for sample in samples)
+        assert trained == list(range(72))
+    assert all(torch.equal(weights["0.weight"], found.weights[0]["0.weight"]) for weights in found.weights)
+    assert "and is started again" in found.err
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import traceback
 import warnings
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import CheckpointError
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin, set_seed
+from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, set_seed
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks load this file by its path
 try:
@@ -72,7 +72,7 @@ class Schedule:
     models: int
     optimizer: str
     scheduler: str
-    accumulation: str  # "none", "accumulate", "items", "windows"
+    accumulation: str  # "none", "accumulate", "items", "windows", "constant": a constant global batch
     steps: int
     limit: int | None  # batches behind which the loop breaks an epoch
     evaluation: str  # "", "epoch", "broken", "nested"
@@ -156,7 +156,7 @@ def draw(seed: int) -> Schedule:
     if accumulation == "windows":  # a window is read ahead, and with it random numbers are drawn
         augment = ""
         sampler = "batches with generator" if sampler == "batches" else sampler
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         world=world,
         resumed_world=resumed_world,
@@ -190,6 +190,10 @@ def draw(seed: int) -> Schedule:
         loads_inside=choose.random() < 0.4,
         again=pick([0, 0, 1, 2, 3, 5]),
     )
+    divides = not (is_dispatched or config.get("dispatch_batches") or config.get("split_batches"))
+    if source != "map" or sampler.startswith("batches") or not divides or choose.random() < 0.6:
+        return schedule
+    return replace(schedule, accumulation="constant", steps=pick([1, 2, 3, 5]), limit=None)
 
 
 class Event(NamedTuple):
@@ -234,11 +238,15 @@ class Training:
             state._reset_state()
         set_seed(self.seed)
         options: dict[str, Any] = {}
+        if s.accumulation == "constant":
+            size = s.steps * s.batch
+            options["gradient_accumulation_plugin"] = GradientAccumulationPlugin(global_batch_size=size)
+        else:
+            options["gradient_accumulation_steps"] = s.steps
         if s.strategy == "fsdp":
             options["fsdp_plugin"] = FullyShardedDataParallelPlugin(fsdp_version=2)
         self.accelerator = Accelerator(
             dataloader_config=DataLoaderConfiguration(**s.config),
-            gradient_accumulation_steps=s.steps,
             mixed_precision=s.precision,
             **options,
         )
@@ -283,7 +291,7 @@ class Training:
             case "windows":
                 for window in accelerator.windows(loader, *self.models):
                     yield from window
-            case "accumulate" | "items" as way:
+            case "accumulate" | "items" | "constant" as way:
                 for batch in loader:
                     items = len(batch[0]) if way == "items" else None
                     with accelerator.accumulate(*self.models, num_items=items):
@@ -369,7 +377,11 @@ def find_stop(schedule: Schedule, whole: list[Event]) -> Event:
     stop = choose_stop(schedule, whole)
     # Where a loop leaves a pass, a checkpoint behind its last batch is one in the middle of the pass.
     behind = (event for event in whole if event[:2] >= stop and event.batch + 1 != schedule.limit)
-    if schedule.accumulation in ("windows", "items"):  # gradients of a part of a window are not saved
+    if schedule.accumulation in (
+        "windows",
+        "items",
+        "constant",
+    ):  # gradients of a part of a window are not saved
         return next(event for event in behind if event.synchronized)
     return next(behind)
 
@@ -430,6 +442,8 @@ def compare(whole: Result, resumed: Result, schedule: Schedule, stop: Event) -> 
     """The first difference between two runs of one rank; empty where they are the same."""
     expected = [event for event in whole.whole if event.batch >= 0]
     actual = [event for event in [*whole.before, *resumed.after] if event.batch >= 0]
+    if schedule.resized and schedule.accumulation == "constant":
+        return compare_steps(expected, actual)
     if schedule.resized:
         return compare_sets(expected, actual, schedule)
     for one, other in zip(expected, actual, strict=False):
@@ -442,6 +456,25 @@ def compare(whole: Result, resumed: Result, schedule: Schedule, stop: Event) -> 
     if stop.synchronized and whole.weights != resumed.weights:
         return "other weights"
     return ""
+
+
+def compare_steps(expected: list[Event], actual: list[Event]) -> str:
+    """The first optimizer step with other samples or another learning rate."""
+    wanted, found = (list(steps(events)) for events in (expected, actual))
+    for one, other in zip(wanted, found, strict=False):
+        if one != other:
+            return f"the step {one} became {other}"
+    return "" if len(wanted) == len(found) else f"{len(wanted)} steps became {len(found)}"
+
+
+def steps(events: list[Event]) -> Iterator[tuple[int, list[int], float]]:
+    """Yields epoch, samples and learning rate of each optimizer step."""
+    samples: list[int] = []
+    for event in events:
+        samples += event.samples
+        if event.synchronized:
+            yield event.epoch, sorted(samples), event.rate
+            samples = []
 
 
 def compare_sets(expected: list[Event], actual: list[Event], schedule: Schedule) -> str:

@@ -795,7 +795,8 @@ class Accelerator(ProcessControl):
         `max_time` or of a SLURM allocation, `stop_file`, `save_file`, and a preemption that Ray Train
         announces. Read it before `should_stop`.
         """
-        return self._stop_requests.read_save()
+        is_requested = self._stop_requests.read_save()
+        return is_requested if self._recovery is None else self._recovery.read_request("save", is_requested)
 
     @property
     def should_stop(self) -> bool:
@@ -804,7 +805,8 @@ class Accelerator(ProcessControl):
         Requests are SIGTERM, SIGUSR1, the end of `max_time` or of a SLURM allocation, and `stop_file`. The
         first read in a run sets the handlers of these signals. A second SIGTERM ends the process.
         """
-        return self._stop_requests.read_stop()
+        is_requested = self._stop_requests.read_stop()
+        return is_requested if self._recovery is None else self._recovery.read_request("stop", is_requested)
 
     # Contexts
 

@@ -50,6 +50,7 @@ from accelerate.data_loader.last_batch import (
 )
 from accelerate.data_loader.late_start import (
     make_resumed_loader as make_resumed_loader,
+    skip_before_sharding as skip_before_sharding,
     skip_prepared as skip_prepared,
 )
 from accelerate.data_loader.loaders import (

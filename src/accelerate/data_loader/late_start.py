@@ -161,6 +161,11 @@ def _shard_rest(loader: Any, offset: Offset, used: tuple[ReadSegment, ...]) -> A
     return late
 
 
+def skip_before_sharding(loader: Any, num_batches: int) -> Any:
+    """Returns a copy of a prepared map-style loader that skips batches of the dataset before sharding."""
+    return _shard_rest(loader, Offset(consumed=num_batches), ()) if num_batches else loader
+
+
 def _skip_in_source(index_sampler: Any, consumed: int) -> Any:
     """Returns the sampler of a prepared loader that skips batches before they are sharded."""
     if isinstance(index_sampler, SamplerShard):

@@ -1,37 +1,44 @@
 """Loader whose batches are divided among the replica groups that take part in a step.
 
-The batches of a step do not depend on the members: they are those of a run in which all launched replica
-groups take part. Each member takes the batches of one or several replica groups.
+By default the batches of a step do not depend on the members: they are those of a run in which all launched
+replica groups take part. Each member takes the batches of one or several replica groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from accelerate.data_loader import DataLoaderStateMixin, skip_first_batches
+from accelerate.base import CheckpointError
+from accelerate.data_loader import DataLoaderStateMixin, skip_before_sharding, skip_first_batches
+from accelerate.recovery.membership import Members
 from accelerate.state import GradientState
 
 if TYPE_CHECKING:
-    from accelerate.recovery.membership import Members
     from accelerate.recovery.session import Recovery
 
 
 class RecoveryLoader(DataLoaderStateMixin):
     """Loader for training and evaluation in a run with replica groups.
 
+    A micro-batch is a batch of each rank of one replica group. Micro-batches are numbered in the order of a
+    run in which all launched replica groups take part.
+
     Args:
         number: Number of the loader in the run, which is the same on all replica groups.
         shards: Prepared loader of each launched replica group, with the batches of this rank.
-        evaluate: Returns the prepared loader of this rank for the members of an evaluation.
+        divide: Returns the prepared loader of this rank for some members.
         recovery: The replica groups.
+        shrinks: Whether each member computes equally many micro-batches with fewer members, too. Otherwise a
+            step has the micro-batches of all launched replica groups.
 
     Attributes:
         epoch: Number of the current pass for training, from 0.
-        position: Number of batches of each replica group that are trained in this pass.
+        position: Number of micro-batches that are trained in this pass.
         num_passes: Number of passes for training that this process has begun.
     """
 
@@ -39,16 +46,17 @@ class RecoveryLoader(DataLoaderStateMixin):
         self,
         number: int,
         shards: Sequence[Any],
-        evaluate: Callable[[Members], Any],
+        divide: Callable[[Members], Any],
         recovery: Recovery,
+        shrinks: bool = False,
     ) -> None:
         self.number, self.shards = number, list(shards)
         self.gradient_state = GradientState()
         self.epoch = self.position = self.num_passes = 0
-        self._evaluate = evaluate
+        self._divide, self._shrinks = divide, shrinks
         self._evaluation: tuple[Members, Any] | None = None
         self._recovery = recovery
-        self._count = 0  # batches of each replica group in the current step
+        self._count = 0  # micro-batches in the current step
 
     @property  # type: ignore[misc]  # never assigned
     def __class__(self) -> Any:
@@ -75,7 +83,7 @@ class RecoveryLoader(DataLoaderStateMixin):
             return
         if number > self.epoch:  # the loop has left the pass before by itself
             self.epoch, self.position = number, 0
-        readers: dict[int, Any] = {}
+        readers: dict[Any, Any] = {}
         read_to = (-1, -1)
         self.begin()
         try:
@@ -84,36 +92,75 @@ class RecoveryLoader(DataLoaderStateMixin):
                 if number < self.epoch:  # the others have ended the pass meanwhile
                     self._recovery.decline_step()
                     return
-                if self.position >= len(self):
+                if self.position >= self._num_micro_batches:
                     if self._recovery.end_data():
                         self.epoch, self.position = self.epoch + 1, 0
                         return
                     continue
-                own = range(members.index, len(self.shards), members.size)
-                if set(readers) != set(own) or read_to != (self.epoch, self.position):
+                own = self._plan_step(members)
+                sources = [self._source(index, members) for index in own]
+                if set(readers) != set(sources) or read_to != (self.epoch, self.position):
                     _close(readers)
-                    readers.update((replica, self._open(replica)) for replica in own)
-                first = self.position
-                self._count = min(self.gradient_state.num_steps, len(self) - first)
-                for offset in range(self._count):
-                    for replica in own:
-                        batch = next(readers[replica])
-                        is_last = offset == self._count - 1 and replica == own[-1]
-                        self.end_of_dataloader = is_last and first + self._count >= len(self)
-                        micro_batch = (self.epoch, first + offset, replica)
-                        self._recovery.begin_micro_batch(micro_batch, is_last=is_last)
-                        yield batch
+                    readers.update((source, self._open(source)) for source in dict.fromkeys(sources))
+                for index, source in zip(own, sources, strict=True):
+                    batch = next(readers[source])
+                    is_last = index == own[-1]
+                    is_end = self.position + self._count >= self._num_micro_batches
+                    self.end_of_dataloader = is_last and is_end
+                    batch_number, replica = divmod(index, len(self.shards))
+                    self._recovery.begin_micro_batch(
+                        (self.epoch, batch_number, replica),
+                        is_last=is_last,
+                        loss_scale=self._loss_scale(index, members),
+                    )
+                    yield batch
+                read_to = self.epoch, self.position + self._count
                 self._recovery.check_step()
-                read_to = self.epoch, first + self._count
         finally:
             _close(readers)
             self._recovery.end_pass()
             self.end()
 
-    def _open(self, index: int) -> Iterator[Any]:
-        shard = self.shards[index]
+    @cached_property
+    def _num_micro_batches(self) -> int:
+        if self._shrinks:
+            return len(self._divide(Members(0, 1)))
+        return len(self) * len(self.shards)
+
+    def _plan_step(self, members: Members) -> list[int]:
+        """Sets the number of micro-batches of the next step, and returns those of this replica group."""
+        first, size = self.position, members.size if self._shrinks else len(self.shards)
+        self._count = self.gradient_state.num_steps * size
+        rest = self._num_micro_batches - first
+        if rest < self._count + size * self._shrinks:  # each member has one in the last step
+            self._count = rest
+        step = range(first, first + self._count)
+        own = [index for index in step if (index - first) % size % members.size == members.index]
+        return own or [first]
+
+    def _source(self, index: int, members: Members) -> Members | int:
+        """Returns the key of the reader of a micro-batch, which is its replica group or its member."""
+        if not self._shrinks:
+            return index % len(self.shards)
+        return Members((index - self.position) % members.size, members.size)
+
+    def _open(self, source: Members | int) -> Iterator[Any]:
+        if isinstance(source, Members):
+            shard = self._divide(source)
+            num_groups = shard.plan.groups // source.size
+            shard.set_epoch(self.epoch)
+            return iter(skip_before_sharding(shard, self.position * num_groups))
+        shard = self.shards[source]
         shard.set_epoch(self.epoch)
-        return iter(skip_first_batches(shard, self.position) if self.position else shard)
+        number = self.position // len(self.shards)
+        return iter(skip_first_batches(shard, number) if number else shard)
+
+    def _loss_scale(self, index: int, members: Members) -> float:
+        """Returns the factor of a loss, with which those of a step add up to their mean."""
+        if not self._shrinks:
+            return 1.0 / len(self.shards)
+        is_own = self._source(index, members) == members
+        return self.gradient_state.num_steps / self._count if is_own else 0.0
 
     def advance(self) -> None:
         """Moves the position behind the batches of the current step, which is committed."""
@@ -125,7 +172,7 @@ class RecoveryLoader(DataLoaderStateMixin):
         """Reads the batches of this rank among those of the current members."""
         members = self._recovery.evaluating_members
         if self._evaluation is None or self._evaluation[0] != members:
-            self._evaluation = members, self._evaluate(members)
+            self._evaluation = members, self._divide(members)
         batches = iter(self._evaluation[1])
         return islice(batches, 1) if self._recovery.is_behind else batches
 
@@ -137,11 +184,16 @@ class RecoveryLoader(DataLoaderStateMixin):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         """Sets the position at which the next pass begins."""
+        if state["position"] % len(self.shards) and not self._shrinks:
+            raise CheckpointError(
+                f"The checkpoint is behind micro-batch {state['position']}, which does not end a step of "
+                f"{len(self.shards)} replica groups. Pass --replica_batch shrink, as when it was saved."
+            )
         self.epoch, self.position = state["epoch"], state["position"]
         self.num_passes = self.epoch
 
 
-def _close(readers: dict[int, Any]) -> None:
+def _close(readers: dict[Any, Any]) -> None:
     """Ends passes before others begin, because a loader counts its epochs when a pass ends."""
     while readers:
         readers.popitem()[1].close()

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accelerate import rng, strategies
@@ -38,7 +39,9 @@ Result = TypeVar("Result")
 
 STORE_VARIABLE = "ACCELERATE_RUN_STORE"
 """Variable with the address of the store of the run."""
-SETTINGS = ("replicas", "min_replicas", "replica_timeout", "lighthouse")
+SETTINGS = ("replicas", "min_replicas", "replica_batch", "replica_timeout", "lighthouse")
+Request: TypeAlias = Literal["save", "stop"]
+REQUESTS: tuple[Request, ...] = ("save", "stop")
 SEED = "seed"
 """Key in the store of the run of its seed."""
 BUCKET_BYTES = 32 * 2**20
@@ -71,6 +74,7 @@ class Run(NamedTuple):
         replica: Index of the replica group.
         replicas: Number of replica groups.
         min_replicas: Smallest number of them that takes a step.
+        batch: Whether the global batch is "constant", or "shrink" with the number of members.
         timeout: Timeout of one collective between them, in seconds.
         lighthouse: Address of the lighthouse.
         store: Host and port of the store of the run.
@@ -79,6 +83,7 @@ class Run(NamedTuple):
     replica: int
     replicas: int
     min_replicas: int
+    batch: str
     timeout: int
     lighthouse: str
     store: str
@@ -99,9 +104,9 @@ class Run(NamedTuple):
                 f"{environ.REPLICA} is set and {', '.join(missing)} is not. Start replica groups with "
                 "accelerate launch --replicas."
             )
-        replicas, min_replicas, timeout, lighthouse = (getattr(settings, name) for name in SETTINGS)
-        number = int(variables[environ.REPLICA])
-        return cls(number, replicas, min_replicas, timeout, lighthouse, variables[STORE_VARIABLE])
+        replicas, min_replicas, batch, timeout, lighthouse = (getattr(settings, name) for name in SETTINGS)
+        number, store = int(variables[environ.REPLICA]), variables[STORE_VARIABLE]
+        return cls(number, replicas, min_replicas, batch, timeout, lighthouse, store)
 
 
 class Recovery:
@@ -132,6 +137,7 @@ class Recovery:
         self.num_replicas = run.replicas
         self.members: Members | None = None
         self.in_pass = False
+        self._loss_scale = 1.0
         self._membership: Membership | None = None
         self._loader: RecoveryLoader | None = None
         self._outcome: bool | None = None
@@ -139,6 +145,9 @@ class Recovery:
         self._has_committed = False
         self._num_loaders = 0
         self._transport: MemberTransport | None = None
+        self._requested = dict.fromkeys(REQUESTS, False)  # by this replica group, and not shared yet
+        self._shared = dict.fromkeys(REQUESTS, False)
+        self._flags = nn.Parameter(torch.zeros(len(REQUESTS), device=strategy.context.device))
         self._store = _connect(run.store)
         self._leader = services.put(Leader, Leader(run.replica == 0))
         services.put(Recovery, self, end=self._shut_down)
@@ -190,13 +199,13 @@ class Recovery:
         total = self.num_replicas * groups
         shards = [prepare(loader, total, replica * groups + group) for replica in range(self.num_replicas)]
 
-        def evaluate(members: Members) -> Any:
+        def divide(members: Members) -> Any:
             shard = prepare(loader, members.size * groups, members.index * groups + group)
             shard.plan = replace(shard.plan, replicates=current_transport().size > groups)
             return shard
 
         number, self._num_loaders = self._num_loaders, self._num_loaders + 1
-        return RecoveryLoader(number, shards, evaluate, self)
+        return RecoveryLoader(number, shards, divide, self, shrinks=self._run.batch == "shrink")
 
     @property
     def is_training(self) -> bool:
@@ -257,13 +266,15 @@ class Recovery:
         self._membership.decline()
         self._is_behind = True
 
-    def begin_micro_batch(self, number: tuple[int, int, int], *, is_last: bool) -> None:
+    def begin_micro_batch(self, number: tuple[int, int, int], *, is_last: bool, loss_scale: float) -> None:
         """Sets the random numbers of a micro-batch, and whether it is the last one of this replica group.
 
         Args:
             number: Pass, batch and replica group to which the micro-batch belongs.
             is_last: Whether the optimizer steps after it.
+            loss_scale: Factor of its loss, besides that of gradient accumulation.
         """
+        self._loss_scale = loss_scale
         digest = hashlib.blake2b(repr((self.seed, *number)).encode(), digest_size=8).digest()
         rng.set_seed(int.from_bytes(digest, "little") % 2**31 + current_transport().rank)
         self._gradients._set_sync_gradients(is_last)
@@ -275,12 +286,13 @@ class Recovery:
         assert self._membership is not None
         models = self._prepared.models
         trained = dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad)
-        strategies.sum_gradients(list(trained), self._membership.sum, bucket_bytes=BUCKET_BYTES)
+        self._flags.grad = self._flags.new_tensor(list(self._requested.values()))
+        strategies.sum_gradients([*trained, self._flags], self._membership.sum, bucket_bytes=BUCKET_BYTES)
 
     @property
     def loss_scale(self) -> float:
         """Factor of the losses of a micro-batch, whose gradients are added up over all replica groups."""
-        return 1.0 / self.num_replicas if self.in_pass else 1.0
+        return self._loss_scale if self.in_pass else 1.0
 
     def commit(self) -> bool:
         """Returns whether the optimizers take the step, which is decided once for each step."""
@@ -292,12 +304,34 @@ class Recovery:
             self._outcome = self._membership.commit()
             if self._outcome:
                 self._loader.advance()
+                self._share_requests()
                 if not self._has_committed:
                     self._has_committed = True
                     self._store.set(committed_key(self._run.replica), "1")
             else:
                 logger.info("A replica group has ended. The step is repeated with the same samples.")
         return self._outcome
+
+    def _share_requests(self) -> None:
+        """Takes the requests of all members, which were added up with the gradients of the step."""
+        assert self._flags.grad is not None
+        for name, count in zip(REQUESTS, self._flags.grad.tolist(), strict=True):
+            if count:
+                self._shared[name], self._requested[name] = True, False
+
+    def read_request(self, name: Request, is_requested: bool) -> bool:
+        """Returns whether to save or to stop, which all members do after the same step.
+
+        Args:
+            name: "save", which is True once for each request, or "stop".
+            is_requested: Whether this replica group has been asked, since the last call or before.
+        """
+        if self._membership is None:  # the steps have not begun
+            return is_requested
+        self._requested[name] = self._requested[name] or (is_requested and not self._shared[name])
+        is_shared = self._shared[name]
+        self._shared[name] = is_shared and name != "save"
+        return is_shared
 
     def check_step(self) -> None:
         """Raises an error if no optimizer has stepped after the batches of a step."""

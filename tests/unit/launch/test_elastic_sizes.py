@@ -133,7 +133,7 @@ def sizes_after(ranks: Ranks, *attempts: list[int]) -> list[int]:
 def test_a_process_that_fails_twice_in_succession_is_left_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = Ranks(tmp_path, 2, Devices("VISIBLE", ("4", "5", "6")))
+    ranks = Ranks(tmp_path, Sizes(processes=2), Devices("VISIBLE", ("4", "5", "6")))
     with patch_environment(VISIBLE="4,5,6"):
         assert sizes_after(ranks, [0, -9, 0], [0, -9, 0]) == [3, 2]
         assert environ.current()["VISIBLE"] == "4,6"
@@ -153,4 +153,4 @@ def test_a_process_that_fails_twice_in_succession_is_left_out(
 def test_sizes_after_failures(
     tmp_path: Path, least: int | None, attempts: list[list[int]], sizes: list[int]
 ) -> None:
-    assert sizes_after(Ranks(tmp_path, least), *attempts) == sizes
+    assert sizes_after(Ranks(tmp_path, Sizes(processes=least)), *attempts) == sizes

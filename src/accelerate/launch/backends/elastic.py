@@ -18,7 +18,7 @@ from accelerate.base import ConfigurationError, LaunchError, environ, spell_rank
 from accelerate.launch import children, layout
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import REQUESTS, run_child, say
-from accelerate.launch.elastic_sizes import VARIABLES
+from accelerate.launch.elastic_sizes import VARIABLES, Sizes
 from accelerate.launch.failures import Exits, Kind, collect, find_first
 from accelerate.launch.machine import Machine, get_free_port, hold_loopback_store, run_key
 from accelerate.launch.plan import LaunchPlan, folder_of, local_command, torchrun_arguments
@@ -90,9 +90,11 @@ class Ranks:
     ends.
     """
 
-    def __init__(self, folder: Path | None, least: int | None = None, devices: Devices | None = None) -> None:
+    def __init__(
+        self, folder: Path | None, smallest: Sizes | None = None, devices: Devices | None = None
+    ) -> None:
         self._folder = folder  # where they record their errors, or None if they do not run `entry.py`
-        self._least = least  # smallest number of processes of an elastic run on one node, or None
+        self._smallest = smallest or Sizes()
         self._devices = devices or Devices()
         self._failed: int | None = None  # rank that failed first in the attempt before
         self._context: Any = None
@@ -130,11 +132,13 @@ class Ranks:
         In an elastic run on one node, a process that fails first twice in succession is left out, with its
         device.
         """
-        if self._least is None or self._context is None or self._folder is None:
+        if self._context is not None and self._smallest.machines is not None:
+            say(f"the processes start again once {self._smallest.machines} or more machines have joined")
+        if self._context is None or self._folder is None or self._smallest.processes is None:
             return size
         first = find_first(collect(self._folder, 1, self.exits()))
         rank, self._failed = self._failed, None if first is None else first.rank
-        if rank is None or rank != self._failed or size <= self._least:
+        if rank is None or rank != self._failed or size <= self._smallest.processes:
             return size
         self._failed, self._devices = None, self._devices.without(rank)
         environ.assign(self._devices.variables)
@@ -210,7 +214,7 @@ class ElasticLauncher(Launcher):
                 reason = f"this folder cannot be created ({error.strerror})"
                 raise wrong_value("--log_dir", folder, reason, "Choose another folder") from error
         devices = plan.details if isinstance(plan.details, Devices) else None
-        ranks = Ranks(folder_of(plan), plan.smallest.processes, devices)
+        ranks = Ranks(folder_of(plan), plan.smallest, devices)
         # SIGINT also ends this process before the agent runs, even if a shell ignores it.
         is_ignored = signal.getsignal(signal.SIGINT) == signal.SIG_IGN
         interrupt = children.caught_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else [])
@@ -221,7 +225,7 @@ class ElasticLauncher(Launcher):
 
 def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
     from torch.distributed import DistError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
     from accelerate import torch_private
 
@@ -239,6 +243,12 @@ def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
                 torch_private.agent_hooks(ranks.start, ranks.end, ranks.next_size),
             ):
                 return _run_agent(plan, ranks)
+        except RendezvousTimeoutError as error:
+            raise LaunchError(
+                f"Not enough machines have joined the run at {plan.address}:{plan.port} in time: it needs "
+                f"{plan.smallest.machines or plan.machines}. Start the others, or pass another --nnodes; "
+                "--rdzv_conf join_timeout=SECONDS sets the time (600)."
+            ) from error
         except (DistError, RendezvousError) as error:
             if PORT_TAKEN not in str(error) or plan.machines > 1 or attempt == ATTEMPTS:
                 reason = " ".join(str(error).split())

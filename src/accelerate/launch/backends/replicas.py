@@ -23,8 +23,16 @@ from accelerate.settings.sections import LaunchSection, RecoverySection
 POLL = 0.05
 DEFAULT_TIMEOUT = 60
 OWN_OPTIONS = (
-    *("replicas", "min_replicas", "replica_timeout", "lighthouse", "num_processes", "num_machines"),
-    *("machine_rank", "main_process_ip", "main_process_port", "multi_gpu", "gpu_ids"),
+    *("replicas", "min_replicas", "replica_batch", "replica_timeout", "lighthouse"),
+    *(
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "multi_gpu",
+        "gpu_ids",
+    ),
 )
 """Options that the launchers of replica groups do not get."""
 HEARTBEAT_MILLISECONDS = 1500
@@ -46,6 +54,7 @@ class Groups(NamedTuple):
         replicas: Number of replica groups on all nodes.
         size: Number of processes of each.
         min_replicas: Smallest number of replica groups that takes a step.
+        batch: Whether the global batch is constant or shrinks with the number of replica groups.
         timeout: Timeout of one collective between replica groups, in seconds.
         lighthouse: Address of a running lighthouse, or None.
         devices: Ids of the devices of this node, of which each of its replica groups has its own, or none for
@@ -57,6 +66,7 @@ class Groups(NamedTuple):
     replicas: int
     size: int
     min_replicas: int
+    batch: str
     timeout: int
     lighthouse: str | None
     devices: tuple[str, ...]
@@ -141,6 +151,7 @@ class ReplicaLauncher(Launcher):
             replicas,
             size,
             recovery.min_replicas or 1,
+            recovery.replica_batch or "constant",
             recovery.replica_timeout or DEFAULT_TIMEOUT,
             recovery.lighthouse,
             _devices(settings, machine, replicas * size // plan.machines),
@@ -191,6 +202,7 @@ def _open_run(plan: LaunchPlan, groups: Groups) -> tuple[Any, Any, dict[str, str
     variables = {
         "ACCELERATE_REPLICAS": str(groups.replicas),
         "ACCELERATE_MIN_REPLICAS": str(groups.min_replicas),
+        "ACCELERATE_REPLICA_BATCH": groups.batch,
         "ACCELERATE_LIGHTHOUSE": store.get(LIGHTHOUSE).decode(),
         "ACCELERATE_RUN_STORE": f"{host}:{store.port}",
         "ACCELERATE_REPLICA_TIMEOUT": str(groups.timeout),

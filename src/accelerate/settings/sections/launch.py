@@ -289,6 +289,11 @@ class RecoverySection(Section):
         "Smallest number of replica groups that take a step; with fewer, the run waits (1).",
         limits=(1, 10**5),
     )
+    replica_batch: str | None = optional(
+        "Global batch of a step with fewer replica groups: constant (the default), for which each computes "
+        "more micro-batches, or shrink.",
+        choices=("constant", "shrink"),
+    )
     replica_timeout: int | None = optional(
         "Timeout for one collective between replica groups, in seconds (60).", limits=(1, 10**6)
     )
