@@ -98,7 +98,7 @@ class Resumption(NamedTuple):
 
     Attributes:
         failure: The failure.
-        seconds: Time until the next step that is part of the result, or NaN.
+        seconds: Time until the next step, or NaN.
         again: Number of steps that were computed again.
     """
 
@@ -123,11 +123,21 @@ class Comparison(NamedTuple):
     resumptions: list[Resumption]
 
 
-def parse(lines: Iterable[str]) -> Run:
-    """Returns the run that the logs of its processes describe, without its weights."""
-    events = sorted((json.loads(line) for line in lines), key=lambda event: event["time"])
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Returns the events in the log of a process."""
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def read_weights(folder: Path) -> list[dict[str, list[float]]]:
+    """Returns the final weights of each replica group."""
+    ends = sorted(folder.glob("end-*.json"))
+    return [json.loads(path.read_text(encoding="utf-8"))["weights"] for path in ends]
+
+
+def parse(events: Iterable[Mapping[str, Any]], weights: Sequence[Mapping[str, Sequence[float]]] = ()) -> Run:
+    """Returns the run that the events of its processes describe."""
     steps, failures, starts = [], [], dict[int, int]()
-    for event in events:
+    for event in sorted(events, key=lambda event: event["time"]):
         process, attempt, time = event["process"], event["attempt"], event["time"]
         if event["event"] == "start":
             starts.setdefault(attempt, event["step"])
@@ -136,26 +146,26 @@ def parse(lines: Iterable[str]) -> Run:
             steps.append(Step(process, attempt, event["step"], event["epoch"], samples, time))
         else:
             failures.append(Failure(event["place"], process, attempt, time))
-    return Run(steps, failures, starts)
+    return Run(steps, failures, starts, weights)
 
 
 def compare(expected: Run, actual: Run) -> Comparison:
     """Compares a run with failures with an undisturbed run."""
-    kept = _kept_steps(actual)
-    trained, wanted = _count_samples(kept), _count_samples(_kept_steps(expected))
-    differences = [_difference(expected.weights[0], weights) for weights in actual.weights]
+    kept = kept_steps(actual)
+    trained, wanted = _count_samples(kept), _count_samples(kept_steps(expected))
+    differences = [difference_of(expected.weights[0], weights) for weights in actual.weights]
     return Comparison(
         lost=(wanted - trained).total(),
         repeated=(trained - wanted).total(),
         difference=max(differences, default=math.inf),
         resumptions=[
-            Resumption(failure, _seconds_to_next(failure, actual, kept), _count_again(failure, actual))
+            Resumption(failure, _seconds_to_next(failure, actual), _count_again(failure, actual))
             for failure in actual.failures
         ],
     )
 
 
-def _kept_steps(run: Run) -> list[Step]:
+def kept_steps(run: Run) -> list[Step]:
     """Returns the steps that are part of the result, which are those before a checkpoint that was loaded."""
     limits = {
         attempt: min((step for later, step in run.starts.items() if later > attempt), default=math.inf)
@@ -168,16 +178,21 @@ def _count_samples(steps: Iterable[Step]) -> Counter[tuple[int, int]]:
     return Counter((step.epoch, sample) for step in steps for sample in step.samples)
 
 
-def _seconds_to_next(failure: Failure, run: Run, kept: Iterable[Step]) -> float:
-    """Returns the time until the next step that is part of the result.
+def _seconds_to_next(failure: Failure, run: Run) -> float:
+    """Returns the time until the next step, which is that of a checkpoint if all processes start again.
 
     The last step of the process that failed does not count, which other processes may take a moment later.
     """
-    before = [
-        step.number for step in run.steps if step.process == failure.process and step.time <= failure.time
-    ]
-    last = (failure.attempt, before[-1] if before else 0)
-    times = (step.time for step in kept if step.time > failure.time and (step.attempt, step.number) != last)
+    own = [step for step in run.steps if step.process == failure.process and step.time <= failure.time]
+    last = (own[-1].attempt, own[-1].number) if own else None
+    limit = run.starts.get(failure.attempt + 1, math.inf)
+    times = (
+        step.time
+        for step in run.steps
+        if step.time > failure.time
+        and (step.attempt, step.number) != last
+        and (step.attempt > failure.attempt or step.number <= limit)
+    )
     return min(times, default=math.nan) - failure.time
 
 
@@ -190,7 +205,7 @@ def _count_again(failure: Failure, run: Run) -> int:
     return max(reached - start, 0)
 
 
-def _difference(expected: Mapping[str, Sequence[float]], actual: Mapping[str, Sequence[float]]) -> float:
+def difference_of(expected: Mapping[str, Sequence[float]], actual: Mapping[str, Sequence[float]]) -> float:
     """Returns the largest difference of two states, which is infinite if names or sizes differ."""
     sizes, actual_sizes = ({name: len(values) for name, values in w.items()} for w in (expected, actual))
     if sizes != actual_sizes:
@@ -260,14 +275,14 @@ def _run(words: Sequence[str], folder: Path, places: Sequence[str]) -> tuple[dic
     command = [*LAUNCH_COMMAND, *words, "--module", SCRIPT, str(folder), *places]
     if code := run_child(command, {}).code:
         raise LaunchError(f"The {kind} ended with exit code {code}. Its output is above.")
-    run = parse(line for path in folder.glob("log-*") for line in path.read_text("utf-8").splitlines())
-    ends = [json.loads(path.read_text("utf-8")) for path in sorted(folder.glob("end-*"))]
-    if len(run.failures) < len(places) or not ends:
+    events = (event for path in folder.glob("log-*") for event in read_events(path))
+    run = parse(events, read_weights(folder))
+    if len(run.failures) < len(places) or not run.weights:
         raise LaunchError(
             f"Only {len(run.failures)} of {len(places)} failures happened before the run ended, because its "
             "processes take too long to start. Try again while this machine is idle."
         )
-    return ends[0], Run(run.steps, run.failures, run.starts, [end["weights"] for end in ends])
+    return json.loads(next(folder.glob("end-*")).read_text(encoding="utf-8")), run
 
 
 def find_problems(comparison: Comparison, tolerance: float) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +9,15 @@ from pathlib import Path
 import pytest
 from tests.conftest import reset_states
 
-from accelerate.commands.failure_check import PLACES, Run, compare, find_problems, parse
+from accelerate.commands.failure_check import (
+    PLACES,
+    Run,
+    compare,
+    find_problems,
+    parse,
+    read_events,
+    read_weights,
+)
 from accelerate.test_utils.scripts import test_failures as script
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -41,9 +48,8 @@ def train(monkeypatch: pytest.MonkeyPatch, folder: Path, places: Sequence[str]) 
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", str(len(places)))
     script.main()
     reset_states()
-    run = parse(line for path in folder.glob("log-*") for line in path.read_text().splitlines())
-    weights = [json.loads((folder / "end-0.json").read_text())["weights"]]
-    return Run(run.steps, run.failures, run.starts, weights)
+    events = (event for path in folder.glob("log-*") for event in read_events(path))
+    return parse(events, read_weights(folder))
 
 
 def test_a_run_with_failures_has_the_result_of_an_undisturbed_run(
