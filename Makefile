@@ -7,8 +7,9 @@ SAMPLE ?= 10
 WORKERS ?= 2
 # The trials of `make fuzz`: the first seed and the end of the range.
 SEEDS ?= 0:2000
-# How many failures `make chaos` makes.
+# How many failures `make chaos` makes, and what continues the run: replicas, restart or torchft.
 FAILURES ?= 100
+AGAINST ?= replicas
 # The one environment that `make test-versions` runs: oldest, middle, newest or lowest; all where it is empty.
 ONLY ?=
 # Debian packages that tests of several machines and of pages start; without them those tests skip, and say so.
@@ -62,8 +63,8 @@ mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which sma
 	rm -rf mutants
 	$(ONE_THREAD) $(BIN)/python tests/mutation/run.py --sample $(SAMPLE) --workers $(WORKERS)
 
-chaos: $(VENV)/.test-installed ## train with replica groups that fail at random moments (FAILURES=100)
-	$(ONE_THREAD) $(BIN)/python tests/chaos/run.py --failures $(FAILURES)
+chaos: $(VENV)/.test-installed ## train with replica groups that fail at random moments (FAILURES=100; AGAINST=restart or torchft: the same otherwise)
+	$(ONE_THREAD) $(BIN)/python tests/chaos/run.py --failures $(FAILURES) --against $(AGAINST)
 
 fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones (SEEDS=0:2000)
 	$(ONE_THREAD) $(BIN)/python tests/fuzz/run.py --seeds $(SEEDS) --workers $(WORKERS)

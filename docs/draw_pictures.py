@@ -16,6 +16,7 @@ import yaml
 
 FOLDER = Path(__file__).parent / "pictures"
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "scale.json"
+FAILURE = Path(__file__).parent.parent / "benchmarks" / "failure.json"
 WIDTH = 400
 Rows = Sequence[Sequence[Sequence[int]]]
 """The samples of each batch of each rank."""
@@ -495,6 +496,42 @@ def draw_scale() -> Picture:
     return picture
 
 
+def draw_failure() -> Picture:
+    """Show the committed steps of four replica groups, of which one is killed."""
+    run = json.loads(FAILURE.read_text(encoding="utf-8"))
+    steps, killed, start = run["steps"], run["killed"], run["start"]
+    first = min(times[0] for times in steps)
+    end = math.ceil(max(max(times) for times in steps))
+    picture = Picture(
+        "One failure over time",
+        "Committed steps of four replica groups. One is killed, the others go on after a pause, and the "
+        "killed one joins again.",
+        230,
+    )
+    left, right = 66.0, 380.0
+
+    def across(seconds: float) -> float:
+        return round(left + (seconds - first) / (end - first) * (right - left), 1)
+
+    picture.text(14, 24, "One failure over time", "head")
+    for group, times in enumerate(steps):
+        y = 44 + 32 * group
+        picture.text(14, y + 15, f"group {group}", "small")
+        for time in times:
+            picture.line((across(time), y), (across(time), y + 22), kind="curve")
+    y = 44 + 32 * killed
+    joined = next(time for time in steps[killed] if time > 0)
+    width = across(joined) - across(0)
+    picture.box(across(0) + 2, y, width - 4, 22, f"killed, starts at {start:.0f} s, joins", "b", "small")
+    others = steps[killed - 1]
+    pause = max(late - early for early, late in zip(others, others[1:], strict=False))
+    for second in range(math.ceil(first / 2) * 2, end + 1, 2):
+        picture.text(across(second), 188, str(second), "small middle")
+    picture.text(right, 204, "seconds after the kill", "note end")
+    picture.text(14, 220, f"A mark is a committed step. The other groups pause for {pause:.1f} s.", "note")
+    return picture
+
+
 PICTURES: dict[str, Callable[[], Picture]] = {
     "sharding": draw_sharding,
     "uneven_end": draw_uneven_end,
@@ -506,6 +543,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "packages": draw_packages,
     "step": draw_step,
     "scale": draw_scale,
+    "failure": draw_failure,
 }
 
 

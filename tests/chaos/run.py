@@ -1,14 +1,16 @@
-"""Run training with replica groups that fail at random moments, and compare with undisturbed training.
+"""Run training whose processes fail at random moments, and compare with undisturbed training.
 
 `python tests/chaos/run.py --failures 100` prints each failure with the time until the next committed step,
-the largest difference of the weights, and the number of samples that were repeated.
+the largest difference of the weights, and the number of samples that were lost or repeated.
+`--against restart` does the same with `--max_restarts` and checkpoints, and `--against torchft` with torchft
+alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import bisect
 import json
+import math
 import os
 import random
 import signal
@@ -18,152 +20,210 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-import torch
+from accelerate.commands.failure_check import (
+    Comparison,
+    Failure,
+    Run,
+    compare,
+    difference_of,
+    find_problems,
+    kept_steps,
+    parse,
+    read_events,
+    read_weights,
+)
 
-SCRIPT = Path(__file__).with_name("script.py")
-STEPS_PER_EPOCH = 12
+FOLDER = Path(__file__).parent
 PAUSE = 0.1  # seconds in each step
 STOP = 20.0  # seconds for which a process is stopped
 LIMIT = 5.0  # seconds until the next committed step after a process was killed
+IN_FLIGHT = 1.0  # seconds in which a step may be taken that began before a failure
 TOLERANCE = 1e-6
+TAIL = 1000  # bytes of a log that contain its last event
+EPOCHS_OF_FAILURE = 8
 PLACES = ("batch", "exit", "backward", "step", "save")
 KINDS = ("kill", "kill", "two", "healing", "stop", *PLACES)
+MECHANISMS = ("replicas", "restart", "torchft")
 
 
-class Failure(NamedTuple):
-    """Failure of a replica group, and when it happened."""
+def make_command(mechanism: str, members: int, failures: int) -> list[str]:
+    """Returns the command that trains with a mechanism."""
+    if mechanism == "torchft":
+        return [sys.executable, str(FOLDER / "torchft_script.py")]
+    restarts = ("--num_processes", str(members), "--max_restarts", str(2 * failures + 10))
+    options = ("--replicas", str(members)) if mechanism == "replicas" else restarts
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--main_process_port", "0"]
+    return [*launch, *options, str(FOLDER / "script.py")]
 
-    kind: str
-    replica: int
-    time: float
 
+class Training:
+    """Launch of a script whose processes may fail."""
 
-class Run:
-    """Launch of the script with replica groups."""
-
-    def __init__(self, folder: Path, replicas: int, epochs: int, pause: float) -> None:
-        self.folder, self.replicas = folder, replicas
+    def __init__(self, folder: Path, command: list[str], members: int, epochs: int, pause: float) -> None:
+        self.folder, self.members = folder, members
         folder.mkdir()
+        path = os.pathsep.join([str(FOLDER.parent), os.environ.get("PYTHONPATH", "")])
         environment = {
             **os.environ,
             "CHAOS_FOLDER": str(folder),
             "CHAOS_EPOCHS": str(epochs),
+            "CHAOS_MEMBERS": str(members),
             "CHAOS_PAUSE": str(pause),
             "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": path.rstrip(os.pathsep),
+            "TMPDIR": str(folder),  # of the reports of failures
         }
-        words = ["-m", "accelerate.commands.launch", "--cpu", "--replicas", str(replicas), str(SCRIPT)]
         self.output = (folder / "output.txt").open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, *words], env=environment, stdout=self.output, stderr=self.output
-        )
+        self.process = subprocess.Popen(command, env=environment, stdout=self.output, stderr=self.output)
+        self.killed: list[Failure] = []
 
     def wait(self) -> int:
         code = self.process.wait()
         self.output.close()
         return code
 
-    def pid(self, replica: int) -> int:
-        return int((self.folder / f"pid-{replica}").read_text())
+    def send(self, number: signal.Signals, kind: str, member: int) -> int:
+        """Sends a signal to a process, and returns its id."""
+        pid, attempt = map(int, (self.folder / f"pid-{member}").read_text().split())
+        os.kill(pid, number)
+        self.killed.append(Failure(kind, f"{member}.0", attempt, time.time()))
+        return pid
 
-    def records(self) -> list[dict[str, float | list[int]]]:
-        lines = [line for path in self.folder.glob("steps-*.jsonl") for line in path.read_text().splitlines()]
-        return sorted((json.loads(line) for line in lines), key=lambda record: record["time"])
+    def read(self) -> Run:
+        """Returns what the processes did, and all failures."""
+        logs = [read_events(path) for path in self.folder.glob("log-*")]
+        run = parse(confirm(logs), read_weights(self.folder))
+        failures = sorted([*run.failures, *self.killed], key=lambda failure: failure.time)
+        return Run(run.steps, failures, run.starts, run.weights)
 
-    def weights(self) -> list[torch.Tensor]:
-        states = [torch.load(path) for path in sorted(self.folder.glob("end-*.pt"))]
-        return [torch.cat([value.flatten() for value in state.values()]) for state in states]
+    def count_failures(self) -> int:
+        logs = self.folder.glob("log-*")
+        return len(self.killed) + sum(path.read_text().count('"event": "failure"') for path in logs)
+
+    def is_ready(self, since: float) -> bool:
+        """Returns whether two members may fail, after a step that was taken after the last failure."""
+        last = [tail(path) for path in self.folder.glob("log-*")]
+        steps = [
+            event for event in last if event.get("event") == "step" and event["time"] > since + IN_FLIGHT
+        ]
+        if not steps or any(self.folder.glob("order-*")):
+            return False
+        newest = max(steps, key=lambda event: float(event["time"]))
+        return newest["num_members"] in (0, *range(3, self.members + 1))
 
 
-def fail(run: Run, kind: str, replica: int, chance: random.Random) -> Iterator[Failure]:
-    """Makes replica groups fail, and yields what happened."""
-    others = [other for other in range(run.replicas) if other != replica]
+def tail(path: Path) -> dict[str, Any]:
+    """Returns the last event of a log."""
+    with path.open("rb") as file:
+        file.seek(max(path.stat().st_size - TAIL, 0))
+        lines = file.read().splitlines()
+    return dict(json.loads(lines[-1])) if lines else {}
+
+
+def confirm(logs: list[list[dict[str, Any]]]) -> Iterator[Mapping[str, Any]]:
+    """Returns events in which the last attempts of processes that ended are steps, or are left out.
+
+    A process may end after its gradients are sent and before it logs the step. The attempt is a step if
+    another member logged the step with as many members, and not all of these logged it.
+    """
+    events = [event for log in logs for event in log if event["event"] != "attempt"]
+    taken = Counter(event["step"] for event in events if event["event"] == "step")
+    members = {event["step"]: event["num_members"] for event in events if event["event"] == "step"}
+    yield from events
+    for last in (log[-1] for log in logs):
+        number = last.get("step")
+        if last["event"] == "attempt" and taken[number] < members.get(number, 0) == last["num_members"]:
+            taken[number] += 1
+            yield {**last, "event": "step"}
+
+
+def fail(training: Training, kind: str, member: int, chance: random.Random) -> None:
+    """Makes a process fail, or orders it to fail at a place."""
+    others = [other for other in range(training.members) if other != member]
     if kind in PLACES:
-        (run.folder / f"fail-{replica}").write_text(kind)
-        yield Failure(kind, replica, time.time())
-        return
-    if kind == "stop":
-        os.kill(run.pid(replica), signal.SIGSTOP)
-        yield Failure(kind, replica, time.time())
+        (training.folder / f"order-{kind}-{'any' if kind == 'save' else member}").touch()
+    elif kind == "stop":
+        pid = training.send(signal.SIGSTOP, kind, member)
         time.sleep(STOP)
-        os.kill(run.pid(replica), signal.SIGCONT)
-        return
-    os.kill(run.pid(replica), signal.SIGKILL)
-    yield Failure(kind, replica, time.time())
-    if kind == "kill":
-        return
-    if kind == "healing":  # about when the new process of the first one receives its state
-        time.sleep(chance.uniform(3.0, 5.0))
-    second = chance.choice(others)
-    os.kill(run.pid(second), signal.SIGKILL)
-    yield Failure(kind, second, time.time())
+        os.kill(pid, signal.SIGCONT)
+    else:
+        training.send(signal.SIGKILL, kind, member)
+        if kind == "healing":  # about when the new process of the first one receives its state
+            time.sleep(chance.uniform(3.0, 5.0))
+        if kind in ("healing", "two"):
+            training.send(signal.SIGKILL, kind, chance.choice(others))
 
 
-def disturb(run: Run, count: int, seed: int) -> list[Failure]:
+def disturb(training: Training, count: int, seed: int) -> None:
     """Makes the processes of a run fail at random moments until it ends."""
-    chance, failures = random.Random(seed), []
-    while len(list(run.folder.glob("pid-*"))) < run.replicas:
-        time.sleep(0.1)
-    while len(failures) < count and run.process.poll() is None:
-        time.sleep(chance.uniform(1.0, 4.0))
-        try:
-            for failure in fail(run, chance.choice(KINDS), chance.randrange(run.replicas), chance):
-                failures.append(failure)
-        except ProcessLookupError:  # that replica group is being started
+    chance, last = random.Random(seed), 0.0
+    while training.count_failures() < count and training.process.poll() is None:
+        if not training.is_ready(last):
+            time.sleep(0.1)
             continue
-    return failures
+        time.sleep(chance.uniform(0.5, 3.0))
+        with suppress(ProcessLookupError):  # that process is being started
+            fail(training, chance.choice(KINDS), chance.randrange(training.members), chance)
+        last = time.time()
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--failures", type=int, default=100)
+    parser.add_argument("--against", choices=MECHANISMS, default="replicas")
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", help="existing folder in which the files of both runs are kept")
     options = parser.parse_args()
-    epochs = max(4, options.failures * 8)
-    with tempfile.TemporaryDirectory() as name:
-        calm = Run(Path(name) / "calm", options.replicas, epochs, 0.0)
+    epochs = max(4, options.failures * EPOCHS_OF_FAILURE)
+    command = make_command(options.against, options.replicas, options.failures)
+    with nullcontext(options.folder) if options.folder else tempfile.TemporaryDirectory() as name:
+        calm = Training(Path(name) / "calm", command, options.replicas, epochs, 0.0)
         assert calm.wait() == 0, (calm.folder / "output.txt").read_text()
-        run = Run(Path(name) / "disturbed", options.replicas, epochs, PAUSE)
-        failures = disturb(run, options.failures, options.seed)
-        code = run.wait()
-        return report(calm, run, failures, code)
+        training = Training(Path(name) / "disturbed", command, options.replicas, epochs, PAUSE)
+        disturb(training, options.failures, options.seed)
+        code = training.wait()
+        is_right = report(calm.read(), training.read(), code) or options.against == "torchft"
+        if not is_right:
+            print((training.folder / "output.txt").read_text()[-4000:])
+        return int(not is_right)
 
 
-def report(calm: Run, run: Run, failures: list[Failure], code: int) -> int:
-    """Prints the result, and returns 0 if nothing was lost and all replica groups went on in time."""
-    records = run.records()
-    times = [record["time"] for record in records]
-    waits = []
-    for failure in failures:
-        index = bisect.bisect(times, failure.time + PAUSE)
-        wait = times[index] - failure.time if index < len(times) else float("nan")
-        waits.append(wait)
-        print(f"{failure.kind:10} replica group {failure.replica}: next committed step after {wait:5.2f} s")
-    seen = Counter((record["epoch"], sample) for record in records for sample in record["samples"])
-    repeated = sum(count > 1 for count in seen.values())
-    (expected, *_), found = calm.weights(), run.weights()
-    differences = [float((weights - expected).abs().max()) for weights in found]
-    apart = max((float((weights - found[0]).abs().max()) for weights in found), default=float("nan"))
+def report(expected: Run, run: Run, code: int) -> bool:
+    """Prints the result, and returns whether nothing was lost and all replica groups went on in time."""
+    found = compare(expected, run)
+    for failure, seconds, again in found.resumptions:
+        print(
+            f"{failure.place:10} process {failure.process}: next committed step after {seconds:5.2f} s, "
+            f"{again} steps computed again"
+        )
+    apart = max((difference_of(run.weights[0], weights) for weights in run.weights), default=math.nan)
+    times = sorted(step.time for step in kept_steps(run))
     pauses = [late - early for early, late in zip(times, times[1:], strict=False)]
-    quick = [wait for wait, failure in zip(waits, failures, strict=True) if failure.kind != "stop"]
+    waits = sorted(_waits(found))
     print(
-        f"{len(failures)} failures, exit code {code}, {len(found)} of {run.replicas} replica groups ended\n"
-        f"weights differ from those of undisturbed training by {max(differences, default=float('nan')):.1e}, "
-        f"and between replica groups by {apart:.1e}\n"
-        f"samples repeated: {repeated}\n"
-        f"longest time to the next committed step: {max(quick, default=0.0):.2f} s, median "
-        f"{statistics.median(quick) if quick else 0.0:.2f} s (a stop of {STOP:.0f} s not counted)\n"
-        f"longest pause between two committed steps: {max(pauses, default=0.0):.2f} s"
+        f"{len(run.failures)} failures, exit code {code}, {len(run.weights)} replica groups ended\n"
+        f"weights differ from those of undisturbed training by {found.difference:.1e}, and between replica "
+        f"groups by {apart:.1e}\n"
+        f"samples lost: {found.lost}, repeated in committed steps: {found.repeated}\n"
+        f"steps computed again: {sum(each.again for each in found.resumptions)}\n"
+        f"time to the next committed step: median {statistics.median(waits or [math.nan]):.2f} s, longest "
+        f"{max(waits, default=math.nan):.2f} s (a stop of {STOP:.0f} s not counted)\n"
+        f"longest pause between two committed steps: {max(pauses, default=math.nan):.2f} s"
     )
-    is_equal = bool(differences) and max(differences) <= TOLERANCE and apart == 0.0
-    is_right = code == 0 and is_equal and repeated == 0 and max(quick, default=0.0) <= LIMIT
-    if not is_right:
-        print((run.folder / "output.txt").read_text()[-4000:])
-    return int(not is_right)
+    is_in_time = 1 in run.starts or max(waits, default=0.0) <= LIMIT
+    return code == 0 and is_in_time and apart == 0.0 and not find_problems(found, TOLERANCE)
+
+
+def _waits(found: Comparison) -> list[float]:
+    """Returns the times after all failures but those in which a process was only stopped."""
+    kept = [each.seconds for each in found.resumptions if each.failure.place != "stop"]
+    return [seconds for seconds in kept if not math.isnan(seconds)]
 
 
 if __name__ == "__main__":

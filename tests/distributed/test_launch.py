@@ -147,9 +147,10 @@ def test_a_failed_run_ends_with_one_screen(scripts: Scripts) -> None:
     shutil.rmtree(Path(report).parent)
 
 
-def test_a_failed_group_is_started_again_as_often_as_asked(scripts: Scripts) -> None:
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_a_failed_group_is_started_again_as_often_as_asked(scripts: Scripts, processes: str) -> None:
     text = "import os, sys\nsys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 3)"
-    ended = scripts.run("--cpu", "--num_processes", "2", "--max_restarts", "1", scripts.write(text))
+    ended = scripts.run("--cpu", "--num_processes", processes, "--max_restarts", "1", scripts.write(text))
     assert ended.code == 0, ended.err
 
 

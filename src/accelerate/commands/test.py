@@ -1,6 +1,7 @@
 """The command `accelerate test`, which launches a self-check on this machine.
 
-With --resume it compares a run that is interrupted and resumed with an uninterrupted run.
+With --resume it compares a run that is interrupted and resumed with an uninterrupted run, and with --failures
+a run whose processes are killed with an undisturbed run.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.base import CheckpointError, LaunchError
+from accelerate.commands.failure_check import check_failures
 from accelerate.commands.launch import launch_command, launch_command_parser
 from accelerate.commands.running import (
     execute_subprocess_async as execute_subprocess_async,
@@ -33,19 +35,23 @@ Record = dict[str, Any]  # record of one rank in one run
 
 
 def test_command(args: argparse.Namespace) -> None:
-    """Launches the self-check, in which each check prints a line, or the check of resumed runs.
+    """Launches the self-check, in which each check prints a line, or the check of resumed or failing runs.
 
     Args:
-        args: Arguments with ``config_file`` and ``resume``.
+        args: Arguments with ``config_file``, ``resume`` and ``failures``.
 
     Raises:
         ConfigurationError: The configuration is not valid.
-        CheckpointError: A resumed run differs from the uninterrupted run.
+        CheckpointError: A resumed run or one that restarts differs from the uninterrupted run.
+        RecoveryError: A run whose replica groups fail differs from the undisturbed run.
         SystemExit: A check failed.
     """
     words = ["--config_file", args.config_file] if args.config_file else []
     if getattr(args, "resume", False):
         check_resume(words)
+        return
+    if getattr(args, "failures", False):
+        check_failures(words)
         return
     launch_command(launch_command_parser().parse_args([*words, "--module", SCRIPT]))
 
@@ -156,10 +162,17 @@ def test_command_parser(subparsers: Any = None) -> CustomArgumentParser:  # noqa
     """Returns the parser of ``accelerate test``, added to `subparsers` if given."""
     parser = make_parser("test", DESCRIPTION, test_command, subparsers)
     parser.add_argument("--config_file", help="Configuration file to launch with.")
-    parser.add_argument(
+    check = parser.add_mutually_exclusive_group()
+    check.add_argument(
         "--resume",
         action="store_true",
         help="Check instead that an interrupted and resumed run is the same run: samples and weights.",
+    )
+    check.add_argument(
+        "--failures",
+        action="store_true",
+        help="Check instead that a run whose processes are killed has the result of an undisturbed run, and "
+        "measure how long it takes to continue.",
     )
     return parser
 

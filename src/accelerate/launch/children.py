@@ -201,7 +201,8 @@ class ChildTerminator:
     def _forward(self, child: subprocess.Popen[Any], number: int, has_it: bool) -> None:
         is_first = number not in REQUESTS and not self._first
         if is_first:
-            self._first, self._family = number, _descendants(child.pid)
+            self._first = number  # before the import of psutil, in which another signal may arrive
+            self._family = _descendants(child.pid)
         sent = self._replacements.get(number, number)
         if sent != number or not has_it:
             send_signal(child, sent)

@@ -100,7 +100,8 @@ def _plan_processes(
     layout.check_layout(settings, machine, per_machine)
     launch, rendezvous = settings[LaunchSection], settings[RendezvousSection]
     is_single = launch.num_processes == launch.num_machines == 1
-    default = "local" if is_single and not any(getattr(launch, name) for name in NEEDS_GROUP) else "elastic"
+    needs_agent = rendezvous.max_restarts > 0 or any(getattr(launch, name) for name in NEEDS_GROUP)
+    default = "local" if is_single and not needs_agent else "elastic"
     name = launcher_name or default
     launcher = launcher_named(name)
     if per_machine and name != "elastic":

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from accelerate.diagnostics.stopping import SignalRecorder
-from accelerate.launch import run_child
+from accelerate.launch import children, run_child
 from accelerate.launch.children import REQUESTS, ChildExit, ChildTerminator, RequestRecorder, blocked
 from accelerate.launch.failures import ENTRY
 
@@ -161,6 +161,23 @@ def test_signals_before_the_program_runs_are_sent_to_it(tmp_path: Path) -> None:
     assert child.wait(timeout=10) == -signal.SIGTERM
     ending.finish()
     assert ending.killed_after == 0
+
+
+def test_a_signal_while_the_family_is_listed_is_not_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = subprocess.Popen([sys.executable, "-c", SLEEP])
+    ending, listed = ChildTerminator({}), []
+
+    def list_family(pid: int) -> list[int]:  # which imports psutil
+        listed.append(pid)
+        ending.on_signal(signal.SIGTERM, None)
+        return []
+
+    monkeypatch.setattr(children, "_descendants", list_family)
+    ending.begin(child)
+    ending.on_signal(signal.SIGTERM, None)
+    assert child.wait(timeout=10) == -signal.SIGTERM
+    ending.finish()
+    assert listed == [child.pid]
 
 
 def test_a_request_to_a_program_that_starts_with_it_blocked_waits_there(tmp_path: Path) -> None:

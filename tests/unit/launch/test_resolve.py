@@ -53,6 +53,11 @@ def test_a_machine_without_devices_runs_one_process_with_a_note() -> None:
     assert "WORLD_SIZE" not in note
 
 
+def test_one_process_with_restarts_runs_under_the_agent() -> None:
+    assert plan(machine(), num_processes=1, max_restarts=2).launcher == "elastic"
+    assert plan(machine(), num_processes=1, max_restarts=0).launcher == "local"
+
+
 def test_further_settings_of_the_rendezvous_are_accepted() -> None:
     further = "timeout=900,read_timeout=60"
     assert plan(machine(), num_processes=2, rdzv_conf=further).rendezvous.rdzv_conf == further
