@@ -26,6 +26,7 @@ import signal
 import sys
 import time
 import traceback
+import types
 import warnings
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,10 @@ def watch(ranks: list[Watched], timeout: float, grace: float) -> tuple[int | Non
 
 def load_module(name: str, path: str) -> Any:
     """Import a test module under the name that pytest gave it, so that pickles load in both processes."""
+    parents = name.split(".")[:-1]
+    for depth in range(1, len(parents) + 1):  # `pickle` imports them before it looks for the module
+        parent = ".".join(parents[:depth])
+        sys.modules.setdefault(parent, types.ModuleType(parent))
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
