@@ -90,7 +90,9 @@ if os.environ.get("RESUME"):
 accelerator.register_save_state_pre_hook(lambda *_: fail("save", 1))
 log, samples = open(folder / f"samples-{replica}-{os.getpid()}.jsonl", "a", buffering=1), []
 report, pause = [], float(os.environ.get("PAUSE", "0"))
+longest = int(os.environ.get("LONGEST", "1000"))  # number of steps after which a pass is left
 for epoch in range(len(os.environ.get("RESUME", "")), 3):
+    num_steps = 0
     for number, (rows, labels, numbers) in enumerate(loader):
         samples += numbers.tolist()
         fail("batch", 10 * epoch + number)
@@ -108,11 +110,12 @@ for epoch in range(len(os.environ.get("RESUME", "")), 3):
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             if not accelerator.optimizer_step_was_skipped:
+                num_steps += 1
                 log.write(json.dumps([epoch, samples]) + "\\n")
             samples = []
         if accelerator.should_save:
             accelerator.save_state()
-        if accelerator.should_stop:
+        if accelerator.should_stop or num_steps == longest:
             break
     if accelerator.should_stop:
         break
@@ -208,6 +211,25 @@ def test_all_groups_save_and_stop_at_the_request_of_one(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert found.reports == [[], []]
     assert (tmp_path / "project" / "checkpoints" / "checkpoint_0").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [
+        ("batch", 13),
+        ("exit", 13),  # leaves a pass, which the others continue
+        pytest.param("batch", 22, id="last"),
+    ],
+)
+def test_a_pass_that_a_loop_leaves_is_over_for_all_groups(tmp_path: Path, where: str, number: int) -> None:
+    expected = launch(tmp_path / "plain", "--num_processes", "2", LONGEST="4")
+    found = launch(
+        tmp_path / "failed", "--replicas", "2", FAILURE=failing(where, number), PAUSE="1.0", LONGEST="4"
+    )
+    assert_equal(found, expected)
+    assert "and is started again" in found.err
+    assert "gathered values" not in found.err
 
 
 @pytest.mark.slow

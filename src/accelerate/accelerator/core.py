@@ -466,6 +466,9 @@ class Accelerator(ProcessControl):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        if self.gradient_state.global_batch_size is not None:
+            name, reason = "gradient_accumulation_steps", "it follows from global_batch_size"
+            raise wrong_value(name, gradient_accumulation_steps, reason, "Leave it out")
         self._runtime.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
 
     @property

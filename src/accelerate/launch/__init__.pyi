@@ -52,4 +52,8 @@ from accelerate.launch.resolve import (
     choose_launcher as choose_launcher,
     resolve_plan as resolve_plan,
 )
-from accelerate.launch.script import RENDEZVOUS_FILE as RENDEZVOUS_FILE, PrepareForLaunch as PrepareForLaunch
+from accelerate.launch.script import (
+    RENDEZVOUS_FILE as RENDEZVOUS_FILE,
+    SCRIPT as SCRIPT,
+    PrepareForLaunch as PrepareForLaunch,
+)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +18,25 @@ from typing import Any
 from accelerate.base import ConfigurationError, DistributedType, environ, stack_dumps
 from accelerate.launch.children import NOTES
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure, shortened
+
+RESTART_CODE = 75
+"""Exit code of a process that ends in order to be started again, EX_TEMPFAIL of sysexits.h."""
+
+
+@dataclass
+class Script:
+    """State of the script that this process runs.
+
+    Attributes:
+        is_ending: Whether an error or a call of `sys.exit` ends it.
+        ended_rank: Rank of a process that SIGTERM asked to end, with all processes of its machine, or None.
+    """
+
+    is_ending: bool = False
+    ended_rank: int | None = None
+
+
+SCRIPT = Script()
 
 
 def run(words: list[str]) -> None:
@@ -79,15 +99,22 @@ def _script_frames(trace: TracebackType | None) -> TracebackType | None:
 def main(words: list[str]) -> None:
     """Runs the target, and exits with code 1 after an error, or with the code of the script.
 
+    A script that ends because another machine of an elastic run was asked to end exits with `RESTART_CODE`.
     Other ranks that wait for this one can request its stack.
     """
     NOTES.install()
     stack_dumps.offer()
     try:
-        run(words)
+        try:
+            run(words)
+        except BaseException:
+            SCRIPT.is_ending = True
+            raise
     except SystemExit as error:
         if isinstance(error.code, str):
             report_end(error)
+        if error.code in (None, 0) and _starts_again():
+            sys.exit(RESTART_CODE)
         raise
     except KeyboardInterrupt as error:
         report_end(error)
@@ -95,6 +122,17 @@ def main(words: list[str]) -> None:
     except Exception as error:
         report(error)
         sys.exit(1)
+    if _starts_again():
+        sys.exit(RESTART_CODE)
+
+
+def _starts_again() -> bool:
+    """Returns whether an elastic run goes on on this machine, because only another one was asked to end."""
+    variables = environ.current()
+    if SCRIPT.ended_rank is None or environ.ELASTIC not in variables:
+        return False
+    size = int(variables["LOCAL_WORLD_SIZE"])
+    return SCRIPT.ended_rank // size != int(variables["RANK"]) // size
 
 
 RENDEZVOUS_FILE = "ACCELERATE_DEBUG_RDV_FILE"

@@ -23,6 +23,8 @@ from accelerate.base import RecoveryError, StateError, require
 from accelerate.devices import of_device
 from accelerate.ops import Transport
 
+CONNECT_TIMEOUT = timedelta(seconds=5)
+"""Timeout of a connection to another replica group, which may have ended meanwhile."""
 QUORUM_TIMEOUTS = 10
 """Timeouts of one collective that a replica group waits for the others to join."""
 LOGGERS = (
@@ -76,17 +78,15 @@ class Membership:
     ) -> None:
         require("torchft", "--replicas")
         from torchft.manager import Manager
-        from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
-
         for name in LOGGERS:  # they log the traceback of each collective that a failure interrupts
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # received weights
         host = "localhost" if _is_loopback(lighthouse) else socket.gethostname()
         self._store, port = _open_store(group, host)
         limit = timedelta(seconds=timeout)
-        kind = ProcessGroupNCCL if of_device(device).comm == "nccl" else ProcessGroupGloo
-        self._group: Any = kind(timeout=limit)
-        self._device = device if kind is ProcessGroupNCCL else torch.device("cpu")
+        uses_nccl = of_device(device).comm == "nccl"
+        self._group: Any = _open_group(uses_nccl, limit)
+        self._device = device if uses_nccl else torch.device("cpu")
         self._manager = Manager(
             pg=self._group,
             load_state_dict=apply,
@@ -95,7 +95,7 @@ class Membership:
             use_async_quorum=False,
             timeout=limit,
             quorum_timeout=QUORUM_TIMEOUTS * limit,
-            connect_timeout=limit,
+            connect_timeout=min(CONNECT_TIMEOUT, limit),
             rank=group.rank,
             world_size=group.size,
             store_addr=host,
@@ -188,6 +188,26 @@ class Membership:
 def _is_loopback(address: str) -> bool:
     host = urlsplit(address if "//" in address else f"//{address}").hostname
     return host in ("localhost", "127.0.0.1", "::1")
+
+
+def _open_group(uses_nccl: bool, timeout: timedelta) -> Any:
+    """Returns the process group of the members, which is not connected yet."""
+    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+    kind: Any = ProcessGroupNCCL if uses_nccl else ProcessGroupGloo
+
+    class MemberGroup(kind):  # type: ignore[misc]
+        """Process group with a shorter timeout for connections than for collectives."""
+
+        def configure(self, *arguments: Any, **named: Any) -> None:
+            self.set_timeout(min(CONNECT_TIMEOUT, timeout))
+            try:
+                super().configure(*arguments, **named)
+            finally:
+                self.set_timeout(timeout)
+            self.parent.set_timeout(timeout)
+
+    return MemberGroup(timeout=timeout)
 
 
 def _open_transport(timeout: timedelta) -> Any:

@@ -7,6 +7,7 @@ replica group has ended meanwhile, the others repeat the step with the same batc
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from accelerate import rng, strategies
 from accelerate.base import ConfigurationError, RecoveryError, StateError, environ, wrong_value
 from accelerate.data_loader import data_groups
-from accelerate.launch import committed_key
+from accelerate.launch import SCRIPT, committed_key
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
 from accelerate.plugins import version_of
@@ -44,10 +45,14 @@ Request: TypeAlias = Literal["save", "stop"]
 REQUESTS: tuple[Request, ...] = ("save", "stop")
 SEED = "seed"
 """Key in the store of the run of its seed."""
+PAUSE = 0.2
+"""Seconds between two attempts to join a replica group with state."""
 BUCKET_BYTES = 32 * 2**20
 """Bytes of gradients in one all-reduce over the members."""
 PASSES = "passes/{}"
 """Key in the store of the run of the number of passes over a loader for training that are over."""
+LEFT = "left/{}/{}"
+"""Key in the store of the run that is set when a loop leaves a pass over a loader before its end."""
 READY = "ready/{}"
 """Key in the store of the run that is set when a replica group is ready for its first step."""
 
@@ -144,6 +149,7 @@ class Recovery:
         self._is_behind = False
         self._has_committed = False
         self._num_loaders = 0
+        self._left: tuple[RecoveryLoader, int] | None = None  # a loader, and the pass that the loop has left
         self._transport: MemberTransport | None = None
         self._requested = dict.fromkeys(REQUESTS, False)  # by this replica group, and not shared yet
         self._shared = dict.fromkeys(REQUESTS, False)
@@ -218,6 +224,7 @@ class Recovery:
 
     def begin_pass(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether this replica group takes part in a pass for training, which is not over."""
+        self._end_left_pass()
         over = self._num_passes_over(loader)
         self._is_behind = number < over
         self._leader.is_leader = self._leader.is_leader and not self._is_behind
@@ -242,11 +249,35 @@ class Recovery:
         self._loader = loader
         self._outcome = None
         self._transport = None
-        self.members = self._membership.begin()
+        self.members = self._begin_with_state(self._membership)
         if self._membership.num_committed == 0:
             self.members = self._begin_together(self.members)
         self._leader.is_leader = self.members.index == 0
         return self.members
+
+    def _begin_with_state(self, membership: Membership) -> Members:
+        """Agrees on the members, and waits for one with state as long as a replica group has committed steps.
+
+        A replica group that is slow to answer may miss a step, which those that have just started must not
+        take without it.
+        """
+        deadline = time.monotonic() + self._run.timeout
+        while True:
+            members = membership.begin()
+            if membership.num_committed or time.monotonic() > deadline:
+                return members
+            keys = (committed_key(replica) for replica in range(self.num_replicas))
+            if not self._ask_store(lambda: any(self._store.check([key]) for key in keys)):
+                return members
+            membership.decline()
+            time.sleep(PAUSE)
+
+    def _ask_store(self, ask: Callable[[], bool]) -> bool:
+        """Returns what rank 0 reads from the store of the run. Called on all ranks of a replica group."""
+        transport = current_transport()
+        if transport.size == 1:
+            return ask()
+        return bool(transport.broadcast_object(ask() if transport.rank == 0 else None))
 
     def _begin_together(self, members: Members) -> Members:
         """Sends the weights of the first member to the others before the first step."""
@@ -342,6 +373,31 @@ class Recovery:
                 "before an evaluation."
             )
 
+    def leave_pass(self, loader: RecoveryLoader, number: int) -> None:
+        """Notes that the loop has left a pass before its end.
+
+        If the script goes on, the pass ends for all members. If an error ends it, they continue the pass.
+        """
+        self._left = loader, number
+
+    def _end_left_pass(self) -> None:
+        """Ends the pass that the loop has left, together with the other members."""
+        if self._left is None:
+            return
+        (loader, number), self._left = self._left, None
+        assert self._membership is not None
+        if self._outcome is None:
+            self._membership.decline()
+        self._store.set(LEFT.format(loader.number, number), "1")
+        self.begin_step(loader)
+        while not self.end_data():
+            self.begin_step(loader)
+        loader.epoch, loader.position = number + 1, 0
+
+    def is_left(self, loader: RecoveryLoader, number: int) -> bool:
+        """Returns whether the loop of a member has left a pass."""
+        return self._ask_store(lambda: self._store.check([LEFT.format(loader.number, number)]))
+
     def end_data(self) -> bool:
         """Ends the data of a pass on all members together, and returns whether all of them are there."""
         assert self._membership is not None
@@ -398,6 +454,7 @@ class Recovery:
 
     def member_transport(self) -> Transport | None:
         """Returns the transport over all members, or None where collectives are within a replica group."""
+        self._end_left_pass()
         if self.in_pass or self._is_behind or self._membership is None or self.members is None:
             return None
         if self.members.size == 1:
@@ -440,6 +497,9 @@ class Recovery:
         return self._is_behind
 
     def _shut_down(self) -> None:
+        if self._left is not None and not SCRIPT.is_ending:
+            loader, number = self._left
+            self._store.set(LEFT.format(loader.number, number), "1")
         if self._membership is not None:
             self._membership.shut_down()
 
