@@ -365,7 +365,8 @@ def test_steps_that_do_not_follow_the_global_batch_are_refused(run: Run) -> None
 
 def count_windows(samples: int) -> tuple[int, list[float]]:
     training = Training(Setting(samples=samples, global_batch_size=32))
-    windows = training.accelerator.windows(training.loader, training.model, num_items=lambda batch: len(batch[0]))
+    accelerator = training.accelerator
+    windows = accelerator.windows(training.loader, training.model, num_items=lambda batch: len(batch[0]))
     assert len(windows) == samples // 32 + 1
     counts = []
     for window in windows:

@@ -42,6 +42,7 @@ accelerator = Accelerator(
     fsdp_plugin=plugin if kind == "fsdp" else None,
     dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     parallelism_config=ParallelismConfig(tp_size=2) if kind == "tp" else None,
+    log_with="report",
     project_config=ProjectConfiguration(folder / "project", automatic_checkpoint_naming=True),
 )
 
@@ -87,6 +88,7 @@ model, optimizer, scheduler, loader, evaluation = accelerator.prepare(
 )
 if os.environ.get("RESUME"):
     accelerator.load_state()
+accelerator.init_trackers("test", {"lr": 0.01})
 accelerator.register_save_state_pre_hook(lambda *_: fail("save", 1))
 log, samples = open(folder / f"samples-{replica}-{os.getpid()}.jsonl", "a", buffering=1), []
 report, pause = [], float(os.environ.get("PAUSE", "0"))
@@ -111,6 +113,7 @@ for epoch in range(len(os.environ.get("RESUME", "")), 3):
         if accelerator.sync_gradients:
             if not accelerator.optimizer_step_was_skipped:
                 num_steps += 1
+                accelerator.log({"rate": scheduler.get_last_lr()[0]}, step=optimizer.num_updates)
                 log.write(json.dumps([epoch, samples]) + "\\n")
             samples = []
         if accelerator.should_save:
@@ -166,6 +169,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return launch(tmp_path_factory.mktemp("plain"), "--num_processes", "2")
 
 
+def read_records(folder: Path) -> list[list[dict[str, Any]]]:
+    """Returns the records of each process of all replica groups."""
+    paths = sorted(folder.glob("project/run_records/rank-*.jsonl"))
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+
 def assert_equal(found: Outcome, expected: Outcome) -> None:
     assert found.weights
     for weights, rates in zip(found.weights, found.rates, strict=True):
@@ -202,6 +211,20 @@ def test_weights_are_those_without_a_failure(tmp_path: Path, expected: Outcome, 
     assert_equal(found, expected)
     assert "and is started again" in found.err
     assert "Traceback" not in found.err
+
+
+@pytest.mark.slow
+def test_trackers_and_records_continue_in_another_group(tmp_path: Path) -> None:
+    launch(tmp_path, "--replicas", "2", FAILURE=failing("batch", 13, replica=0), PAUSE="0.5")
+    records = read_records(tmp_path)
+    starts = [[each for each in rank if each["kind"] == "start"] for rank in records]
+    assert [len(rank) for rank in starts] == [2, 1]
+    assert [(rank[0]["rank"], rank[0]["world_size"]) for rank in starts] == [(0, 2), (1, 2)]
+    logged = [[each["step"] for each in rank if each["kind"] == "values"] for rank in records]
+    assert all(logged)
+    assert sorted(logged[0] + logged[1]) == list(range(1, 19))
+    members = [each["text"][:6] for each in records[1] if each.get("name") == "members"]
+    assert members == ["2 of 2", "1 of 2", "2 of 2"]
 
 
 @pytest.mark.slow

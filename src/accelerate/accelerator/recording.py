@@ -34,6 +34,7 @@ from accelerate.monitoring import (
     Start,
     hide_secrets,
     hide_secrets_of_command,
+    recorded_rank,
     records_folder,
 )
 from accelerate.settings import decode
@@ -89,6 +90,7 @@ class RunSources:
 
     def __init__(self, runtime: Runtime, environ: Mapping[str, str]) -> None:
         self._state, self._request = runtime.state, runtime.request
+        self._num_replicas = 1 if runtime.recovery is None else runtime.recovery.num_replicas
         self._reference = ref(runtime.prepared)  # the monitor may live longer than the `Accelerator`
         self._environ = dict(environ)
         self._argv = hide_secrets_of_command(sys.argv)
@@ -97,11 +99,11 @@ class RunSources:
         self._module: Any = None if backend.is_host else backend.torch_module()
 
     def start(self) -> Start:
-        state = self._state
+        state, mesh = self._state, mesh_sizes(self._state.device_mesh)
         return Start(
             time=time.time(),
-            rank=state.process_index,
-            world_size=state.num_processes,
+            rank=recorded_rank(state.process_index, state.num_processes),
+            world_size=self._num_replicas * state.num_processes,
             host=socket.gethostname(),
             pid=os.getpid(),
             attempt=count_of(self._environ, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -114,7 +116,7 @@ class RunSources:
                 "accelerate": version("accelerate"),
             },
             settings=list(_settings(state, self._request, self._environ)) if state.is_main_process else [],
-            mesh=mesh_sizes(state.device_mesh),
+            mesh={**({"replicas": self._num_replicas} if mesh else {}), **mesh},
         )
 
     def _device_name(self) -> str:

@@ -29,6 +29,7 @@ from accelerate.monitoring.records import (
     encode as encode,
     find_records as find_records,
     recorded_paths as recorded_paths,
+    recorded_rank as recorded_rank,
     records_folder as records_folder,
 )
 from accelerate.monitoring.run_monitor import (

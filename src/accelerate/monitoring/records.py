@@ -38,6 +38,16 @@ PHASES = ("data", "moving", "forward", "backward", "collectives", "optimizer", "
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 
 
+def recorded_rank(rank: int, size: int) -> int:
+    """Returns the rank of a process in records, which is that among the processes of all replica groups.
+
+    Args:
+        rank: Rank within its replica group.
+        size: World size of its replica group.
+    """
+    return int(environ.current().get(environ.REPLICA, "0")) * size + rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """Base class of all records."""

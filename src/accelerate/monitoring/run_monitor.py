@@ -29,6 +29,7 @@ from accelerate.monitoring.records import (
     RecordQueue,
     Start,
     Window,
+    recorded_rank,
 )
 from accelerate.monitoring.step_clock import ClosedWindow, StepClock, StepTimes
 
@@ -93,7 +94,8 @@ class RunMonitor:
         queue: RecordQueue,
     ) -> None:
         self.rank, self.size, self._sources, self._clock, self._queue = rank, size, sources, clock, queue
-        self.records, self._connect = RecordThread(folder, rank), sources.connect if size > 1 else None
+        self.records = RecordThread(folder, recorded_rank(rank, size))
+        self._connect = sources.connect if size > 1 else None
         self._start_time = time.time()
         self._pid = os.getpid()
         self._is_recorded, self._has_begun = folder is not None, False

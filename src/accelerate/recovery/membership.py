@@ -78,6 +78,7 @@ class Membership:
     ) -> None:
         require("torchft", "--replicas")
         from torchft.manager import Manager
+
         for name in LOGGERS:  # they log the traceback of each collective that a failure interrupts
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # received weights

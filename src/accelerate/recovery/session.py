@@ -32,7 +32,7 @@ from accelerate.recovery.membership import Members, Membership
 from accelerate.recovery.transport import MemberLostError, MemberTransport
 from accelerate.settings import decode
 from accelerate.settings.sections import RecoverySection
-from accelerate.state import GradientState, Leader, services
+from accelerate.state import GradientState, Leader, record_event, services, step_clock
 
 logger = get_logger(__name__)
 
@@ -155,7 +155,8 @@ class Recovery:
         self._shared = dict.fromkeys(REQUESTS, False)
         self._flags = nn.Parameter(torch.zeros(len(REQUESTS), device=strategy.context.device))
         self._store = _connect(run.store)
-        self._leader = services.put(Leader, Leader(run.replica == 0))
+        is_first = run.replica == 0 and not self._has_begun()
+        self._leader = services.put(Leader, Leader(is_first))
         services.put(Recovery, self, end=self._shut_down)
 
     def _check(self) -> None:
@@ -247,12 +248,16 @@ class Recovery:
             self._membership = self._open()
             self._wait_for_all()  # the lighthouse knows this replica group now
         self._loader = loader
+        num_before = 0 if self.members is None else self.members.size
         self._outcome = None
         self._transport = None
         self.members = self._begin_with_state(self._membership)
         if self._membership.num_committed == 0:
             self.members = self._begin_together(self.members)
         self._leader.is_leader = self.members.index == 0
+        if self.members.size != num_before:
+            text = f"{self.members.size} of {self.num_replicas} replica groups take the steps"
+            record_event("members", text)
         return self.members
 
     def _begin_with_state(self, membership: Membership) -> Members:
@@ -266,11 +271,14 @@ class Recovery:
             members = membership.begin()
             if membership.num_committed or time.monotonic() > deadline:
                 return members
-            keys = (committed_key(replica) for replica in range(self.num_replicas))
-            if not self._ask_store(lambda: any(self._store.check([key]) for key in keys)):
+            if not self._ask_store(self._has_begun):
                 return members
             membership.decline()
             time.sleep(PAUSE)
+
+    def _has_begun(self) -> bool:
+        """Returns whether a replica group that has not been started again since has committed a step."""
+        return any(self._store.check([committed_key(replica)]) for replica in range(self.num_replicas))
 
     def _ask_store(self, ask: Callable[[], bool]) -> bool:
         """Returns what rank 0 reads from the store of the run. Called on all ranks of a replica group."""
@@ -440,6 +448,7 @@ class Recovery:
     def _apply(self, state: Mapping[str, Any]) -> None:
         passes = [(obj, obj.num_passes) for obj in self._prepared.custom if type(obj) is RecoveryLoader]
         snapshot.apply(state, self._prepared, self._strategy.precision.scaler)
+        step_clock.restart_numbers()
         for loader, number in passes:
             loader.num_passes = number
         self._strategy.context.request.project.iteration = state["iteration"]
