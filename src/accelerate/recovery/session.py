@@ -281,7 +281,10 @@ class Recovery:
         return any(self._store.check([committed_key(replica)]) for replica in range(self.num_replicas))
 
     def _ask_store(self, ask: Callable[[], bool]) -> bool:
-        """Returns what rank 0 reads from the store of the run. Called on all ranks of a replica group."""
+        """Returns what rank 0 reads from the store of the run.
+
+        Called on all ranks of a replica group.
+        """
         transport = current_transport()
         if transport.size == 1:
             return ask()
