@@ -25,7 +25,7 @@ import torch
 from accelerate import diagnostics, strategies, torch_private
 from accelerate.accelerator.measured import local_scalar
 from accelerate.base import DistributedType, environ as variables
-from accelerate.launch import count_of
+from accelerate.launch import SCRIPT, count_of
 from accelerate.monitoring import (
     RankExchange,
     RecordThread,
@@ -69,6 +69,7 @@ def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
     monitor = RunMonitor(state.process_index, state.num_processes, sources, folder, step_clock, run_records)
     services.put(RunMonitor, monitor, close=monitor.close, end=monitor.end)
     services.put(RecordThread, monitor.records)
+    SCRIPT.count_steps = lambda: step_clock.number
 
 
 def _finish_at_exit() -> None:

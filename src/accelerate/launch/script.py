@@ -17,7 +17,14 @@ from typing import Any
 
 from accelerate.base import ConfigurationError, DistributedType, environ, stack_dumps
 from accelerate.launch.children import NOTES
-from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure, shortened
+from accelerate.launch.failures import (
+    ENTRY,
+    FOLDER_VARIABLE,
+    VERBOSE_VARIABLE,
+    Failure,
+    shortened,
+    starts_again,
+)
 
 RESTART_CODE = 75
 """Exit code of a process that ends in order to be started again, EX_TEMPFAIL of sysexits.h."""
@@ -29,11 +36,18 @@ class Script:
 
     Attributes:
         is_ending: Whether an error or a call of `sys.exit` ends it.
+        count_steps: Returns the number of steps, or None before an `Accelerator` is created.
         ended_rank: Rank of a process that SIGTERM asked to end, with all processes of its machine, or None.
     """
 
     is_ending: bool = False
+    count_steps: Callable[[], int] | None = None
     ended_rank: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Number of steps of the optimizers, or -1 if it is not known."""
+        return -1 if self.count_steps is None else self.count_steps()
 
 
 SCRIPT = Script()
@@ -65,9 +79,11 @@ def report(error: BaseException) -> None:
     # The interpreter sets these for an uncaught error, and the process group reads them at exit.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     variables = environ.current()
-    failure = Failure.of(error.with_traceback(trace), variables)
+    failure = Failure.of(error.with_traceback(trace), variables, SCRIPT.step)
     folder = variables.get(FOLDER_VARIABLE)
     written = folder is not None and failure.write(Path(folder))
+    if written and failure.world_size > 1 and starts_again(variables):
+        return
     if written and failure.world_size > 1 and VERBOSE_VARIABLE not in variables:
         print(f"rank {failure.rank}: {shortened(failure.headline)}", file=sys.stderr, flush=True)
     else:
@@ -77,7 +93,7 @@ def report(error: BaseException) -> None:
 def report_end(error: SystemExit | KeyboardInterrupt) -> None:
     """Records the exit of one of several processes, for which Python then prints one line."""
     trace, variables = _script_frames(error.__traceback__), environ.current()
-    failure = Failure.of(error.with_traceback(trace), variables)
+    failure = Failure.of(error.with_traceback(trace), variables, SCRIPT.step)
     hook = sys.excepthook
     sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
     if failure.world_size == 1 or FOLDER_VARIABLE not in variables:

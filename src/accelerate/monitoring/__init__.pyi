@@ -13,6 +13,7 @@ from accelerate.monitoring.records import (
     FOLDER as FOLDER,
     PHASES as PHASES,
     RECORDS_VARIABLE as RECORDS_VARIABLE,
+    Attempt as Attempt,
     Checkpoint as Checkpoint,
     Conclusion as Conclusion,
     End as End,

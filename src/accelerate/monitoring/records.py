@@ -161,6 +161,21 @@ class Conclusion(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attempt(Record):
+    """Attempt of a run that restarts, which the launcher of a machine records after its end."""
+
+    kind: ClassVar[str] = "attempt"
+    number: int  # how often the processes had been restarted
+    began: float  # seconds since the epoch, before the processes were started
+    rank: int = -1  # the rank that ended first, or -1 if the attempt did not fail
+    text: str = ""  # how it ended
+    failed: float = 0.0  # when the first error of a rank was recorded, or 0 without one
+    step: int = -1  # number of steps that it had taken, or -1 if that is not known
+    checkpoint: str = ""  # the newest checkpoint at that time
+    checkpoint_step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class End(Record):
     """End of a process that was not killed."""
 
@@ -178,7 +193,8 @@ class RecordQueue(deque[Record]):
 
 
 KINDS: dict[str, type[Record]] = {
-    kind.kind: kind for kind in (Start, Window, Values, Checkpoint, Event, RankTimes, Conclusion, End)
+    kind.kind: kind
+    for kind in (Start, Window, Values, Checkpoint, Event, RankTimes, Conclusion, Attempt, End)
 }
 
 

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from accelerate.base import describe_position, wrong_value
 from accelerate.monitoring import (
     PHASES,
+    Attempt,
     Checkpoint,
     Conclusion,
     End,
@@ -26,6 +27,7 @@ from accelerate.monitoring import (
     Window,
     find_records,
 )
+from accelerate.report.goodput import Goodput, Timeline, measure_goodput
 from accelerate.report.series import PhaseSeconds, Series
 
 MAX_NAMES = 200
@@ -127,6 +129,7 @@ class Run:
     conclusions: RecordGroups[Conclusion] = field(default_factory=RecordGroups)
     checkpoints: RecordGroups[Checkpoint] = field(default_factory=RecordGroups)
     config: dict[str, str] = field(default_factory=dict)  # config passed to `init_trackers`
+    timeline: Timeline = field(default_factory=Timeline)
     stored: list[tuple[str, ...]] = field(default_factory=list)  # rows of checkpoints found in the folder
 
     @property
@@ -146,6 +149,15 @@ class Run:
     @property
     def last_time(self) -> float:
         return max(summary.last_time for summary in self.ranks.values())
+
+    @property
+    def num_attempts(self) -> int:
+        """Number of attempts, also of those that ended before the first rank recorded its start."""
+        return max(self.num_starts, len(self.timeline.attempts))
+
+    def goodput(self) -> Goodput | None:
+        """Returns the division of the wall time, or None if no start was recorded."""
+        return measure_goodput(self.timeline, self.last_time)
 
     def current(self) -> list[RankTotals]:
         """Returns the ranks of the last start, or all ranks if no start was recorded."""
@@ -238,6 +250,7 @@ def _read_start(run: Run, summary: RankTotals, record: Start) -> None:
     if summary.rank != run.first_rank:
         return
     run.num_starts += 1
+    run.timeline.add_start(record)
     if len(run.starts) == MAX_ENTRIES:
         del run.starts[1]
     run.starts.append(record)
@@ -259,6 +272,7 @@ def _read_window(run: Run, summary: RankTotals, record: Window) -> None:
         summary.seconds_by[name] = summary.seconds_by.get(name, 0.0) + seconds_by.get(name, 0.0)
     if summary.rank == run.first_rank:
         run.phase_seconds.add(record.last, {name: seconds_by.get(name, 0.0) for name in PHASES})
+        run.timeline.add_window(record, seconds_by.get("data", 0.0), seconds_by.get("saving", 0.0))
     _read_numbers(run, run.observed, summary.rank, record.last, _numbers(record.values))
     measured: dict[str, float] = {}
     if record.memory:
@@ -303,6 +317,8 @@ def _read_numbers(
 
 def _read_checkpoint(run: Run, summary: RankTotals, record: Checkpoint) -> None:
     """Stores the checkpoints of the first rank, and the errors of all ranks."""
+    if summary.rank == run.first_rank:
+        run.timeline.add_checkpoint(record)
     if summary.rank == run.first_rank or record.event == "failed":
         run.checkpoints.add((record.event, record.path, record.step, record.text), summary.rank, record)
 
@@ -344,6 +360,10 @@ def _read_rank_times(run: Run, summary: RankTotals, record: RankTimes) -> None:
             run.slow[int(rank)] = max(run.slow.get(int(rank), 0.0), lag)
 
 
+def _read_attempt(run: Run, summary: RankTotals, record: Attempt) -> None:
+    run.timeline.add_attempt(record)
+
+
 _READERS: Mapping[type[Record], Any] = {
     Start: _read_start,
     End: _read_end,
@@ -353,4 +373,5 @@ _READERS: Mapping[type[Record], Any] = {
     Event: _read_event,
     Conclusion: _read_conclusion,
     RankTimes: _read_rank_times,
+    Attempt: _read_attempt,
 }

@@ -15,6 +15,7 @@ from xml.etree.ElementTree import Element
 from accelerate.base import convert_bytes, describe_mesh, spell_ranks
 from accelerate.monitoring import PHASES, Conclusion
 from accelerate.report.charts import Line, draw_lines, draw_phases, format_number
+from accelerate.report.goodput import PARTS
 from accelerate.report.markup import escaped_size, shortened, tag
 from accelerate.report.reading import (
     MAX_DRAWN_RANKS,
@@ -62,8 +63,8 @@ def headings(runs: Sequence[Run], now: float) -> Iterator[Element]:
                 f"started {format_time(run.starts[0].time)}",
                 format_duration(last - run.starts[0].time),
             ]
-        if run.num_starts > 1:
-            restarts = run.num_starts - 1
+        if run.num_attempts > 1:
+            restarts = run.num_attempts - 1
             facts.append("1 restart" if restarts == 1 else f"{restarts} restarts")
         damaged = sum(summary.damaged for summary in run.ranks.values())
         badge = tag("span", state, class_=f"state {state.replace(' ', '-')}")
@@ -158,6 +159,40 @@ def _lines(series: Iterable[tuple[Run, dict[int, Series]]]) -> list[Line]:
     if len(series) > 1:
         return [Line(run.name, by_rank[min(by_rank)]) for run, by_rank in series if by_rank]
     return [Line(f"rank {rank}", one) for rank, one in sorted(series[0][1].items())]
+
+
+def goodput(runs: Sequence[Run]) -> Element | None:
+    """Returns a table of the parts of the wall time, and one of the attempts that failed."""
+    measured = [run.goodput() for run in runs]
+    if all(found is None for found in measured):
+        return None
+    rows: list[list[Cell]] = []
+    for part in PARTS:
+        row: list[Cell] = [part]
+        for found in measured:
+            seconds = 0.0 if found is None else found.seconds_by[part]
+            whole = 0.0 if found is None else found.wall
+            row += [f"{seconds:.2f}", f"{seconds / whole:.1%}" if whole else ""]
+        rows.append(row)
+    header = ["part of the wall time"]
+    notes = []
+    for run, found in zip(runs, measured, strict=True):
+        header += [_titled("seconds", run, runs), "share"]
+        if found is not None and found.wall:
+            prefix = f"{run.name}: " if len(runs) > 1 else ""
+            lines = [shortened(line, MAX_VALUE_LENGTH) for line in found.lines()]
+            notes.append(tag("p", f"{prefix}{'; '.join(lines)}."))
+    attempts: list[list[Cell]] = []
+    for run, found in zip(runs, measured, strict=True):
+        for attempt in [] if found is None else found.failures:
+            cells: list[Cell] = [attempt.number, format_time(attempt.time), attempt.rank, attempt.text]
+            step = "" if attempt.step < 0 else attempt.step
+            newest = f"{attempt.checkpoint} (step {attempt.checkpoint_step})" if attempt.checkpoint else ""
+            attempts.append([*_named(run, runs), *cells, step, newest])
+    names = [*_of(runs), "restarts before", "ended", "by rank", "which", "after step", "newest checkpoint"]
+    failed = _long_table(names, attempts)
+    title = tag("h3", "Attempts that failed") if failed is not None else None
+    return _section("Goodput", *notes, table(header, rows), title, failed)
 
 
 def speed(runs: Sequence[Run]) -> Element | None:

@@ -13,6 +13,7 @@ from accelerate.report.series import Point, Series
 def summarize(run: Run) -> dict[str, Any]:
     """Returns a summary, in which infinite values and NaN are strings because JSON has none of them."""
     state, text = run.outcome()
+    goodput = run.goodput()
     summary = {
         "name": run.name,
         "folder": str(run.folder),
@@ -22,6 +23,8 @@ def summarize(run: Run) -> dict[str, Any]:
         "mesh": run.mesh,
         "starts": [asdict(start) for start in run.starts],
         "failures": [asdict(end) for end in run.ends() if end.how == "failed"],
+        "attempts": [asdict(attempt) for _, attempt in sorted(run.timeline.attempts.items())],
+        "goodput": goodput and {**asdict(goodput), "wall": goodput.wall, "fraction": goodput.fraction},
         "conclusions": _groups_as_dicts(run.conclusions),
         "values": {name: _by_rank(by_rank) for name, by_rank in run.values.items()},
         "texts": run.texts,
