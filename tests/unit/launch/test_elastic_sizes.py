@@ -116,7 +116,11 @@ class Context:
 
     def __init__(self, codes: list[int], restarts: int) -> None:
         self.envs = {
-            rank: {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+            rank: {
+                "RANK": str(rank),
+                "TORCHELASTIC_RESTART_COUNT": str(restarts),
+                "TORCHELASTIC_MAX_RESTARTS": "9",
+            }
             for rank in range(len(codes))
         }
         self.subprocess_handlers = {
