@@ -23,7 +23,7 @@ from accelerate.base import RecoveryError, StateError, require
 from accelerate.devices import of_device
 from accelerate.ops import Transport
 
-CONNECT_TIMEOUT = timedelta(seconds=5)
+CONNECT_TIMEOUT = timedelta(seconds=2)
 """Timeout of a connection to another replica group, which may have ended meanwhile."""
 QUORUM_TIMEOUTS = 10
 """Timeouts of one collective that a replica group waits for the others to join."""

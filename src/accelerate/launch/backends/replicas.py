@@ -38,6 +38,8 @@ OWN_OPTIONS = (
 HEARTBEAT_MILLISECONDS = 1500
 """Time without a heartbeat after which the lighthouse counts a replica group as ended."""
 TICK_MILLISECONDS = 20
+LOG_LEVELS = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+"""Variables without which torchft and c10d log a trace of each connection to an ended replica group."""
 STORE_TIMEOUT = timedelta(seconds=300)
 MAX_FUTILE = 3
 """How often in succession a replica group may end without a committed step."""
@@ -163,7 +165,8 @@ class ReplicaLauncher(Launcher):
     def run(self, plan: LaunchPlan) -> int:
         """Starts the replica groups of this node, and returns 0 when all of them have ended."""
         groups, ending = plan.detail(Groups), Ending()
-        with environ.patch_environment(RUST_LOG=environ.current().get("RUST_LOG", "error")):
+        levels = {name: environ.current().get(name, level) for name, level in LOG_LEVELS.items()}
+        with environ.patch_environment(**levels):
             store, lighthouse, added = _open_run(plan, groups)
             try:
                 with children.caught_signals(ending.on_signal):
