@@ -88,6 +88,11 @@ model, optimizer, scheduler, loader, evaluation = accelerator.prepare(
 )
 if os.environ.get("RESUME"):
     accelerator.load_state()
+with accelerator.main_process_first():
+    if accelerator.is_main_process:
+        time.sleep(1.0)
+        (folder / "downloaded").touch()
+    assert (folder / "downloaded").exists()
 accelerator.init_trackers("test", {"lr": 0.01})
 accelerator.register_save_state_pre_hook(lambda *_: fail("save", 1))
 log, samples = open(folder / f"samples-{replica}-{os.getpid()}.jsonl", "a", buffering=1), []
@@ -122,6 +127,11 @@ for epoch in range(len(os.environ.get("RESUME", "")), 3):
             break
     if accelerator.should_stop:
         break
+    if accelerator.is_main_process:
+        time.sleep(0.5)
+        (folder / f"pass-{epoch}").touch()
+    accelerator.wait_for_everyone()
+    assert (folder / f"pass-{epoch}").exists()
     model.eval()
     found = []
     with torch.no_grad():

@@ -53,8 +53,8 @@ PASSES = "passes/{}"
 """Key in the store of the run of the number of passes over a loader for training that are over."""
 LEFT = "left/{}/{}"
 """Key in the store of the run that is set when a loop leaves a pass over a loader before its end."""
-READY = "ready/{}"
-"""Key in the store of the run that is set when a replica group is ready for its first step."""
+ARRIVED = "arrived/{}/{}"
+"""Key in the store of the run that is set when a replica group has arrived at a barrier."""
 
 
 def open_recovery(
@@ -148,7 +148,7 @@ class Recovery:
         self._outcome: bool | None = None
         self._is_behind = False
         self._has_committed = False
-        self._num_loaders = 0
+        self._num_loaders = self._num_barriers = 0
         self._left: tuple[RecoveryLoader, int] | None = None  # a loader, and the pass that the loop has left
         self._transport: MemberTransport | None = None
         self._requested = dict.fromkeys(REQUESTS, False)  # by this replica group, and not shared yet
@@ -156,7 +156,7 @@ class Recovery:
         self._flags = nn.Parameter(torch.zeros(len(REQUESTS), device=strategy.context.device))
         self._store = _connect(run.store)
         is_first = run.replica == 0 and not self._has_begun()
-        self._leader = services.put(Leader, Leader(is_first))
+        self._leader = services.put(Leader, Leader(is_first, self._wait_for_others))
         services.put(Recovery, self, end=self._shut_down)
 
     def _check(self) -> None:
@@ -246,7 +246,7 @@ class Recovery:
         """Agrees on the members of the next step, and receives their state if this replica group joins."""
         if self._membership is None:
             self._membership = self._open()
-            self._wait_for_all()  # the lighthouse knows this replica group now
+            self._wait_for_all("first step")  # the lighthouse knows this replica group now
         self._loader = loader
         num_before = 0 if self.members is None else self.members.size
         self._outcome = None
@@ -420,16 +420,31 @@ class Recovery:
         self._store.set(PASSES.format(self._loader.number), str(over))
         return True
 
-    def _wait_for_all(self) -> None:
-        """Waits until all launched replica groups are ready for their first step, or until a timeout."""
+    def _wait_for_all(self, barrier: str) -> None:
+        """Waits until all launched replica groups have arrived at a barrier, or until a timeout."""
         if current_transport().rank == 0:
-            self._store.set(READY.format(self._run.replica), "1")
+            self._store.set(ARRIVED.format(barrier, self._run.replica), "1")
             try:
-                names = [READY.format(replica) for replica in range(self.num_replicas)]
+                names = [ARRIVED.format(barrier, replica) for replica in range(self.num_replicas)]
                 self._store.wait(names, timedelta(seconds=self._run.timeout))
             except dist.DistStoreError:
-                logger.warning("Not all replica groups are ready, and the run begins without the others.")
+                logger.warning(
+                    f"Not all replica groups have arrived within {self._run.timeout} s, and the run goes on "
+                    "without the others."
+                )
         current_transport().barrier()
+
+    def _wait_for_others(self) -> None:
+        """Waits for the other replica groups before the first step, and for the members between passes.
+
+        Inside a pass, members are in different micro-batches and do not wait for each other.
+        """
+        if self._membership is None and not self._is_behind:
+            self._num_barriers += 1
+            if not self._ask_store(self._has_begun):
+                self._wait_for_all(f"barrier {self._num_barriers}")
+        elif self.member_transport() is not None:
+            self.run(lambda: current_transport().barrier(), alone=lambda: None)
 
     def _open(self) -> Membership:
         run = self._run
