@@ -73,6 +73,11 @@ def count_recompilations() -> int:
     return sum(count - 1 for count in counts.copy().values())
 
 
+def has_compiled_frames() -> bool:
+    """Returns whether torch.compile has compiled a function in this process."""
+    return bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", None))
+
+
 Weights = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
 """Parameters and buffers of one module by name."""
 

@@ -250,6 +250,11 @@ class DiagnosticsSection(Section):
         "Show throughput, the time of steps by phase, memory and conclusions in the terminal during the run.",
         spell=lambda value: None,  # for the launcher alone
     )
+    peak_tflops: float | None = optional(
+        "Peak of each device in 10^12 FLOPs per second, of which count_flops reports the part that a run uses "
+        "(known for common data-center GPUs).",
+        limits=(1e-6, 1e9),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
