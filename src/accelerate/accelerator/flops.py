@@ -107,7 +107,7 @@ class FlopMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         """FLOPs by the dtype of the first factor."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Sequence[Any], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if any(kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__ for kind in types):
             return NotImplemented  # a subclass such as DTensor calls operators of its local tensors

@@ -173,6 +173,12 @@ class End(Record):
     digest: str = ""  # what the launcher printed about the failure
 
 
+def format_flops(flops_per_second: float, mfu: float | None) -> list[str]:
+    """Formats model FLOPs per second on a rank and their part of the peak, or nothing if they are unknown."""
+    flops = [f"{flops_per_second / 1e12:.4g} TFLOP/s on each rank"] if flops_per_second else []
+    return flops + ([f"MFU {mfu:.1%}"] if mfu else [])
+
+
 class RecordQueue(deque[Record]):
     """Records of this process that are not written yet, without the oldest ones if there are too many."""
 

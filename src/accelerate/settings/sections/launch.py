@@ -251,8 +251,8 @@ class DiagnosticsSection(Section):
         spell=lambda value: None,  # for the launcher alone
     )
     peak_tflops: float | None = optional(
-        "Peak of each device in 10^12 FLOPs per second, of which count_flops reports the part that a run uses "
-        "(known for common data-center GPUs).",
+        "Peak of a device in 10^12 FLOPs per second, for the model FLOPs utilization that count_flops "
+        "measures (known for common data-center GPUs).",
         limits=(1e-6, 1e9),
     )
 
