@@ -73,9 +73,10 @@ def count_recompilations() -> int:
     return sum(count - 1 for count in counts.copy().values())
 
 
-def has_compiled_frames() -> bool:
-    """Returns whether torch.compile has compiled a function in this process."""
-    return bool(getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", None))
+def count_compilations() -> int:
+    """Returns the number of compilations by torch.compile, or 0 if dynamo is not loaded."""
+    counts = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {})
+    return sum(counts.copy().values())
 
 
 Weights = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
