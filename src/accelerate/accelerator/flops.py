@@ -190,7 +190,9 @@ def _is_countable(runtime: Runtime) -> bool:
     strategy, models = runtime.strategy, runtime.prepared.models
     if not strategy.holds_gradients or strategy.axes.pipeline is not None:
         return False
-    if torch_private.count_compilations() > runtime.num_compilations or any(map(has_compiled_regions, models)):
+    if torch_private.count_compilations() > runtime.num_compilations or any(
+        map(has_compiled_regions, models)
+    ):
         return False
     packages = {type(module).__module__.partition(".")[0] for model in models for module in model.modules()}
     return packages.isdisjoint(_HIDING_PACKAGES)

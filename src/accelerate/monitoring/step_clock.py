@@ -99,7 +99,7 @@ class StepTimes:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization: part of the peak FLOPs of the device from 0 to 1, or None if not known."""
+        """Model FLOPs utilization from 0 to 1, or None without counted FLOPs or the peak of the device."""
         flops = self.flops_per_second
         return flops / self.peak_flops if flops and self.peak_flops else None
 

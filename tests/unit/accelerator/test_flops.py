@@ -22,7 +22,9 @@ pytestmark = pytest.mark.usefixtures("states")
 
 ROWS, LENGTH, HIDDEN, INNER, VOCABULARY, BLOCKS, EXPERTS = 2, 32, 64, 128, 96, 2, 4
 TOKENS = ROWS * LENGTH
-LAYERS = 4 * 2 * HIDDEN * HIDDEN  # multiplications of an attention block with as many heads as key-value heads
+LAYERS = (
+    4 * 2 * HIDDEN * HIDDEN
+)  # multiplications of an attention block with as many heads as key-value heads
 SCORES = 2 * 2 * LENGTH * HIDDEN  # per token: queries times keys, and their weights times values
 LLAMA_ATTENTION = LAYERS - 2 * HIDDEN * HIDDEN  # half as many key-value heads
 SIZES = {
@@ -59,8 +61,7 @@ def build(name: str, attention: str = "sdpa") -> nn.Module:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**MODELS[name][0])
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    return model  # type: ignore[no-any-return]
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)  # type: ignore[no-any-return]
 
 
 def train(accelerator: Accelerator, model: nn.Module, steps: int = 3, counts: bool = True) -> list[float]:
