@@ -623,10 +623,10 @@ class Accelerator(ProcessControl):
         returns the result as `step_flops`, `flops_per_second` and `mfu`.
 
         Each rank counts the matrix multiplications, convolutions and attention that it executes, without
-        recomputation. So the counts of all ranks add up to the work of the global batch. Operators that
-        others register count if they have a formula (`torch.utils.flop_counter.register_flop_formula`).
-        Nothing is counted in a process that has compiled a function, in pipelines, with modules of
-        TransformerEngine, and where an engine (DeepSpeed, Megatron-LM) holds the gradients.
+        recomputation. Operators of other packages count if they have a formula
+        (`torch.utils.flop_counter.register_flop_formula`). Nothing is counted with compiled functions, in
+        pipelines, with modules of TransformerEngine and MS-AMP, and where an engine (DeepSpeed, Megatron-LM)
+        holds the gradients.
         """
         if self._step_flops is None:
             self._step_flops = accelerator.flops.StepFlops(self._runtime)

@@ -261,6 +261,28 @@ def test_compiled_code_is_not_counted(way: str) -> None:
     assert (times.step_flops, times.flops_per_second, times.mfu) == (0, 0, None)
 
 
+def hide_kernels(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Layer, "__module__", "transformer_engine.pytorch.module.linear")
+
+
+def hold_gradients(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accelerate.strategies.base.Strategy.holds_gradients", False)
+
+
+@pytest.mark.parametrize("hide", [hide_kernels, hold_gradients])
+def test_kernels_that_are_no_operators_are_not_counted(
+    hide: Callable[[nn.Module, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator = Accelerator(cpu=True)
+    model, optimizer, train_batch = prepare_layer(accelerator)
+    hide(model, monkeypatch)
+    for _ in range(3):
+        with accelerator.count_flops():
+            train_batch(1)
+            optimizer.step()
+    assert accelerator.step_times().step_flops == 0
+
+
 def test_mfu_is_the_part_of_the_peak_that_the_user_sets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_PEAK_TFLOPS", "0.5")
     accelerator = Accelerator(cpu=True)
