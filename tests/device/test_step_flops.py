@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.simulated_device import sim
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -30,5 +31,6 @@ def test_backward_passes_count_without_recomputation() -> None:
             accelerator.backward(net(torch.ones(2, 4, device=accelerator.device)))
             optimizer.step()
             optimizer.zero_grad()
+    sim.synchronize()
     first, second = 2 * 2 * 4 * 6, 2 * 2 * 6 * 3
     assert accelerator.step_times().step_flops == 2 * first + 3 * second
