@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from accelerate import data_loader, strategies, torch_private
 from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, drop_gradients, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
-from accelerate.state import GradientState
+from accelerate.state import GradientState, mesh_sizes
 
 if TYPE_CHECKING:
     from accelerate.recovery import Recovery
@@ -49,7 +49,7 @@ class Accumulation:
         self.step = 0
         self.weighting: LossWeighting | None = None
         self.is_joined = False
-        self._items = ItemWeighting(strategy.replicas)
+        self._items = ItemWeighting(strategy.replicas, self.num_copies)
 
     def accumulate(self, models: Sequence[nn.Module], num_items: Any = None) -> AbstractContextManager[Any]:
         """Begins a micro-batch, and returns its context manager.
@@ -100,6 +100,11 @@ class Accumulation:
         """True if this rank has no sample in the micro-batch, and gets one of another rank instead."""
         part = self.step_part()
         return part is not None and not part.weight
+
+    def num_copies(self) -> int:
+        """Returns the number of ranks that read the same whole batch, and so count the same items."""
+        sizes = mesh_sizes(self.strategy.loader_mesh)
+        return sizes.get("tp", 1) * sizes.get("pp", 1)
 
     def _accumulate_items(self, models: Sequence[nn.Module], num_items: Any) -> AbstractContextManager[Any]:
         begins_window = self.gradients.sync_gradients  # the micro-batch before was the last of its window

@@ -20,6 +20,7 @@ from accelerate.accelerator.accumulation import Accumulation, sync_context
 from accelerate.accelerator.weighting import drop_gradients, factor_of, sum_items
 from accelerate.base import StateError
 from accelerate.logging import get_logger
+from accelerate.state import step_clock
 
 logger = get_logger(__name__)
 
@@ -117,6 +118,8 @@ class Window:
         batch, metadata = self._batches.popleft()
         is_last = not self._batches
         if is_last:
+            if self._reader.counts_items:
+                step_clock.items += self.num_items / self._accumulation.num_copies()
             self._reader.read_ahead()
         data_loader.set_batch_metadata(self._reader.loader, metadata)
         self._accumulation.gradients._set_sync_gradients(is_last)

@@ -95,6 +95,9 @@ class Window(Record):
     memory: int = 0  # bytes allocated on the device, or resident in memory for the CPU
     peak_memory: int = 0  # bytes, since the process started
     samples: int = 0  # number that this rank has read, or 0 if it is not known
+    items: float = 0.0  # number that the loop has counted, over all ranks, or 0 if it counts none
+    flops_per_second: float = 0.0  # model FLOPs per second on this rank, or 0 if they are not counted
+    mfu: float = 0.0  # their part of the peak of the device, or 0 if it is not known
     batch: int = 0  # number of batches of this pass over the first prepared loader
     num_batches: int = 0  # of the whole pass, or 0 if the loader has no length
     conclusions: list[str] = field(default_factory=list)  # names of those that hold
@@ -183,6 +186,12 @@ class End(Record):
     how: str  # "finished", "failed" or "stopped"
     error: str = ""  # the traceback of one that failed
     digest: str = ""  # what the launcher printed about the failure
+
+
+def format_flops(flops_per_second: float, mfu: float | None) -> list[str]:
+    """Formats model FLOPs per second on a rank and their part of the peak, or nothing if they are unknown."""
+    flops = [f"{flops_per_second / 1e12:.4g} TFLOP/s on each rank"] if flops_per_second else []
+    return flops + ([f"MFU {mfu:.1%}"] if mfu else [])
 
 
 class RecordQueue(deque[Record]):

@@ -38,6 +38,7 @@ MAX_DRAWN_RANKS = 8
 """Number of first ranks with lines in charts. All ranks have a row in the table of ranks."""
 THROUGHPUT, MEMORY = "samples per second", "memory"
 STEPS_PER_SECOND = "steps per second"
+ITEMS, TFLOPS, MFU = "items per second, of all ranks", "TFLOP/s", "model FLOPs utilization"
 MAX_DIMENSIONS = 16
 """Most dimensions of a mesh."""
 CONFIG = "config"
@@ -58,9 +59,24 @@ class RankTotals:
     seconds_by: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
     samples: int = 0
+    items: float = 0.0  # over all ranks
+    flops: float = 0.0  # model FLOPs of the windows in which they are counted
+    counted_seconds: float = 0.0  # duration of these windows
+    peak_seconds: float = 0.0  # duration of those in which the peak of the device is known
+    seconds_at_peak: float = 0.0  # seconds in which the device would execute the FLOPs of these at its peak
     last_step: int = 0
     last_time: float = 0.0
     damaged: int = 0
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs per second, or 0 if they are not counted."""
+        return self.flops / self.counted_seconds if self.counted_seconds else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Part of the peak FLOPs from 0 to 1, or None if it is not known."""
+        return self.seconds_at_peak / self.peak_seconds if self.peak_seconds else None
 
     @property
     def position(self) -> str:
@@ -265,6 +281,13 @@ def _read_window(run: Run, summary: RankTotals, record: Window) -> None:
     summary.steps += steps
     summary.seconds += record.seconds
     summary.samples += record.samples
+    summary.items += record.items
+    if record.flops_per_second:
+        summary.flops += record.flops_per_second * record.seconds
+        summary.counted_seconds += record.seconds
+    if record.mfu:
+        summary.peak_seconds += record.seconds
+        summary.seconds_at_peak += record.mfu * record.seconds
     summary.last_step = record.last
     summary.peak_memory = max(summary.peak_memory, record.peak_memory, record.memory)
     seconds_by = _numbers(record.seconds_by)
@@ -281,6 +304,12 @@ def _read_window(run: Run, summary: RankTotals, record: Window) -> None:
         measured[STEPS_PER_SECOND] = steps / record.seconds
         if record.samples:
             measured[THROUGHPUT] = record.samples / record.seconds
+        if record.items:
+            measured[ITEMS] = record.items / record.seconds
+    if record.flops_per_second:
+        measured[TFLOPS] = record.flops_per_second / 1e12
+    if record.mfu:
+        measured[MFU] = record.mfu
     _read_numbers(run, run.measured, summary.rank, record.last, measured)
 
 

@@ -303,3 +303,22 @@ def test_records_with_texts_of_any_size_stay_below_three_megabytes(
     run = read_run(tmp_path)
     assert len(write_page([run]).encode()) < 1_500_000
     assert len(write_page([run, run]).encode()) < 3_000_000
+
+
+def test_items_and_flops_have_charts_and_columns(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "run_records", 0)
+    writer.write(Start(time=BEGIN, rank=0, world_size=1, host="h", pid=1))
+    for step in (1, 2):
+        flops = {"items": 100.0, "flops_per_second": 4e14, "mfu": 0.404}
+        writer.write(Window(time=BEGIN, first=step, last=step, seconds=1.0, seconds_by={}, **flops))  # type: ignore[arg-type]
+    writer.close()
+    page = page_of(tmp_path)
+    for text in (
+        "items per second, of all ranks",
+        "TFLOP/s",
+        "model FLOPs utilization",
+        "MFU",
+        "400",
+        "40.4%",
+    ):
+        assert text in page.text, text
