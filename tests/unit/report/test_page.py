@@ -228,6 +228,16 @@ def test_extreme_values_give_coordinates_within_the_chart(values: list[float]) -
     assert all(0 <= number <= 400 for number in numbers)
 
 
+@pytest.mark.parametrize(("values", "is_dot"), [([3.0], True), ([3.0, math.nan], True), ([3.0, 4.0], False)])
+def test_a_single_value_is_a_dot(values: list[float], is_dot: bool) -> None:
+    series = Series()
+    for step, value in enumerate(values):
+        series.add(step, value)
+    chart = draw_lines("loss", [Line("rank 0", series)], format_number)
+    assert chart is not None
+    assert ('class="line dot c0"' in render(chart)) == is_dot
+
+
 def test_memory_has_round_ticks_in_its_unit() -> None:
     series = Series()
     series.add(1, 1.1 * 2**20)
