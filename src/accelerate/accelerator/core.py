@@ -1034,6 +1034,8 @@ class Accelerator(ProcessControl):
         """
         with ExitStack() as ending:
             ending.callback(self._runtime.state.destroy_process_group)
+            if self._recovery is not None:
+                ending.callback(self._recovery.end_left_pass)
             ending.callback(self._stop_requests.close)
             for sender in self._trackers.senders_of_running():
                 ending.callback(sender.finish)

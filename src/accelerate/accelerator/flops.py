@@ -21,7 +21,7 @@ from accelerate import torch_private
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import environ
 from accelerate.devices import DeviceBackend, find_peak_flops
-from accelerate.monitoring import BACKWARD
+from accelerate.monitoring import BACKWARD, OPTIMIZER
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
 from accelerate.state import step_clock
@@ -95,14 +95,14 @@ class FlopMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
     """Dispatch mode that counts the FLOPs of the operators of this rank.
 
     Args:
-        is_recomputing: Returns whether the current operator repeats one of the forward pass.
+        is_left_out: Returns whether the current operator is not part of a forward or backward pass.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(self, is_recomputing: Callable[[], bool]) -> None:
+    def __init__(self, is_left_out: Callable[[], bool]) -> None:
         super().__init__()
-        self._is_recomputing, self._formulas = is_recomputing, _find_formulas()
+        self._is_left_out, self._formulas = is_left_out, _find_formulas()
         self.flops: Counter[torch.dtype] = Counter()
         """FLOPs by the dtype of the first factor."""
 
@@ -114,7 +114,7 @@ class FlopMode(torch_private.TorchDispatchMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         formula = self._formulas.get(torch_private.packet_of(func))
-        if formula is not None and not self._is_recomputing():
+        if formula is not None and not self._is_left_out():
             dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor))
             self.flops[dtype] += formula(*args, **kwargs, out_val=out)  # type: ignore[assignment]
         return out
@@ -162,7 +162,7 @@ class StepFlops:
         self._is_done = not _is_countable(self._runtime)
         if not self._is_done:
             self._begin = _num_attempts()
-            self._mode = FlopMode(self._is_recomputing)
+            self._mode = FlopMode(self._is_left_out)
 
     def _end_step(self) -> None:
         """Ends the count if the optimizer has stepped since its begin."""
@@ -174,8 +174,13 @@ class StepFlops:
             ((dtype, _),) = flops.most_common(1)
             step_clock.peak_flops = _find_peak(self._runtime.state.device_backend, dtype) or 0.0
 
-    def _is_recomputing(self) -> bool:
-        """Returns whether a forward runs inside of a backward pass, where gradients are not recorded."""
+    def _is_left_out(self) -> bool:
+        """Returns whether an optimizer runs, or a forward inside of a backward pass.
+
+        Gradients are recorded in a backward pass only while a forward is repeated.
+        """
+        if step_clock.current == OPTIMIZER:
+            return True
         in_backward = step_clock.current == BACKWARD and not self._runtime.backward.creates_graph
         return in_backward and torch.is_grad_enabled()
 

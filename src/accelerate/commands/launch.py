@@ -234,8 +234,8 @@ def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
     first = find_first(outcome)
     # The launcher of all replica groups prints a line when one of them ends.
     is_group = environ.REPLICA in environ.current()
-    has_report = not is_group or (first is not None and first.kind in (Kind.OWN, Kind.HANG))
-    if is_intended or not has_report or not digest.is_informative(outcome):
+    has_error = first is not None and first.failure is not None and first.kind != Kind.AFTER
+    if is_intended or (is_group and not has_error) or not digest.is_informative(outcome):
         return False
     report = Path(log_dir) if log_dir else folder
     digest.write_report(outcome, report)

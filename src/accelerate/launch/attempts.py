@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.launch.children import say
 from accelerate.launch.failures import (
+    RESTART_CODE,
     Exits,
     Kind,
     NewestCheckpoint,
@@ -47,11 +48,11 @@ class Attempts:
     def end(self, exits: Exits, most_restarts: int) -> Suspect | None:
         """Ends an attempt after which the processes start again, prints why, and returns who ended it."""
         first, record = self._add(exits, 1)
-        cause = "The number of machines has changed"
-        if first is not None:
+        cause, number = "Another machine was asked to end, has failed, or has joined", ""
+        if record.rank >= 0:
             at = "" if record.step < 0 else f" after step {record.step}"
             cause = f"rank {record.rank} {record.text}{at}"
-        number = "" if first is None else f" (restart {exits.attempt + 1} of {most_restarts})"
+            number = f" (restart {exits.attempt + 1} of {most_restarts})"
         newest = f". The newest checkpoint is {record.checkpoint} (step {record.checkpoint_step})"
         say(f"{cause}. All processes start again{number}{newest if record.checkpoint else ''}")
         self._has_restarted = True
@@ -70,13 +71,17 @@ class Attempts:
 
         outcome = collect(self._folder, code, exits)
         first = find_first(outcome) if code else None
-        checkpoint, checkpoint_step = NewestCheckpoint.read(self._folder) or ("", 0)
+        if first is not None and (first.kind == Kind.AFTER or exits.codes.get(first.rank) == RESTART_CODE):
+            first = None
+        newest = NewestCheckpoint.read(self._folder) if 0 in exits.codes else None  # rank 0 commits
+        checkpoint, checkpoint_step = newest or ("", 0)
         record = Attempt(
             time=time.time(),
             number=exits.attempt,
             began=self._began,
             rank=-1 if first is None else first.rank,
             text="" if first is None else describe(first, exits),
+            is_cause=first is not None and first.kind < Kind.OF_OTHERS,
             failed=min([failure.moment for failure in outcome.failures], default=0.0),
             step=max([failure.step for failure in outcome.failures], default=-1),
             checkpoint=checkpoint,

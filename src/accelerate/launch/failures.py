@@ -30,6 +30,8 @@ SECONDS_TO_RECORD = 10.0
 EXITS = "exits.json"
 HANG = "hang.json"
 NEWEST_CHECKPOINT = "checkpoint.json"
+RESTART_CODE = 75
+"""Exit code of a process that ends in order to be started again, EX_TEMPFAIL of sysexits.h."""
 HANG_KIND = "Hang"  # used as the class of the error of a process that was ended because of a hang
 
 
@@ -93,11 +95,15 @@ def count_of(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
 
 
+def is_last_attempt(environ: Mapping[str, str]) -> bool:
+    """Returns whether the launcher has no restart left."""
+    attempt = count_of(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    return attempt >= count_of(environ, "TORCHELASTIC_MAX_RESTARTS", 0)
+
+
 def starts_again(environ: Mapping[str, str]) -> bool:
     """Returns whether the launcher restarts the processes after a failure, and then prints its cause."""
-    attempt = count_of(environ, "TORCHELASTIC_RESTART_COUNT", 0)
-    is_last = attempt >= count_of(environ, "TORCHELASTIC_MAX_RESTARTS", 0)
-    return not is_last and FOLDER_VARIABLE in environ and VERBOSE_VARIABLE not in environ
+    return not is_last_attempt(environ) and FOLDER_VARIABLE in environ and VERBOSE_VARIABLE not in environ
 
 
 class NewestCheckpoint(NamedTuple):

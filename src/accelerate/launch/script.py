@@ -20,14 +20,13 @@ from accelerate.launch.children import NOTES
 from accelerate.launch.failures import (
     ENTRY,
     FOLDER_VARIABLE,
+    RESTART_CODE,
     VERBOSE_VARIABLE,
     Failure,
+    is_last_attempt,
     shortened,
     starts_again,
 )
-
-RESTART_CODE = 75
-"""Exit code of a process that ends in order to be started again, EX_TEMPFAIL of sysexits.h."""
 
 
 @dataclass
@@ -35,12 +34,10 @@ class Script:
     """State of the script that this process runs.
 
     Attributes:
-        is_ending: Whether an error or a call of `sys.exit` ends it.
         count_steps: Returns the number of steps, or None before an `Accelerator` is created.
         ended_rank: Rank of a process that SIGTERM asked to end, with all processes of its machine, or None.
     """
 
-    is_ending: bool = False
     count_steps: Callable[[], int] | None = None
     ended_rank: int | None = None
 
@@ -121,11 +118,7 @@ def main(words: list[str]) -> None:
     NOTES.install()
     stack_dumps.offer()
     try:
-        try:
-            run(words)
-        except BaseException:
-            SCRIPT.is_ending = True
-            raise
+        run(words)
     except SystemExit as error:
         if isinstance(error.code, str):
             report_end(error)
@@ -146,6 +139,8 @@ def _starts_again() -> bool:
     """Returns whether an elastic run goes on on this machine, because only another one was asked to end."""
     variables = environ.current()
     if SCRIPT.ended_rank is None or environ.ELASTIC not in variables:
+        return False
+    if is_last_attempt(variables):
         return False
     size = int(variables["LOCAL_WORLD_SIZE"])
     return SCRIPT.ended_rank // size != int(variables["RANK"]) // size

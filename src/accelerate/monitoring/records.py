@@ -172,6 +172,7 @@ class Attempt(Record):
     began: float  # seconds since the epoch, before the processes were started
     rank: int = -1  # the rank that ended first, or -1 if the attempt did not fail
     text: str = ""  # how it ended
+    is_cause: bool = False  # whether it did not only lose another rank
     failed: float = 0.0  # when the first error of a rank was recorded, or 0 without one
     step: int = -1  # number of steps that it had taken, or -1 if that is not known
     checkpoint: str = ""  # the newest checkpoint at that time

@@ -24,7 +24,8 @@ from accelerate.devices import of_device
 from accelerate.ops import Transport
 
 CONNECT_TIMEOUT = timedelta(seconds=2)
-"""Timeout of a connection to another replica group, which may have ended meanwhile."""
+"""Timeout of connections to the other members, which doubles after each attempt that fails. A member may have
+ended meanwhile."""
 QUORUM_TIMEOUTS = 10
 """Timeouts of one collective that a replica group waits for the others to join."""
 LOGGERS = (
@@ -96,7 +97,7 @@ class Membership:
             use_async_quorum=False,
             timeout=limit,
             quorum_timeout=QUORUM_TIMEOUTS * limit,
-            connect_timeout=min(CONNECT_TIMEOUT, limit),
+            connect_timeout=limit,
             rank=group.rank,
             world_size=group.size,
             store_addr=host,
@@ -200,12 +201,16 @@ def _open_group(uses_nccl: bool, timeout: timedelta) -> Any:
     class MemberGroup(kind):  # type: ignore[misc]
         """Process group with a shorter timeout for connections than for collectives."""
 
+        num_failed = 0
+
         def configure(self, *arguments: Any, **named: Any) -> None:
-            self.set_timeout(min(CONNECT_TIMEOUT, timeout))
+            self.set_timeout(min(2**self.num_failed * CONNECT_TIMEOUT, timeout))
+            self.num_failed += 1
             try:
                 super().configure(*arguments, **named)
             finally:
                 self.set_timeout(timeout)
+            self.num_failed = 0
             self.parent.set_timeout(timeout)
 
     return MemberGroup(timeout=timeout)

@@ -7,6 +7,7 @@ replica group has ended meanwhile, the others repeat the step with the same batc
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -22,7 +23,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from accelerate import rng, strategies
 from accelerate.base import ConfigurationError, RecoveryError, StateError, environ, wrong_value
 from accelerate.data_loader import data_groups
-from accelerate.launch import SCRIPT, committed_key
+from accelerate.launch import committed_key
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
 from accelerate.plugins import version_of
@@ -155,7 +156,7 @@ class Recovery:
         self._shared = dict.fromkeys(REQUESTS, False)
         self._flags = nn.Parameter(torch.zeros(len(REQUESTS), device=strategy.context.device))
         self._store = _connect(run.store)
-        is_first = run.replica == 0 and not self._has_begun()
+        is_first = run.replica == 0 and not self._ask_store(self._has_begun)
         self._leader = services.put(Leader, Leader(is_first, self._wait_for_others))
         services.put(Recovery, self, end=self._shut_down)
 
@@ -225,7 +226,7 @@ class Recovery:
 
     def begin_pass(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether this replica group takes part in a pass for training, which is not over."""
-        self._end_left_pass()
+        self.end_left_pass()
         over = self._num_passes_over(loader)
         self._is_behind = number < over
         self._leader.is_leader = self._leader.is_leader and not self._is_behind
@@ -266,15 +267,14 @@ class Recovery:
         A replica group that is slow to answer may miss a step, which those that have just started must not
         take without it.
         """
-        deadline = time.monotonic() + self._run.timeout
-        while True:
-            members = membership.begin()
-            if membership.num_committed or time.monotonic() > deadline:
-                return members
-            if not self._ask_store(self._has_begun):
-                return members
+        members, deadline = membership.begin(), time.monotonic() + self._run.timeout
+        while not membership.num_committed:
+            if not self._ask_store(lambda: self._has_begun() and time.monotonic() < deadline):
+                break
             membership.decline()
             time.sleep(PAUSE)
+            members = membership.begin()
+        return members
 
     def _has_begun(self) -> bool:
         """Returns whether a replica group that has not been started again since has committed a step."""
@@ -391,19 +391,26 @@ class Recovery:
         """
         self._left = loader, number
 
-    def _end_left_pass(self) -> None:
-        """Ends the pass that the loop has left, together with the other members."""
-        if self._left is None:
+    def end_left_pass(self) -> None:
+        """Ends the pass that the loop has left, together with the other members.
+
+        They continue it while an error is handled, which may end this replica group.
+        """
+        if self._left is None or sys.exc_info()[0] is not None:
             return
         (loader, number), self._left = self._left, None
         assert self._membership is not None
         if self._outcome is None:
             self._membership.decline()
         self._store.set(LEFT.format(loader.number, number), "1")
-        self.begin_step(loader)
-        while not self.end_data():
+        while True:
             self.begin_step(loader)
-        loader.epoch, loader.position = number + 1, 0
+            if loader.epoch > number:  # the others have ended the pass meanwhile
+                self.decline_step()
+                return
+            if self.end_data():
+                loader.epoch, loader.position = number + 1, 0
+                return
 
     def is_left(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether the loop of a member has left a pass."""
@@ -481,8 +488,8 @@ class Recovery:
 
     def member_transport(self) -> Transport | None:
         """Returns the transport over all members, or None where collectives are within a replica group."""
-        self._end_left_pass()
-        if self.in_pass or self._is_behind or self._membership is None or self.members is None:
+        self.end_left_pass()
+        if self.in_pass or self._left or self._is_behind or self._membership is None or self.members is None:
             return None
         if self.members.size == 1:
             return None
@@ -524,9 +531,6 @@ class Recovery:
         return self._is_behind
 
     def _shut_down(self) -> None:
-        if self._left is not None and not SCRIPT.is_ending:
-            loader, number = self._left
-            self._store.set(LEFT.format(loader.number, number), "1")
         if self._membership is not None:
             self._membership.shut_down()
 

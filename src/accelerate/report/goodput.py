@@ -9,14 +9,15 @@ import math
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from accelerate.monitoring import Attempt, Checkpoint, Start, Window
 
 STEPS, LOST = "steps", "lost steps"
 PARTS = (STEPS, LOST, "startup", "restore", "data", "save", "stopping", "other")
 """Parts of the wall time. "stopping" is the time from a failure until the processes have ended."""
-LOST_CONNECTION = "lost its connection"
+Span: TypeAlias = tuple[float, float, Attempt | None]
+"""Begin, end and record of an attempt, which is None if the launcher has written none."""
 MAX_CAUSES = 5
 """Most causes of lost steps in the text."""
 COLUMNS = 6
@@ -83,7 +84,7 @@ class Timeline:
     windows: array[float] = field(default_factory=lambda: array("d"))
     restores: list[tuple[float, float]] = field(default_factory=list)  # end and seconds
     saves: list[float] = field(default_factory=list)  # seconds for which training waited
-    attempts: dict[int, Attempt] = field(default_factory=dict)
+    attempts: list[Attempt] = field(default_factory=list)
 
     def add_start(self, record: Start) -> None:
         self.starts.append(record.time)
@@ -97,26 +98,38 @@ class Timeline:
         elif record.event == "committed":
             self.saves.append(record.blocked)
 
-    def add_attempt(self, record: Attempt) -> None:
-        """Adds an attempt, of which the launcher of each machine has a record."""
-        known = self.attempts.get(record.number)
-        if known is None or known.rank < 0 or (record.rank >= 0 and known.text.startswith(LOST_CONNECTION)):
-            self.attempts[record.number] = record
+    def merged_attempts(self) -> list[Attempt]:
+        """Returns the attempts in the order of time.
+
+        The launcher of each machine records an attempt. Of records at the same time, the one with the cause
+        of the failure counts.
+        """
+        merged: list[Attempt] = []
+        for record in sorted(self.attempts, key=lambda record: record.began):
+            if not merged or record.began > (merged[-1].began + merged[-1].time) / 2:
+                merged.append(record)
+            elif (record.is_cause, record.rank) > (merged[-1].is_cause, merged[-1].rank):
+                merged[-1] = record
+        return merged
 
     def steps(self) -> Iterator[Steps]:
         for index in range(0, len(self.windows), COLUMNS):
             end, seconds, data, save, first, last = self.windows[index : index + COLUMNS]
             yield Steps(end, seconds, data, save, int(first), int(last))
 
-    def spans(self, last_time: float) -> list[tuple[float, float, Attempt | None]]:
-        """Returns the begin, the end and the record, if there is one, of each attempt, by time."""
-        recorded = sorted(self.attempts.values(), key=lambda attempt: attempt.began)
-        if recorded:
-            spans = [(attempt.began, attempt.time, attempt) for attempt in recorded]
-            rest = [start for start in self.starts if start > recorded[-1].time]
-            return [*spans, *([(recorded[-1].time, last_time, None)] if rest else [])]
-        ends = [*self.starts[1:], last_time]
-        return [(begin, end, None) for begin, end in zip(self.starts, ends, strict=False)]
+    def spans(self, last_time: float) -> list[Span]:
+        """Returns the attempts in the order of time."""
+        recorded = self.merged_attempts()
+        begins = [
+            start for start in self.starts if not any(each.began <= start <= each.time for each in recorded)
+        ]
+        bounds = sorted([*begins, *(attempt.began for attempt in recorded)])
+        spans: list[Span] = [(each.began, each.time, each) for each in recorded]
+        for begin in begins:
+            next_begin = min([bound for bound in bounds if bound > begin], default=math.inf)
+            ends = [step.end for step in self.steps() if begin < step.end <= next_begin]
+            spans.append((begin, max(ends, default=begin) if next_begin < math.inf else last_time, None))
+        return sorted(spans, key=lambda span: span[0])
 
 
 def measure_goodput(timeline: Timeline, last_time: float) -> Goodput | None:
@@ -133,23 +146,25 @@ def measure_goodput(timeline: Timeline, last_time: float) -> Goodput | None:
     resumed = math.inf  # number of steps with which the next attempt begins
     seconds_by, lost_by_cause = dict.fromkeys(PARTS, 0.0), dict[str, float]()
     for (begin, end, attempt), steps in reversed(list(zip(spans, by_span, strict=True))):
-        restore = sum(seconds for time, seconds in timeline.restores if begin < time <= end)
+        first = steps[0].end - steps[0].seconds if steps else end  # a later load is part of a step
+        restore = sum(seconds for time, seconds in timeline.restores if begin < time <= first)
         parts = _divide(begin, end, steps, restore, resumed, attempt)
         for name, seconds in parts.items():
             seconds_by[name] += seconds
         if parts[LOST] and attempt is not None:
             lost_by_cause[attempt.text] = lost_by_cause.get(attempt.text, 0.0) + parts[LOST]
         if steps:
-            resumed = steps[0].first - 1
+            resumed = min(resumed, steps[0].first - 1)
     failures = [attempt for _, _, attempt in spans if attempt is not None and attempt.rank >= 0]
     interval = None
     if failures and timeline.saves:
         wall, save = sum(seconds_by.values()), sum(timeline.saves) / len(timeline.saves)
-        interval = math.sqrt(2 * save * wall / len(failures))
+        seconds = math.sqrt(2 * save * wall / len(failures))
+        interval = seconds if seconds >= 1 else None  # saves in the background block for milliseconds
     return Goodput(seconds_by, failures, lost_by_cause, interval)
 
 
-def _by_span(spans: list[tuple[float, float, Attempt | None]], steps: list[Steps]) -> list[list[Steps]]:
+def _by_span(spans: list[Span], steps: list[Steps]) -> list[list[Steps]]:
     """Returns the windows of each attempt."""
     by_span: list[list[Steps]] = [[] for _ in spans]
     ends = [end for _, end, _ in spans]

@@ -169,7 +169,7 @@ class Run:
     @property
     def num_attempts(self) -> int:
         """Number of attempts, also of those that ended before the first rank recorded its start."""
-        return max(self.num_starts, len(self.timeline.attempts))
+        return max(self.num_starts, len(self.timeline.merged_attempts()))
 
     def goodput(self) -> Goodput | None:
         """Returns the division of the wall time, or None if no start was recorded."""
@@ -390,7 +390,7 @@ def _read_rank_times(run: Run, summary: RankTotals, record: RankTimes) -> None:
 
 
 def _read_attempt(run: Run, summary: RankTotals, record: Attempt) -> None:
-    run.timeline.add_attempt(record)
+    run.timeline.attempts.append(record)
 
 
 _READERS: Mapping[type[Record], Any] = {

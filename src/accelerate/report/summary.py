@@ -23,7 +23,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "mesh": run.mesh,
         "starts": [asdict(start) for start in run.starts],
         "failures": [asdict(end) for end in run.ends() if end.how == "failed"],
-        "attempts": [asdict(attempt) for _, attempt in sorted(run.timeline.attempts.items())],
+        "attempts": [asdict(attempt) for attempt in run.timeline.merged_attempts()],
         "goodput": goodput and {**asdict(goodput), "wall": goodput.wall, "fraction": goodput.fraction},
         "conclusions": _groups_as_dicts(run.conclusions),
         "values": {name: _by_rank(by_rank) for name, by_rank in run.values.items()},

@@ -200,7 +200,7 @@ class Leader:
     A run without replica groups has none.
 
     Attributes:
-        is_leader: Whether it is.
+        is_leader: Whether this replica group writes files and prints.
         wait_for_others: Waits for the other replica groups.
     """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,12 +89,33 @@ def test_a_run_without_restarts_has_no_attempts(tmp_path: Path) -> None:
     assert found.lines() == ["goodput 80.0% of 10.0 s: steps 80.0%, startup 20.0%"]
 
 
-def test_of_several_machines_the_one_with_the_cause_is_kept() -> None:
-    timeline = Timeline()
-    lost, cause = (attempt(0, 100, 110, text) for text in ("lost its connection to another rank", "failed"))
-    for record in (lost, cause, lost):
-        timeline.add_attempt(record)
-    assert timeline.attempts == {0: cause}
+def test_of_several_machines_the_record_with_the_cause_is_kept() -> None:
+    lost = attempt(0, 100.5, 111, "lost its connection to another rank")
+    cause = replace(attempt(0, 100, 110, "failed"), is_cause=True)
+    last = attempt(1, 111, 120)
+    assert Timeline(attempts=[last, lost, cause, last]).merged_attempts() == [cause, last]
+
+
+def test_launches_in_one_folder_are_separate_spans(tmp_path: Path) -> None:
+    write(tmp_path, start(5), window(10, 1, 10))
+    for began in (100, 1000):
+        first, second = attempt(0, began, began + 20, "failed"), attempt(1, began + 20, began + 60)
+        write(tmp_path, start(began + 5), first, start(began + 25), second)
+    found = read_run(tmp_path).goodput()
+    assert found is not None
+    assert found.wall == 15 + 60 + 60
+    assert len(found.failures) == 2
+
+
+def test_steps_that_any_later_attempt_repeats_are_lost(tmp_path: Path) -> None:
+    ends = [(100, 1, 100), (300, 81, 120), (400, 61, 160)]
+    for number, (began, first, last) in enumerate(ends):
+        write(tmp_path, start(began), window(began, first, last))
+        write(tmp_path, attempt(number, began, began + last - first + 1, "failed" if number < 2 else ""))
+    found = read_run(tmp_path).goodput()
+    assert found is not None
+    assert found.seconds_by[STEPS] == 160
+    assert found.seconds_by[LOST] == 40 + 40
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -110,7 +132,7 @@ def test_parts_add_up_to_the_wall_time(seed: int) -> None:
             now, step = record.time, record.last
         failed = now + chance.uniform(0, 1)
         now = failed + chance.uniform(0, 1)
-        timeline.add_attempt(attempt(number, began, now, "failed", failed))
+        timeline.attempts.append(attempt(number, began, now, "failed", failed))
     found = measure_goodput(timeline, now)
     assert found is not None
     assert list(found.seconds_by) == list(PARTS)

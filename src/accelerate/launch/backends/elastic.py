@@ -287,8 +287,10 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
     arguments = torchrun.parse_args(torchrun_arguments(plan))  # type: ignore[no-untyped-call]
     if sys.platform == "win32":
         arguments.signals_to_handle = _names(children.FORWARDED)  # newer torch does not read the variable
+    logger = logging.getLogger(AGENT_LOGGER)
+    level = logger.level
     if folder_of(plan) is not None:  # it logs the exit code of a process, which this launcher also reports
-        logging.getLogger(AGENT_LOGGER).setLevel(logging.CRITICAL)
+        logger.setLevel(logging.CRITICAL)
     try:
         torchrun.run(arguments)  # type: ignore[no-untyped-call]
     except ValueError as error:  # raised before a process is started
@@ -304,6 +306,7 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
         say(f"{error.sigval.name} ended all processes of this machine")
         return _code_after(error.sigval)
     finally:
+        logger.setLevel(level)
         del store
     return 0
 

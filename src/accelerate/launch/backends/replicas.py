@@ -39,7 +39,10 @@ HEARTBEAT_MILLISECONDS = 1500
 """Time without a heartbeat after which the lighthouse counts a replica group as ended."""
 TICK_MILLISECONDS = 20
 LOG_LEVELS = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "FATAL"}
-"""Variables without which torchft and c10d log a trace of each connection to an ended replica group."""
+"""Variables without which torchft and c10d log a trace of each connection to an ended replica group.
+
+In groups of several processes, c10d also logs errors of collectives within the group.
+"""
 STORE_TIMEOUT = timedelta(seconds=300)
 MAX_FUTILE = 3
 """How often in succession a replica group may end without a committed step."""
@@ -165,7 +168,8 @@ class ReplicaLauncher(Launcher):
     def run(self, plan: LaunchPlan) -> int:
         """Starts the replica groups of this node, and returns 0 when all of them have ended."""
         groups, ending = plan.detail(Groups), Ending()
-        levels = {name: environ.current().get(name, level) for name, level in LOG_LEVELS.items()}
+        levels = LOG_LEVELS if groups.size == 1 else {"RUST_LOG": LOG_LEVELS["RUST_LOG"]}
+        levels = {name: environ.current().get(name, level) for name, level in levels.items()}
         with environ.patch_environment(**levels):
             store, lighthouse, added = _open_run(plan, groups)
             try:
