@@ -126,20 +126,27 @@ def tail(path: Path) -> dict[str, Any]:
 
 
 def confirm(logs: list[list[dict[str, Any]]]) -> Iterator[Mapping[str, Any]]:
-    """Returns events in which the last attempts of processes that ended are steps, or are left out.
+    """Returns events in which attempts that were interrupted are steps, or are left out.
 
-    A process may end after its gradients are sent and before it logs the step. The attempt is a step if
-    another member logged the step with as many members, and not all of these logged it.
+    A process may end, or stop, after its gradients are sent and before it logs the step. The attempt is a
+    step if another member logged the step with as many members, and not all of these logged it.
     """
     events = [event for log in logs for event in log if event["event"] != "attempt"]
     taken = Counter(event["step"] for event in events if event["event"] == "step")
     members = {event["step"]: event["num_members"] for event in events if event["event"] == "step"}
     yield from events
-    for last in (log[-1] for log in logs):
-        number = last.get("step")
-        if last["event"] == "attempt" and taken[number] < members.get(number, 0) == last["num_members"]:
+    for attempt in (attempt for log in logs for attempt in _interrupted(log)):
+        number = attempt["step"]
+        if taken[number] < members.get(number, 0) == attempt["num_members"]:
             taken[number] += 1
-            yield {**last, "event": "step"}
+            yield {**attempt, "event": "step"}
+
+
+def _interrupted(log: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the attempts of a process that it did not log as steps."""
+    logged = {event["step"] for event in log if event["event"] == "step"}
+    attempts = {event["step"]: event for event in log if event["event"] == "attempt"}  # the last of each step
+    return [attempt for number, attempt in attempts.items() if number not in logged]
 
 
 def fail(training: Training, kind: str, member: int, chance: random.Random) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 from accelerate.test_utils.scripts.test_failures import Log, Process
 
+torch.set_default_dtype(torch.float64)  # so that a difference of weights is not rounding
 FOLDER, PAUSE = Path(os.environ["CHAOS_FOLDER"]), float(os.environ["CHAOS_PAUSE"])
 EPOCHS, MEMBERS = int(os.environ["CHAOS_EPOCHS"]), int(os.environ["CHAOS_MEMBERS"])
 SAMPLES, BATCH = 96, 2

@@ -366,6 +366,31 @@ def test_unknown_samplers_are_compared_in_their_first_pass(run: Run) -> None:
     assert (first[4], second[4]) == (list(range(0, 16, 2)), list(range(1, 16, 2)))
 
 
+class FromGlobalGenerator(Sampler[int]):
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(16).tolist())
+
+
+def draw_different_numbers_between_passes() -> tuple[list[int], str]:
+    torch.manual_seed(3)
+    same, prepared = read(DataLoader(data(16), 2, sampler=FromGlobalGenerator()))
+    torch.rand(PartialState().process_index + 1)
+    with pytest.raises(PreparationError) as caught:
+        list(prepared)
+    return same, str(caught.value)
+
+
+def test_orders_that_come_to_differ_are_an_error(run: Run) -> None:
+    first, second = run(draw_different_numbers_between_passes)
+    assert sorted(first[0] + second[0]) == list(range(16))
+    assert first[1] == second[1]
+    assert "FromGlobalGenerator begins with" in first[1]
+    assert "give it a generator of its own, with an equal seed on all ranks" in first[1]
+
+
 # Iterable datasets
 
 

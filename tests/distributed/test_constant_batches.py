@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +12,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.base import CheckpointError, ConfigurationError
+from accelerate.base import CheckpointError, ConfigurationError, StateError
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin, set_seed
 
 Run = Callable[..., list[Any]]
@@ -215,6 +216,8 @@ def test_a_step_is_that_of_one_process_with_the_global_batch(run: Run, processes
         Setting(windows=True),
         Setting(counts_items=True),
         Setting(windows=True, counts_items=True),
+        Setting(samples=34, global_batch_size=32, counts_items=True),
+        Setting(samples=34, global_batch_size=32, windows=True, counts_items=True),
     ],
     ids=[
         "drop_last",
@@ -226,6 +229,8 @@ def test_a_step_is_that_of_one_process_with_the_global_batch(run: Run, processes
         "windows",
         "num_items",
         "both",
+        "short_num_items",
+        "short_both",
     ],
 )
 def test_three_processes_take_the_steps_of_one(run: Run, setting: Setting) -> None:
@@ -302,31 +307,78 @@ class Stream(IterableDataset[Any]):
         return iter([torch.tensor([float(index)]) for index in range(24)])
 
 
-def train_on_a_stream(batch_size: int, global_batch_size: int) -> tuple[int, float] | str:
-    plugin = GradientAccumulationPlugin(global_batch_size=global_batch_size)
+def make_loader(kind: str) -> tuple[DataLoader[Any], DataLoaderConfiguration]:
+    """Returns a loader that does not divide a global batch of 8 samples, and its configuration."""
+    data: Any = [torch.tensor([float(index)]) for index in range(24)]
+    sampler = BatchSampler(range(24), 2, drop_last=False)
+    loaders: dict[str, Callable[[], DataLoader[Any]]] = {
+        "stream": lambda: DataLoader(Stream(), batch_size=2),
+        "batch sampler": lambda: DataLoader(data, batch_sampler=list(sampler)),  # type: ignore[arg-type]
+        "batch size": lambda: DataLoader(data, batch_size=3),
+    }
+    config = {"dispatched": {"dispatch_batches": True}, "split": {"split_batches": True}}.get(kind, {})
+    make = loaders.get(kind, lambda: DataLoader(data, batch_size=2))
+    return make(), DataLoaderConfiguration(**config)
+
+
+def train_with(kind: str) -> list[str]:
+    """Returns the errors of `backward` with a loader, inside `accumulate` and outside."""
+    loader, config = make_loader(kind)
+    plugin = GradientAccumulationPlugin(global_batch_size=8)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin, dataloader_config=config)
+    model, loader = accelerator.prepare(nn.Linear(1, 1), loader)
+    messages = []
+    for accumulate in (nullcontext, lambda: accelerator.accumulate(model)):
+        with pytest.raises((ConfigurationError, StateError)) as caught:
+            for rows in loader:
+                with accumulate():
+                    accelerator.backward(model(rows).mean())
+        messages.append(str(caught.value))
+    return messages
+
+
+@pytest.mark.parametrize("kind", ["stream", "dispatched", "split", "batch sampler", "batch size"])
+def test_loaders_that_do_not_divide_a_global_batch_are_refused(run: Run, kind: str) -> None:
+    for messages in run(train_with, kind, processes=2):
+        for message in messages:
+            assert message.startswith("global_batch_size=8: a constant global batch divides the batches of")
+
+
+def train_without_accumulate() -> tuple[str, str]:
+    plugin = GradientAccumulationPlugin(global_batch_size=8)
     accelerator = Accelerator(gradient_accumulation_plugin=plugin)
-    model = nn.Linear(1, 1)
-    nn.init.zeros_(model.weight)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    loader = DataLoader(Stream(), batch_size=batch_size)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    num_steps = 0
-    try:
+    data: Any = [torch.tensor([float(index)]) for index in range(24)]
+    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(data, batch_size=2))
+    with pytest.raises(StateError) as unscaled:
         for rows in loader:
-            with accelerator.accumulate(model):
-                accelerator.backward(model(rows).mean())
-                optimizer.step()
-                optimizer.zero_grad()
-            num_steps += accelerator.sync_gradients
-    except ConfigurationError as error:
-        return str(error)
-    return num_steps, float(accelerator.unwrap_model(model).weight.detach())
+            accelerator.backward(model(rows).mean())
+    with pytest.raises(ConfigurationError) as assigned:
+        accelerator.gradient_accumulation_steps = 3
+    return str(unscaled.value), str(assigned.value)
 
 
-def test_a_stream_needs_a_multiple_of_the_batch_of_all_processes(run: Run) -> None:
-    assert run(train_on_a_stream, 2, 8, processes=2) == [(3, -3 * 11.5)] * 2
-    (message,) = set(run(train_on_a_stream, 2, 6, processes=2))
-    assert message.startswith("global_batch_size=6: it is not a multiple of 4")
+def test_steps_that_do_not_follow_the_global_batch_are_refused(run: Run) -> None:
+    for unscaled, assigned in run(train_without_accumulate, processes=2):
+        assert unscaled.startswith("backward() was called outside of accumulate()")
+        assert assigned.startswith("gradient_accumulation_steps=3: it follows from global_batch_size")
+
+
+def count_windows(samples: int) -> tuple[int, list[float]]:
+    training = Training(Setting(samples=samples, global_batch_size=32))
+    accelerator = training.accelerator
+    windows = accelerator.windows(training.loader, training.model, num_items=lambda batch: len(batch[0]))
+    assert len(windows) == samples // 32 + 1
+    counts = []
+    for window in windows:
+        counts.append(window.num_items)
+        for rows, targets, _ in window:
+            training.accelerator.backward(training.loss(rows, targets))
+            training._step()
+    return len(windows), counts
+
+
+def test_a_process_without_a_sample_counts_no_items(run: Run) -> None:
+    assert run(count_windows, 34, processes=3) == [(2, [32, 2])] * 3
 
 
 def gather_an_epoch_of_evaluation(setting: Setting) -> list[int]:

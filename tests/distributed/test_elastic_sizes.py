@@ -206,6 +206,24 @@ def test_a_run_goes_on_without_a_machine_and_grows_when_it_returns(
 
 
 @pytest.mark.slow
+def test_a_run_goes_on_without_a_machine_that_is_asked_to_end(tmp_path: Path, launches: Launches) -> None:
+    launches.run(tmp_path / "whole", "--num_processes", "1")
+    project = tmp_path / "elastic"
+    words = ["--nnodes", "1:2", "--num_processes", "2", "--main_process_ip", "127.0.0.1"]
+    words += ["--main_process_port", str(get_free_port())]
+    first = launches.start(project, *words, pause=0.5)
+    second = launches.start(project, *words, "--machine_rank", "1", pause=0.5)
+    wait_until(lambda: len(steps(project)) >= 4)
+    second.terminate()
+    output, _ = second.communicate(timeout=LIMIT)
+    assert second.returncode == 128 + signal.SIGTERM, output
+    end(first)
+    assert sizes(project) == [2, 1]
+    assert len({step for step, *_ in steps(project)}) == len(steps(project))  # no step is taken again
+    check_equal(project, tmp_path / "whole")
+
+
+@pytest.mark.slow
 def test_a_run_with_too_few_machines_ends_with_one_error(tmp_path: Path, launches: Launches) -> None:
     words = ["--nnodes", "2:3", "--num_processes", "3", "--main_process_ip", "127.0.0.1"]
     words += ["--main_process_port", str(get_free_port()), "--rdzv_conf", "join_timeout=3"]

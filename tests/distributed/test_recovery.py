@@ -42,6 +42,7 @@ accelerator = Accelerator(
     fsdp_plugin=plugin if kind == "fsdp" else None,
     dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True),
     parallelism_config=ParallelismConfig(tp_size=2) if kind == "tp" else None,
+    log_with="report",
     project_config=ProjectConfiguration(folder / "project", automatic_checkpoint_naming=True),
 )
 
@@ -87,10 +88,18 @@ model, optimizer, scheduler, loader, evaluation = accelerator.prepare(
 )
 if os.environ.get("RESUME"):
     accelerator.load_state()
+with accelerator.main_process_first():
+    if accelerator.is_main_process:
+        time.sleep(1.0)
+        (folder / "downloaded").touch()
+    assert (folder / "downloaded").exists()
+accelerator.init_trackers("test", {"lr": 0.01})
 accelerator.register_save_state_pre_hook(lambda *_: fail("save", 1))
 log, samples = open(folder / f"samples-{replica}-{os.getpid()}.jsonl", "a", buffering=1), []
 report, pause = [], float(os.environ.get("PAUSE", "0"))
+longest = int(os.environ.get("LONGEST", "1000"))  # number of steps after which a pass is left
 for epoch in range(len(os.environ.get("RESUME", "")), 3):
+    num_steps = 0
     for number, (rows, labels, numbers) in enumerate(loader):
         samples += numbers.tolist()
         fail("batch", 10 * epoch + number)
@@ -108,14 +117,21 @@ for epoch in range(len(os.environ.get("RESUME", "")), 3):
             optimizer.zero_grad()
         if accelerator.sync_gradients:
             if not accelerator.optimizer_step_was_skipped:
+                num_steps += 1
+                accelerator.log({"rate": scheduler.get_last_lr()[0]}, step=optimizer.num_updates)
                 log.write(json.dumps([epoch, samples]) + "\\n")
             samples = []
         if accelerator.should_save:
             accelerator.save_state()
-        if accelerator.should_stop:
+        if accelerator.should_stop or num_steps == longest:
             break
     if accelerator.should_stop:
         break
+    if accelerator.is_main_process:
+        time.sleep(0.5)
+        (folder / f"pass-{epoch}").touch()
+    accelerator.wait_for_everyone()
+    assert (folder / f"pass-{epoch}").exists()
     model.eval()
     found = []
     with torch.no_grad():
@@ -163,6 +179,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return launch(tmp_path_factory.mktemp("plain"), "--num_processes", "2")
 
 
+def read_records(folder: Path) -> list[list[dict[str, Any]]]:
+    """Returns the records of each process of all replica groups."""
+    paths = sorted(folder.glob("project/run_records/rank-*.jsonl"))
+    return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+
 def assert_equal(found: Outcome, expected: Outcome) -> None:
     assert found.weights
     for weights, rates in zip(found.weights, found.rates, strict=True):
@@ -202,12 +224,45 @@ def test_weights_are_those_without_a_failure(tmp_path: Path, expected: Outcome, 
 
 
 @pytest.mark.slow
+def test_trackers_and_records_continue_in_another_group(tmp_path: Path) -> None:
+    launch(tmp_path, "--replicas", "2", FAILURE=failing("batch", 13, replica=0), PAUSE="0.5")
+    records = read_records(tmp_path)
+    starts = [[each for each in rank if each["kind"] == "start"] for rank in records]
+    assert len(starts[1]) == 1
+    assert [(rank[0]["rank"], rank[0]["world_size"]) for rank in starts] == [(0, 2), (1, 2)]
+    logged = [[each["step"] for each in rank if each["kind"] == "values"] for rank in records]
+    assert all(logged)
+    assert sorted(logged[0] + logged[1]) == list(range(1, 19))
+    members = [each["text"][:6] for each in records[1] if each.get("name") == "members"]
+    assert members[:2] == ["2 of 2", "1 of 2"]
+
+
+@pytest.mark.slow
 def test_all_groups_save_and_stop_at_the_request_of_one(tmp_path: Path) -> None:
     found = launch(tmp_path, "--replicas", "2", FAILURE=failing("asked", 3), PAUSE="0.3")
     first, second = found.weights
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert found.reports == [[], []]
     assert (tmp_path / "project" / "checkpoints" / "checkpoint_0").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("where", "number"),
+    [
+        ("batch", 13),
+        ("exit", 13),  # leaves a pass, which the others continue
+        pytest.param("batch", 22, id="last"),
+    ],
+)
+def test_a_pass_that_a_loop_leaves_is_over_for_all_groups(tmp_path: Path, where: str, number: int) -> None:
+    expected = launch(tmp_path / "plain", "--num_processes", "2", LONGEST="4")
+    found = launch(
+        tmp_path / "failed", "--replicas", "2", FAILURE=failing(where, number), PAUSE="1.0", LONGEST="4"
+    )
+    assert_equal(found, expected)
+    assert "and is started again" in found.err
+    assert "gathered values" not in found.err
 
 
 @pytest.mark.slow

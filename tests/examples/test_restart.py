@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -16,21 +18,34 @@ END = re.compile(r"^(\d+) steps, loss of the last batch .*\nweights: ([0-9a-f]{6
 STEPS = 90  # 1797 images, 2 processes with batches of 20, 2 epochs
 
 
-def train(project: Path, *options: str, restarts: int = 0) -> tuple[list[int], str]:
-    """Return the steps that each start of the run began at, and the checksum of the weights at its end."""
+class Training(NamedTuple):
+    """Steps at which each start of a run began, checksum of its weights, and what it wrote to stderr."""
+
+    starts: list[int]
+    weights: str
+    err: str
+
+
+def train(project: Path, *options: str, restarts: int = 0) -> Training:
     command = [*LAUNCH, "--main_process_port", "0", "--max_restarts", str(restarts), str(SCRIPT)]
     command += ["--project", str(project), "--num_epochs", "2", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     ((steps, weights),) = END.findall(done.stdout)
     assert int(steps) == STEPS
-    return [int(step) for step in STARTS.findall(done.stdout)], weights
+    return Training([int(step) for step in STARTS.findall(done.stdout)], weights, done.stderr)
+
+
+def read_report(project: Path) -> dict[str, Any]:
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "report", "--json", str(project)]
+    (report,) = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return dict(report)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights of a run that nothing happens to."""
-    starts, weights = train(tmp_path_factory.mktemp("whole"), "--save_every", "1000")
+    starts, weights, _ = train(tmp_path_factory.mktemp("whole"), "--save_every", "1000")
     assert starts == [0]
     return weights
 
@@ -41,10 +56,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
     [(40, 30), pytest.param(46, 45, marks=pytest.mark.slow), pytest.param(7, 0, marks=pytest.mark.slow)],
 )
 def test_killed_once(tmp_path: Path, undisturbed: str, die_at: int, last_saved: int) -> None:
-    starts, weights = train(tmp_path, "--die_at", str(die_at), restarts=1)
+    starts, weights, err = train(tmp_path, "--die_at", str(die_at), restarts=1)
     assert (tmp_path / f"died_at_step_{die_at}").exists()
     assert starts == [0, last_saved], "one restart is enough, and resumes from the newest checkpoint"
     assert weights == undisturbed
+    newest = f". The newest checkpoint is {tmp_path}/checkpoints/checkpoint_" if last_saved else ""
+    assert (
+        f"rank 1 was ended by SIGKILL after step {die_at}. All processes start again (restart 1 of 1){newest}"
+        in err
+    )
+    assert len(err.splitlines()) == 1, "one line for a restart, without messages of gloo and of the agent"
+    report = read_report(tmp_path)
+    first, second = report["attempts"]
+    assert (first["rank"], first["step"], first["checkpoint_step"]) == (1, die_at, last_saved)
+    assert second["rank"] == -1
+    goodput = report["goodput"]
+    wall = second["time"] - first["began"]
+    assert goodput["wall"] == pytest.approx(wall, rel=0.005)
+    assert goodput["seconds_by"]["steps"] > 0
+    assert goodput["seconds_by"]["startup"] > 0
+    assert goodput["seconds_by"]["stopping"] < 8.0
 
 
 @pytest.mark.slow
@@ -52,7 +83,7 @@ def test_killed_once(tmp_path: Path, undisturbed: str, die_at: int, last_saved: 
 def test_killed_twice(tmp_path: Path, undisturbed: str, background: bool) -> None:
     """The second kill is in a restarted run, which had itself resumed from a checkpoint."""
     options = ["--die_at", "38", "77", *(["--background"] if background else [])]
-    starts, weights = train(tmp_path, *options, restarts=2)
+    starts, weights, _ = train(tmp_path, *options, restarts=2)
     assert {path.name for path in tmp_path.glob("died*")} == {"died_at_step_38", "died_at_step_77"}
     assert len(starts) == 3
     assert starts == sorted(starts)

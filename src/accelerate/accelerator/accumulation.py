@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
 from accelerate import data_loader, strategies, torch_private
 from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, drop_gradients, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
-from accelerate.state import GradientState
+from accelerate.state import GradientState, mesh_sizes
 
 if TYPE_CHECKING:
     from accelerate.recovery import Recovery
@@ -49,7 +49,7 @@ class Accumulation:
         self.step = 0
         self.weighting: LossWeighting | None = None
         self.is_joined = False
-        self._items = ItemWeighting(strategy.replicas)
+        self._items = ItemWeighting(strategy.replicas, self.num_copies)
 
     def accumulate(self, models: Sequence[nn.Module], num_items: Any = None) -> AbstractContextManager[Any]:
         """Begins a micro-batch, and returns its context manager.
@@ -83,24 +83,36 @@ class Accumulation:
             gradients._set_sync_gradients(self.step % gradients.num_steps == 0)
 
     def step_part(self) -> data_loader.StepPart | None:
-        """Returns the part of this rank in a global batch of a constant size, if its loader divides it.
+        """Returns the part of this rank in a global batch of a constant size, or None without such a size.
 
-        Otherwise the number of batches in a step is set, if it depends on the loader.
+        Raises:
+            ConfigurationError: The loader does not divide global batches.
         """
         size = self.gradients.global_batch_size
         if size is None:
             return None
         loader = self.gradients.active_dataloader
         part: data_loader.StepPart | None = getattr(loader, "step_part", None)
-        if part is None:
-            self.gradients.plugin_kwargs["num_steps"] = _num_steps(loader, size)
-        return part
+        return _refuse_loader(loader, size) if part is None else part
+
+    @property
+    def is_filler(self) -> bool:
+        """True if this rank has no sample in the micro-batch, and gets one of another rank instead."""
+        part = self.step_part()
+        return part is not None and not part.weight
+
+    def num_copies(self) -> int:
+        """Returns the number of ranks that read the same whole batch, and so count the same items."""
+        sizes = mesh_sizes(self.strategy.loader_mesh)
+        return sizes.get("tp", 1) * sizes.get("pp", 1)
 
     def _accumulate_items(self, models: Sequence[nn.Module], num_items: Any) -> AbstractContextManager[Any]:
         begins_window = self.gradients.sync_gradients  # the micro-batch before was the last of its window
         self._check_items(begins_window, num_items)
         is_on_device = isinstance(num_items, Tensor) and not num_items.is_cpu
         items = num_items if is_on_device else read_items(num_items)
+        if self.is_filler:
+            items = 0.0
         if begins_window:
             self._items.begin()
         self.advance()
@@ -145,10 +157,16 @@ class Accumulation:
     def scale(self, loss: Tensor) -> Tensor:
         """Returns a loss times its weight in the window."""
         if self.weighting is not None:
-            return self.weighting.scale(loss)
+            loss = self.weighting.scale(loss)
+            return loss * 0 if self.is_filler else loss
         if self.recovery is not None:
             loss = loss * self.recovery.loss_scale
         if (part := self.step_part()) is not None:
+            if part.is_last != self.gradients.sync_gradients:
+                raise StateError(
+                    "backward() was called outside of accumulate(), and global_batch_size makes several "
+                    "micro-batches of a step. Call backward() and optimizer.step() inside accumulate()."
+                )
             return loss * part.weight
         steps = self.gradients.num_steps
         return loss if steps == 1 else loss / steps
@@ -172,22 +190,12 @@ class Accumulation:
             torch_private.reset_unscaled(self.strategy.precision.scaler)
 
 
-def _num_steps(loader: Any, global_batch_size: int) -> int:
-    """Returns the number of batches of each rank in a global batch, for loaders that do not divide it."""
-    size = getattr(loader, "total_batch_size", None)
-    if size and global_batch_size % size == 0:
-        return int(global_batch_size // size)
-    reason, fix = (
-        f"it is not a multiple of {size}, the samples of one batch of all processes",
-        "Use a multiple",
-    )
+def _refuse_loader(loader: Any, global_batch_size: int) -> NoReturn:
+    """Raises an error for a loader that does not divide global batches."""
+    reason = "a constant global batch divides the batches of torch's BatchSampler, whose size divides it"
+    fix = "Use a loader with batch_size, or gradient_accumulation_steps"
     if loader is None:
-        reason, fix = (
-            "no prepared loader is being read",
-            "Read the batches from a loader that `prepare` returned",
-        )
-    elif not size:
-        reason, fix = "the batches of the loader have no declared size", "Use a loader with a batch_size"
+        reason, fix = "no prepared loader is being read", "Read the batches from a loader of `prepare`"
     raise wrong_value("global_batch_size", global_batch_size, reason, fix)
 
 

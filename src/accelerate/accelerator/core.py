@@ -152,6 +152,7 @@ class Accelerator(ProcessControl):
         request = build_request(environ.current(), **arguments)
         self._runtime = runtime = build_runtime(request, self, _replaceable_functions)
         self._recovery = runtime.recovery
+        self._step_flops: accelerator.flops.StepFlops | None = None
         self._accumulation = Accumulation(
             runtime.strategy, runtime.gradient_state, runtime.prepared, runtime.recovery
         )
@@ -466,6 +467,9 @@ class Accelerator(ProcessControl):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, gradient_accumulation_steps: int) -> None:
+        if self.gradient_state.global_batch_size is not None:
+            name, reason = "gradient_accumulation_steps", "it follows from global_batch_size"
+            raise wrong_value(name, gradient_accumulation_steps, reason, "Leave it out")
         self._runtime.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
 
     @property
@@ -609,6 +613,24 @@ class Accelerator(ProcessControl):
         if step_clock.wanted:
             step_clock.keep("loss", local_scalar(loss))
         return loss
+
+    def count_flops(self) -> AbstractContextManager[None]:
+        """Returns the context manager of a training step, whose model FLOPs are counted once.
+
+        It stays in the loop, around the forward and backward passes of a micro-batch or of all those of a
+        step: `with accelerator.accumulate(model), accelerator.count_flops(): ...`. It counts the second
+        optimizer step, or the first one in it after that, and does nothing in all others. `step_times`
+        returns the result as `step_flops`, `flops_per_second` and `mfu`.
+
+        Each rank counts the matrix multiplications, convolutions and attention that it executes, without
+        recomputation. Operators of other packages count if they have a formula
+        (`torch.utils.flop_counter.register_flop_formula`). Nothing is counted with compiled functions, in
+        pipelines, with modules of TransformerEngine and MS-AMP, and where an engine (DeepSpeed, Megatron-LM)
+        holds the gradients.
+        """
+        if self._step_flops is None:
+            self._step_flops = accelerator.flops.StepFlops(self._runtime)
+        return self._step_flops.micro_batch()
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Runs the backward pass of an optimizer that updates parameters while gradients are computed (LOMO).
@@ -1012,6 +1034,8 @@ class Accelerator(ProcessControl):
         """
         with ExitStack() as ending:
             ending.callback(self._runtime.state.destroy_process_group)
+            if self._recovery is not None:
+                ending.callback(self._recovery.end_left_pass)
             ending.callback(self._stop_requests.close)
             for sender in self._trackers.senders_of_running():
                 ending.callback(sender.finish)
@@ -1381,7 +1405,9 @@ class Accelerator(ProcessControl):
         Returns:
             The number of optimizer `steps`, the `seconds`, the `seconds_by` phase ("data", "moving",
             "forward", "backward", "collectives", "optimizer", "saving", "rest"), which add up to them, the
-            same as `shares` from 0 to 1, the `samples`, `steps_per_second` and `samples_per_second`; and the
+            same as `shares` from 0 to 1, the `samples`, `steps_per_second` and `samples_per_second`; the
+            `items` that `num_items` counts and `items_per_second`, over all ranks; the `flops_per_second` of
+            this rank and their part of the peak as `mfu`, after `count_flops` has counted a step; and the
             same of the last second or more as `window`.
         """
         return step_clock.times()

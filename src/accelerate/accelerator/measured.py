@@ -44,11 +44,14 @@ class MeasuredBackward:
         self._strategy, self._gradients = strategy, gradients
         self._exchanges = num_processes > 1 and strategy.holds_gradients
         self._computed_at = 0.0
+        self.creates_graph = False
+        """Whether the last pass was one whose gradients can be differentiated again."""
 
     def __call__(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Computes the gradients of a loss, with the arguments of `torch.Tensor.backward`."""
         before = step_clock.switch(BACKWARD)
         self._computed_at = 0.0
+        self.creates_graph = bool(kwargs) and kwargs.get("create_graph", False)
         exchanges = self._exchanges and before != OTHER_THREAD and self._gradients.sync_gradients
         if exchanges and loss.requires_grad:
             loss.register_hook(self._queue_callback)  # type: ignore[no-untyped-call]

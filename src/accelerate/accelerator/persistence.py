@@ -23,10 +23,12 @@ from accelerate.base import (
     ConfigurationError,
     as_builtin,
     describe,
+    environ,
     progress_bar,
     refuse_path,
     size_of,
 )
+from accelerate.launch import NewestCheckpoint
 from accelerate.logging import get_logger
 from accelerate.monitoring import SAVING, Checkpoint
 from accelerate.state import run_records, step_clock
@@ -103,7 +105,7 @@ class RunCheckpoints:
         load_model_func_kwargs: Mapping[str, Any],
     ) -> None:
         """Loads the state of the run."""
-        runtime = self._runtime
+        runtime, began = self._runtime, time.perf_counter()
         checkpointing.loading.check_policy(world_size_policy)
         runtime.checkpoints.background.wait()
         options = dict(load_model_func_kwargs)
@@ -133,7 +135,7 @@ class RunCheckpoints:
                 source.folder, has_scaler, _types(runtime.prepared.custom)
             ):
                 logger.info(line)
-            self._go_on_after(source, progress)
+            self._go_on_after(source, progress, began)
             return
         raise checkpointing.loading.nothing_to_load(input_dir, list(dict.fromkeys(skipped))) from cause
 
@@ -249,9 +251,9 @@ class RunCheckpoints:
         return changes, progress
 
     def _go_on_after(
-        self, source: checkpointing.CheckpointSource, progress: checkpointing.RunProgress
+        self, source: checkpointing.CheckpointSource, progress: checkpointing.RunProgress, began: float
     ) -> None:
-        """Restores the counters of a checkpoint."""
+        """Restores the counters of a checkpoint, and records a load that began at a time of the clock."""
         runtime, project = self._runtime, self._runtime.request.project
         if progress.step is not None:
             self._accumulation.step = progress.step
@@ -262,8 +264,11 @@ class RunCheckpoints:
         self._accumulation.drop_gradients()
         step_clock.restart_numbers()
         step = max(progress.updates, default=0)
-        folder = str(source.folder)
-        run_records.append(Checkpoint(time=time.time(), event="loaded", path=folder, step=step))
+        folder, seconds = str(source.folder), time.perf_counter() - began
+        run_records.append(
+            Checkpoint(time=time.time(), event="loaded", path=folder, step=step, seconds=seconds)
+        )
+        NewestCheckpoint(folder, step).write(environ.current())
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.state.adopt_gradient_order(model, order)

@@ -25,7 +25,7 @@ import torch
 from accelerate import diagnostics, strategies, torch_private
 from accelerate.accelerator.measured import local_scalar
 from accelerate.base import DistributedType, environ as variables
-from accelerate.launch import count_of
+from accelerate.launch import SCRIPT, count_of
 from accelerate.monitoring import (
     RankExchange,
     RecordThread,
@@ -34,6 +34,7 @@ from accelerate.monitoring import (
     Start,
     hide_secrets,
     hide_secrets_of_command,
+    recorded_rank,
     records_folder,
 )
 from accelerate.settings import decode
@@ -68,6 +69,7 @@ def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
     monitor = RunMonitor(state.process_index, state.num_processes, sources, folder, step_clock, run_records)
     services.put(RunMonitor, monitor, close=monitor.close, end=monitor.end)
     services.put(RecordThread, monitor.records)
+    SCRIPT.count_steps = lambda: step_clock.number
 
 
 def _finish_at_exit() -> None:
@@ -89,6 +91,7 @@ class RunSources:
 
     def __init__(self, runtime: Runtime, environ: Mapping[str, str]) -> None:
         self._state, self._request = runtime.state, runtime.request
+        self._num_replicas = 1 if runtime.recovery is None else runtime.recovery.num_replicas
         self._reference = ref(runtime.prepared)  # the monitor may live longer than the `Accelerator`
         self._environ = dict(environ)
         self._argv = hide_secrets_of_command(sys.argv)
@@ -97,11 +100,11 @@ class RunSources:
         self._module: Any = None if backend.is_host else backend.torch_module()
 
     def start(self) -> Start:
-        state = self._state
+        state, mesh = self._state, mesh_sizes(self._state.device_mesh)
         return Start(
             time=time.time(),
-            rank=state.process_index,
-            world_size=state.num_processes,
+            rank=recorded_rank(state.process_index, state.num_processes),
+            world_size=self._num_replicas * state.num_processes,
             host=socket.gethostname(),
             pid=os.getpid(),
             attempt=count_of(self._environ, "TORCHELASTIC_RESTART_COUNT", 0),
@@ -114,7 +117,7 @@ class RunSources:
                 "accelerate": version("accelerate"),
             },
             settings=list(_settings(state, self._request, self._environ)) if state.is_main_process else [],
-            mesh=mesh_sizes(state.device_mesh),
+            mesh={**({"replicas": self._num_replicas} if mesh else {}), **mesh},
         )
 
     def _device_name(self) -> str:

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from accelerate import checkpointing, diagnostics, plugins, strategies
+from accelerate import checkpointing, diagnostics, plugins, strategies, torch_private
 from accelerate.accelerator import recording
 from accelerate.accelerator.measured import MeasuredBackward
 from accelerate.base import environ, wrong_value
@@ -50,6 +50,7 @@ class Runtime:
     backward: MeasuredBackward
     checkpoints: checkpointing.Checkpoints
     recovery: Recovery | None
+    num_compilations: int  # by torch.compile in this process, before the run
 
 
 def build_runtime(request: strategies.RunRequest, accelerator: Any, functions: Callable[[], Any]) -> Runtime:
@@ -138,6 +139,7 @@ def _assemble(
         backward=MeasuredBackward(strategy, gradients, state.num_processes),
         checkpoints=checkpointing.Checkpoints(timeout),
         recovery=_open_recovery(strategy, gradients, session.prepared),
+        num_compilations=torch_private.count_compilations(),
     )
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from accelerate import plugins, tracking
 from accelerate.base import wrong_value
+from accelerate.state import Leader, PartialState, services
 
 
 class Trackers:
@@ -23,6 +24,8 @@ class Trackers:
     def __init__(self) -> None:
         self.running: list[Any] = []
         self.senders = tracking.Senders()
+        self._waiting: list[Any] = []  # until their replica group has the main process
+        self._config: dict[str, Any] | None = None
 
     def start(
         self,
@@ -32,19 +35,35 @@ class Trackers:
         config: dict[str, Any] | None,
         init_kwargs: dict[str, dict[str, Any]] | None,
     ) -> None:
-        """Starts one tracker of each kind, and stores the hyperparameters."""
+        """Starts one tracker of each kind, and stores the hyperparameters.
+
+        In a run with replica groups, those of the main process start later if another group has it now.
+        """
         folder = None if project.project_dir is None else os.fspath(project.project_dir)
         self.running = [
             tracking.build_tracker(kind, project_name, project.logging_dir, init_kwargs or {}, folder)
             for kind in kinds
         ]
-        for tracker in self.running:
+        self._config = config
+        if services.find(Leader) is not None and not PartialState().is_main_process:
+            self._waiting = [tracker for tracker in self.running if tracker.main_process_only]
+        self._open([tracker for tracker in self.running if tracker not in self._waiting])
+
+    def _open(self, trackers: Sequence[Any]) -> None:
+        for tracker in trackers:
             tracker.start()
-        for tracker in self.running if config is not None else ():
-            tracker.store_init_configuration(config)
+        for tracker in trackers if self._config is not None else ():
+            tracker.store_init_configuration(self._config)
+
+    def _open_waiting(self) -> None:
+        """Starts the trackers of the main process, if this process has become it."""
+        if self._waiting and PartialState().is_main_process:
+            waiting, self._waiting = self._waiting, []
+            self._open(waiting)
 
     def wait(self) -> list[Any]:
         """Waits until all values are sent, and returns the running trackers."""
+        self._open_waiting()
         self.senders.wait()
         return self.running
 
@@ -63,8 +82,11 @@ class Trackers:
         self, values: dict[str, Any], step: int | None, log_kwargs: dict[str, dict[str, Any]] | None
     ) -> None:
         """Sends values to all running trackers."""
+        self._open_waiting()
         arguments = log_kwargs or {}
         for tracker in self.running:
+            if tracker in self._waiting:
+                continue
             record = tracking.Record(values, step, arguments.get(tracker.name, {}))
             self.senders.of(tracker).log(record)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accelerate import ops, torch_private
 from accelerate.base import StateError, wrong_value
+from accelerate.state import step_clock
 
 
 class LossWeighting(Protocol):
@@ -33,10 +34,11 @@ class ItemWeighting:
 
     Args:
         replicas: Number of ranks whose gradients the backward pass averages.
+        num_copies: Returns the number of ranks that count the same items.
     """
 
-    def __init__(self, replicas: int) -> None:
-        self._replicas = replicas
+    def __init__(self, replicas: int, num_copies: Callable[[], int] = lambda: 1) -> None:
+        self._replicas, self._num_copies = replicas, num_copies
         self._factor = 1.0  # always equal on all ranks, which may exchange gradients in each batch
         self.begin()
 
@@ -68,7 +70,9 @@ class ItemWeighting:
         """Returns a loss times the factor of the window, for which the last batch waits in its first call."""
         if self._reduction is not None:
             reduction, self._reduction = self._reduction, None
-            factor = factor_of(reduction.wait()[0], self._replicas)
+            total = reduction.wait()[0]
+            step_clock.items += total / self._num_copies()
+            factor = factor_of(total, self._replicas)
             if len(self._items) > 1:
                 rescale_gradients(self._models.values(), factor / self._factor)
             self._factor = factor

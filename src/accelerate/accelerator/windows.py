@@ -20,6 +20,7 @@ from accelerate.accelerator.accumulation import Accumulation, sync_context
 from accelerate.accelerator.weighting import drop_gradients, factor_of, sum_items
 from accelerate.base import StateError
 from accelerate.logging import get_logger
+from accelerate.state import step_clock
 
 logger = get_logger(__name__)
 
@@ -46,7 +47,8 @@ class Windows:
 
     def __len__(self) -> int:
         """Returns the number of windows of a loader that has a length."""
-        return math.ceil(len(self._loader) / self._accumulation.gradients.num_steps)
+        num_steps = getattr(self._loader, "num_micro_batches", None) or self._accumulation.gradients.num_steps
+        return math.ceil(len(self._loader) / num_steps)
 
     def __iter__(self) -> Iterator[Window]:
         accumulation = self._accumulation
@@ -116,6 +118,8 @@ class Window:
         batch, metadata = self._batches.popleft()
         is_last = not self._batches
         if is_last:
+            if self._reader.counts_items:
+                step_clock.items += self.num_items / self._accumulation.num_copies()
             self._reader.read_ahead()
         data_loader.set_batch_metadata(self._reader.loader, metadata)
         self._accumulation.gradients._set_sync_gradients(is_last)
@@ -163,13 +167,20 @@ class _WindowReader:
             return
         batches, more = self._read()
         length = len(batches)
-        items = length if self._count is None else sum_items([self._count(batch) for batch, _ in batches])
+        items = length if self._count is None else sum_items([self._count_items(*each) for each in batches])
         reduction = ops.reduce_async(
             [items, float(bool(length)), float(more), length, length * length],
             "sum",
             "accelerate.Accelerator.windows",
         )
         self._ahead = batches, reduction
+
+    def _count_items(self, batch: Any, metadata: data_loader.BatchMetadata) -> Any:
+        part = metadata.get("step_part")
+        if part is not None and not part.weight:  # the batch repeats a sample of another rank
+            return 0
+        assert self._count is not None
+        return self._count(batch)
 
     def take(self) -> tuple[_Batches, float] | None:
         """Returns the batches of this rank and the items of all ranks in the next window, or None."""

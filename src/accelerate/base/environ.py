@@ -19,6 +19,8 @@ FAILURE_FOLDER = "ACCELERATE_FAILURE_DIR"
 """Variable with the folder in which processes record the failures that the launcher reports."""
 REPLICA = "ACCELERATE_REPLICA"
 """Variable with the index of a replica group, in the launcher of its processes and in these."""
+ELASTIC = "ACCELERATE_ELASTIC"
+"""Variable that is set in the processes of a run whose number of machines may change."""
 MONITOR_FOLDER = "ACCELERATE_MONITOR_DIR"
 """Variable with the folder in which ranks write records that have no other folder, for `launch --monitor`."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from accelerate.base import CheckpointError, describe, expect, for_threads, is_shown, sync_folder
+from accelerate.base import CheckpointError, describe, environ, expect, for_threads, is_shown, sync_folder
 from accelerate.checkpointing import retention
 from accelerate.checkpointing.folder import StagingFolder, absolute_path, plan_staging_folder
 from accelerate.checkpointing.log_lines import saved_lines
@@ -37,6 +37,7 @@ from accelerate.checkpointing.manifest import (
 )
 from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.staging import BackgroundSave, StagingMemory
+from accelerate.launch import NewestCheckpoint
 from accelerate.logging import get_logger
 from accelerate.monitoring import Checkpoint
 from accelerate.nested import iterate_tensors
@@ -315,6 +316,8 @@ class Saver:
         )
         if request.has_manifest:
             run_records.append(record)
+        if event == "committed":
+            NewestCheckpoint(record.path, record.step).write(environ.current())
 
 
 # Decisions
@@ -451,4 +454,4 @@ def _open_consensus() -> Consensus:
 def _close_consensus() -> None:
     consensus = services.remove(Consensus)
     if consensus is not None:
-        consensus.close()
+        consensus.close(waits=not process_group.failed())

@@ -24,12 +24,14 @@ from accelerate.commands.utils import DEVICE_PROBES, entry_point, make_parser
 from accelerate.launch import (
     CONSOLE_EVENTS,
     RECORDED,
+    Kind,
     LaunchPlan,
     Target,
     as_json,
     as_text,
     choose_cpu_or_devices,
     collect,
+    find_first,
     machine,
     record_digest,
     record_failures,
@@ -229,7 +231,11 @@ def _explain_failure(folder: Path, code: int, log_dir: str | None) -> bool:
 
     outcome = collect(folder, code)
     is_intended = code in ENDED_BY_USER and not outcome.seen.codes
-    if is_intended or not digest.is_informative(outcome):
+    first = find_first(outcome)
+    # The launcher of all replica groups prints a line when one of them ends.
+    is_group = environ.REPLICA in environ.current()
+    has_error = first is not None and first.failure is not None and first.kind != Kind.AFTER
+    if is_intended or (is_group and not has_error) or not digest.is_informative(outcome):
         return False
     report = Path(log_dir) if log_dir else folder
     digest.write_report(outcome, report)

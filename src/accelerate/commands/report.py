@@ -54,6 +54,9 @@ def report_command(args: argparse.Namespace) -> None:
         print(sanitize(f"{run.name}: {run.outcome()[1]}"))
         for line in mesh_lines(run):
             print(sanitize(f"  {line}"))
+        goodput = run.goodput()
+        for line in goodput.lines() if goodput is not None and goodput.wall else ():
+            print(sanitize(f"  {line}"))
         for entry in run.conclusions.in_order():
             print(
                 sanitize(f"  {entry.record.name} (step {entry.last_step}): {conclusion_text(entry.record)}")

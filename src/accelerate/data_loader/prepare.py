@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from accelerate.base import PreparationError
 from accelerate.data_loader.base import DataLoaderAdapter, kept_settings, sampler_under
@@ -258,7 +258,8 @@ def _connect_ranks(
         elif already_sharded is None and transport is not None:
             is_torch = type(batches.batch_sampler) is BatchSampler
             sampler = batches.sampler if is_torch else batches.batch_sampler
-            batches.order_check = OrderCheck(transport, type(sampler).__name__)
+            is_known = isinstance(sampler, SequentialSampler) or hasattr(sampler, "generator")
+            batches.order_check = OrderCheck(transport, type(sampler).__name__, once=is_known)
     elif transport is not None and already_sharded is None and _is_checked_stream(dataset, loader):
         dataset.stream_check = StreamCheck(transport, type(dataset.dataset).__name__)
 

@@ -292,10 +292,18 @@ def plain_index(index: Any) -> Any:
 
 @dataclass(eq=False)
 class OrderCheck:
-    """Comparison of the first batch of indices over all ranks, in the first pass over an unknown sampler."""
+    """Comparison of the first batch of indices over all ranks.
+
+    Args:
+        transport: Transport of the ranks.
+        name: Name of the class of the sampler.
+        once: Whether to compare in the first pass only. The order of an unknown sampler may depend on random
+            generators, whose states may come to differ between ranks.
+    """
 
     transport: Transport
     name: str
+    once: bool
     is_done: bool = False
 
     def watch(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -306,7 +314,7 @@ class OrderCheck:
         """
         first = next(batches, None)
         if not self.is_done:
-            self.is_done = True
+            self.is_done = self.once
             self._compare(first)
         if first is not None:
             yield first
@@ -321,8 +329,8 @@ class OrderCheck:
                 f"{self.name} begins with {_format_batch(firsts[0])} on rank 0 and with "
                 f"{_format_batch(firsts[rank])} on rank {rank}. prepare shards one order, which must be the "
                 "same on all ranks; otherwise samples are lost and repeated. If the sampler yields the shard "
-                "of its rank, prepare the loader with already_sharded=True. If it shuffles, seed it equally "
-                "on all ranks."
+                "of its rank, prepare the loader with already_sharded=True. If it shuffles, give it a "
+                "generator of its own, with an equal seed on all ranks."
             )
 
 

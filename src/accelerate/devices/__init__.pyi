@@ -47,6 +47,7 @@ from accelerate.devices.nvidia import (
     parse_cpu_list as parse_cpu_list,
     set_numa_affinity as set_numa_affinity,
 )
+from accelerate.devices.peak_flops import find_peak_flops as find_peak_flops
 from accelerate.devices.stream_events import StreamEvents as StreamEvents
 from accelerate.devices.xla import (
     RowSharding as RowSharding,

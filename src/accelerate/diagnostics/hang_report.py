@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from accelerate.base import describe_position, spell_ranks
-from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of
+from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of, starts_again
 from accelerate.state import AcceleratorState, mesh_sizes, record_event
 
 MAX_STACKS = 3
@@ -210,12 +210,17 @@ class HangReporter:
     def __init__(self, rank: int, size: int, environ: Mapping[str, str]) -> None:
         self._rank, self._size = rank, size
         self._attempt = count_of(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+        self._starts_again = starts_again(environ)
         folder = environ.get(FOLDER_VARIABLE)
         self._folder = Path(folder) if folder else None
 
     def publish(self, report: Report) -> None:
-        """Prints a report, and stores it as an event and in a file for the launcher."""
-        self._print(report.text)
+        """Prints a report, and stores it as an event and in a file for the launcher.
+
+        A report only about ranks that have ended is not printed if the launcher restarts all of them.
+        """
+        if not (report.ended and self._starts_again):
+            self._print(report.text)
         record_event("hang", report.text)
         if self._folder is not None and self._folder.is_dir():
             content = {"text": report.text, "moment": report.moment, "attempt": self._attempt}

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from accelerate.base import read_seconds, wrong_value
-from accelerate.launch import NOTES
+from accelerate.launch import NOTES, SCRIPT
 from accelerate.logging import get_logger
 from accelerate.ops import AsyncReduction, flight_recorder, reduce_async
 from accelerate.settings import decode
@@ -387,6 +387,8 @@ class StopRequests:
                 action = "save and stop" if kind.stops else "save"
                 record_event("stop" if kind.stops else "save", f"{kind.reason} process {process - 1:.0f}")
                 logger.warning(f"All processes {action} now: {kind.reason} process {process - 1:.0f}.")
+                if kind.name == "SIGTERM":
+                    SCRIPT.ended_rank = int(process) - 1
         # A script that reads twice in a step makes the first steps look short.
         self._interval = min(steps_between(step, -cost), self._interval * _MAX_GROWTH)
 

@@ -12,6 +12,7 @@ from accelerate.launch.failures import (
     HANG_KIND as HANG_KIND,
     Failure as Failure,
     Kind as Kind,
+    NewestCheckpoint as NewestCheckpoint,
     Outcome as Outcome,
     Suspect as Suspect,
     collect as collect,
@@ -19,6 +20,7 @@ from accelerate.launch.failures import (
     find_first as find_first,
     record_digest as record_digest,
     shortened as shortened,
+    starts_again as starts_again,
 )
 from accelerate.launch.layout import device_ids as device_ids, wrong_option as wrong_option
 from accelerate.launch.machine import (
@@ -52,4 +54,8 @@ from accelerate.launch.resolve import (
     choose_launcher as choose_launcher,
     resolve_plan as resolve_plan,
 )
-from accelerate.launch.script import RENDEZVOUS_FILE as RENDEZVOUS_FILE, PrepareForLaunch as PrepareForLaunch
+from accelerate.launch.script import (
+    RENDEZVOUS_FILE as RENDEZVOUS_FILE,
+    SCRIPT as SCRIPT,
+    PrepareForLaunch as PrepareForLaunch,
+)

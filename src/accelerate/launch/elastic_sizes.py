@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from accelerate.base import wrong_value
+from accelerate.base import environ, wrong_value
 from accelerate.launch import layout
 from accelerate.settings import BUILT_IN, FLAG, Settings, nodes_of
 from accelerate.settings.sections import LaunchSection, RendezvousSection
@@ -18,8 +18,9 @@ CHOSEN = "chosen for an elastic run"
 TIMEOUTS = {"last_call_timeout": 10, "keep_alive_interval": 1, "keep_alive_max_attempt": 5}
 """Settings of the rendezvous: the seconds that it waits for further machines, and the interval in seconds and
 number of heartbeats, after which a machine without a response is lost."""
-VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""Variables of the agent. Otherwise the ranks of a machine keep the address of an earlier rank 0."""
+VARIABLES = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", environ.ELASTIC: "1"}
+"""Variables of the agent and its processes. With the first one, these do not keep the address of an earlier
+rank 0. With the second one, they start again if another machine is asked to end."""
 
 
 class Sizes(NamedTuple):

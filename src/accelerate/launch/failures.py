@@ -9,13 +9,18 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
 from pathlib import Path
 from threading import Thread
+from typing import TYPE_CHECKING, NamedTuple
 
 from accelerate.base import AccelerateError, environ
+
+if TYPE_CHECKING:
+    from accelerate.monitoring import Record
 
 FOLDER_VARIABLE = environ.FAILURE_FOLDER
 VERBOSE_VARIABLE = "ACCELERATE_FAILURE_VERBOSE"
@@ -24,6 +29,9 @@ MOST_DIGITS = 18
 SECONDS_TO_RECORD = 10.0
 EXITS = "exits.json"
 HANG = "hang.json"
+NEWEST_CHECKPOINT = "checkpoint.json"
+RESTART_CODE = 75
+"""Exit code of a process that ends in order to be started again, EX_TEMPFAIL of sysexits.h."""
 HANG_KIND = "Hang"  # used as the class of the error of a process that was ended because of a hang
 
 
@@ -41,10 +49,11 @@ class Failure:
     headline: str  # class and message, one line
     trace: str
     place: str  # file and line of the last frame of the traceback
+    step: int = -1  # number of steps that the process had taken, or -1 if that is not known
 
     @classmethod
-    def of(cls, error: BaseException, environ: Mapping[str, str]) -> Failure:
-        """Describes an error in this process with its traceback.
+    def of(cls, error: BaseException, environ: Mapping[str, str], step: int = -1) -> Failure:
+        """Describes an error in this process with its traceback, after a number of steps.
 
         `environ` contains the rank.
         """
@@ -61,6 +70,7 @@ class Failure:
             headline=" ".join(headline.split()),
             trace="".join(traceback.format_exception(type(error), error, error.__traceback__)),
             place=f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "",
+            step=step,
         )
 
     def write(self, folder: Path) -> bool:
@@ -83,6 +93,39 @@ def count_of(environ: Mapping[str, str], name: str, default: int) -> int:
     """
     text = environ.get(name, "")
     return int(text) if text.isdecimal() and len(text) <= MOST_DIGITS else default
+
+
+def is_last_attempt(environ: Mapping[str, str]) -> bool:
+    """Returns whether the launcher has no restart left."""
+    attempt = count_of(environ, "TORCHELASTIC_RESTART_COUNT", 0)
+    return attempt >= count_of(environ, "TORCHELASTIC_MAX_RESTARTS", 0)
+
+
+def starts_again(environ: Mapping[str, str]) -> bool:
+    """Returns whether the launcher restarts the processes after a failure, and then prints its cause."""
+    return not is_last_attempt(environ) and FOLDER_VARIABLE in environ and VERBOSE_VARIABLE not in environ
+
+
+class NewestCheckpoint(NamedTuple):
+    """Checkpoint that a process of a run has committed or loaded last, for the launcher."""
+
+    path: str
+    step: int
+
+    def write(self, environ: Mapping[str, str]) -> None:
+        """Writes it to the folder of the launcher, if there is one."""
+        folder = environ.get(FOLDER_VARIABLE)
+        if not folder:
+            return
+        partial = Path(folder, f"{NEWEST_CHECKPOINT}.{os.getpid()}")
+        with suppress(OSError):  # the launcher has ended, and its folder is gone
+            partial.write_text(json.dumps(self), encoding="utf-8")
+            partial.replace(Path(folder, NEWEST_CHECKPOINT))
+
+    @classmethod
+    def read(cls, folder: Path) -> NewestCheckpoint | None:
+        path = folder / NEWEST_CHECKPOINT
+        return cls(*json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
 
 @dataclass(frozen=True)
@@ -150,11 +193,28 @@ def record_digest(folder: Path, digest: str) -> None:
     Raises:
         OSError: The records cannot be written any more, or the file system does not respond.
     """
+    from accelerate.monitoring import End  # a run that succeeds needs none of it
+
+    append_records(folder, [End(time=time.time(), how="failed", digest=digest)])
+
+
+def append_records(folder: Path, records: Sequence[Record]) -> bool:
+    """Appends records to those of the first rank of this machine, whose paths are in a folder.
+
+    Returns:
+        Whether a rank has left a path.
+
+    Raises:
+        OSError: The records cannot be written any more, or the file system does not respond.
+    """
+    from accelerate.monitoring import recorded_paths
+
+    paths = recorded_paths(folder)
     errors: list[OSError] = []
 
     def append() -> None:
         try:
-            _append_digest(folder, digest)
+            _append(paths, records)
         except OSError as error:
             errors.append(error)
 
@@ -165,21 +225,18 @@ def record_digest(folder: Path, digest: str) -> None:
         raise TimeoutError(f"the file system has not responded for {SECONDS_TO_RECORD:g} seconds")
     for error in errors:
         raise error
+    return bool(paths)
 
 
-def _append_digest(folder: Path, digest: str) -> None:
-    from accelerate.monitoring import (
-        End,
-        RecordWriter,
-        recorded_paths,
-    )  # a run that succeeds needs none of it
+def _append(paths: Sequence[tuple[int, Path]], records: Sequence[Record]) -> None:
+    from accelerate.monitoring import RecordWriter
 
     first_ranks: dict[Path, int] = {}  # folder of records -> the first rank of this node
-    for rank, path in recorded_paths(folder):
+    for rank, path in paths:
         first_ranks.setdefault(path.parent, rank)
-    for records, rank in first_ranks.items():
-        writer = RecordWriter(records, rank)
-        writer.write(End(time=time.time(), how="failed", digest=digest))
+    for folder, rank in first_ranks.items():
+        writer = RecordWriter(folder, rank)
+        writer.write(*records)
         writer.close()
 
 

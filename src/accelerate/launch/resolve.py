@@ -110,6 +110,8 @@ def _plan_processes(
     if launcher.called_once and rendezvous.machine_rank:
         fix = "Call it once, on one machine, without it"
         raise layout.wrong_option(settings, "machine_rank", f"the {name} launcher starts all machines", fix)
+    if name != "local":
+        _check_rendezvous(settings, launcher)
     settings, smallest = choose_sizes(settings)
     if smallest != Sizes() and name != "elastic":
         option = "min_processes" if settings.values["nnodes"] is None else "nnodes"
@@ -127,7 +129,6 @@ def _plan_processes(
         smallest=smallest,
     )
     if name != "local":
-        _check_rendezvous(settings, launcher)
         settings, port = _choose_port(settings, machine, plan.machines > 1 and not launcher.called_once)
         address = rendezvous.main_process_ip or plan.address
         plan = replace(plan, rendezvous=rendezvous, address=address, port=port)

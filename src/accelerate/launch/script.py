@@ -10,13 +10,44 @@ from __future__ import annotations
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from accelerate.base import ConfigurationError, DistributedType, environ, stack_dumps
 from accelerate.launch.children import NOTES
-from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE, Failure, shortened
+from accelerate.launch.failures import (
+    ENTRY,
+    FOLDER_VARIABLE,
+    RESTART_CODE,
+    VERBOSE_VARIABLE,
+    Failure,
+    is_last_attempt,
+    shortened,
+    starts_again,
+)
+
+
+@dataclass
+class Script:
+    """State of the script that this process runs.
+
+    Attributes:
+        count_steps: Returns the number of steps, or None before an `Accelerator` is created.
+        ended_rank: Rank of a process that SIGTERM asked to end, with all processes of its machine, or None.
+    """
+
+    count_steps: Callable[[], int] | None = None
+    ended_rank: int | None = None
+
+    @property
+    def step(self) -> int:
+        """Number of steps of the optimizers, or -1 if it is not known."""
+        return -1 if self.count_steps is None else self.count_steps()
+
+
+SCRIPT = Script()
 
 
 def run(words: list[str]) -> None:
@@ -45,9 +76,11 @@ def report(error: BaseException) -> None:
     # The interpreter sets these for an uncaught error, and the process group reads them at exit.
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     variables = environ.current()
-    failure = Failure.of(error.with_traceback(trace), variables)
+    failure = Failure.of(error.with_traceback(trace), variables, SCRIPT.step)
     folder = variables.get(FOLDER_VARIABLE)
     written = folder is not None and failure.write(Path(folder))
+    if written and failure.world_size > 1 and starts_again(variables):
+        return
     if written and failure.world_size > 1 and VERBOSE_VARIABLE not in variables:
         print(f"rank {failure.rank}: {shortened(failure.headline)}", file=sys.stderr, flush=True)
     else:
@@ -57,7 +90,7 @@ def report(error: BaseException) -> None:
 def report_end(error: SystemExit | KeyboardInterrupt) -> None:
     """Records the exit of one of several processes, for which Python then prints one line."""
     trace, variables = _script_frames(error.__traceback__), environ.current()
-    failure = Failure.of(error.with_traceback(trace), variables)
+    failure = Failure.of(error.with_traceback(trace), variables, SCRIPT.step)
     hook = sys.excepthook
     sys.excepthook = lambda kind, value, _: hook(kind, value.with_traceback(trace), trace)
     if failure.world_size == 1 or FOLDER_VARIABLE not in variables:
@@ -79,6 +112,7 @@ def _script_frames(trace: TracebackType | None) -> TracebackType | None:
 def main(words: list[str]) -> None:
     """Runs the target, and exits with code 1 after an error, or with the code of the script.
 
+    A script that ends because another machine of an elastic run was asked to end exits with `RESTART_CODE`.
     Other ranks that wait for this one can request its stack.
     """
     NOTES.install()
@@ -88,6 +122,8 @@ def main(words: list[str]) -> None:
     except SystemExit as error:
         if isinstance(error.code, str):
             report_end(error)
+        if error.code in (None, 0) and _starts_again():
+            sys.exit(RESTART_CODE)
         raise
     except KeyboardInterrupt as error:
         report_end(error)
@@ -95,6 +131,19 @@ def main(words: list[str]) -> None:
     except Exception as error:
         report(error)
         sys.exit(1)
+    if _starts_again():
+        sys.exit(RESTART_CODE)
+
+
+def _starts_again() -> bool:
+    """Returns whether an elastic run goes on on this machine, because only another one was asked to end."""
+    variables = environ.current()
+    if SCRIPT.ended_rank is None or environ.ELASTIC not in variables:
+        return False
+    if is_last_attempt(variables):
+        return False
+    size = int(variables["LOCAL_WORLD_SIZE"])
+    return SCRIPT.ended_rank // size != int(variables["RANK"]) // size
 
 
 RENDEZVOUS_FILE = "ACCELERATE_DEBUG_RDV_FILE"

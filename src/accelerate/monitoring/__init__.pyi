@@ -13,6 +13,7 @@ from accelerate.monitoring.records import (
     FOLDER as FOLDER,
     PHASES as PHASES,
     RECORDS_VARIABLE as RECORDS_VARIABLE,
+    Attempt as Attempt,
     Checkpoint as Checkpoint,
     Conclusion as Conclusion,
     End as End,
@@ -29,6 +30,7 @@ from accelerate.monitoring.records import (
     encode as encode,
     find_records as find_records,
     recorded_paths as recorded_paths,
+    recorded_rank as recorded_rank,
     records_folder as records_folder,
 )
 from accelerate.monitoring.run_monitor import (

@@ -29,6 +29,7 @@ from accelerate.monitoring.records import (
     Start,
     Window,
     decode,
+    format_flops,
 )
 
 if TYPE_CHECKING:
@@ -247,7 +248,7 @@ def format_head(run: RunView) -> list[str]:
     parts.append(f"{rate:.4g} steps/s")
     if samples := fmean(rank.per_second(window.samples) for rank, window in timed):
         parts.append(f"{samples:.4g} samples/s on each rank")
-    lines = [" · ".join(parts)]
+    lines = [" · ".join(parts), *format_work(timed)]
     first, window = timed[0]
     if window.num_batches and window.batch:
         seconds = first.seconds_left()
@@ -256,6 +257,17 @@ def format_head(run: RunView) -> list[str]:
     if first.values:
         lines.append(" · ".join(f"{name} {value:.4g}" for name, value in first.values.items()))
     return lines
+
+
+def format_work(timed: Sequence[tuple[RankView, Window]]) -> list[str]:
+    """Returns a line with the items per second and the FLOPs, or none if they are not counted."""
+    items = fmean(rank.per_second(window.items) for rank, window in timed)  # each rank has the total
+    parts = [f"{items:.4g} items/s"] if items else []
+    flops, mfu = (
+        fmean(values) for values in zip(*((w.flops_per_second, w.mfu) for _, w in timed), strict=True)
+    )
+    parts += format_flops(flops, mfu)
+    return [" · ".join(parts)] if parts else []
 
 
 def mean_shares(ranks: Sequence[RankView]) -> list[float]:

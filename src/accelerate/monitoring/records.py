@@ -38,6 +38,16 @@ PHASES = ("data", "moving", "forward", "backward", "collectives", "optimizer", "
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
 
 
+def recorded_rank(rank: int, size: int) -> int:
+    """Returns the rank of a process in records, which is that among the processes of all replica groups.
+
+    Args:
+        rank: Rank within its replica group.
+        size: World size of its replica group.
+    """
+    return int(environ.current().get(environ.REPLICA, "0")) * size + rank
+
+
 @dataclass(frozen=True, kw_only=True)
 class Record:
     """Base class of all records."""
@@ -85,6 +95,9 @@ class Window(Record):
     memory: int = 0  # bytes allocated on the device, or resident in memory for the CPU
     peak_memory: int = 0  # bytes, since the process started
     samples: int = 0  # number that this rank has read, or 0 if it is not known
+    items: float = 0.0  # number that the loop has counted, over all ranks, or 0 if it counts none
+    flops_per_second: float = 0.0  # model FLOPs per second on this rank, or 0 if they are not counted
+    mfu: float = 0.0  # their part of the peak of the device, or 0 if it is not known
     batch: int = 0  # number of batches of this pass over the first prepared loader
     num_batches: int = 0  # of the whole pass, or 0 if the loader has no length
     conclusions: list[str] = field(default_factory=list)  # names of those that hold
@@ -151,6 +164,22 @@ class Conclusion(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Attempt(Record):
+    """Attempt of a run that restarts, which the launcher of a machine records after its end."""
+
+    kind: ClassVar[str] = "attempt"
+    number: int  # how often the processes had been restarted
+    began: float  # seconds since the epoch, before the processes were started
+    rank: int = -1  # the rank that ended first, or -1 if the attempt did not fail
+    text: str = ""  # how it ended
+    is_cause: bool = False  # whether it did not only lose another rank
+    failed: float = 0.0  # when the first error of a rank was recorded, or 0 without one
+    step: int = -1  # number of steps that it had taken, or -1 if that is not known
+    checkpoint: str = ""  # the newest checkpoint at that time
+    checkpoint_step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class End(Record):
     """End of a process that was not killed."""
 
@@ -158,6 +187,12 @@ class End(Record):
     how: str  # "finished", "failed" or "stopped"
     error: str = ""  # the traceback of one that failed
     digest: str = ""  # what the launcher printed about the failure
+
+
+def format_flops(flops_per_second: float, mfu: float | None) -> list[str]:
+    """Formats model FLOPs per second on a rank and their part of the peak, or nothing if they are unknown."""
+    flops = [f"{flops_per_second / 1e12:.4g} TFLOP/s on each rank"] if flops_per_second else []
+    return flops + ([f"MFU {mfu:.1%}"] if mfu else [])
 
 
 class RecordQueue(deque[Record]):
@@ -168,7 +203,8 @@ class RecordQueue(deque[Record]):
 
 
 KINDS: dict[str, type[Record]] = {
-    kind.kind: kind for kind in (Start, Window, Values, Checkpoint, Event, RankTimes, Conclusion, End)
+    kind.kind: kind
+    for kind in (Start, Window, Values, Checkpoint, Event, RankTimes, Conclusion, Attempt, End)
 }
 
 

@@ -29,6 +29,8 @@ from accelerate.monitoring.records import (
     RecordQueue,
     Start,
     Window,
+    format_flops,
+    recorded_rank,
 )
 from accelerate.monitoring.step_clock import ClosedWindow, StepClock, StepTimes
 
@@ -93,7 +95,8 @@ class RunMonitor:
         queue: RecordQueue,
     ) -> None:
         self.rank, self.size, self._sources, self._clock, self._queue = rank, size, sources, clock, queue
-        self.records, self._connect = RecordThread(folder, rank), sources.connect if size > 1 else None
+        self.records = RecordThread(folder, recorded_rank(rank, size))
+        self._connect = sources.connect if size > 1 else None
         self._start_time = time.time()
         self._pid = os.getpid()
         self._is_recorded, self._has_begun = folder is not None, False
@@ -173,6 +176,9 @@ class RunMonitor:
             memory=memory,
             peak_memory=peak,
             samples=window.times.samples,
+            items=window.times.items,
+            flops_per_second=window.times.flops_per_second,
+            mfu=window.times.mfu or 0.0,
             batch=batch,
             num_batches=num_batches,
             conclusions=sorted(self._known),
@@ -313,7 +319,9 @@ def format_table(times: StepTimes, findings: Sequence[Finding]) -> str:
     """Formats the time of a run by phase, and the conclusions."""
     rate = f"{times.steps_per_second:.4g} steps/s"
     samples = f", {times.samples_per_second:.4g} samples/s on each rank" if times.samples else ""
-    lines = [f"{times.steps} steps in {times.seconds:.1f} s ({rate}{samples}):"]
+    items = f", {times.items_per_second:.4g} items/s" if times.items else ""
+    flops = "".join(f", {text}" for text in format_flops(times.flops_per_second, times.mfu))
+    lines = [f"{times.steps} steps in {times.seconds:.1f} s ({rate}{samples}{items}{flops}):"]
     for name, seconds in times.seconds_by.items():
         if seconds:
             lines.append(f"  {name:11} {seconds:9.2f} s  {seconds / times.seconds:6.1%}")

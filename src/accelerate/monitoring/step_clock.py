@@ -54,6 +54,10 @@ class StepTimes:
         waits: Seconds of "data" in which training waited. Passes without a step, such as an evaluation, are
             not included, and neither is the first batch of each pass, or of each worker, which has to start.
         evaluation: Seconds of passes over prepared loaders without a step.
+        items: Number of items (such as tokens) that the loop has counted with `num_items`, over all ranks,
+            or 0 if it counts none.
+        step_flops: Model FLOPs of one optimizer step on this rank, or 0 if `count_flops` has counted none.
+        peak_flops: Peak FLOPs per second of the device, or 0 if they are not known.
     """
 
     steps: int = 0
@@ -62,6 +66,9 @@ class StepTimes:
     samples: int = 0
     waits: float = 0.0
     evaluation: float = 0.0
+    items: float = 0.0
+    step_flops: float = 0.0
+    peak_flops: float = 0.0
 
     @property
     def shares(self) -> dict[str, float]:
@@ -80,6 +87,22 @@ class StepTimes:
         """Samples per second on this rank."""
         return self.samples / self.seconds if self.seconds else 0.0
 
+    @property
+    def items_per_second(self) -> float:
+        """Items per second over all ranks, or 0 if the loop counts none."""
+        return self.items / self.seconds if self.seconds else 0.0
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs per second on this rank, or 0 if they are not counted."""
+        return self.step_flops * self.steps_per_second
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization from 0 to 1, or None without counted FLOPs or the peak of the device."""
+        flops = self.flops_per_second
+        return flops / self.peak_flops if flops and self.peak_flops else None
+
     def __add__(self, other: StepTimes) -> StepTimes:
         return self._combine(other, 1)
 
@@ -94,6 +117,9 @@ class StepTimes:
             self.samples + sign * other.samples,
             self.waits + sign * other.waits,
             self.evaluation + sign * other.evaluation,
+            self.items + sign * other.items,
+            self.step_flops or other.step_flops,
+            self.peak_flops or other.peak_flops,
         )
 
 
@@ -143,6 +169,11 @@ class StepClock:
         self.wanted = False
         """Whether this step keeps its values and ends a window."""
         self.samples = self.steps = 0
+        self.num_skipped = 0
+        """Number of steps of optimizers that were skipped or have failed."""
+        self.items = 0.0
+        """Number of items over all ranks."""
+        self.step_flops = self.peak_flops = 0.0
         self.number = 0
         """Number of the last step over all starts of the run."""
         self.windows: deque[ClosedWindow] = deque(maxlen=NUM_KEPT_WINDOWS)
@@ -273,7 +304,10 @@ class StepClock:
             number: Number of all updates by this optimizer.
         """
         self.switch(REST)
-        if not updates or (before == OTHER_THREAD and not self._accepts_thread(optimizer)):
+        if not updates:
+            self.num_skipped += 1
+            return
+        if before == OTHER_THREAD and not self._accepts_thread(optimizer):
             return
         steps = self._count_steps(optimizer, number)
         if not steps:
@@ -359,6 +393,9 @@ class StepClock:
             self.samples - self._closed.samples,
             self._waits,
             self._evaluation,
+            self.items - self._closed.items,
+            self.step_flops,
+            self.peak_flops,
         )
         return self._closed + opened
 

@@ -43,11 +43,12 @@ class GradientAccumulationPlugin(KwargsHandler):
             sharded parameters, and more communication. Replicas of shards are averaged after the last one.
         skip_nonfinite_updates: Whether optimizers skip an update on all ranks if a gradient of any rank is
             infinite or NaN, as a gradient scaler does. Reads one number from the device in each update.
-        global_batch_size: Number of samples of one optimizer step on all processes together, a multiple of
-            the batch size of the loader. The number of micro-batches follows from it and from the number of
-            processes, and `accelerator.backward` weights the mean loss of each by its samples. So a step is
-            that of one process with this batch size, whatever the number of processes is. Prepared schedulers
-            step once for each optimizer step. None: `num_steps` batches of each process.
+        global_batch_size: Number of samples of one optimizer step on all processes together. Loaders for
+            training have torch's batch sampler, and a batch size that divides it. The number of micro-batches
+            follows from it and from the number of processes, and `accelerator.backward` weights the mean loss
+            of each by its samples. So a step is that of one process with this batch size, whatever the number
+            of processes is. Prepared schedulers step once for each optimizer step. None: `num_steps` batches
+            of each process.
 
     Raises:
         ConfigurationError: `num_steps` or `global_batch_size` is less than 1, or both are set.

@@ -92,7 +92,7 @@ class RecoveryLoader(DataLoaderStateMixin):
                 if number < self.epoch:  # the others have ended the pass meanwhile
                     self._recovery.decline_step()
                     return
-                if self.position >= self._num_micro_batches:
+                if self.position >= self._num_micro_batches or self._recovery.is_left(self, number):
                     if self._recovery.end_data():
                         self.epoch, self.position = self.epoch + 1, 0
                         return
@@ -116,6 +116,9 @@ class RecoveryLoader(DataLoaderStateMixin):
                     yield batch
                 read_to = self.epoch, self.position + self._count
                 self._recovery.check_step()
+        except GeneratorExit:
+            self._recovery.leave_pass(self, number)
+            raise
         finally:
             _close(readers)
             self._recovery.end_pass()

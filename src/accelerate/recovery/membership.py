@@ -23,6 +23,9 @@ from accelerate.base import RecoveryError, StateError, require
 from accelerate.devices import of_device
 from accelerate.ops import Transport
 
+CONNECT_TIMEOUT = timedelta(seconds=2)
+"""Timeout of connections to the other members, which doubles after each attempt that fails. A member may have
+ended meanwhile."""
 QUORUM_TIMEOUTS = 10
 """Timeouts of one collective that a replica group waits for the others to join."""
 LOGGERS = (
@@ -76,7 +79,6 @@ class Membership:
     ) -> None:
         require("torchft", "--replicas")
         from torchft.manager import Manager
-        from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
 
         for name in LOGGERS:  # they log the traceback of each collective that a failure interrupts
             logging.getLogger(name).setLevel(logging.CRITICAL + 1)
@@ -84,9 +86,9 @@ class Membership:
         host = "localhost" if _is_loopback(lighthouse) else socket.gethostname()
         self._store, port = _open_store(group, host)
         limit = timedelta(seconds=timeout)
-        kind = ProcessGroupNCCL if of_device(device).comm == "nccl" else ProcessGroupGloo
-        self._group: Any = kind(timeout=limit)
-        self._device = device if kind is ProcessGroupNCCL else torch.device("cpu")
+        uses_nccl = of_device(device).comm == "nccl"
+        self._group: Any = _open_group(uses_nccl, limit)
+        self._device = device if uses_nccl else torch.device("cpu")
         self._manager = Manager(
             pg=self._group,
             load_state_dict=apply,
@@ -188,6 +190,30 @@ class Membership:
 def _is_loopback(address: str) -> bool:
     host = urlsplit(address if "//" in address else f"//{address}").hostname
     return host in ("localhost", "127.0.0.1", "::1")
+
+
+def _open_group(uses_nccl: bool, timeout: timedelta) -> Any:
+    """Returns the process group of the members, which is not connected yet."""
+    from torchft.process_group import ProcessGroupGloo, ProcessGroupNCCL
+
+    kind: Any = ProcessGroupNCCL if uses_nccl else ProcessGroupGloo
+
+    class MemberGroup(kind):  # type: ignore[misc]
+        """Process group with a shorter timeout for connections than for collectives."""
+
+        num_failed = 0
+
+        def configure(self, *arguments: Any, **named: Any) -> None:
+            self.set_timeout(min(2**self.num_failed * CONNECT_TIMEOUT, timeout))
+            self.num_failed += 1
+            try:
+                super().configure(*arguments, **named)
+            finally:
+                self.set_timeout(timeout)
+            self.num_failed = 0
+            self.parent.set_timeout(timeout)
+
+    return MemberGroup(timeout=timeout)
 
 
 def _open_transport(timeout: timedelta) -> Any:

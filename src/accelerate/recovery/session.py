@@ -7,6 +7,8 @@ replica group has ended meanwhile, the others repeat the step with the same batc
 from __future__ import annotations
 
 import hashlib
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -31,7 +33,7 @@ from accelerate.recovery.membership import Members, Membership
 from accelerate.recovery.transport import MemberLostError, MemberTransport
 from accelerate.settings import decode
 from accelerate.settings.sections import RecoverySection
-from accelerate.state import GradientState, Leader, services
+from accelerate.state import GradientState, Leader, record_event, services, step_clock
 
 logger = get_logger(__name__)
 
@@ -44,12 +46,16 @@ Request: TypeAlias = Literal["save", "stop"]
 REQUESTS: tuple[Request, ...] = ("save", "stop")
 SEED = "seed"
 """Key in the store of the run of its seed."""
+PAUSE = 0.2
+"""Seconds between two attempts to join a replica group with state."""
 BUCKET_BYTES = 32 * 2**20
 """Bytes of gradients in one all-reduce over the members."""
 PASSES = "passes/{}"
 """Key in the store of the run of the number of passes over a loader for training that are over."""
-READY = "ready/{}"
-"""Key in the store of the run that is set when a replica group is ready for its first step."""
+LEFT = "left/{}/{}"
+"""Key in the store of the run that is set when a loop leaves a pass over a loader before its end."""
+ARRIVED = "arrived/{}/{}"
+"""Key in the store of the run that is set when a replica group has arrived at a barrier."""
 
 
 def open_recovery(
@@ -143,13 +149,15 @@ class Recovery:
         self._outcome: bool | None = None
         self._is_behind = False
         self._has_committed = False
-        self._num_loaders = 0
+        self._num_loaders = self._num_barriers = 0
+        self._left: tuple[RecoveryLoader, int] | None = None  # a loader, and the pass that the loop has left
         self._transport: MemberTransport | None = None
         self._requested = dict.fromkeys(REQUESTS, False)  # by this replica group, and not shared yet
         self._shared = dict.fromkeys(REQUESTS, False)
         self._flags = nn.Parameter(torch.zeros(len(REQUESTS), device=strategy.context.device))
         self._store = _connect(run.store)
-        self._leader = services.put(Leader, Leader(run.replica == 0))
+        is_first = run.replica == 0 and not self._ask_store(self._has_begun)
+        self._leader = services.put(Leader, Leader(is_first, self._wait_for_others))
         services.put(Recovery, self, end=self._shut_down)
 
     def _check(self) -> None:
@@ -218,6 +226,7 @@ class Recovery:
 
     def begin_pass(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether this replica group takes part in a pass for training, which is not over."""
+        self.end_left_pass()
         over = self._num_passes_over(loader)
         self._is_behind = number < over
         self._leader.is_leader = self._leader.is_leader and not self._is_behind
@@ -238,15 +247,48 @@ class Recovery:
         """Agrees on the members of the next step, and receives their state if this replica group joins."""
         if self._membership is None:
             self._membership = self._open()
-            self._wait_for_all()  # the lighthouse knows this replica group now
+            self._wait_for_all("first step")  # the lighthouse knows this replica group now
         self._loader = loader
+        num_before = 0 if self.members is None else self.members.size
         self._outcome = None
         self._transport = None
-        self.members = self._membership.begin()
+        self.members = self._begin_with_state(self._membership)
         if self._membership.num_committed == 0:
             self.members = self._begin_together(self.members)
         self._leader.is_leader = self.members.index == 0
+        if self.members.size != num_before:
+            text = f"{self.members.size} of {self.num_replicas} replica groups take the steps"
+            record_event("members", text)
         return self.members
+
+    def _begin_with_state(self, membership: Membership) -> Members:
+        """Agrees on the members, and waits for one with state as long as a replica group has committed steps.
+
+        A replica group that is slow to answer may miss a step, which those that have just started must not
+        take without it.
+        """
+        members, deadline = membership.begin(), time.monotonic() + self._run.timeout
+        while not membership.num_committed:
+            if not self._ask_store(lambda: self._has_begun() and time.monotonic() < deadline):
+                break
+            membership.decline()
+            time.sleep(PAUSE)
+            members = membership.begin()
+        return members
+
+    def _has_begun(self) -> bool:
+        """Returns whether a replica group that has not been started again since has committed a step."""
+        return any(self._store.check([committed_key(replica)]) for replica in range(self.num_replicas))
+
+    def _ask_store(self, ask: Callable[[], bool]) -> bool:
+        """Returns what rank 0 reads from the store of the run.
+
+        Called on all ranks of a replica group.
+        """
+        transport = current_transport()
+        if transport.size == 1:
+            return ask()
+        return bool(transport.broadcast_object(ask() if transport.rank == 0 else None))
 
     def _begin_together(self, members: Members) -> Members:
         """Sends the weights of the first member to the others before the first step."""
@@ -342,6 +384,38 @@ class Recovery:
                 "before an evaluation."
             )
 
+    def leave_pass(self, loader: RecoveryLoader, number: int) -> None:
+        """Notes that the loop has left a pass before its end.
+
+        If the script goes on, the pass ends for all members. If an error ends it, they continue the pass.
+        """
+        self._left = loader, number
+
+    def end_left_pass(self) -> None:
+        """Ends the pass that the loop has left, together with the other members.
+
+        They continue it while an error is handled, which may end this replica group.
+        """
+        if self._left is None or sys.exc_info()[0] is not None:
+            return
+        (loader, number), self._left = self._left, None
+        assert self._membership is not None
+        if self._outcome is None:
+            self._membership.decline()
+        self._store.set(LEFT.format(loader.number, number), "1")
+        while True:
+            self.begin_step(loader)
+            if loader.epoch > number:  # the others have ended the pass meanwhile
+                self.decline_step()
+                return
+            if self.end_data():
+                loader.epoch, loader.position = number + 1, 0
+                return
+
+    def is_left(self, loader: RecoveryLoader, number: int) -> bool:
+        """Returns whether the loop of a member has left a pass."""
+        return self._ask_store(lambda: self._store.check([LEFT.format(loader.number, number)]))
+
     def end_data(self) -> bool:
         """Ends the data of a pass on all members together, and returns whether all of them are there."""
         assert self._membership is not None
@@ -353,16 +427,31 @@ class Recovery:
         self._store.set(PASSES.format(self._loader.number), str(over))
         return True
 
-    def _wait_for_all(self) -> None:
-        """Waits until all launched replica groups are ready for their first step, or until a timeout."""
+    def _wait_for_all(self, barrier: str) -> None:
+        """Waits until all launched replica groups have arrived at a barrier, or until a timeout."""
         if current_transport().rank == 0:
-            self._store.set(READY.format(self._run.replica), "1")
+            self._store.set(ARRIVED.format(barrier, self._run.replica), "1")
             try:
-                names = [READY.format(replica) for replica in range(self.num_replicas)]
+                names = [ARRIVED.format(barrier, replica) for replica in range(self.num_replicas)]
                 self._store.wait(names, timedelta(seconds=self._run.timeout))
             except dist.DistStoreError:
-                logger.warning("Not all replica groups are ready, and the run begins without the others.")
+                logger.warning(
+                    f"Not all replica groups have arrived within {self._run.timeout} s, and the run goes on "
+                    "without the others."
+                )
         current_transport().barrier()
+
+    def _wait_for_others(self) -> None:
+        """Waits for the other replica groups before the first step, and for the members between passes.
+
+        Inside a pass, members are in different micro-batches and do not wait for each other.
+        """
+        if self._membership is None and not self._is_behind:
+            self._num_barriers += 1
+            if not self._ask_store(self._has_begun):
+                self._wait_for_all(f"barrier {self._num_barriers}")
+        elif self.member_transport() is not None:
+            self.run(lambda: current_transport().barrier(), alone=lambda: None)
 
     def _open(self) -> Membership:
         run = self._run
@@ -384,6 +473,7 @@ class Recovery:
     def _apply(self, state: Mapping[str, Any]) -> None:
         passes = [(obj, obj.num_passes) for obj in self._prepared.custom if type(obj) is RecoveryLoader]
         snapshot.apply(state, self._prepared, self._strategy.precision.scaler)
+        step_clock.restart_numbers()
         for loader, number in passes:
             loader.num_passes = number
         self._strategy.context.request.project.iteration = state["iteration"]
@@ -398,7 +488,8 @@ class Recovery:
 
     def member_transport(self) -> Transport | None:
         """Returns the transport over all members, or None where collectives are within a replica group."""
-        if self.in_pass or self._is_behind or self._membership is None or self.members is None:
+        self.end_left_pass()
+        if self.in_pass or self._left or self._is_behind or self._membership is None or self.members is None:
             return None
         if self.members.size == 1:
             return None

@@ -73,7 +73,8 @@ def draw_lines(name: str, lines: Sequence[Line], number: Format, base: float = 1
 def _draw_line(series: Series, index: int, x_scale: Scale, y_scale: Scale, label: str) -> Iterable[Element]:
     """Yields the line of a series, with dashed lines for steps that were repeated after a restart."""
     kept, repeated = split_lines(list(series.columns()))
-    for columns, kind in [(columns, "line repeated") for columns in repeated] + [(kept, "line")]:
+    shape = "line dot" if series.count - series.invalid == 1 else "line"
+    for columns, kind in [(columns, "line repeated") for columns in repeated] + [(kept, shape)]:
         if path := _path(columns, x_scale, y_scale):
             yield tag(
                 "path", d=path, class_=f"{kind} c{index % 8}", data_label=label if columns is kept else None

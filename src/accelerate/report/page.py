@@ -41,6 +41,7 @@ def write_page(runs: Sequence[Run], now: float | None = None) -> str:
         *sections.headings(runs, now),
         *sections.failures(runs),
         sections.conclusions(runs),
+        sections.goodput(runs),
         sections.values(runs),
         sections.speed(runs),
         sections.phase_times(runs),

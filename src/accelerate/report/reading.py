@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from accelerate.base import describe_position, wrong_value
 from accelerate.monitoring import (
     PHASES,
+    Attempt,
     Checkpoint,
     Conclusion,
     End,
@@ -26,6 +27,7 @@ from accelerate.monitoring import (
     Window,
     find_records,
 )
+from accelerate.report.goodput import Goodput, Timeline, measure_goodput
 from accelerate.report.series import PhaseSeconds, Series
 
 MAX_NAMES = 200
@@ -36,6 +38,7 @@ MAX_DRAWN_RANKS = 8
 """Number of first ranks with lines in charts. All ranks have a row in the table of ranks."""
 THROUGHPUT, MEMORY = "samples per second", "memory"
 STEPS_PER_SECOND = "steps per second"
+ITEMS, TFLOPS, MFU = "items per second, of all ranks", "TFLOP/s", "model FLOPs utilization"
 MAX_DIMENSIONS = 16
 """Most dimensions of a mesh."""
 CONFIG = "config"
@@ -56,9 +59,24 @@ class RankTotals:
     seconds_by: dict[str, float] = field(default_factory=dict)
     peak_memory: int = 0
     samples: int = 0
+    items: float = 0.0  # over all ranks
+    flops: float = 0.0  # model FLOPs of the windows in which they are counted
+    counted_seconds: float = 0.0  # duration of these windows
+    peak_seconds: float = 0.0  # duration of those in which the peak of the device is known
+    seconds_at_peak: float = 0.0  # seconds in which the device would execute the FLOPs of these at its peak
     last_step: int = 0
     last_time: float = 0.0
     damaged: int = 0
+
+    @property
+    def flops_per_second(self) -> float:
+        """Model FLOPs per second, or 0 if they are not counted."""
+        return self.flops / self.counted_seconds if self.counted_seconds else 0.0
+
+    @property
+    def mfu(self) -> float | None:
+        """Part of the peak FLOPs from 0 to 1, or None if it is not known."""
+        return self.seconds_at_peak / self.peak_seconds if self.peak_seconds else None
 
     @property
     def position(self) -> str:
@@ -127,6 +145,7 @@ class Run:
     conclusions: RecordGroups[Conclusion] = field(default_factory=RecordGroups)
     checkpoints: RecordGroups[Checkpoint] = field(default_factory=RecordGroups)
     config: dict[str, str] = field(default_factory=dict)  # config passed to `init_trackers`
+    timeline: Timeline = field(default_factory=Timeline)
     stored: list[tuple[str, ...]] = field(default_factory=list)  # rows of checkpoints found in the folder
 
     @property
@@ -146,6 +165,15 @@ class Run:
     @property
     def last_time(self) -> float:
         return max(summary.last_time for summary in self.ranks.values())
+
+    @property
+    def num_attempts(self) -> int:
+        """Number of attempts, also of those that ended before the first rank recorded its start."""
+        return max(self.num_starts, len(self.timeline.merged_attempts()))
+
+    def goodput(self) -> Goodput | None:
+        """Returns the division of the wall time, or None if no start was recorded."""
+        return measure_goodput(self.timeline, self.last_time)
 
     def current(self) -> list[RankTotals]:
         """Returns the ranks of the last start, or all ranks if no start was recorded."""
@@ -238,6 +266,7 @@ def _read_start(run: Run, summary: RankTotals, record: Start) -> None:
     if summary.rank != run.first_rank:
         return
     run.num_starts += 1
+    run.timeline.add_start(record)
     if len(run.starts) == MAX_ENTRIES:
         del run.starts[1]
     run.starts.append(record)
@@ -252,6 +281,13 @@ def _read_window(run: Run, summary: RankTotals, record: Window) -> None:
     summary.steps += steps
     summary.seconds += record.seconds
     summary.samples += record.samples
+    summary.items += record.items
+    if record.flops_per_second:
+        summary.flops += record.flops_per_second * record.seconds
+        summary.counted_seconds += record.seconds
+    if record.mfu:
+        summary.peak_seconds += record.seconds
+        summary.seconds_at_peak += record.mfu * record.seconds
     summary.last_step = record.last
     summary.peak_memory = max(summary.peak_memory, record.peak_memory, record.memory)
     seconds_by = _numbers(record.seconds_by)
@@ -259,6 +295,7 @@ def _read_window(run: Run, summary: RankTotals, record: Window) -> None:
         summary.seconds_by[name] = summary.seconds_by.get(name, 0.0) + seconds_by.get(name, 0.0)
     if summary.rank == run.first_rank:
         run.phase_seconds.add(record.last, {name: seconds_by.get(name, 0.0) for name in PHASES})
+        run.timeline.add_window(record, seconds_by.get("data", 0.0), seconds_by.get("saving", 0.0))
     _read_numbers(run, run.observed, summary.rank, record.last, _numbers(record.values))
     measured: dict[str, float] = {}
     if record.memory:
@@ -267,6 +304,12 @@ def _read_window(run: Run, summary: RankTotals, record: Window) -> None:
         measured[STEPS_PER_SECOND] = steps / record.seconds
         if record.samples:
             measured[THROUGHPUT] = record.samples / record.seconds
+        if record.items:
+            measured[ITEMS] = record.items / record.seconds
+    if record.flops_per_second:
+        measured[TFLOPS] = record.flops_per_second / 1e12
+    if record.mfu:
+        measured[MFU] = record.mfu
     _read_numbers(run, run.measured, summary.rank, record.last, measured)
 
 
@@ -303,6 +346,8 @@ def _read_numbers(
 
 def _read_checkpoint(run: Run, summary: RankTotals, record: Checkpoint) -> None:
     """Stores the checkpoints of the first rank, and the errors of all ranks."""
+    if summary.rank == run.first_rank:
+        run.timeline.add_checkpoint(record)
     if summary.rank == run.first_rank or record.event == "failed":
         run.checkpoints.add((record.event, record.path, record.step, record.text), summary.rank, record)
 
@@ -344,6 +389,10 @@ def _read_rank_times(run: Run, summary: RankTotals, record: RankTimes) -> None:
             run.slow[int(rank)] = max(run.slow.get(int(rank), 0.0), lag)
 
 
+def _read_attempt(run: Run, summary: RankTotals, record: Attempt) -> None:
+    run.timeline.attempts.append(record)
+
+
 _READERS: Mapping[type[Record], Any] = {
     Start: _read_start,
     End: _read_end,
@@ -353,4 +402,5 @@ _READERS: Mapping[type[Record], Any] = {
     Event: _read_event,
     Conclusion: _read_conclusion,
     RankTimes: _read_rank_times,
+    Attempt: _read_attempt,
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 from typing import Any
 from xml.etree.ElementTree import Element
@@ -15,12 +15,16 @@ from xml.etree.ElementTree import Element
 from accelerate.base import convert_bytes, describe_mesh, spell_ranks
 from accelerate.monitoring import PHASES, Conclusion
 from accelerate.report.charts import Line, draw_lines, draw_phases, format_number
+from accelerate.report.goodput import PARTS
 from accelerate.report.markup import escaped_size, shortened, tag
 from accelerate.report.reading import (
+    ITEMS,
     MAX_DRAWN_RANKS,
     MAX_ENTRIES,
     MEMORY,
+    MFU,
     STEPS_PER_SECOND,
+    TFLOPS,
     THROUGHPUT,
     RankTotals,
     RecordGroups,
@@ -62,8 +66,8 @@ def headings(runs: Sequence[Run], now: float) -> Iterator[Element]:
                 f"started {format_time(run.starts[0].time)}",
                 format_duration(last - run.starts[0].time),
             ]
-        if run.num_starts > 1:
-            restarts = run.num_starts - 1
+        if run.num_attempts > 1:
+            restarts = run.num_attempts - 1
             facts.append("1 restart" if restarts == 1 else f"{restarts} restarts")
         damaged = sum(summary.damaged for summary in run.ranks.values())
         badge = tag("span", state, class_=f"state {state.replace(' ', '-')}")
@@ -160,11 +164,52 @@ def _lines(series: Iterable[tuple[Run, dict[int, Series]]]) -> list[Line]:
     return [Line(f"rank {rank}", one) for rank, one in sorted(series[0][1].items())]
 
 
+def goodput(runs: Sequence[Run]) -> Element | None:
+    """Returns a table of the parts of the wall time, and one of the attempts that failed."""
+    measured = [run.goodput() for run in runs]
+    if all(found is None for found in measured):
+        return None
+    rows: list[list[Cell]] = []
+    for part in PARTS:
+        row: list[Cell] = [part]
+        for found in measured:
+            seconds = 0.0 if found is None else found.seconds_by[part]
+            whole = 0.0 if found is None else found.wall
+            row += [f"{seconds:.2f}", f"{seconds / whole:.1%}" if whole else ""]
+        rows.append(row)
+    header = ["part of the wall time"]
+    notes = []
+    for run, found in zip(runs, measured, strict=True):
+        header += [_titled("seconds", run, runs), "share"]
+        if found is not None and found.wall:
+            prefix = f"{run.name}: " if len(runs) > 1 else ""
+            lines = [shortened(line, MAX_VALUE_LENGTH) for line in found.lines()]
+            notes.append(tag("p", f"{prefix}{'; '.join(lines)}."))
+    attempts: list[list[Cell]] = []
+    for run, found in zip(runs, measured, strict=True):
+        for attempt in [] if found is None else found.failures:
+            cells: list[Cell] = [attempt.number, format_time(attempt.time), attempt.rank, attempt.text]
+            step = "" if attempt.step < 0 else attempt.step
+            newest = f"{attempt.checkpoint} (step {attempt.checkpoint_step})" if attempt.checkpoint else ""
+            attempts.append([*_named(run, runs), *cells, step, newest])
+    names = [*_of(runs), "restarts before", "ended", "by rank", "which", "after step", "newest checkpoint"]
+    failed = _long_table(names, attempts)
+    title = tag("h3", "Attempts that failed") if failed is not None else None
+    return _section("Goodput", *notes, table(header, rows), title, failed)
+
+
 def speed(runs: Sequence[Run]) -> Element | None:
-    """Returns charts of throughput and memory over steps."""
+    """Returns charts of throughput, FLOPs and memory over steps."""
     throughput = THROUGHPUT if any(THROUGHPUT in run.measured for run in runs) else STEPS_PER_SECOND
     charts = []
-    for name, number, base in ((throughput, format_number, 10.0), (MEMORY, convert_bytes, 1024.0)):
+    scales: list[tuple[str, Callable[[float], str], float]] = [
+        (throughput, format_number, 10.0),
+        (ITEMS, format_number, 10.0),
+        (TFLOPS, format_number, 10.0),
+        (MFU, "{:.1%}".format, 10.0),
+        (MEMORY, convert_bytes, 1024.0),
+    ]
+    for name, number, base in scales:
         lines = _lines([(run, run.measured.get(name, {})) for run in runs])
         charts.append(draw_lines(name, lines, number, base))
     note = None
@@ -215,7 +260,9 @@ def ranks(runs: Sequence[Run]) -> Element | None:
         has_mesh = any(summary.position for summary in shown)
         header = ["rank", *["in the mesh"] * has_mesh]
         header += ["host", "device", "steps", "ms per step", "own work", "data", "collectives"]
-        rows = [_rank_row(summary, run, has_mesh) for summary in shown]
+        has_flops = any(summary.flops for summary in shown)
+        header += ["TFLOP/s", "MFU"] * has_flops
+        rows = [_rank_row(summary, run, has_mesh, has_flops) for summary in shown]
         lines = [Line(name, run.compute[name]) for name in ("least", "mean", "most") if name in run.compute]
         chart = draw_lines("seconds of own work per step, of all ranks", lines, format_number)
         if len(runs) > 1:
@@ -232,10 +279,11 @@ def _seconds_per_step(summary: RankTotals) -> float:
     return summary.seconds / summary.steps
 
 
-def _rank_row(summary: RankTotals, run: Run, has_mesh: bool) -> list[Cell]:
+def _rank_row(summary: RankTotals, run: Run, has_mesh: bool, has_flops: bool) -> list[Cell]:
     by, steps, start = summary.seconds_by, summary.steps, summary.start
     own = summary.seconds - by.get("collectives", 0.0) - by.get("saving", 0.0)
     slow = run.slow.get(summary.rank)
+    flops, mfu = summary.flops_per_second, summary.mfu
     return [
         summary.rank,
         *[summary.position] * has_mesh,
@@ -244,6 +292,7 @@ def _rank_row(summary: RankTotals, run: Run, has_mesh: bool) -> list[Cell]:
         steps,
         *(f"{1000 * seconds / steps:.3g}" for seconds in (summary.seconds, own)),
         *(f"{by.get(name, 0.0) / summary.seconds:.1%}" if summary.seconds else "" for name in _TIMED_PHASES),
+        *(f"{flops / 1e12:.4g}" if flops else "", "" if mfu is None else f"{mfu:.1%}") * has_flops,
         convert_bytes(summary.peak_memory),
         "" if slow is None else f"{slow:.0%}",
     ]

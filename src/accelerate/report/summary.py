@@ -13,6 +13,7 @@ from accelerate.report.series import Point, Series
 def summarize(run: Run) -> dict[str, Any]:
     """Returns a summary, in which infinite values and NaN are strings because JSON has none of them."""
     state, text = run.outcome()
+    goodput = run.goodput()
     summary = {
         "name": run.name,
         "folder": str(run.folder),
@@ -22,6 +23,8 @@ def summarize(run: Run) -> dict[str, Any]:
         "mesh": run.mesh,
         "starts": [asdict(start) for start in run.starts],
         "failures": [asdict(end) for end in run.ends() if end.how == "failed"],
+        "attempts": [asdict(attempt) for attempt in run.timeline.merged_attempts()],
+        "goodput": goodput and {**asdict(goodput), "wall": goodput.wall, "fraction": goodput.fraction},
         "conclusions": _groups_as_dicts(run.conclusions),
         "values": {name: _by_rank(by_rank) for name, by_rank in run.values.items()},
         "texts": run.texts,
@@ -36,6 +39,9 @@ def summarize(run: Run) -> dict[str, Any]:
                 "seconds": entry.seconds,
                 "seconds_by": entry.seconds_by,
                 "samples": entry.samples,
+                "items": entry.items,
+                "flops_per_second": entry.flops_per_second,
+                "mfu": entry.mfu,
                 "peak_memory": entry.peak_memory,
                 "starts": entry.starts,
                 "ends": [end.how for end in entry.ends],

@@ -169,12 +169,12 @@ def _apply_nnodes(settings: Settings) -> Settings:
 
 def nodes_of(text: str, name: str = "--nnodes") -> tuple[int, int]:
     """Returns the smallest and the largest number of machines of `--nnodes`."""
-    first, _, second = text.partition(":")
+    first, colon, second = text.partition(":")
     try:
-        least, most = whole_number(first), whole_number(second or first)
+        least, most = whole_number(first), whole_number(second if colon else first)
     except ValueError:
         least, most = 0, 0
     if not 1 <= least <= most:
-        reason = "it is neither a number of machines nor a smallest and a largest one"
+        reason = "it is neither a number of machines, from 1 on, nor a smallest and a largest one"
         raise wrong_value(name, text, reason, "Write for example 4, or 2:4")
     return least, most

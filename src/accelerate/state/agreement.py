@@ -248,7 +248,7 @@ class Consensus:
         """
         return reduce_fn([value])
 
-    def close(self) -> None:
+    def close(self, waits: bool = True) -> None:
         """Ends the use of the consensus on this rank."""
 
 
@@ -308,16 +308,20 @@ class StoreConsensus(Consensus):
             return pack_error(StateError(f"The processes are in different operations:\n{lines}"))
         return pack_decision(reduce_fn, [value for _, value in posted.values()])
 
-    def close(self) -> None:
+    def close(self, waits: bool = True) -> None:
         """Ends the use of the consensus on this rank.
 
         Rank 0, whose process may keep the store, waits until the others have read the last decision, for at
         most `DECISION_TIMEOUT` seconds after it.
+
+        Args:
+            waits: Whether rank 0 waits, which it does not after an error that ends the run.
         """
         with suppress(DistError):  # the process that keeps the store has ended
             closed, pause = self._channel.count("closed", 1), POLL_INTERVAL / 64
             while (
-                self.rank == 0
+                waits
+                and self.rank == 0
                 and closed < self.size
                 and time.monotonic() < self._decided_at + DECISION_TIMEOUT
             ):

@@ -69,6 +69,8 @@ class ProcessControl:
             services.barrier()
         elif self.num_processes > 1:
             process_group.wait(self.device)
+        if (leader := services.find(Leader)) is not None:
+            leader.wait_for_others()
 
     @contextmanager
     def split_between_processes(self, inputs: T, apply_padding: bool = False) -> Iterator[T]:

@@ -198,9 +198,14 @@ class Leader:
     """Service that says whether this replica group is the one that writes files and prints.
 
     A run without replica groups has none.
+
+    Attributes:
+        is_leader: Whether this replica group writes files and prints.
+        wait_for_others: Waits for the other replica groups.
     """
 
     is_leader: bool
+    wait_for_others: Callable[[], None]
 
 
 step_clock = services.of_process(StepClock)

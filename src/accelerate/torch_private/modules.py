@@ -73,6 +73,12 @@ def count_recompilations() -> int:
     return sum(count - 1 for count in counts.copy().values())
 
 
+def count_compilations() -> int:
+    """Returns the number of compilations by torch.compile, or 0 if dynamo is not loaded."""
+    counts = getattr(sys.modules.get("torch._dynamo.convert_frame"), "FRAME_COMPILE_COUNTER", {})
+    return sum(counts.copy().values())
+
+
 Weights = tuple[dict[str, Tensor | None], dict[str, Tensor | None]]
 """Parameters and buffers of one module by name."""
 

@@ -106,6 +106,11 @@ def is_operator(value: object) -> bool:
     return isinstance(value, torch._ops.OpOverload)
 
 
+def packet_of(func: Any) -> Any:
+    """Returns the operator of an overload, or a higher-order operator itself."""
+    return getattr(func, "_overloadpacket", func)
+
+
 def draws_random_numbers(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a call of an operator changes the state of a random number generator.
 

@@ -141,8 +141,8 @@ class LibraryTracker(GeneralTracker):
     def store_init_configuration(self, values: dict[str, Any]) -> None:
         getattr(self.tracker, self.configures_by)(values)
 
-    @on_main_process
     def finish(self) -> None:
+        """Ends the run, also if another replica group has the main process now."""
         getattr(self.tracker, self.ends_by)()
 
     def _import(self) -> Any:

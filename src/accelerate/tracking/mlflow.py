@@ -10,7 +10,7 @@ from typing import Any
 
 from accelerate.base import environ, str_to_bool, wrong_value
 from accelerate.logging import get_logger
-from accelerate.tracking.base import LibraryTracker, flatten, on_main_process
+from accelerate.tracking.base import LibraryTracker, Silence, flatten, on_main_process
 
 logger = get_logger(__name__)
 
@@ -128,9 +128,9 @@ class MLflowTracker(LibraryTracker):
         """
         import_module("mlflow").log_artifact(local_path=local_path, artifact_path=artifact_path)
 
-    @on_main_process
     def finish(self) -> None:
-        import_module("mlflow").end_run()
+        if not isinstance(self.active_run, Silence):
+            import_module("mlflow").end_run()
 
     def _find_experiment(self) -> str | None:
         """Returns the id of the experiment, which is created if needed."""

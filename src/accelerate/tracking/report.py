@@ -9,7 +9,15 @@ from typing import Any
 
 from accelerate.base import environ, wrong_value
 from accelerate.logging import get_logger
-from accelerate.monitoring import RECORDS_VARIABLE, Event, RecordThread, Values, hide_secrets, records_folder
+from accelerate.monitoring import (
+    RECORDS_VARIABLE,
+    Event,
+    RecordThread,
+    Values,
+    hide_secrets,
+    recorded_rank,
+    records_folder,
+)
 from accelerate.state import PartialState, services
 from accelerate.tracking.base import GeneralTracker, flatten, on_main_process
 
@@ -56,7 +64,9 @@ class ReportTracker(GeneralTracker):
             raise wrong_value(RECORDS_VARIABLE, setting, "the tracker 'report' writes records", fix)
         found = services.find(RecordThread)
         is_shared = found is not None and found.folder == folder
-        self.writer = found if is_shared else RecordThread(folder, PartialState().process_index)
+        state = PartialState()
+        rank = recorded_rank(state.process_index, state.num_processes)
+        self.writer = found if is_shared else RecordThread(folder, rank)
         atexit.register(self.finish)
         self.store_init_configuration({"project_name": self.run_name})
 
@@ -78,7 +88,6 @@ class ReportTracker(GeneralTracker):
             )
         self.writer.put(Values(time=time.time(), step=step, values=flat))
 
-    @on_main_process
     def finish(self) -> None:
         """Waits until all records are written, unless the file system does not respond."""
         atexit.unregister(self.finish)

@@ -332,7 +332,6 @@ class ClearMLTracker(TableTracker):
             title=title, series=series, table_plot=table, iteration=step, **kwargs
         )
 
-    @on_main_process
     def finish(self) -> None:
         """Closes the task if this tracker has created it."""
         if not self._initialized_externally:

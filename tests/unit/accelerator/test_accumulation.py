@@ -23,6 +23,7 @@ class RecordingStrategy:
 
     replicas = 2
     holds_gradients = True
+    loader_mesh = None
 
     def __init__(self) -> None:
         self.local: list[nn.Module] = []

@@ -77,7 +77,12 @@ def test_the_total_names_both_sizes() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--nnodes", "4:2"), "^--nnodes='4:2': it is neither a number of machines nor a smallest and"),
+        (
+            ("--nnodes", "4:2"),
+            "^--nnodes='4:2': it is neither a number of machines, from 1 on, nor a smallest",
+        ),
+        (("--nnodes", "1:"), "^--nnodes='1:': it is neither a number of machines"),
+        (("--nnodes", "1:2", "--rdzv_conf", "foo"), "^--rdzv_conf='foo': a setting has no name or no value"),
         (("--nnodes", "0:2"), "^--nnodes='0:2'"),
         (("--nnodes", "1:2:3"), "^--nnodes='1:2:3'"),
         (("--nnodes", "1:2", "--num_machines", "3"), "^--nnodes='1:2': --num_machines is 3, and the largest"),
@@ -111,7 +116,11 @@ class Context:
 
     def __init__(self, codes: list[int], restarts: int) -> None:
         self.envs = {
-            rank: {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
+            rank: {
+                "RANK": str(rank),
+                "TORCHELASTIC_RESTART_COUNT": str(restarts),
+                "TORCHELASTIC_MAX_RESTARTS": "9",
+            }
             for rank in range(len(codes))
         }
         self.subprocess_handlers = {

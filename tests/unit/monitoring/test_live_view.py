@@ -223,3 +223,20 @@ def test_a_file_that_another_run_replaces_is_read_from_its_beginning(tmp_path: P
     view.read()
     assert view.window is not None
     assert view.window.last == 5
+
+
+def test_it_shows_items_of_all_ranks_and_flops_as_the_mean_of_the_ranks(tmp_path: Path) -> None:
+    counted: dict[str, Any] = {"items": 5000.0, "flops_per_second": 4e14, "mfu": 0.4}
+    ranks = [
+        view_of(tmp_path, 0, start(0), window(**counted)),
+        view_of(tmp_path, 1, start(1), window(**counted | {"flops_per_second": 5e14, "mfu": 0.5})),
+    ]
+    assert "2500 items/s · 450 TFLOP/s on each rank · MFU 45.0%" in show(ranks)
+    (tmp_path / "other").mkdir()
+    assert "items/s" not in show([view_of(tmp_path / "other", 0, start(0), window())])
+
+
+def test_flops_without_the_peak_of_a_device_are_shown_alone(tmp_path: Path) -> None:
+    text = show([view_of(tmp_path, 0, start(0, world_size=1), window(flops_per_second=1.5e12))], 1)
+    assert "1.5 TFLOP/s on each rank" in text
+    assert "MFU" not in text

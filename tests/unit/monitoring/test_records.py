@@ -125,3 +125,9 @@ def test_a_damaged_line_is_refused(line: bytes) -> None:
 def test_newer_kinds_and_fields_are_ignored() -> None:
     assert decode(b'{"kind": "newer", "time": 1}') is None
     assert decode(b'{"kind": "end", "time": 1, "how": "finished", "more": 2}') == End(time=1, how="finished")
+
+
+def test_windows_of_older_versions_have_no_items_and_no_flops() -> None:
+    window = decode(b'{"kind": "steps", "time": 1, "first": 1, "last": 2, "seconds": 1, "seconds_by": {}}')
+    assert isinstance(window, Window)
+    assert (window.items, window.flops_per_second, window.mfu) == (0, 0, 0)

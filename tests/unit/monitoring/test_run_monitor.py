@@ -17,16 +17,19 @@ import torch
 from accelerate import Accelerator
 from accelerate.monitoring import (
     FOLDER,
+    PHASES,
     Checkpoint,
     Conclusion,
     End,
     Event,
     RunMonitor,
     Start,
+    StepTimes,
     Window,
     find_records,
     recorded_paths,
 )
+from accelerate.monitoring.run_monitor import format_table
 from accelerate.state import AcceleratorState, record_event, services
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -188,6 +191,13 @@ def test_the_table_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> Non
     assert table.levelname == "INFO"
     assert "110 steps in" in table.message
     assert "backward" in table.message
+
+
+def test_the_table_has_the_items_and_flops_of_a_run_that_counts_them() -> None:
+    seconds_by = dict.fromkeys(PHASES, 0.0)
+    times = StepTimes(10, 2.0, seconds_by, 40, items=5000.0, step_flops=1e14, peak_flops=1e15)
+    expected = "(5 steps/s, 20 samples/s on each rank, 2500 items/s, 500 TFLOP/s on each rank, MFU 50.0%)"
+    assert expected in format_table(times, [])
 
 
 FAILS = """

@@ -294,3 +294,25 @@ def test_a_reset_starts_again(time: Time) -> None:
     clock.switch(FORWARD)
     time.now += 1.0
     assert clock.times().seconds_by["forward"] == clock.times().seconds == 1.0
+
+
+def test_items_and_flops_belong_to_the_window_of_their_steps(time: Time) -> None:
+    clock = StepClock()
+    for number in (1, 2, 3, 4):
+        clock.items += 10
+        run_step(clock, time, number, data=0.0, forward=1.0, backward=1.0)
+    clock.step_flops, clock.peak_flops = 6.0, 12.0
+    times = clock.times()
+    assert (times.items, times.items_per_second) == (40, 5)
+    assert (times.flops_per_second, times.mfu) == (3, 0.25)
+    clock.items += 7
+    run_step(clock, time, 5, data=0.0, forward=1.0, backward=0.0)
+    window = clock.times().window
+    assert (window.steps, window.items, window.flops_per_second, window.mfu) == (1, 7, 6, 0.5)
+
+
+def test_skipped_steps_are_counted_apart(time: Time) -> None:
+    clock = StepClock()
+    clock.end_step(clock.begin_step(), 7, 0, 0)
+    clock.end_step(clock.begin_step(), 7, 1, 1)
+    assert (clock.steps, clock.num_skipped) == (1, 1)

@@ -71,6 +71,12 @@ class Member:
         self.has_ended = True
         return True
 
+    def is_left(self, loader: Any, number: int) -> bool:
+        return False
+
+    def leave_pass(self, loader: Any, number: int) -> None:
+        pass
+
     def end_pass(self) -> None:
         pass
 

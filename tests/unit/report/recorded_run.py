@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accelerate.monitoring import (
     PHASES,
+    Attempt,
     Checkpoint,
     Conclusion,
     End,
@@ -36,6 +37,8 @@ def write_run(folder: Path, *, is_failed: bool = True, text: str = "") -> None:
             config = {f"lr{text}": 0.1, "batch_size": f"8{text}"}
             writer.write(Event(time=BEGIN, name="config", step=0, text=json.dumps(config)))
         writer.write(*steps(rank, 1, RESTART_AT, text))
+        if rank == 0:
+            writer.write(attempt(text))
         writer.write(start(rank, 1, text), *steps(rank, RESTART_FROM + 1, STEPS, text))
         if rank == 0:
             writer.write(*findings(text))
@@ -44,6 +47,20 @@ def write_run(folder: Path, *, is_failed: bool = True, text: str = "") -> None:
         elif rank == 0:
             writer.write(End(time=BEGIN + STEPS, how="failed", digest=DIGEST + text))
         writer.close()
+
+
+def attempt(text: str) -> Attempt:
+    """Return the record of the launcher about the attempt that failed."""
+    return Attempt(
+        time=BEGIN + RESTART_AT,
+        number=0,
+        began=BEGIN - 1,
+        rank=1,
+        text=f"was ended by SIGKILL{text}",
+        step=RESTART_AT,
+        checkpoint=f"checkpoint_1{text}",
+        checkpoint_step=RESTART_FROM,
+    )
 
 
 def start(rank: int, attempt: int, text: str) -> Start:

@@ -228,6 +228,16 @@ def test_extreme_values_give_coordinates_within_the_chart(values: list[float]) -
     assert all(0 <= number <= 400 for number in numbers)
 
 
+@pytest.mark.parametrize(("values", "is_dot"), [([3.0], True), ([3.0, math.nan], True), ([3.0, 4.0], False)])
+def test_a_single_value_is_a_dot(values: list[float], is_dot: bool) -> None:
+    series = Series()
+    for step, value in enumerate(values):
+        series.add(step, value)
+    chart = draw_lines("loss", [Line("rank 0", series)], format_number)
+    assert chart is not None
+    assert ('class="line dot c0"' in render(chart)) == is_dot
+
+
 def test_memory_has_round_ticks_in_its_unit() -> None:
     series = Series()
     series.add(1, 1.1 * 2**20)
@@ -303,3 +313,22 @@ def test_records_with_texts_of_any_size_stay_below_three_megabytes(
     run = read_run(tmp_path)
     assert len(write_page([run]).encode()) < 1_500_000
     assert len(write_page([run, run]).encode()) < 3_000_000
+
+
+def test_items_and_flops_have_charts_and_columns(tmp_path: Path) -> None:
+    writer = RecordWriter(tmp_path / "run_records", 0)
+    writer.write(Start(time=BEGIN, rank=0, world_size=1, host="h", pid=1))
+    for step in (1, 2):
+        flops = {"items": 100.0, "flops_per_second": 4e14, "mfu": 0.404}
+        writer.write(Window(time=BEGIN, first=step, last=step, seconds=1.0, seconds_by={}, **flops))  # type: ignore[arg-type]
+    writer.close()
+    page = page_of(tmp_path)
+    for text in (
+        "items per second, of all ranks",
+        "TFLOP/s",
+        "model FLOPs utilization",
+        "MFU",
+        "400",
+        "40.4%",
+    ):
+        assert text in page.text, text

@@ -173,3 +173,24 @@ def test_the_summary_is_strict_json(recorded: Run) -> None:
     assert summary["values"]["loss"]["0"]["not_finite"] == 2
     assert summary["ranks"][1]["slower_than_mean"] == 0.33
     assert summary["checkpoints"][0]["path"] == "checkpoints/checkpoint_0"
+
+
+def test_items_and_flops_are_those_of_the_windows_that_count_them(tmp_path: Path) -> None:
+    first = Window(time=1.0, first=1, last=10, seconds=2.0, seconds_by={}, items=100.0)
+    second = replace(first, time=2.0, first=11, last=20, flops_per_second=3e12, mfu=0.25)
+    third = replace(second, time=3.0, first=21, last=30, seconds=1.0, flops_per_second=6e12, mfu=0.5)
+    write(tmp_path, 0, start(0, 1), first, second, third)
+    run = read_run(tmp_path)
+    assert run.ranks[0].items == 300
+    assert run.ranks[0].flops_per_second == 4e12
+    assert run.ranks[0].mfu == pytest.approx(1 / 3)
+    assert run.measured["items per second, of all ranks"][0].count == 3
+    assert run.measured["TFLOP/s"][0].last == (30, 6.0)
+    assert run.measured["model FLOPs utilization"][0].count == 2
+    (rank,) = summarize(run)["ranks"]
+    assert (rank["items"], rank["flops_per_second"]) == (300, 4e12)
+
+
+def test_a_run_without_counted_flops_has_no_mfu(recorded: Run) -> None:
+    assert (recorded.ranks[0].flops_per_second, recorded.ranks[0].mfu) == (0, None)
+    assert recorded.measured.keys() == {"memory", "steps per second", "samples per second"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 
 from accelerate.base import ConfigurationError, LaunchError, environ, spell_ranks, wrong_value
 from accelerate.launch import children, layout
+from accelerate.launch.attempts import Attempts
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import REQUESTS, run_child, say
 from accelerate.launch.elastic_sizes import VARIABLES, Sizes
@@ -38,6 +40,7 @@ REPORT_AFTER = 5.0
 CONNECTING_BACKENDS = ("static", "c10d")  # rendezvous backends with a port on node 0
 NOT_YET = (errno.ECONNREFUSED, errno.ECONNRESET)
 """Errors of a node that is reachable, but on which nothing listens yet."""
+AGENT_LOGGER = "torch.distributed.elastic.multiprocessing.api"
 POD_VARIABLE = "KUBERNETES_SERVICE_HOST"
 """Variable of each Kubernetes pod. Until another pod runs, its name has no address or an old one."""
 
@@ -96,6 +99,7 @@ class Ranks:
         self._folder = folder  # where they record their errors, or None if they do not run `entry.py`
         self._smallest = smallest or Sizes()
         self._devices = devices or Devices()
+        self._attempts = None if folder is None else Attempts(folder)
         self._failed: int | None = None  # rank that failed first in the attempt before
         self._context: Any = None
         self._seen = Exits({})
@@ -119,6 +123,8 @@ class Ranks:
         for number in self._ignored:
             if signal.getsignal(number) != signal.SIG_IGN:  # the agent has just set its own handler
                 signal.signal(number, signal.SIG_IGN)
+        if self._attempts is not None:
+            self._attempts.begin()
         with children.blocked(REQUESTS if self._folder is not None else ()):
             start()
             self._context = context
@@ -132,11 +138,14 @@ class Ranks:
         In an elastic run on one node, a process that fails first twice in succession is left out, with its
         device.
         """
-        if self._context is not None and self._smallest.machines is not None:
-            say(f"the processes start again once {self._smallest.machines} or more machines have joined")
-        if self._context is None or self._folder is None or self._smallest.processes is None:
+        if self._context is None:
             return size
-        first = find_first(collect(self._folder, 1, self.exits()))
+        most_restarts = int(self._context.envs[0]["TORCHELASTIC_MAX_RESTARTS"])
+        first = None if self._attempts is None else self._attempts.end(self.exits(), most_restarts)
+        if self._smallest.machines is not None:
+            say(f"the processes start again once {self._smallest.machines} or more machines have joined")
+        if self._smallest.processes is None:
+            return size
         rank, self._failed = self._failed, None if first is None else first.rank
         if rank is None or rank != self._failed or size <= self._smallest.processes:
             return size
@@ -144,6 +153,11 @@ class Ranks:
         environ.assign(self._devices.variables)
         say(f"rank {rank} has failed twice and is left out: the run goes on with {size - 1} of its processes")
         return size - 1
+
+    def finish(self, code: int) -> None:
+        """Records the end of the run with an exit code."""
+        if self._attempts is not None:
+            self._attempts.finish(self.exits(), code)
 
     def end(self, number: int) -> None:
         """Sends a signal to all running processes, waits, and records those that do not end in time."""
@@ -220,7 +234,9 @@ class ElasticLauncher(Launcher):
         interrupt = children.caught_signals(signal.default_int_handler, [signal.SIGINT] if is_ignored else [])
         with children.caught_signals(ranks.on_request, REQUESTS), interrupt:
             check_reach(plan, say)
-            return _run_where_port_is_free(plan, ranks)
+            code = _run_where_port_is_free(plan, ranks)
+            ranks.finish(code)
+            return code
 
 
 def _run_where_port_is_free(plan: LaunchPlan, ranks: Ranks) -> int:
@@ -271,6 +287,10 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
     arguments = torchrun.parse_args(torchrun_arguments(plan))  # type: ignore[no-untyped-call]
     if sys.platform == "win32":
         arguments.signals_to_handle = _names(children.FORWARDED)  # newer torch does not read the variable
+    logger = logging.getLogger(AGENT_LOGGER)
+    level = logger.level
+    if folder_of(plan) is not None:  # it logs the exit code of a process, which this launcher also reports
+        logger.setLevel(logging.CRITICAL)
     try:
         torchrun.run(arguments)  # type: ignore[no-untyped-call]
     except ValueError as error:  # raised before a process is started
@@ -286,6 +306,7 @@ def _run_agent(plan: LaunchPlan, ranks: Ranks) -> int:
         say(f"{error.sigval.name} ended all processes of this machine")
         return _code_after(error.sigval)
     finally:
+        logger.setLevel(level)
         del store
     return 0
 

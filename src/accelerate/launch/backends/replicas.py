@@ -38,6 +38,11 @@ OWN_OPTIONS = (
 HEARTBEAT_MILLISECONDS = 1500
 """Time without a heartbeat after which the lighthouse counts a replica group as ended."""
 TICK_MILLISECONDS = 20
+LOG_LEVELS = {"RUST_LOG": "error", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+"""Variables without which torchft and c10d log a trace of each connection to an ended replica group.
+
+In groups of several processes, c10d also logs errors of collectives within the group.
+"""
 STORE_TIMEOUT = timedelta(seconds=300)
 MAX_FUTILE = 3
 """How often in succession a replica group may end without a committed step."""
@@ -163,7 +168,9 @@ class ReplicaLauncher(Launcher):
     def run(self, plan: LaunchPlan) -> int:
         """Starts the replica groups of this node, and returns 0 when all of them have ended."""
         groups, ending = plan.detail(Groups), Ending()
-        with environ.patch_environment(RUST_LOG=environ.current().get("RUST_LOG", "error")):
+        levels = LOG_LEVELS if groups.size == 1 else {"RUST_LOG": LOG_LEVELS["RUST_LOG"]}
+        levels = {name: environ.current().get(name, level) for name, level in levels.items()}
+        with environ.patch_environment(**levels):
             store, lighthouse, added = _open_run(plan, groups)
             try:
                 with children.caught_signals(ending.on_signal):

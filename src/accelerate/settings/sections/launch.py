@@ -250,6 +250,11 @@ class DiagnosticsSection(Section):
         "Show throughput, the time of steps by phase, memory and conclusions in the terminal during the run.",
         spell=lambda value: None,  # for the launcher alone
     )
+    peak_tflops: float | None = optional(
+        "Peak of a device in 10^12 FLOPs per second, for the model FLOPs utilization that count_flops "
+        "measures (known for common data-center GPUs).",
+        limits=(1e-6, 1e9),
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

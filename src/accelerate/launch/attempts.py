@@ -1,0 +1,109 @@
+"""Ends of the attempts of a run that restarts, which the launcher of a machine prints and records."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from accelerate.launch.children import say
+from accelerate.launch.failures import (
+    RESTART_CODE,
+    Exits,
+    Kind,
+    NewestCheckpoint,
+    Suspect,
+    append_records,
+    collect,
+    find_first,
+    shortened,
+)
+
+if TYPE_CHECKING:
+    from accelerate.monitoring import Attempt
+
+
+class Attempts:
+    """Recorder of the attempts on this machine.
+
+    A process that is killed in its first second leaves no record, and the folder of the records is known only
+    when a process has opened it. Until then the attempts are kept.
+
+    Args:
+        folder: Folder in which the processes record their errors.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._began = time.time()
+        self._ended: list[Attempt] = []
+        self._has_restarted = False
+
+    def begin(self) -> None:
+        """Begins an attempt, before its processes are started."""
+        self._began = time.time()
+
+    def end(self, exits: Exits, most_restarts: int) -> Suspect | None:
+        """Ends an attempt after which the processes start again, prints why, and returns who ended it."""
+        first, record = self._add(exits, 1)
+        cause, number = "Another machine was asked to end, has failed, or has joined", ""
+        if record.rank >= 0:
+            at = "" if record.step < 0 else f" after step {record.step}"
+            cause = f"rank {record.rank} {record.text}{at}"
+            number = f" (restart {exits.attempt + 1} of {most_restarts})"
+        newest = f". The newest checkpoint is {record.checkpoint} (step {record.checkpoint_step})"
+        say(f"{cause}. All processes start again{number}{newest if record.checkpoint else ''}")
+        self._has_restarted = True
+        self._write()
+        return first
+
+    def finish(self, exits: Exits, code: int) -> None:
+        """Ends the last attempt of a run that has restarted."""
+        if self._has_restarted:
+            self._add(exits, code)
+            self._write()
+
+    def _add(self, exits: Exits, code: int) -> tuple[Suspect | None, Attempt]:
+        """Adds the record of an attempt, and returns it with the rank that ended first."""
+        from accelerate.monitoring import Attempt  # a run that succeeds at once needs none of it
+
+        outcome = collect(self._folder, code, exits)
+        first = find_first(outcome) if code else None
+        if first is not None and (first.kind == Kind.AFTER or exits.codes.get(first.rank) == RESTART_CODE):
+            first = None
+        newest = NewestCheckpoint.read(self._folder) if 0 in exits.codes else None  # rank 0 commits
+        checkpoint, checkpoint_step = newest or ("", 0)
+        record = Attempt(
+            time=time.time(),
+            number=exits.attempt,
+            began=self._began,
+            rank=-1 if first is None else first.rank,
+            text="" if first is None else describe(first, exits),
+            is_cause=first is not None and first.kind < Kind.OF_OTHERS,
+            failed=min([failure.moment for failure in outcome.failures], default=0.0),
+            step=max([failure.step for failure in outcome.failures], default=-1),
+            checkpoint=checkpoint,
+            checkpoint_step=checkpoint_step,
+        )
+        self._ended.append(record)
+        return first, record
+
+    def _write(self) -> None:
+        try:
+            if append_records(self._folder, self._ended):
+                self._ended = []
+        except OSError as error:
+            print(f"accelerate launch: attempts cannot be added to the records: {error}.", file=sys.stderr)
+
+
+def describe(first: Suspect, exits: Exits) -> str:
+    """Returns how a rank ended."""
+    if first.kind == Kind.LOST:
+        return "lost its connection to another rank"
+    if first.failure is not None:
+        return f"failed with {shortened(first.failure.headline.rstrip('.'), 200)}"
+    code: Any = exits.codes.get(first.rank, 0)
+    names = {-number: number.name for number in signal.Signals}
+    return f"was ended by {names[code]}" if code in names else f"ended with exit code {code}"
