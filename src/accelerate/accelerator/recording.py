@@ -117,7 +117,7 @@ class RunSources:
                 "accelerate": version("accelerate"),
             },
             settings=list(_settings(state, self._request, self._environ)) if state.is_main_process else [],
-            mesh={**({"replicas": self._num_replicas} if mesh else {}), **mesh},
+            mesh={**({"replicas": self._num_replicas} if mesh and self._num_replicas > 1 else {}), **mesh},
         )
 
     def _device_name(self) -> str:

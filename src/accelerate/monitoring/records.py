@@ -16,7 +16,7 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
@@ -151,6 +151,15 @@ class RankTimes(Record):
     slow: dict[str, float] = field(
         default_factory=dict
     )  # rank -> how much slower than the mean, 0.25 for 25 %
+
+    def shifted(self, first: int) -> RankTimes:
+        """Returns the comparison with the ranks among those of all replica groups.
+
+        Args:
+            first: Rank there of rank 0 of the replica group that is compared.
+        """
+        slow = {str(first + int(rank)): slowdown for rank, slowdown in self.slow.items()}
+        return replace(self, slowest=first + self.slowest, slow=slow)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -216,7 +216,7 @@ class RunMonitor:
             return []
         self._straggler, self._are_even = exchange.straggler, exchange.result.are_even
         compared, exchange.times = exchange.times, None
-        return [] if compared is None else [compared]
+        return [] if compared is None else [compared.shifted(recorded_rank(0, self.size))]
 
     def _facts(self, times: StepTimes, run: StepTimes) -> RunFacts:
         return RunFacts(

@@ -24,9 +24,11 @@ def test_the_page_of_a_run_is_in_its_folder(tmp_path: Path, capsys: pytest.Captu
     write_run(tmp_path / "run")
     report(tmp_path / "run")
     out = capsys.readouterr().out
-    state, mesh, _, last, conclusion, written = out.splitlines()
+    state, mesh, _, last, goodput, interval, conclusion, written = out.splitlines()
     assert (mesh, last) == ("  mesh: dp_shard 2", "  rank 1 = dp_shard 1")
     assert state == "run: A rank failed."
+    assert goodput.startswith("  goodput ")
+    assert interval.startswith("  1 failure suggests a save every ")
     assert conclusion == "  straggler (step 250): rank 1 is 33 % slower since step 100"
     assert written.startswith(f"Written to {tmp_path / 'run' / 'report.html'} (")
     assert (tmp_path / "run" / "report.html").read_text(encoding="utf-8").startswith("<!doctype html>")
@@ -52,6 +54,7 @@ def test_the_mesh_of_a_run_is_shown_with_the_position_of_each_rank(
         "  rank 1 = pp 0, dp_shard 1",
         "  rank 2 = pp 1, dp_shard 0",
         "  rank 3 = pp 1, dp_shard 1",
+        "  goodput 100.0% of 1.0 s: steps 100.0%",
     ]
     page = (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
     assert "4 ranks; mesh pp 2 x dp_shard 2; step 2" in page

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from accelerate.base import patch_environment
 from accelerate.monitoring import (
     PHASES,
     Checkpoint,
@@ -22,6 +23,7 @@ from accelerate.monitoring import (
     Window,
     decode,
     find_records,
+    recorded_rank,
     records_folder,
 )
 
@@ -131,3 +133,11 @@ def test_windows_of_older_versions_have_no_items_and_no_flops() -> None:
     window = decode(b'{"kind": "steps", "time": 1, "first": 1, "last": 2, "seconds": 1, "seconds_by": {}}')
     assert isinstance(window, Window)
     assert (window.items, window.flops_per_second, window.mfu) == (0, 0, 0)
+
+
+def test_a_comparison_of_a_replica_group_has_ranks_among_those_of_all_groups() -> None:
+    times = RankTimes(time=1.0, first=1, last=2, compute={}, slowest=1, slow={"1": 0.5})
+    with patch_environment(ACCELERATE_REPLICA="2"):
+        shifted = times.shifted(recorded_rank(0, 2))
+    assert (shifted.slowest, shifted.slow) == (5, {"5": 0.5})
+    assert times.shifted(recorded_rank(0, 2)) == times
