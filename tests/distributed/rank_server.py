@@ -146,8 +146,9 @@ def load_module(name: str, path: str) -> Any:
     """Import a test module under the name that pytest gave it, so that pickles load in both processes."""
     parents = name.split(".")[:-1]
     for depth in range(1, len(parents) + 1):  # `pickle` imports them before it looks for the module
-        parent = ".".join(parents[:depth])
-        sys.modules.setdefault(parent, types.ModuleType(parent))
+        package = types.ModuleType(".".join(parents[:depth]))
+        package.__path__ = [str(Path(path).parents[len(parents) - depth])]
+        sys.modules.setdefault(package.__name__, package)
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
