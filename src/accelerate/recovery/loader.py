@@ -11,9 +11,9 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from accelerate.base import CheckpointError
+from accelerate.base import CheckpointError, wrong_value
 from accelerate.data_loader import DataLoaderStateMixin, skip_before_sharding, skip_first_batches
 from accelerate.recovery.membership import Members
 from accelerate.state import GradientState
@@ -81,7 +81,7 @@ class RecoveryLoader(DataLoaderStateMixin):
         number, self.num_passes = self.num_passes, self.num_passes + 1
         if not self._recovery.begin_pass(self, number):
             return
-        if number > self.epoch:  # the loop has left the pass before by itself
+        if number > self.epoch:  # an iterator over the pass before is still open
             self.epoch, self.position = number, 0
         readers: dict[Any, Any] = {}
         read_to = (-1, -1)
@@ -200,3 +200,24 @@ def _close(readers: dict[Any, Any]) -> None:
     """Ends passes before others begin, because a loader counts its epochs when a pass ends."""
     while readers:
         readers.popitem()[1].close()
+
+
+def check_loader(loader: Any) -> None:
+    """Raises an error for a loader whose order other replica groups cannot follow."""
+    if isinstance(loader.dataset, IterableDataset):
+        raise wrong_value(
+            "dataset",
+            type(loader.dataset).__name__,
+            "a stream has no position at which another replica group can go on",
+            "Use a dataset with a length and indices, or leave --replicas out",
+        )
+    sampler = getattr(loader, "sampler", None)
+    if type(sampler) not in (RandomSampler, SequentialSampler) and not callable(
+        getattr(sampler, "set_epoch", None)
+    ):
+        raise wrong_value(
+            "sampler",
+            type(sampler).__name__,
+            "its order must be the same on all replica groups",
+            "Use shuffle=True, or a sampler whose order depends on its `set_epoch`",
+        )

@@ -13,35 +13,30 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accelerate import rng, strategies
-from accelerate.base import ConfigurationError, RecoveryError, StateError, environ, wrong_value
+from accelerate.base import StateError, wrong_value
 from accelerate.data_loader import data_groups
 from accelerate.launch import committed_key
 from accelerate.logging import get_logger
 from accelerate.ops import Transport, current_transport
 from accelerate.plugins import version_of
 from accelerate.recovery import snapshot
-from accelerate.recovery.loader import RecoveryLoader
+from accelerate.recovery.loader import RecoveryLoader, check_loader
 from accelerate.recovery.membership import Members, Membership
+from accelerate.recovery.run import Run
 from accelerate.recovery.transport import MemberLostError, MemberTransport
-from accelerate.settings import decode
-from accelerate.settings.sections import RecoverySection
 from accelerate.state import GradientState, Leader, record_event, services, step_clock
 
 logger = get_logger(__name__)
 
 Result = TypeVar("Result")
 
-STORE_VARIABLE = "ACCELERATE_RUN_STORE"
-"""Variable with the address of the store of the run."""
-SETTINGS = ("replicas", "min_replicas", "replica_batch", "replica_timeout", "lighthouse")
 Request: TypeAlias = Literal["save", "stop"]
 REQUESTS: tuple[Request, ...] = ("save", "stop")
 SEED = "seed"
@@ -71,48 +66,6 @@ def open_recovery(
             "one. Create one Accelerator, or leave --replicas out."
         )
     return Recovery(Run.of(variables), strategy, gradients, prepared)
-
-
-class Run(NamedTuple):
-    """Values that the launcher passes to the processes of a replica group.
-
-    Attributes:
-        replica: Index of the replica group.
-        replicas: Number of replica groups.
-        min_replicas: Smallest number of them that takes a step.
-        batch: Whether the global batch is "constant", or "shrink" with the number of members.
-        timeout: Timeout of one collective between them, in seconds.
-        lighthouse: Address of the lighthouse.
-        store: Host and port of the store of the run.
-    """
-
-    replica: int
-    replicas: int
-    min_replicas: int
-    batch: str
-    timeout: int
-    lighthouse: str
-    store: str
-
-    @classmethod
-    def of(cls, variables: Mapping[str, str]) -> Run:
-        """Reads the values from environment variables.
-
-        Raises:
-            ConfigurationError: The launcher did not set one of them.
-        """
-        settings = decode(RecoverySection, variables)
-        missing = [f"ACCELERATE_{name.upper()}" for name in SETTINGS if getattr(settings, name) is None]
-        if STORE_VARIABLE not in variables:
-            missing.append(STORE_VARIABLE)
-        if missing:
-            raise ConfigurationError(
-                f"{environ.REPLICA} is set and {', '.join(missing)} is not. Start replica groups with "
-                "accelerate launch --replicas."
-            )
-        replicas, min_replicas, batch, timeout, lighthouse = (getattr(settings, name) for name in SETTINGS)
-        number, store = int(variables[environ.REPLICA]), variables[STORE_VARIABLE]
-        return cls(number, replicas, min_replicas, batch, timeout, lighthouse, store)
 
 
 class Recovery:
@@ -155,7 +108,7 @@ class Recovery:
         self._requested = dict.fromkeys(REQUESTS, False)  # by this replica group, and not shared yet
         self._shared = dict.fromkeys(REQUESTS, False)
         self._flags = nn.Parameter(torch.zeros(len(REQUESTS), device=strategy.context.device))
-        self._store = _connect(run.store)
+        self._store = run.connect()
         is_first = run.replica == 0 and not self._ask_store(self._has_begun)
         self._leader = services.put(Leader, Leader(is_first, self._wait_for_others))
         services.put(Recovery, self, end=self._shut_down)
@@ -202,7 +155,7 @@ class Recovery:
             prepare: Returns the prepared loader for a number of shards and the index of one.
             mesh: Mesh of the loaders of this replica group.
         """
-        _check_loader(loader)
+        check_loader(loader)
         groups, group = data_groups(mesh, current_transport().size, current_transport().rank)
         total = self.num_replicas * groups
         shards = [prepare(loader, total, replica * groups + group) for replica in range(self.num_replicas)]
@@ -231,7 +184,7 @@ class Recovery:
         self._is_behind = number < over
         self._leader.is_leader = self._leader.is_leader and not self._is_behind
         self.in_pass = not self._is_behind
-        if number > over:  # the loop has left the pass before by itself
+        if number > over:  # an iterator over the pass before is still open
             self._store.set(PASSES.format(loader.number), str(number))
         return self.in_pass
 
@@ -533,37 +486,3 @@ class Recovery:
     def _shut_down(self) -> None:
         if self._membership is not None:
             self._membership.shut_down()
-
-
-def _connect(address: str) -> Any:
-    """Returns the store of the run."""
-    host, _, port = address.rpartition(":")
-    try:
-        return TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    except dist.DistError as error:
-        raise RecoveryError(
-            f"The store of the run at {address} is not reachable: {' '.join(str(error).split())} Check that "
-            "accelerate launch runs on machine 0."
-        ) from error
-
-
-def _check_loader(loader: Any) -> None:
-    from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
-
-    if isinstance(loader.dataset, IterableDataset):
-        raise wrong_value(
-            "dataset",
-            type(loader.dataset).__name__,
-            "a stream has no position at which another replica group can go on",
-            "Use a dataset with a length and indices, or leave --replicas out",
-        )
-    sampler = getattr(loader, "sampler", None)
-    if type(sampler) not in (RandomSampler, SequentialSampler) and not callable(
-        getattr(sampler, "set_epoch", None)
-    ):
-        raise wrong_value(
-            "sampler",
-            type(sampler).__name__,
-            "its order must be the same on all replica groups",
-            "Use shuffle=True, or a sampler whose order depends on its `set_epoch`",
-        )
