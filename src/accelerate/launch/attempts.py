@@ -33,10 +33,11 @@ class Attempts:
 
     Args:
         folder: Folder in which the processes record their errors.
+        is_elastic: Whether the number of machines may change.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, is_elastic: bool = False) -> None:
+        self._folder, self._is_elastic = folder, is_elastic
         self._began = time.time()
         self._ended: list[Attempt] = []
         self._has_restarted = False
@@ -71,7 +72,7 @@ class Attempts:
 
         outcome = collect(self._folder, code, exits)
         first = find_first(outcome) if code else None
-        if first is not None and (first.kind == Kind.AFTER or exits.codes.get(first.rank) == RESTART_CODE):
+        if first is not None and (first.kind == Kind.AFTER or self._is_requested(first, exits)):
             first = None
         newest = NewestCheckpoint.read(self._folder) if 0 in exits.codes else None  # rank 0 commits
         checkpoint, checkpoint_step = newest or ("", 0)
@@ -89,6 +90,10 @@ class Attempts:
         )
         self._ended.append(record)
         return first, record
+
+    def _is_requested(self, first: Suspect, exits: Exits) -> bool:
+        """Returns whether a rank has ended because another machine was asked to end."""
+        return self._is_elastic and exits.codes.get(first.rank) == RESTART_CODE
 
     def _write(self) -> None:
         try:

@@ -99,7 +99,8 @@ class Ranks:
         self._folder = folder  # where they record their errors, or None if they do not run `entry.py`
         self._smallest = smallest or Sizes()
         self._devices = devices or Devices()
-        self._attempts = None if folder is None else Attempts(folder)
+        is_elastic = self._smallest.machines is not None
+        self._attempts = None if folder is None else Attempts(folder, is_elastic)
         self._failed: int | None = None  # rank that failed first in the attempt before
         self._context: Any = None
         self._seen = Exits({})
