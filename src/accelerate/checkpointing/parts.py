@@ -70,6 +70,7 @@ class CheckpointReader:
     load_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of `torch.load`
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load_state_dict` of models
     names: Collection[str] | None = None  # files of its manifest; None for a checkpoint without one
+    has_all_files: bool = True  # whether the folder holds all files, and not only those that this rank reads
     requested: set[str] = field(default_factory=set)  # names that parts have looked for
     confirm: Callable[[], None] = lambda: None  # raises if another save has replaced the folder
 

@@ -222,8 +222,7 @@ def summarize_checkpoints(folder: Path, *, deep: bool) -> list[CheckpointSummary
         manifest, fault = retention.inspect(path, deep=deep)
         facts: dict[str, Any] = {}
         if manifest is not None:
-            step = max(manifest.run.get("updates", []), default=0) or manifest.step
-            facts = {"step": step, "epoch": manifest.epoch, "created": manifest.created}
+            facts = {"step": manifest.num_updates, "epoch": manifest.epoch, "created": manifest.created}
             facts |= {"bytes": manifest.size, "processes": manifest.world_size}
         complete = manifest is not None and not fault
         rows.append(CheckpointSummary(path.name, complete, fault, path=str(path), **facts))

@@ -76,7 +76,11 @@ from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,
 )
-from accelerate.data_loader.reading import LastMark as LastMark, WorkersObserver as WorkersObserver
+from accelerate.data_loader.reading import (
+    BatchObserver as BatchObserver,
+    LastMark as LastMark,
+    WorkersObserver as WorkersObserver,
+)
 from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,
     SamplerShard as SamplerShard,

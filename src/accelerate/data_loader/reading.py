@@ -55,6 +55,20 @@ class WorkersObserver:
         """Observes the workers of an iterator in the thread that waits for them."""
 
 
+class BatchObserver:
+    """Observer of the loop over a prepared loader, a service of the run."""
+
+    def batch_used(self, loader: Any) -> None:
+        """Called before a loader reads on after a batch, in the thread of the loop."""
+
+
+def end_batch(loader: Any) -> None:
+    """Ends the use of the batch just yielded, before the next one is read."""
+    if (observer := services.find(BatchObserver)) is not None:
+        observer.batch_used(loader)
+    step_clock.switch(DATA)
+
+
 class LastMark:
     """Mark of the last item of an iterator.
 
@@ -120,7 +134,7 @@ def yield_batches(
                 batch = move(batch)
             step_clock.begin_forward(rows or 0)
             yield batch
-            step_clock.switch(DATA)
+            end_batch(loader)
             number += 1
     finally:
         step_clock.end_pass(begin)
