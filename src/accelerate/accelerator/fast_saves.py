@@ -87,9 +87,7 @@ class FastSaves(BatchObserver):
             self._num_saved += 1
             every = self._project.durable_every
             is_durable = may_be_durable and every is not None and self._num_saved % every == 0
-            request = self._request()
-            request.run[checkpointing.NEXT_DURABLE] = self._project.iteration + 1
-            saver = self._tier.begin(request)
+            saver = self._tier.begin(self._request(), next_durable=self._project.iteration + 1)
             try:
                 payloads = self._collect(saver)
             except Exception as error:

@@ -204,7 +204,7 @@ class RunCheckpoints:
     # Steps of a save and a load
 
     def _next_request(self) -> checkpointing.Request:
-        """Returns a request with the counters of the run, for the next numbered checkpoint if it has a project."""
+        """Returns a request for the next numbered checkpoint, or for none if checkpoints are not numbered."""
         has_project = self._runtime.request.project.automatic_checkpoint_naming
         return self._request(None if has_project else "generation")
 

@@ -1,8 +1,8 @@
 """Fast tier of a run, which keeps the newest checkpoint in memory or on a local disk of each node.
 
-A checkpoint of the fast tier is a generation. Each node holds the files that its ranks have written, and copies
-of those of other nodes, in a numbered folder with a manifest. `GenerationSaver` writes a generation in the
-background. `generations.py` finds and collects the newest complete one after nodes were lost.
+A checkpoint of the fast tier is a generation. Each node holds the files that its ranks have written, and
+copies of those of other nodes, in a numbered folder with a manifest. `GenerationSaver` writes a generation in
+the background. `generations.py` finds and collects the newest complete one after nodes were lost.
 """
 
 from __future__ import annotations
@@ -63,13 +63,14 @@ class FastTier:
             self._group = open_group()
         return self._group
 
-    def begin(self, request: Request) -> GenerationSaver:
+    def begin(self, request: Request, next_durable: int) -> GenerationSaver:
         """Creates the folders of the next generation, without communication, and returns its saver.
 
         Called on all ranks, after the generation before is complete.
 
         Args:
-            request: Counters of the run. The folder is chosen by the fast tier.
+            request: Counters of the run. The fast tier chooses the folder.
+            next_durable: Number of the first durable checkpoint that is newer.
         """
         if self.copies and len(self.nodes.ranks) > 1:
             _ = self.group
@@ -78,6 +79,7 @@ class FastTier:
             **request.run,
             manifest.TIER: manifest.FAST,
             manifest.PROJECT: self.project,
+            manifest.NEXT_DURABLE: next_durable,
             manifest.HOLDERS: list(self.nodes.hosts),
         }
         request = replace(

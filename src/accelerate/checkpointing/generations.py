@@ -146,7 +146,7 @@ def open_generation(
     topology: Topology,
     shards_read_from: Callable[[Path], Collection[str]],
 ) -> Iterator[CheckpointSource]:
-    """Yields a generation after all nodes have the files that their ranks read, and again without damaged files.
+    """Yields a generation when all nodes have the files that their ranks read, and again if some were damaged.
 
     Called on all ranks.
 

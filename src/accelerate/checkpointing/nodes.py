@@ -134,8 +134,8 @@ def _announce(folder: Path, mark: str, node: int) -> dict[str, Any]:
         failure = str(error)
     except OSError as error:
         failure = (
-            f"fast_dir={str(folder)!r} cannot be written: {describe(error)}. Choose a folder on a disk of the "
-            "node with space left, such as one in /dev/shm."
+            f"fast_dir={str(folder)!r} cannot be written: {describe(error)}. Choose a folder on a disk of "
+            "the node with space left, such as one in /dev/shm."
         )
     return {
         "failure": failure,

@@ -85,7 +85,7 @@ def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None,
 
 
 def highest_number(parent: Path) -> int:
-    """Returns the highest number of a checkpoint with a manifest in a folder, or -1, without reading files."""
+    """Returns the highest number of a checkpoint with a manifest, or -1, without reading files."""
     paths = [path.parent for path in parent.glob(f"checkpoint_*/{manifest.NAME}")]
     return max((number for path in paths if (number := number_of(path.name)) is not None), default=-1)
 

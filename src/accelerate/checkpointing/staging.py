@@ -56,7 +56,7 @@ class StagingMemory:
             storage = self._buffers[dtype, is_pinned].untyped_storage()[
                 start * source.itemsize : end * source.itemsize
             ]
-            staged = torch.empty(0, dtype=dtype).set_(storage, 0, source.shape)
+            staged = torch.empty(0, dtype=dtype).set_(storage).view(source.shape)
             copies |= dict.fromkeys(map(id, tensors), staged.copy_(source, non_blocking=True))
         devices = {tensor.device for tensors in buffered.values() for tensor in tensors}
         for device in devices:
