@@ -146,7 +146,7 @@ def open_generation(
     topology: Topology,
     shards_read_from: Callable[[Path], Collection[str]],
 ) -> Iterator[CheckpointSource]:
-    """Yields a generation when all nodes have the files that their ranks read, and again if some were damaged.
+    """Yields a generation when all nodes have the files that they read, and again if some were damaged.
 
     Called on all ranks.
 
