@@ -73,21 +73,23 @@ class FastSaves(BatchObserver):
         if updates // every > self._saved_at // every:
             self.save()
 
-    def save(self, *, may_be_durable: bool = True) -> None:
+    def save(self, *, is_saved: bool = False) -> None:
         """Saves a generation, which is written in the background.
 
         Called on all ranks.
 
         Args:
-            may_be_durable: Whether every `durable_every`-th generation is also written to the project.
+            is_saved: Whether the caller saves the same state to the project. False writes every
+                `durable_every`-th generation to the project.
         """
         with step_clock.phase(SAVING):
             self.wait()
             self._saved_at = self._num_updates()
             self._num_saved += 1
             every = self._project.durable_every
-            is_durable = may_be_durable and every is not None and self._num_saved % every == 0
-            saver = self._tier.begin(self._request(), next_durable=self._project.iteration + 1)
+            is_durable = not is_saved and every is not None and self._num_saved % every == 0
+            next_durable = self._project.iteration + (is_saved or is_durable)
+            saver = self._tier.begin(self._request(), next_durable)
             try:
                 payloads = self._collect(saver)
             except Exception as error:
@@ -96,8 +98,9 @@ class FastSaves(BatchObserver):
             except BaseException:  # an interrupt: no rank may wait for this save
                 saver.discard()
                 raise
-            written = self._tier.write(saver, payloads)
-            if is_durable:
+            written: Future[list[checkpointing.Payload]] | None = Future() if is_durable else None
+            self._tier.write(saver, payloads, written)
+            if written is not None:
                 self._write_durable(written)
 
     def _collect(self, saver: checkpointing.GenerationSaver) -> list[checkpointing.Payload]:
@@ -154,7 +157,7 @@ class FastSaves(BatchObserver):
     def _shards_read(self, folder: Path) -> list[str]:
         """Returns the names of the files of shards that this rank reads from a folder."""
         read = checkpointing.manifest.read(folder, whole=True)
-        reader = checkpointing.CheckpointReader(folder, names=read.files, has_all_files=False)
+        reader = checkpointing.CheckpointReader(folder, names=read.files, is_fast=True)
         try:
             return sorted(accelerator.checkpoint_items.shards_read(self._runtime, reader))
         except Exception as error:  # raised again when the files are read

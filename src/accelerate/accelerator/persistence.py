@@ -67,7 +67,7 @@ class RunCheckpoints:
     def save_state(self, output_dir: Folder | None, safe_serialization: bool, blocking: bool | None) -> Path:
         """Saves the state of the run, and returns the folder."""
         if self._fast is not None:
-            self._fast.save(may_be_durable=False)
+            self._fast.save(is_saved=True)
         with step_clock.phase(SAVING):
             return self._save_state(output_dir, safe_serialization, blocking)
 
@@ -131,7 +131,7 @@ class RunCheckpoints:
                 dict(load_kwargs or {}),
                 options,
                 names,
-                source.has_all_files,
+                source.is_fast,
                 confirm=source.confirm,
             )
             try:

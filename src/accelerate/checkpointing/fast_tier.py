@@ -93,14 +93,20 @@ class FastTier:
         self.number += 1
         return GenerationSaver(self, request)
 
-    def write(self, saver: GenerationSaver, payloads: Sequence[Payload]) -> Future[list[Payload]]:
+    def write(
+        self,
+        saver: GenerationSaver,
+        payloads: Sequence[Payload],
+        written: Future[list[Payload]] | None = None,
+    ) -> None:
         """Copies the content of files to CPU memory, and writes the generation in the background.
 
-        Returns:
-            The files of this rank for a durable checkpoint with the same content, as soon as the generation
-            is complete.
+        Args:
+            saver: Saver of the generation.
+            payloads: Files of this rank.
+            written: Gets the files of this rank for a durable checkpoint with the same content, as soon as
+                the generation is complete.
         """
-        written: Future[list[Payload]] = Future()
         try:
             staged = self.memory.stage(payloads)
         except Exception as error:
@@ -112,16 +118,16 @@ class FastTier:
             try:
                 saver.write(staged, threads=1)
                 saver.commit(blocked)
-                written.set_result(saver.open_files())
+                if written is not None:
+                    written.set_result(saver.open_files())
                 if self.nodes.is_owner:
                     retention.prune(self.nodes.folder, 1)
             except Exception as error:
-                if not written.done():
+                if written is not None and not written.done():
                     written.set_exception(error)
                 raise
 
         self.background.start(write_and_commit)
-        return written
 
     def check_space(self, size: int, is_sharded: bool) -> None:
         """Raises if the fast folder of a node is too small for the generations of this run.

@@ -106,9 +106,9 @@ class CheckpointSource:
         return self.world_size not in (None, self._consensus.size)
 
     @property
-    def has_all_files(self) -> bool:
-        """True if the folder holds all files, and not only those that the ranks of this node read."""
-        return self._verified is None
+    def is_fast(self) -> bool:
+        """True if it is in the fast tier, with the files that the ranks of this node read."""
+        return self._verified is not None
 
     @property
     def is_readable(self) -> bool:

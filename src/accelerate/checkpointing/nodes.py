@@ -11,6 +11,7 @@ import secrets
 import shutil
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,7 +100,8 @@ def find_nodes(folder: Path, node: int, consensus: Consensus, timeout: float) ->
         seen = [rank for rank, answer in enumerate(answers) if (folder / answer["mark"]).exists()]
         groups = consensus.decide(OPERATION, seen, list, timeout)
     finally:
-        (folder / mark).unlink(missing_ok=True)
+        with suppress(OSError):  # it could not be created
+            (folder / mark).unlink()
     ranks = [group for rank, group in enumerate(groups) if group[0] == rank]
     for group in ranks:
         if len({answers[rank]["node"] for rank in group}) > 1:

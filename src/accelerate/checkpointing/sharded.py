@@ -86,7 +86,7 @@ def shards_read(part: Part, reader: CheckpointReader) -> set[str]:
 def _read_index(folder: str, sharded: ShardedState, reader: CheckpointReader) -> ShardIndex:
     trusted = reader.load_kwargs.get("weights_only") is False
     index = shard_index.read(reader.folder / folder, sharded.root, trusted=trusted)
-    return replace(index, has_all_files=reader.has_all_files)
+    return replace(index, has_all_files=not reader.is_fast)
 
 
 def read_shards(folder: str, sharded: ShardedState, reader: CheckpointReader) -> Change:

@@ -249,7 +249,7 @@ def _print_table(rows: list[CheckpointSummary], as_json: bool) -> None:
     for number, (folder, group) in enumerate(_group_rows(rows, console)):
         if number:
             console.print()
-        tier = " (fast tier)" if group[0].holders else ""
+        tier = " (fast tier)" if all(row.holders for row in group) else ""
         console.print(Text(f"{_relative(folder)}{tier}", "bold"), soft_wrap=True)
         console.print(_build_table(group, folder))
     for row in rows:
@@ -290,7 +290,9 @@ def _build_table(rows: list[CheckpointSummary], folder: str) -> Table:
     columns = COLUMNS_OF_FAST_TIER if is_fast else COLUMNS
     for name in columns:
         is_number = name in ("step", "epoch", "size", "ranks")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=name != columns[-1 if is_fast else 0])
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=name != columns[-1 if is_fast else 0]
+        )
     for row in rows:
         size = "" if row.bytes is None else convert_bytes(row.bytes)
         epoch = () if is_fast else (row.epoch,)

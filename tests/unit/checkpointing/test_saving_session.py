@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
