@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate import accelerator, checkpointing, plugins
+from accelerate import accelerator, checkpointing
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import describe, wrong_value
 from accelerate.data_loader import BatchObserver
@@ -39,9 +39,12 @@ class FastSaves(BatchObserver):
         runtime: The run.
         request: Returns the request for a save of the run as it is now.
         step: Returns `Accelerator.step`.
+        durable: Folder of the numbered checkpoints, or None if checkpoints are not numbered.
     """
 
-    def __init__(self, runtime: Runtime, request: MakeRequest, step: Callable[[], int]) -> None:
+    def __init__(
+        self, runtime: Runtime, request: MakeRequest, step: Callable[[], int], durable: Path | None
+    ) -> None:
         project = runtime.request.project
         if runtime.strategy.state.has_engines:
             raise wrong_value(
@@ -51,7 +54,7 @@ class FastSaves(BatchObserver):
                 "Leave it out",
             )
         self._runtime, self._project = runtime, project
-        self._request, self._step = request, step
+        self._request, self._step, self._durable = request, step, durable
         self._saved_at = 0  # optimizer steps at the last generation, or at the checkpoint that was loaded
         self._num_saved = 0
         self._has_space = False
@@ -61,6 +64,7 @@ class FastSaves(BatchObserver):
         self._tier = checkpointing.open_fast_tier(folder, project.copies, name, topology, timeout)
         checkpointing.find_generations(self._tier)  # raises for those of another project
         self._tier.number = checkpointing.next_number(self._tier)
+        self._num_found = self._count_durable()
         services.put(BatchObserver, self)
 
     # Saving
@@ -88,7 +92,7 @@ class FastSaves(BatchObserver):
             self._num_saved += 1
             every = self._project.durable_every
             is_durable = not is_saved and every is not None and self._num_saved % every == 0
-            next_durable = self._project.iteration + (is_saved or is_durable)
+            next_durable = max(self._project.iteration, self._num_found) + (is_saved or is_durable)
             saver = self._tier.begin(self._request(), next_durable)
             try:
                 payloads = self._collect(saver)
@@ -129,22 +133,25 @@ class FastSaves(BatchObserver):
     # Loading
 
     def candidates(
-        self, durable: Iterator[checkpointing.CheckpointSource], num_durable: int
+        self, durable: Iterator[checkpointing.CheckpointSource]
     ) -> Iterator[checkpointing.CheckpointSource]:
         """Yields the generations and durable checkpoints, the newest first.
 
         Args:
             durable: Sources of the durable checkpoints.
-            num_durable: A number above that of all durable checkpoints.
         """
         self.wait()
-        tier = self._tier
-        generations = checkpointing.find_generations(tier)
-        num_durable = tier.consensus.decide("accelerator.load_state", num_durable, max, tier.timeout)
+        generations, num_durable = checkpointing.find_generations(self._tier), self._count_durable()
         recent = [generation for generation in generations if generation.next_durable >= num_durable]
         yield from self._open(recent)
         yield from durable
         yield from self._open([generation for generation in generations if generation not in recent])
+
+    def _count_durable(self) -> int:
+        """Returns a number above those of all durable checkpoints."""
+        own = 0 if self._durable is None else checkpointing.retention.highest_number(self._durable) + 1
+        tier = self._tier
+        return int(tier.consensus.decide("accelerator.load_state", own, max, tier.timeout))
 
     def _open(
         self, generations: Sequence[checkpointing.Generation]
@@ -241,9 +248,3 @@ def _empty(tensor: Tensor, is_sharded: bool) -> Tensor:
     parameter = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), tensor.requires_grad)
     parameter.grad = torch.empty_like(parameter) if tensor.requires_grad else None
     return parameter
-
-
-def fast_saves_of(runtime: Runtime, request: MakeRequest, step: Callable[[], int]) -> FastSaves | None:
-    """Returns the recent checkpoints of a run, or None if its project has no fast folder."""
-    project: plugins.ProjectConfiguration = runtime.request.project
-    return None if project.fast_dir is None else FastSaves(runtime, request, step)

@@ -17,7 +17,6 @@ from torch.utils.hooks import RemovableHandle
 
 from accelerate import accelerator, checkpointing, hooks, plugins
 from accelerate.accelerator.accumulation import Accumulation
-from accelerate.accelerator.fast_saves import fast_saves_of
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import (
     CheckpointError,
@@ -55,7 +54,12 @@ class RunCheckpoints:
     def __init__(self, runtime: Runtime, accumulation: Accumulation) -> None:
         self._runtime = runtime
         self._accumulation = accumulation
-        self._fast = fast_saves_of(runtime, self._next_request, lambda: accumulation.step)
+        self._fast: accelerator.fast_saves.FastSaves | None = None
+        project = runtime.request.project
+        if project.fast_dir is not None:
+            durable = _numbered_folder(project) if project.automatic_checkpoint_naming else None
+            step = partial(getattr, accumulation, "step")
+            self._fast = accelerator.fast_saves.FastSaves(runtime, self._next_request, step, durable)
 
     def check_space(self) -> None:
         """Raises if the folder of recent checkpoints is too small for the prepared objects."""
@@ -252,14 +256,11 @@ class RunCheckpoints:
         if input_dir is not None:
             return checkpointing.loading.open_checkpoint(Path(input_dir).expanduser(), *run)
         durable: Iterator[checkpointing.CheckpointSource] = iter(())
-        num_durable = 0
         if project.automatic_checkpoint_naming:
-            folder = _numbered_folder(project)
-            durable = checkpointing.loading.open_newest(folder, *run)
-            num_durable = checkpointing.retention.highest_number(folder) + 1
+            durable = checkpointing.loading.open_newest(_numbered_folder(project), *run)
         elif self._fast is None:
             raise _no_folder("load_state", "load from", "input_dir")
-        return durable if self._fast is None else self._fast.candidates(durable, num_durable)
+        return durable if self._fast is None else self._fast.candidates(durable)
 
     def _read(
         self, source: checkpointing.CheckpointSource, options: checkpointing.CheckpointReader, policy: str
