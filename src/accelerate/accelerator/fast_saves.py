@@ -7,7 +7,8 @@ has run, as if it ended with `save_state()`.
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+import inspect
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -234,9 +235,9 @@ def _state_bytes(optimizer: torch.optim.Optimizer, is_sharded: bool) -> int:
         }
         for group in optimizer.param_groups
     ]
-    probe._optimizer_step_pre_hooks, probe._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
     try:
-        type(optimizer).step(probe)
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(probe)  # without the hooks of the user
     except Exception as error:  # an optimizer of the user may need values
         logger.debug(f"The state of {type(optimizer).__name__} is not estimated: {describe(error)}.")
     return sum(_bytes_of(tensor, False) for tensor in iterate_tensors(dict(probe.state)))

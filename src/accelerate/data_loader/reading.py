@@ -59,7 +59,7 @@ class BatchObserver:
     """Observer of the loop over a prepared loader, a service of the run."""
 
     def batch_used(self, loader: Any) -> None:
-        """Called before a loader reads on after a batch, in the thread of the loop."""
+        """Handles the end of the use of a batch, before its loader reads on, in the thread of the loop."""
 
 
 def end_batch(loader: Any) -> None:
