@@ -61,6 +61,8 @@ class FastSaves(BatchObserver):
         self._has_space = False
         name = "" if project.project_dir is None else str(Path(project.project_dir).expanduser().absolute())
         folder = Path(str(project.fast_dir)).expanduser().absolute()
+        if runtime.recovery is not None:  # replica groups have the same state, and each keeps its own copy
+            folder /= f"replica_{runtime.recovery.replica}"
         topology, timeout = runtime.state.topology, runtime.checkpoints.timeout
         self._tier = checkpointing.open_fast_tier(folder, project.copies, name, topology, timeout)
         checkpointing.find_generations(self._tier)  # raises for those of another project
@@ -72,7 +74,7 @@ class FastSaves(BatchObserver):
 
     def batch_used(self, loader: Any) -> None:
         """Saves a generation if enough optimizer steps were taken since the last one."""
-        if self._runtime.recovery is not None and loader not in self._runtime.prepared.loaders:
+        if self._runtime.recovery is not None and not self._runtime.recovery.is_reading(loader):
             return  # the loader of one replica group, of which the prepared one reads several
         every, updates = self._project.fast_every, self._num_updates()
         if updates // every > self._saved_at // every:
@@ -143,6 +145,9 @@ class FastSaves(BatchObserver):
         """
         self.wait()
         generations, num_durable = checkpointing.find_generations(self._tier), self._count_durable()
+        if self._runtime.recovery is not None:
+            common = self._runtime.recovery.held_by_all([generation.state for generation in generations])
+            generations = [generation for generation in generations if generation.state in common]
         recent = [generation for generation in generations if generation.next_durable >= num_durable]
         yield from self._open(recent)
         yield from durable

@@ -38,9 +38,15 @@ class Generation:
     number: int
     save: str  # name of the save, equal on all nodes
     created: str
+    step: int  # number of optimizer steps
     next_durable: int  # number of the durable checkpoint that is saved next
     names: Collection[str]  # of all files
     held: list[dict[str, int]]  # of each node
+
+    @property
+    def state(self) -> str:
+        """Name of the state, which replica groups save at the same step."""
+        return f"{self.next_durable}/{self.step}"
 
     @property
     def missing(self) -> list[str]:
@@ -99,6 +105,7 @@ def _survey(folder: Path, project: str) -> Iterator[dict[str, Any]]:
             "number": number,
             "save": str(read.run.get(manifest.SAVE, "")),
             "created": read.created,
+            "step": read.num_updates,
             "next_durable": int(read.run.get(manifest.NEXT_DURABLE, 0)),
             "names": [*read.files, manifest.NAME],
             "held": {**held, manifest.NAME: (path / manifest.NAME).stat().st_size},

@@ -80,6 +80,7 @@ from accelerate.data_loader.reading import (
     BatchObserver as BatchObserver,
     LastMark as LastMark,
     WorkersObserver as WorkersObserver,
+    end_batch as end_batch,
 )
 from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accelerate.base import CheckpointError, wrong_value
-from accelerate.data_loader import DataLoaderStateMixin, skip_before_sharding, skip_first_batches
+from accelerate.data_loader import DataLoaderStateMixin, end_batch, skip_before_sharding, skip_first_batches
 from accelerate.recovery.membership import Members
 from accelerate.state import GradientState
 
@@ -114,6 +114,7 @@ class RecoveryLoader(DataLoaderStateMixin):
                         loss_scale=self._loss_scale(index, members),
                     )
                     yield batch
+                    end_batch(self)
                 read_to = self.epoch, self.position + self._count
                 self._recovery.check_step()
         except GeneratorExit:
