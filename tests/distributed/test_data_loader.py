@@ -105,7 +105,9 @@ def read_in_constant_memory(dispatch: bool | None) -> list[Any]:
     return [batches(prepared) for _ in range(2)]
 
 
-@pytest.mark.parametrize("dispatch", [None, True], ids=["sharded", "dispatched"])
+@pytest.mark.parametrize(
+    "dispatch", [None, pytest.param(True, marks=pytest.mark.slow)], ids=["sharded", "dispatched"]
+)
 def test_a_computed_order_is_the_same_for_any_number_of_processes(run: Run, dispatch: bool | None) -> None:
     orders = []
     for processes in (1, 2, 3):

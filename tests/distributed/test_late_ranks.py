@@ -47,7 +47,7 @@ def come_to_the_group(late: int, seconds: float) -> None:
 
 
 def test_waiting_ranks_name_the_rank_that_joins_late(end: Run) -> None:
-    ended = end(come_to_the_group, 1, 4.0, processes=3, env={"ACCELERATE_HANG_TIMEOUT": "1"})
+    ended = end(come_to_the_group, 1, 3.0, processes=3, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0, 0]
     said = r"ranks 0, 2 wait in init_process_group, <GROUP>, since \d+ s; rank 1 did not come, "
     assert pattern(said).search(outputs_of(ended)), outputs_of(ended)
@@ -56,7 +56,7 @@ def test_waiting_ranks_name_the_rank_that_joins_late(end: Run) -> None:
 
 
 def test_waiting_ranks_name_a_late_rank_0_with_its_address(end: Run) -> None:
-    ended = end(come_to_the_group, 0, 4.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
+    ended = end(come_to_the_group, 0, 3.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
     said = r"rank 1 waits in init_process_group, <GROUP>, .*; rank 0 did not come.*not answer at 127.0.0.1"
     assert pattern(said).search(outputs_of(ended)), outputs_of(ended)
@@ -64,7 +64,7 @@ def test_waiting_ranks_name_a_late_rank_0_with_its_address(end: Run) -> None:
 
 
 def test_ranks_that_all_join_late_are_no_hang(end: Run) -> None:
-    ended = end(come_to_the_group, -1, 3.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
+    ended = end(come_to_the_group, -1, 2.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
     assert "accelerate:" not in outputs_of(ended)
 
@@ -105,7 +105,7 @@ def test_a_rank_that_builds_no_accelerator_ends_the_run(
 ) -> None:
     (tmp_path / "before.py").write_text(BEFORE)
     grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    limits = {"ACCELERATE_HANG_TIMEOUT": "2", "ACCELERATE_HANG_ACTION": "abort", "ACCELERATE_USE_CPU": "true"}
+    limits = {"ACCELERATE_HANG_TIMEOUT": "1", "ACCELERATE_HANG_ACTION": "abort", "ACCELERATE_USE_CPU": "true"}
     ended = subprocess.run(
         [sys.executable, "-m", *launcher, "3", "before.py", str(rank), act],
         capture_output=True,

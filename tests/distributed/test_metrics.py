@@ -93,7 +93,7 @@ def evaluate_all(settings: dict[str, Any], kinds: tuple[str, ...]) -> dict[tuple
     return results
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("settings", "kinds"),
     [

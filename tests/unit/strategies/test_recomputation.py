@@ -353,8 +353,16 @@ def test_a_model_without_blocks_warns(prepared: Any, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("policy", ["every", "by operator"])
-@pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "regional"),
+    [
+        ("by operator", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("every", False), ("every", True), ("by operator", False)]
+        ),
+    ],
+)
 def test_compiled_models_recompute(prepared: Any, policy: str, regional: bool) -> None:
     from accelerate.utils import TorchDynamoPlugin
 
