@@ -179,14 +179,14 @@ if __name__ == "__main__":
     loader = DataLoader(Slow(), num_workers=1, multiprocessing_context="{method}")
     for batch in Accelerator().prepare(loader):
         pass
-    time.sleep(3)
+    time.sleep(2)
 """
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=slow)])
 def test_one_process_reports_the_line_of_its_worker(tmp_path: Path, method: str) -> None:
     (tmp_path / "slow.py").write_text(SLOW_DATA.format(method=method))
-    env = {**os.environ, "ACCELERATE_HANG_TIMEOUT": "2"}
+    env = {**os.environ, "ACCELERATE_HANG_TIMEOUT": "1"}
     words = [sys.executable, "slow.py"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as process:
         assert process.stderr is not None

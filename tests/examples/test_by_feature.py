@@ -11,17 +11,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from accelerate.utils import is_deepspeed_available
+
+from .scripts import run_script
 
 FOLDER = Path(__file__).parents[2] / "examples" / "by_feature"
 SHARED = "digits_task"
 ACCURACY = re.compile(r"^accuracy: (\d\.\d+)$", re.MULTILINE)
 WANTED_ACCURACY = 0.93
 LAUNCHED = "early_stopping"
-IN_GATE = ("distributed_inference", "early_stopping", "exact_metrics", "multiple_models")
+IN_GATE = ("distributed_inference", "early_stopping", "exact_metrics")
 """The scripts that run on two processes outside the slow part too."""
 
 RunRanks = Callable[..., str]
@@ -105,9 +108,12 @@ def check_output(printed: str, expected: str) -> None:
     assert re.search(expected, printed)
 
 
-def test_one_process(tmp_path: Path) -> None:
+def test_one_process(end: Callable[..., Any]) -> None:
     """On one process the same script makes the same number of updates from twice as many batches."""
-    printed = launch("gradient_accumulation", "--gradient_accumulation_steps 6", 1, tmp_path)
+    script = str(FOLDER / "gradient_accumulation.py")
+    ended = end(run_script, script, "--gradient_accumulation_steps", "6", processes=1)
+    (printed,) = ended.outputs
+    assert ended.codes == [0], printed
     assert "2160 batches on each process made 360 updates" in printed
     assert float(ACCURACY.findall(printed)[0]) >= WANTED_ACCURACY
 
