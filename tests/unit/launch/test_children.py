@@ -207,7 +207,7 @@ def test_a_script_that_never_reads_requests_runs_to_its_end(tmp_path: Path, numb
     assert start(tmp_path, "print('end')", number) == (0, "end\n")
 
 
-@pytest.mark.parametrize("number", REQUESTS)
+@pytest.mark.parametrize("number", [REQUESTS[0], pytest.param(REQUESTS[1], marks=pytest.mark.slow)])
 def test_a_request_before_the_first_read_is_seen(tmp_path: Path, number: int) -> None:
     asks = (
         "from accelerate.diagnostics.stopping import SignalRecorder\n"
