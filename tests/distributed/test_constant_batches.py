@@ -339,7 +339,14 @@ def train_with(kind: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("kind", ["stream", "dispatched", "split", "batch sampler", "batch size"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "stream",
+        "batch size",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dispatched", "split", "batch sampler")),
+    ],
+)
 def test_loaders_that_do_not_divide_a_global_batch_are_refused(run: Run, kind: str) -> None:
     for messages in run(train_with, kind, processes=2):
         for message in messages:

@@ -92,7 +92,13 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "rank", "act", "said"),
     [
-        (BY_US, 0, "sleeps", rf"; rank 0 did not come: its process \d+ on \S+ sleeps.*{STACK}"),
+        pytest.param(
+            BY_US,
+            0,
+            "sleeps",
+            rf"; rank 0 did not come: its process \d+ on \S+ sleeps.*{STACK}",
+            marks=slow,
+        ),
         pytest.param(BY_US, 1, "sleeps", rf"; rank 1 did not come: .*{STACK}", marks=slow),
         pytest.param(BY_US, 1, "stops", r"; rank 1 did not come: .* is stopped by a signal", marks=slow),
         pytest.param(BY_US, 1, "ends", r"; rank 1 has ended before it came \(process \d+ on", marks=slow),
