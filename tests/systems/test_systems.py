@@ -104,6 +104,7 @@ def launched(*words: object) -> tuple[object, ...]:
     return (*COMMAND, "launch", "--cpu", "--main_process_port", "0", *words)
 
 
+@pytest.mark.slow
 def test_a_process_trains_with_a_worker_of_its_loader(windows: System) -> None:
     code, text = windows.run(sys.executable, HERE / "train.py", windows.folder / "run", 1)
     assert code == 0, text
@@ -163,8 +164,8 @@ def test_functions_are_started_without_fork(windows: System) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("env", "cpu cores"),
-        ("config default --config_file a.yaml", "was written to"),
+        pytest.param("env", "cpu cores", marks=pytest.mark.slow),
+        pytest.param("config default --config_file a.yaml", "was written to", marks=pytest.mark.slow),
         ("launch --cpu --num_processes 2 --explain train.py", "torchrun"),
         pytest.param("test", "All checks passed", marks=pytest.mark.slow),
     ],
