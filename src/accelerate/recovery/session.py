@@ -246,7 +246,7 @@ class Recovery:
         return answer
 
     def held_by_all(self, names: list[str]) -> list[str]:
-        """Returns the names that all replica groups pass, or all of them while others train and send state."""
+        """Returns the names that all replica groups pass, or all names while others train and send state."""
         return self._ask_store(lambda: names if self._has_begun() else self._run.common(self._store, names))
 
     def _begin_together(self, members: Members) -> Members:
