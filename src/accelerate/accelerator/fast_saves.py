@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -59,6 +60,7 @@ class FastSaves(BatchObserver):
         self._saved_at = 0  # optimizer steps at the last generation, or at the checkpoint that was loaded
         self._num_saved = 0
         self._has_space = False
+        self._thread = threading.get_ident()
         name = "" if project.project_dir is None else str(Path(project.project_dir).expanduser().absolute())
         folder = Path(str(project.fast_dir)).expanduser().absolute()
         if runtime.recovery is not None:  # replica groups have the same state, and each keeps its own copy
@@ -73,7 +75,18 @@ class FastSaves(BatchObserver):
     # Saving
 
     def batch_used(self, loader: Any) -> None:
-        """Saves a generation if enough optimizer steps were taken since the last one."""
+        """Saves a generation if enough optimizer steps were taken since the last one.
+
+        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`).
+        """
+        if threading.get_ident() != self._thread:
+            logger.warning_once(
+                "A prepared loader is read in another thread than that of the Accelerator, while steps are "
+                "taken: no recent checkpoints are saved. Call save_state() in the loop."
+            )
+            return
+        if any(optimizer.is_joined for optimizer in self._runtime.prepared.optimizers):
+            return
         if self._runtime.recovery is not None and not self._runtime.recovery.is_reading(loader):
             return  # the loader of one replica group, of which the prepared one reads several
         every, updates = self._project.fast_every, self._num_updates()

@@ -153,7 +153,7 @@ class FastTier:
                 raise wrong_value(
                     "fast_dir",
                     str(self.nodes.folder),
-                    f"{NUM_KEPT} generations{copies} take {convert_bytes(needed)} on {host}, and "
+                    f"{NUM_KEPT} recent checkpoints{copies} take {convert_bytes(needed)} on {host}, and "
                     f"{convert_bytes(free)} are free",
                     "Choose a larger disk, fewer copies, or a sharded strategy",
                 )
@@ -180,6 +180,11 @@ class GenerationSaver(Saver):
         folder.folder.mkdir(parents=True, exist_ok=True)
         self._created = folder if nodes.is_owner else None
         self.staging = Staging(folder, nodes.is_owner, request, f"{nodes.staging[0]}/{name}")
+
+    @property
+    def _state(self) -> str:
+        updates = self.staging.request.run.get("updates", ())
+        return f"{self.staging.request.target.name} of step {max(updates, default=0)}"
 
     def begin(self, request: Request) -> Staging:
         return self.staging
@@ -313,7 +318,7 @@ def open_fast_tier(
         reason = f"the run has {num_nodes} node{'s' * (num_nodes > 1)}, and a copy is on another node"
         if not lost_nodes:
             raise wrong_value("copies", copies, reason, f"Use at most {num_nodes - 1}, or more nodes")
-        logger.warning(f"copies={copies}, and {reason}: generations have {num_nodes - 1} copies.")
+        logger.warning(f"copies={copies}, and {reason}: recent checkpoints have {num_nodes - 1}.")
         copies = num_nodes - 1
     tier = FastTier(nodes, copies, project, consensus, timeout)
     return services.put(FastTier, tier, close=tier.close)

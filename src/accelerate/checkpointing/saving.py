@@ -99,6 +99,11 @@ class Saver:
         self._failure = ""
         self.staging: Staging
 
+    @property
+    def _state(self) -> str:
+        """Name of the state that is saved, which must be equal on all ranks."""
+        return ""
+
     def begin(self, request: Request) -> Staging:
         """Creates the folder in which the checkpoint is written.
 
@@ -231,12 +236,14 @@ class Saver:
         def decide(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
             summaries.extend(values)
             failures = [(rank, value["failure"]) for rank, value in enumerate(values) if value["failure"]]
+            failures += _mixed_states([value["state"] for value in values])
             has_several = not failures and len({value["folder"] for value in values}) > 1
             created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             return {"failures": failures, "summaries": values if has_several else [], "created": created}
 
         summary = {
             "failure": self._failure,
+            "state": self._state,
             "folder": str(self.staging.folder),
             "records": [asdict(record) for record in self._records],
             "reports": self._reports,
@@ -347,6 +354,18 @@ def _all_offers(offers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def _owners(places: Sequence[str]) -> dict[str, int]:
     """Returns the first rank of each folder that does not see the folder of rank 0."""
     return {place: places.index(place) for place in places if place}
+
+
+def _mixed_states(states: Sequence[str]) -> list[tuple[int, str]]:
+    """Returns the failure of the first rank that saves another state than rank 0."""
+    return next(
+        (
+            [(rank, f"it saves {state}, and process 0 saves {states[0]}")]
+            for rank, state in enumerate(states)
+            if state != states[0]
+        ),
+        [],
+    )
 
 
 def _with_free_number(request: Request) -> Request:

@@ -234,7 +234,7 @@ def test_a_small_disk_is_refused_before_the_first_step(
     begin: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fast_tier, "free_bytes", lambda folder: 1000)
-    with pytest.raises(ConfigurationError, match="2 generations take 1.18 KB on .*, and 1000 bytes are free"):
+    with pytest.raises(ConfigurationError, match="2 recent checkpoints take 1.18 KB on .*, and 1000 bytes are free"):
         begin()
 
 
