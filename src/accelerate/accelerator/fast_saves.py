@@ -79,19 +79,19 @@ class FastSaves(BatchObserver):
 
         None is saved while ranks may have different numbers of batches (`join_uneven_inputs`).
         """
-        if threading.get_ident() != self._thread:
-            logger.warning_once(
-                "A prepared loader is read in another thread than that of the Accelerator, while steps are "
-                "taken: no recent checkpoints are saved. Call save_state() in the loop."
-            )
-            return
-        if any(optimizer.is_joined for optimizer in self._runtime.prepared.optimizers):
-            return
         if self._runtime.recovery is not None and not self._runtime.recovery.is_reading(loader):
             return  # the loader of one replica group, of which the prepared one reads several
         every, updates = self._project.fast_every, self._num_updates()
-        if updates // every > self._saved_at // every:
+        is_joined = any(optimizer.is_joined for optimizer in self._runtime.prepared.optimizers)
+        if is_joined or updates // every <= self._saved_at // every:
+            return
+        if threading.get_ident() == self._thread:
             self.save()
+        else:
+            logger.warning_once(
+                "No recent checkpoints are saved: a prepared loader is read in another thread than that of "
+                "the Accelerator, while steps are taken. Call save_state() in the loop."
+            )
 
     def save(self, *, is_saved: bool = False) -> None:
         """Saves a generation, which is written in the background.

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,22 @@ def test_evaluation_saves_nothing(begin: Callable[..., Any], tmp_path: Path) -> 
     assert list((tmp_path / "fast").glob("checkpoint_*")) == before
 
 
+def test_a_loader_that_another_thread_reads_saves_nothing_and_warns(
+    begin: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = begin()
+    batches = iter(run[3])
+
+    with ThreadPoolExecutor(1) as reader:
+        for _ in range(8):
+            batch = reader.submit(next, batches).result()
+            run[0].backward(run[1](batch).square().mean())
+            run[2].step()
+            run[2].zero_grad()
+    assert not list((tmp_path / "fast").glob("checkpoint_*"))
+    assert caplog.text.count("No recent checkpoints are saved") == 1
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -234,7 +251,9 @@ def test_a_small_disk_is_refused_before_the_first_step(
     begin: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fast_tier, "free_bytes", lambda folder: 1000)
-    with pytest.raises(ConfigurationError, match="2 recent checkpoints take 1.18 KB on .*, and 1000 bytes are free"):
+    with pytest.raises(
+        ConfigurationError, match="2 recent checkpoints take 1.18 KB on .*, and 1000 bytes are free"
+    ):
         begin()
 
 
