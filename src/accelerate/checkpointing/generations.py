@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def _merge(surveys: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any
             entry = merged.setdefault(facts["save"], {**facts, "names": [], "held": empty})
             entry["names"] = sorted({*entry["names"], *facts["names"]})
             entry["held"][node] = facts["held"]
-    return sorted(merged.values(), key=lambda entry: (entry["number"], entry["created"]), reverse=True)
+    order = itemgetter("next_durable", "step", "number", "created")
+    return sorted(merged.values(), key=order, reverse=True)
 
 
 def next_number(tier: FastTier) -> int:
@@ -166,16 +168,10 @@ def open_generation(
     folder = tier.nodes.folder / retention.name_of(generation.number)
     held = [dict(sizes) for sizes in generation.held]
     while True:
-        left = Generation(**{**vars(generation), "held": held})
-        if left.missing:
-            fault = f"no node that is left holds {', '.join(left.missing)}"
+        left = replace(generation, held=held)
+        if fault := _collect(tier, left, folder, shards_read_from):
             yield CheckpointSource(folder, tier.consensus, topology, fault)
             return
-        _fetch(tier, left, folder, [_common_names(tier.nodes, left, node) for node in range(len(held))])
-        own = sorted(shards_read_from(folder))
-        names = tier.consensus.decide(CALL, own, list, tier.timeout)
-        needed = [sorted({name for rank in ranks for name in names[rank]}) for ranks in tier.nodes.ranks]
-        _fetch(tier, left, folder, needed)
         source = CheckpointSource(
             folder,
             tier.consensus,
@@ -192,6 +188,23 @@ def open_generation(
         source.was_replaced = True
 
 
+def _collect(
+    tier: FastTier,
+    generation: Generation,
+    folder: Path,
+    shards_read_from: Callable[[Path], Collection[str]],
+) -> str:
+    """Sends each node the files that its ranks read, and returns why this is not possible, or ""."""
+    if generation.missing:
+        return f"no node that is left holds {', '.join(generation.missing)}"
+    nodes = range(len(generation.held))
+    if fault := _fetch(tier, generation, folder, [_common_names(tier.nodes, generation, n) for n in nodes]):
+        return fault
+    names = tier.consensus.decide(CALL, sorted(shards_read_from(folder)), list, tier.timeout)
+    needed = [sorted({name for rank in ranks for name in names[rank]}) for ranks in tier.nodes.ranks]
+    return _fetch(tier, generation, folder, needed)
+
+
 def _common_names(nodes: Nodes, generation: Generation, node: int) -> list[str]:
     """Returns the files other than shards that ranks of a node read."""
     ranks = {SOURCE_OF_SEEDS, *nodes.ranks[node]}
@@ -199,8 +212,8 @@ def _common_names(nodes: Nodes, generation: Generation, node: int) -> list[str]:
     return sorted(name for name, match in matches.items() if match is None or int(match[1]) in ranks)
 
 
-def _fetch(tier: FastTier, generation: Generation, folder: Path, needed: Sequence[Sequence[str]]) -> None:
-    """Sends each node the files that it needs and does not hold, and adds them to those that it holds."""
+def _fetch(tier: FastTier, generation: Generation, folder: Path, needed: Sequence[Sequence[str]]) -> str:
+    """Sends each node the files that it needs and does not hold, and returns why this failed, or ""."""
     nodes, transfers = tier.nodes, []
     for node, names in enumerate(needed):
         lacking = [name for name in names if name not in generation.held[node]]
@@ -211,13 +224,14 @@ def _fetch(tier: FastTier, generation: Generation, folder: Path, needed: Sequenc
             source = nodes.partner(target, holder)
             transfers.append((node, Transfer(name, generation.held[holder][name], source, target)))
     if not transfers:
-        return
+        return ""
     files = [transfer for _, transfer in transfers]
     failures = exchange(files, tier.group, folder, folder, tier.consensus, CALL)
     if any(failures):
-        raise CheckpointError("; ".join(dict.fromkeys(filter(None, failures))))
+        return "; ".join(dict.fromkeys(filter(None, failures)))
     for node, transfer in transfers:
         generation.held[node][transfer.name] = transfer.size
+    return ""
 
 
 def _share(nodes: Nodes, names: Sequence[str]) -> list[str]:
