@@ -79,8 +79,6 @@ class FastSaves(BatchObserver):
 
         None is saved while ranks may have different numbers of batches (`join_uneven_inputs`).
         """
-        if self._runtime.recovery is not None and not self._runtime.recovery.is_reading(loader):
-            return  # the loader of one replica group, of which the prepared one reads several
         every, updates = self._project.fast_every, self._num_updates()
         is_joined = any(optimizer.is_joined for optimizer in self._runtime.prepared.optimizers)
         if is_joined or updates // every <= self._saved_at // every:

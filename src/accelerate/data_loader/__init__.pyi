@@ -81,6 +81,7 @@ from accelerate.data_loader.reading import (
     LastMark as LastMark,
     WorkersObserver as WorkersObserver,
     end_batch as end_batch,
+    observer_paused as observer_paused,
 )
 from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,

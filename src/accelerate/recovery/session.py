@@ -371,10 +371,6 @@ class Recovery:
                 loader.epoch, loader.position = number + 1, 0
                 return
 
-    def is_reading(self, loader: Any) -> bool:
-        """Returns whether a loader divides the batches of the current step among the members."""
-        return loader is self._loader
-
     def is_left(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether the loop of a member has left a pass."""
         return self._ask_store(lambda: bool(self._store.check([LEFT.format(loader.number, number)])))

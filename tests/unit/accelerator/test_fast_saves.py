@@ -32,12 +32,13 @@ from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, set_
 def begin(states: None, tmp_path: Path) -> Callable[..., Any]:
     """Begins a run as a new process would, and returns its accelerator, model, optimizer and loader."""
 
-    def begin(numbered: bool = True, every: int = 3, **options: Any) -> Any:
+    def begin(numbered: bool = True, every: int = 3, num_steps: int = 1, **options: Any) -> Any:
         for state in (AcceleratorState, GradientState, PartialState):
             state._reset_state()
         project = {"project_dir": str(tmp_path / "project"), "automatic_checkpoint_naming": numbered}
         accelerator = Accelerator(
             cpu=True,
+            gradient_accumulation_steps=num_steps,
             dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
             project_config=ProjectConfiguration(
                 **{**project, "fast_dir": str(tmp_path / "fast"), "fast_every": every, **options}
@@ -93,6 +94,32 @@ def test_a_resumed_run_ends_with_the_weights_of_one_run(
     resumed[0].load_state()
     assert resumed[2].num_updates == until - until % 3
     train(resumed, 24)
+    assert all(map(torch.equal, expected, resumed[1].parameters()))
+
+
+def train_in_windows(run: Any, until: int) -> None:
+    """Trains in windows of two batches, which read their loader ahead of the loop."""
+    accelerator, model, optimizer, loader = run
+    while optimizer.num_updates < until:
+        for window in accelerator.windows(loader):
+            if optimizer.num_updates == until:
+                break
+            for batch in window:
+                accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.wait_for_checkpoint()
+
+
+def test_a_run_in_windows_resumes_with_the_weights_of_one_run(begin: Callable[..., Any]) -> None:
+    whole = begin(fast_dir=None, num_steps=2)
+    train_in_windows(whole, 14)
+    expected = [parameter.clone() for parameter in whole[1].parameters()]
+    train_in_windows(begin(num_steps=2), 8)
+    resumed = begin(num_steps=2)
+    resumed[0].load_state()
+    assert resumed[2].num_updates == 6
+    train_in_windows(resumed, 14)
     assert all(map(torch.equal, expected, resumed[1].parameters()))
 
 
