@@ -108,6 +108,7 @@ def run_in_terminal(tmp_path: Path) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_two_ranks_show_throughput_phases_and_their_output(run_in_terminal: Run) -> None:
     ended = run_in_terminal(TRAIN, "--num_processes", "2")
     assert ended.code == 0, ended.text

@@ -325,6 +325,7 @@ def test_a_signal_ends_all_replica_groups(tmp_path: Path) -> None:
     assert not [process for process in family if process.is_running()]
 
 
+@pytest.mark.slow
 def test_an_error_after_the_end_of_others_is_not_hidden(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

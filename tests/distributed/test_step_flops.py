@@ -83,6 +83,7 @@ def count_experts(sizes: dict[str, int]) -> float:
     return accelerator.step_times().step_flops
 
 
+@pytest.mark.slow
 def test_counts_of_ranks_that_share_experts_add_up(run: Run) -> None:
     (alone,) = run(count_experts, {}, processes=1)
     found = run(count_experts, {"ep_size": 2}, processes=2, timeout=180)

@@ -24,7 +24,7 @@ SHARED = "digits_task"
 ACCURACY = re.compile(r"^accuracy: (\d\.\d+)$", re.MULTILINE)
 WANTED_ACCURACY = 0.93
 LAUNCHED = "early_stopping"
-IN_GATE = ("distributed_inference", "early_stopping", "exact_metrics")
+IN_GATE = ("distributed_inference", "exact_metrics")
 """The scripts that run on two processes outside the slow part too."""
 
 RunRanks = Callable[..., str]
@@ -118,6 +118,7 @@ def test_one_process(end: Callable[..., Any]) -> None:
     assert float(ACCURACY.findall(printed)[0]) >= WANTED_ACCURACY
 
 
+@pytest.mark.slow
 def test_a_resumed_script_ends_with_the_weights_of_one_run(run_ranks: RunRanks, tmp_path: Path) -> None:
     script, whole, parts = FOLDER / "checkpointing.py", str(tmp_path / "whole"), str(tmp_path / "parts")
     undisturbed = run_ranks(script, "--project_dir", whole, "--num_epochs", "2")

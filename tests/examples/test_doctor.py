@@ -39,6 +39,7 @@ def test_a_fast_loader_is_healthy(tmp_path: Path) -> None:
     assert conclusions(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_blocking_saves_are_named(tmp_path: Path) -> None:
     printed = run_script("blocking_saves.py", tmp_path)
     assert "blocking saves: training waits for checkpoints" in printed

@@ -111,7 +111,8 @@ def test_a_process_trains_with_a_worker_of_its_loader(windows: System) -> None:
     assert "rank 0 of 1 is done" in text
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_launched_processes_train_save_load_and_resume(windows: System, count: int) -> None:
     code, text = windows.run(
         *launched("--num_processes", count, HERE / "train.py", windows.folder / "run", 0)
