@@ -337,6 +337,34 @@ def draw_commit() -> Picture:
     return picture
 
 
+def draw_tiers() -> Picture:
+    """Show which node holds which files of a recent checkpoint."""
+    picture = Picture(
+        "Recent checkpoints on two nodes",
+        "Each of two nodes holds the shards that its ranks have written, and a copy of those of the other "
+        "node, in a folder in memory. Every n-th recent checkpoint is also written to a durable folder on "
+        "a shared disk. If node 1 is lost, node 0 holds all files.",
+        292,
+    )
+    shards = ["rank 0", "rank 1", "rank 2", "rank 3"]
+    for node, left in enumerate((14, 214)):
+        picture.text(left, 22, f"node {node}", "head")
+        picture.text(left, 42, "/dev/shm/one/checkpoint_7", "code")
+        for index, shard in enumerate(shards):
+            is_own = index // 2 == node
+            words = shard if is_own else f"copy of\n{shard}"
+            x, y = left + 86 * (index % 2), 54 + 56 * (0 if is_own else 1)
+            picture.box(x, y, 78, 44, words, "ab"[index // 2], "small")
+    picture.arrow((178, 76), (212, 124))
+    picture.arrow((212, 76), (178, 124))
+    picture.arrow((96, 158), (96, 216))
+    picture.arrow((296, 158), (296, 216))
+    picture.text(106, 192, "every durable_every-th one", "note")
+    picture.box(14, 220, 364, 30, "checkpoints/checkpoint_1 on a shared disk", "plain", "small")
+    picture.text(14, 276, "If node 1 is lost, node 0 still holds all files.", "note")
+    return picture
+
+
 def draw_offload() -> Picture:
     """Show when weights of offloaded blocks come and go."""
     picture = Picture(
@@ -539,6 +567,7 @@ PICTURES: dict[str, Callable[[], Picture]] = {
     "mesh": draw_mesh,
     "schedules": draw_schedules,
     "commit": draw_commit,
+    "tiers": draw_tiers,
     "offload": draw_offload,
     "packages": draw_packages,
     "step": draw_step,

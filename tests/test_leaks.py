@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +10,8 @@ from pathlib import Path
 import pytest
 
 CONFTEST = Path(__file__).with_name("conftest.py")
+PATIENCE = 5.0
+PATIENCE_LINE = f"PATIENCE = {PATIENCE}"
 HEADER = "import os, socket, subprocess, sys, threading, time\n"
 FAKE_STATE = """
 import types
@@ -51,10 +52,16 @@ TIDY = {
 }
 
 
-def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
-    """Run a test file under a copy of our conftest, in a pytest of its own."""
-    shutil.copy(CONFTEST, folder / "conftest.py")
-    (folder / "test_it.py").write_text(HEADER + source)
+def run_pytest(folder: Path, *sources: str, patience: float = PATIENCE) -> subprocess.CompletedProcess[str]:
+    """Run test files under a copy of our conftest, in a pytest of its own.
+
+    `patience` replaces the seconds that threads, processes and ports get to end.
+    """
+    conftest = CONFTEST.read_text()
+    assert PATIENCE_LINE in conftest
+    (folder / "conftest.py").write_text(conftest.replace(PATIENCE_LINE, f"PATIENCE = {patience}"))
+    for number, source in enumerate(sources):
+        (folder / f"test_{number}.py").write_text(HEADER + source)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     command = [
         sys.executable,
@@ -72,16 +79,16 @@ def run_pytest(folder: Path, source: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("complaint", LEAKS)
 def test_a_leak_fails_the_test(tmp_path: Path, complaint: str) -> None:
-    done = run_pytest(tmp_path, LEAKS[complaint])
+    done = run_pytest(tmp_path, LEAKS[complaint], patience=0.1)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "this test left behind" in done.stdout
     assert complaint in done.stdout
 
 
-@pytest.mark.parametrize("kind", TIDY)
-def test_a_test_without_leaks_passes(tmp_path: Path, kind: str) -> None:
-    done = run_pytest(tmp_path, TIDY[kind])
+def test_tests_without_leaks_pass(tmp_path: Path) -> None:
+    done = run_pytest(tmp_path, *TIDY.values())
     assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{len(TIDY)} passed" in done.stdout
 
 
 def test_the_next_test_starts_clean(tmp_path: Path) -> None:

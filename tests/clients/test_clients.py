@@ -48,6 +48,7 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_custom_trainer_trains_and_resumes(tmp_path: Path) -> None:
     """One process; its checkpoint resumes exactly."""
     found = found_by(CASES["by hand"], tmp_path)

@@ -69,7 +69,7 @@ def made_by(stores: list[Any], act: Callable[[], Any]) -> list[int]:
     return [store.total - count for store, count in zip(stores, before, strict=True)]
 
 
-SIZES = pytest.mark.parametrize("size", [8, 64])
+SIZES = pytest.mark.parametrize("size", [pytest.param(8, marks=pytest.mark.slow), 64])
 
 
 @SIZES
@@ -150,7 +150,7 @@ def test_an_ended_rank_is_known_to_all_ranks_with_few_requests(simulation: Any, 
 def test_a_slow_store_is_no_silent_rank(simulation: Any, host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each request takes longer than ranks have to answer where the store is fast."""
     watching = sys.modules["accelerate.diagnostics.watching"]
-    monkeypatch.setattr(watching, "_SLOW", 0.2)
+    monkeypatch.setattr(watching, "_SLOW", 0.1)
     ranks = ranks_of(simulation, 2)
     for rank in ranks:
         rank.wait_began = time.monotonic() - 5.0
@@ -166,12 +166,12 @@ def test_a_slow_store_is_no_silent_rank(simulation: Any, host: Any, monkeypatch:
     asker.store._counted = lambda name, method, counted=asker.store._counted: delayed(counted(name, method))
     asker.check()
     (text,) = asker.reports
-    assert "rank 1 gave no answer yet: the store of the run is slow (0.3 s for a request)" in text
+    assert "rank 1 gave no answer yet: the store of the run is slow (0.2 s for a request)" in text
 
 
 def delayed(method: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any) -> Any:
-        time.sleep(0.3)
+        time.sleep(0.2)
         return method(*arguments)
 
     return call
@@ -245,7 +245,7 @@ def test_restart_generations(simulation: Any, size: int) -> None:
     assert max(made) <= AGREEMENT + looks
 
 
-@pytest.mark.parametrize("size", [3, 32])
+@pytest.mark.parametrize("size", [pytest.param(3, marks=pytest.mark.slow), 32])
 def test_ranks_that_wait_for_missing_ones(
     simulation: Any, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -59,7 +59,7 @@ WAYS: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, int]] = {
 }
 """Name -> fields of the plugin, sizes of the mesh, number of processes."""
 
-CORE = ("single", "ddp", "fsdp1 full", "fsdp1 grad", "fsdp2 reshard", "fsdp2 keep", "fsdp2 offload", "tp")
+CORE = ("single", "ddp", "fsdp1 full", "fsdp2 reshard", "fsdp2 offload", "tp")
 
 
 class Block(nn.Module):
@@ -246,11 +246,11 @@ SAVES: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, int]] = {
 
 MOVES = [
     ("fsdp2 reshard", "ddp"),
-    ("ddp", "fsdp1 full"),
     ("fsdp1 shards", "fsdp1 shards, own parameters"),
     *(
         pytest.param(before, after, marks=pytest.mark.slow)
         for before, after in [
+            ("ddp", "fsdp1 full"),
             ("ddp", "fsdp2 offload"),
             ("fsdp2 2x2", "fsdp2 keep"),
             ("fsdp2 recompute", "single"),

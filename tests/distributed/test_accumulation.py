@@ -127,7 +127,7 @@ def all_differences(**choices: Any) -> list[tuple[Any, list[float]]]:
     return [(case, difference(accelerator, *case)) for case in CASES]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gradients_equal_those_of_the_big_batch(run: Run, processes: int) -> None:
     results = run(all_differences, processes=processes)
     for case, differences in results[0]:

@@ -118,9 +118,12 @@ def trained(way: str, policy: dict[str, Any] | None) -> tuple[dict[str, Tensor],
 
 
 WAYS = ["ddp", "fsdp2", "fsdp1", "tp", "adopted units", "adopted plan"]
+IN_GATE = ("fsdp2", "tp")
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[] if way in IN_GATE else pytest.mark.slow) for way in WAYS]
+)
 def test_steps_are_those_without_recomputation(run: Run, way: str) -> None:
     expected = run(trained, way, None)
     is_split = way in ("tp", "adopted plan", "adopted units")
@@ -135,7 +138,14 @@ def test_steps_are_those_without_recomputation(run: Run, way: str) -> None:
             torch.testing.assert_close(weights, reference, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("way", ["fsdp1 flag", "fsdp2 flag", "fsdp2 flag, loaded"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("fsdp1 flag", marks=pytest.mark.slow),
+        pytest.param("fsdp2 flag", marks=pytest.mark.slow),
+        "fsdp2 flag, loaded",
+    ],
+)
 def test_the_flag_of_fsdp_recomputes_all_units(run: Run, way: str) -> None:
     expected = run(trained, way.replace("flag", ""), None)
     for (weights, calls, names), (reference, _, plain) in zip(run(trained, way, None), expected, strict=True):

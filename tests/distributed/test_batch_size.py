@@ -65,7 +65,7 @@ def search(failing_rank: int | None, when: str, timeout: float) -> dict[str, Any
 @pytest.mark.parametrize(
     ("failing_rank", "when", "kept"),
     [
-        (1, "before", False),
+        pytest.param(1, "before", False, marks=pytest.mark.slow),
         (0, "in the middle", False),
         (None, "in the middle", True),
         (1, "alone", True),

@@ -77,6 +77,9 @@ def save_on_one_rank() -> str:
     accelerator, _, _ = prepared()
     accelerator._runtime.checkpoints.timeout = 0.5
     if accelerator.is_main_process:
+        from accelerate.state import agreement
+
+        agreement.DECISION_TIMEOUT = 0.2
         with pytest.raises(StateError) as error:
             accelerator.save_state()
         return str(error.value)

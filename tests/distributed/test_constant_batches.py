@@ -197,43 +197,37 @@ def plain(setting: Setting) -> Result:
     return Result(samples, rates, [state[name] for name in sorted(state)])
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "processes", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2, 4))]
+)
 def test_a_step_is_that_of_one_process_with_the_global_batch(run: Run, processes: int) -> None:
     (expected,) = run(plain, Setting(), processes=1)
     for result in run(train, Setting(), processes=processes):
         result.check(expected)
 
 
+SHORT = Setting(samples=34, global_batch_size=32)  # the last step has fewer samples than processes
+SETTINGS = {
+    "drop_last": Setting(drop_last=True),
+    "workers": Setting(workers=1),
+    "seedable": Setting(seedable=True),
+    "short_end": SHORT,
+    "large_batches": Setting(samples=20, batch_size=8, global_batch_size=8),  # larger than its part
+    "no_generator": Setting(has_generator=False),
+    "windows": Setting(windows=True),
+    "num_items": Setting(counts_items=True),
+    "both": Setting(windows=True, counts_items=True),
+    "short_num_items": SHORT._replace(counts_items=True),
+    "short_both": SHORT._replace(windows=True, counts_items=True),
+}
+IN_GATE = ("drop_last", "large_batches", "short_num_items", "short_both")
+
+
 @pytest.mark.parametrize(
-    "setting",
-    [
-        Setting(drop_last=True),
-        Setting(workers=1),
-        Setting(seedable=True),
-        Setting(samples=34, global_batch_size=32),  # the last step has fewer samples than processes
-        Setting(samples=20, batch_size=8, global_batch_size=8),  # a batch is larger than its part
-        Setting(has_generator=False),
-        Setting(windows=True),
-        Setting(counts_items=True),
-        Setting(windows=True, counts_items=True),
-        Setting(samples=34, global_batch_size=32, counts_items=True),
-        Setting(samples=34, global_batch_size=32, windows=True, counts_items=True),
-    ],
-    ids=[
-        "drop_last",
-        "workers",
-        "seedable",
-        "short_end",
-        "large_batches",
-        "no_generator",
-        "windows",
-        "num_items",
-        "both",
-        "short_num_items",
-        "short_both",
-    ],
+    "name", [pytest.param(name, marks=[] if name in IN_GATE else pytest.mark.slow) for name in SETTINGS]
 )
-def test_three_processes_take_the_steps_of_one(run: Run, setting: Setting) -> None:
+def test_three_processes_take_the_steps_of_one(run: Run, name: str) -> None:
+    setting = SETTINGS[name]
     (expected,) = run(train, setting, processes=1)
     for result in run(train, setting, processes=3):
         result.check(expected)
@@ -244,7 +238,14 @@ def test_shards_take_the_steps_of_one_process(run: Run) -> None:
     run(train, Setting(fsdp=True), processes=3)[0].check(expected)
 
 
-@pytest.mark.parametrize(("sizes", "seedable"), [((2, 3), False), ((1, 3), True), ((3, 1), False)])
+@pytest.mark.parametrize(
+    ("sizes", "seedable"),
+    [
+        ((2, 3), False),
+        pytest.param((1, 3), True, marks=pytest.mark.slow),
+        pytest.param((3, 1), False, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_resumes_with_another_size_as_if_it_had_not_changed(
     run: Run, tmp_path: Path, sizes: tuple[int, int], seedable: bool
 ) -> None:
@@ -256,6 +257,7 @@ def test_a_run_resumes_with_another_size_as_if_it_had_not_changed(
         Result(first.samples + rest.samples, first.rates + rest.rates, rest.weights).check(expected)
 
 
+@pytest.mark.slow
 def test_a_size_may_change_several_times_in_one_epoch(run: Run, tmp_path: Path) -> None:
     setting = Setting(samples=61, batch_size=2, global_batch_size=8, epochs=2)
     (expected,) = run(train, setting, processes=1)
@@ -337,7 +339,14 @@ def train_with(kind: str) -> list[str]:
     return messages
 
 
-@pytest.mark.parametrize("kind", ["stream", "dispatched", "split", "batch sampler", "batch size"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "stream",
+        "batch size",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dispatched", "split", "batch sampler")),
+    ],
+)
 def test_loaders_that_do_not_divide_a_global_batch_are_refused(run: Run, kind: str) -> None:
     for messages in run(train_with, kind, processes=2):
         for message in messages:

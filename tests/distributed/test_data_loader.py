@@ -83,7 +83,7 @@ def read_shuffled() -> list[list[Any]]:
     return passes
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_ranks_shuffle_in_the_same_order(run: Run, processes: int) -> None:
     passes = []
     for ranks in zip(*run(read_shuffled, processes=processes), strict=True):
@@ -105,7 +105,9 @@ def read_in_constant_memory(dispatch: bool | None) -> list[Any]:
     return [batches(prepared) for _ in range(2)]
 
 
-@pytest.mark.parametrize("dispatch", [None, True], ids=["sharded", "dispatched"])
+@pytest.mark.parametrize(
+    "dispatch", [None, pytest.param(True, marks=pytest.mark.slow)], ids=["sharded", "dispatched"]
+)
 def test_a_computed_order_is_the_same_for_any_number_of_processes(run: Run, dispatch: bool | None) -> None:
     orders = []
     for processes in (1, 2, 3):
@@ -169,7 +171,7 @@ def read_all_cases(processes: int) -> list[list[Any]]:
     ]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_dispatched_samples_are_the_dataset_once(run: Run, processes: int) -> None:
     answers = run(read_all_cases, processes, processes=processes)
     for (*_, size), *ranks in zip(CASES, *answers, strict=True):

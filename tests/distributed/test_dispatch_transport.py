@@ -50,7 +50,7 @@ def read_large(shares: bool) -> list[tuple[bool, list[Any], bool]]:
     return [whole, seen, prepared._channel._memory is not None]  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_batches_in_shared_memory_equal_broadcast_batches(run: Run, processes: int) -> None:
     shared = run(read_large, True, processes=processes)
     sent = run(read_large, False, processes=processes)

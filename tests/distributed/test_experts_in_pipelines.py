@@ -132,7 +132,7 @@ PP, EP = "pp_size", "ep_size"
 @pytest.mark.parametrize(
     ("sizes", "schedule", "has_fsdp", "steps"),
     [
-        ({PP: 2, EP: 2}, "1f1b", False, 2),
+        ({PP: 2, EP: 2}, "1f1b", False, 1),
         pytest.param({PP: 2, EP: 2}, "1f1b", True, 2, marks=pytest.mark.slow),
         pytest.param({PP: 2, EP: 2}, "zbvzerobubble", False, 1, marks=pytest.mark.slow),
         pytest.param({PP: 2, EP: 2}, "interleavedzerobubble", True, 1, marks=pytest.mark.slow),

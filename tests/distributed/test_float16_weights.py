@@ -60,8 +60,15 @@ def train_plain(clips: bool) -> list[torch.Tensor]:
     return [p.detach().flatten() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("clips", [False, True])
-@pytest.mark.parametrize("version", [None, 2])
+@pytest.mark.parametrize(
+    ("version", "clips"),
+    [
+        (None, False),
+        (2, True),
+        pytest.param(None, True, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+    ],
+)
 def test_float16_weights_train_as_float32_ones_do(run: Run, version: int | None, clips: bool) -> None:
     ranks = run(train, version, clips, processes=2)
     assert ranks[0] == ranks[1]

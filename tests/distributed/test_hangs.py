@@ -415,7 +415,7 @@ accelerator.gather(torch.ones(1))
 
 def test_the_launcher_reports_an_aborted_hang(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SCRIPT)
-    words = ["--cpu", "--num_processes", "2", "--hang_timeout", "2", "--hang_action", "abort", "train.py"]
+    words = ["--cpu", "--num_processes", "2", "--hang_timeout", "1", "--hang_action", "abort", "train.py"]
     ended = subprocess.run(
         [sys.executable, "-m", "accelerate.commands.launch", *words],
         capture_output=True,

@@ -47,7 +47,7 @@ def come_to_the_group(late: int, seconds: float) -> None:
 
 
 def test_waiting_ranks_name_the_rank_that_joins_late(end: Run) -> None:
-    ended = end(come_to_the_group, 1, 4.0, processes=3, env={"ACCELERATE_HANG_TIMEOUT": "1"})
+    ended = end(come_to_the_group, 1, 3.0, processes=3, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0, 0]
     said = r"ranks 0, 2 wait in init_process_group, <GROUP>, since \d+ s; rank 1 did not come, "
     assert pattern(said).search(outputs_of(ended)), outputs_of(ended)
@@ -56,7 +56,7 @@ def test_waiting_ranks_name_the_rank_that_joins_late(end: Run) -> None:
 
 
 def test_waiting_ranks_name_a_late_rank_0_with_its_address(end: Run) -> None:
-    ended = end(come_to_the_group, 0, 4.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
+    ended = end(come_to_the_group, 0, 3.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
     said = r"rank 1 waits in init_process_group, <GROUP>, .*; rank 0 did not come.*not answer at 127.0.0.1"
     assert pattern(said).search(outputs_of(ended)), outputs_of(ended)
@@ -64,7 +64,7 @@ def test_waiting_ranks_name_a_late_rank_0_with_its_address(end: Run) -> None:
 
 
 def test_ranks_that_all_join_late_are_no_hang(end: Run) -> None:
-    ended = end(come_to_the_group, -1, 3.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
+    ended = end(come_to_the_group, -1, 2.0, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]
     assert "accelerate:" not in outputs_of(ended)
 
@@ -92,7 +92,13 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "rank", "act", "said"),
     [
-        (BY_US, 0, "sleeps", rf"; rank 0 did not come: its process \d+ on \S+ sleeps.*{STACK}"),
+        pytest.param(
+            BY_US,
+            0,
+            "sleeps",
+            rf"; rank 0 did not come: its process \d+ on \S+ sleeps.*{STACK}",
+            marks=slow,
+        ),
         pytest.param(BY_US, 1, "sleeps", rf"; rank 1 did not come: .*{STACK}", marks=slow),
         pytest.param(BY_US, 1, "stops", r"; rank 1 did not come: .* is stopped by a signal", marks=slow),
         pytest.param(BY_US, 1, "ends", r"; rank 1 has ended before it came \(process \d+ on", marks=slow),
@@ -105,7 +111,7 @@ def test_a_rank_that_builds_no_accelerator_ends_the_run(
 ) -> None:
     (tmp_path / "before.py").write_text(BEFORE)
     grace = {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "1"}
-    limits = {"ACCELERATE_HANG_TIMEOUT": "2", "ACCELERATE_HANG_ACTION": "abort", "ACCELERATE_USE_CPU": "true"}
+    limits = {"ACCELERATE_HANG_TIMEOUT": "1", "ACCELERATE_HANG_ACTION": "abort", "ACCELERATE_USE_CPU": "true"}
     ended = subprocess.run(
         [sys.executable, "-m", *launcher, "3", "before.py", str(rank), act],
         capture_output=True,
@@ -179,14 +185,14 @@ if __name__ == "__main__":
     loader = DataLoader(Slow(), num_workers=1, multiprocessing_context="{method}")
     for batch in Accelerator().prepare(loader):
         pass
-    time.sleep(3)
+    time.sleep(2)
 """
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=slow)])
 def test_one_process_reports_the_line_of_its_worker(tmp_path: Path, method: str) -> None:
     (tmp_path / "slow.py").write_text(SLOW_DATA.format(method=method))
-    env = {**os.environ, "ACCELERATE_HANG_TIMEOUT": "2"}
+    env = {**os.environ, "ACCELERATE_HANG_TIMEOUT": "1"}
     words = [sys.executable, "slow.py"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True, cwd=tmp_path, env=env) as process:
         assert process.stderr is not None

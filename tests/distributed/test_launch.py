@@ -35,6 +35,9 @@ with open(os.path.join(folder, rank + ".json"), "w") as file:
     json.dump({"arguments": sys.argv[1:], "environment": dict(os.environ), "pid": os.getpid()}, file)
 """
 
+TWO_IN_GATE = [pytest.param("1", marks=pytest.mark.slow), "2"]
+"""Numbers of processes, of which the slow part has the other one."""
+
 
 class Ended(NamedTuple):
     code: int
@@ -117,13 +120,13 @@ def test_modules_and_programs_are_launched_too(scripts: Scripts) -> None:
     assert scripts.seen()["1"]["arguments"] == ["b"]
 
 
-@pytest.mark.parametrize(("count", "code"), [("1", 5), ("2", 5)])
-def test_the_exit_code_is_that_of_the_script(scripts: Scripts, count: str, code: int) -> None:
+@pytest.mark.parametrize("count", TWO_IN_GATE)
+def test_the_exit_code_is_that_of_the_script(scripts: Scripts, count: str) -> None:
     script = scripts.write(
         "import os, sys, time\nsys.exit(5) if os.environ.get('RANK') != '1' else time.sleep(60)"
     )
     ended = scripts.run("--cpu", "--num_processes", count, script)
-    assert ended.code == code
+    assert ended.code == 5
     if count == "2":
         assert "rank 0 failed first: exit code 5, and left no Python error." in ended.err
     assert "Traceback" not in ended.err
@@ -147,7 +150,7 @@ def test_a_failed_run_ends_with_one_screen(scripts: Scripts) -> None:
     shutil.rmtree(Path(report).parent)
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", TWO_IN_GATE)
 def test_a_failed_group_is_started_again_as_often_as_asked(scripts: Scripts, processes: str) -> None:
     text = "import os, sys\nsys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 3)"
     ended = scripts.run("--cpu", "--num_processes", processes, "--max_restarts", "1", scripts.write(text))
@@ -177,6 +180,9 @@ def test_logs_of_the_processes_are_kept(scripts: Scripts) -> None:
     assert ended.code == 0, ended.err
     assert "hello from 1" in ended.out
     assert {"hello from 0\n", "hello from 1\n"} <= {path.read_text() for path in logs.rglob("stdout.log")}
+
+
+BACKGROUND = (signal.SIGINT, signal.SIGQUIT)
 
 
 class Launched:
@@ -226,11 +232,26 @@ class Launched:
         return Ended(self.process.returncode, GLOO.sub("", out), err)
 
 
-@pytest.mark.parametrize("count", ["1", "2"])
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("ignored", [(), (signal.SIGINT, signal.SIGQUIT)], ids=["", "in a background"])
+@pytest.mark.parametrize(
+    ("ignored", "number", "count"),
+    [
+        ((), signal.SIGTERM, "2"),
+        (BACKGROUND, signal.SIGINT, "1"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ((), signal.SIGTERM, "1"),
+                ((), signal.SIGINT, "1"),
+                ((), signal.SIGINT, "2"),
+                (BACKGROUND, signal.SIGTERM, "1"),
+                (BACKGROUND, signal.SIGTERM, "2"),
+                (BACKGROUND, signal.SIGINT, "2"),
+            ]
+        ),
+    ],
+)
 def test_ending_the_launcher_ends_its_processes(
-    scripts: Scripts, count: str, number: signal.Signals, ignored: tuple[int, ...]
+    scripts: Scripts, ignored: tuple[int, ...], number: signal.Signals, count: str
 ) -> None:
     """Also from the background of a shell, which has its programs ignore the keys of the terminal."""
     text = WRITER + "\nimport time\ntime.sleep(100)"
@@ -243,7 +264,7 @@ def test_ending_the_launcher_ends_its_processes(
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
-@pytest.mark.parametrize("count", ["1", "2"])
+@pytest.mark.parametrize("count", TWO_IN_GATE)
 def test_under_nohup_sighup_does_not_end_the_run(scripts: Scripts, count: str) -> None:
     waits = "\nimport time\nwhile not os.path.exists(folder + '/go'): time.sleep(0.05)\nprint('end')"
     launched = Launched(scripts, count, WRITER + waits, signal.SIGHUP)
@@ -254,7 +275,7 @@ def test_under_nohup_sighup_does_not_end_the_run(scripts: Scripts, count: str) -
     assert ended.out.count("end") == int(count)  # processes write at the same time
 
 
-@pytest.mark.parametrize("count", ["1", "2"])
+@pytest.mark.parametrize("count", TWO_IN_GATE)
 def test_stopped_processes_end_with_the_others(scripts: Scripts, count: str) -> None:
     stops = (
         "\nimport signal\nif rank != '0': os.kill(os.getpid(), signal.SIGSTOP)\nimport time\ntime.sleep(100)"
@@ -289,7 +310,7 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.parametrize("count", ["1", "2"])
+@pytest.mark.parametrize("count", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_a_request_while_the_processes_start_is_answered(scripts: Scripts, count: str) -> None:
     scripts.write(SLOW_START, "sitecustomize.py")
     launched = Launched(scripts, count, ASKS, PYTHONPATH=str(scripts.folder))
@@ -319,12 +340,12 @@ def test_a_request_while_processes_are_started_again_ends_none(scripts: Scripts)
     assert ended.out == f"[{int(signal.SIGUSR2)}]\n" * 2, ended.err
 
 
-@pytest.mark.parametrize("count", ["1", "2"])
+@pytest.mark.parametrize("count", TWO_IN_GATE)
 def test_processes_that_ignore_the_end_are_killed_within_seconds(scripts: Scripts, count: str) -> None:
     deaf = "import signal, time\nfor number in (2, 15): signal.signal(number, signal.SIG_IGN)\n"
     launcher = subprocess.Popen(
         [*LAUNCH, "--cpu", "--num_processes", count, scripts.write(deaf + WRITER + "time.sleep(100)")],
-        env=scripts.variables(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="2"),
+        env=scripts.variables(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1"),
         stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -366,7 +387,14 @@ print(f"{state.process_index} {state.num_processes} {state.device.type}\\n", end
 """
 
 
-@pytest.mark.parametrize("command", [["accelerate", "launch"], ["accelerate-launch"], LAUNCH])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["accelerate", "launch"],
+        pytest.param(["accelerate-launch"], marks=pytest.mark.slow),
+        pytest.param(LAUNCH, marks=pytest.mark.slow),
+    ],
+)
 def test_every_way_to_call_the_launcher_works(scripts: Scripts, command: list[str]) -> None:
     words = (
         command
@@ -378,7 +406,7 @@ def test_every_way_to_call_the_launcher_works(scripts: Scripts, command: list[st
     assert sorted(ended.out.split("\n")) == ["", "0 2 cpu", "1 2 cpu"]
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_the_self_check_passes(scripts: Scripts, count: int) -> None:
     path = scripts.folder / "c.yaml"
     path.write_text(f"use_cpu: true\nnum_processes: {count}\nmixed_precision: 'no'\n")
@@ -436,7 +464,7 @@ sys.exit(4)
 """
 
 
-@pytest.mark.parametrize("backend", ["static", "c10d"])
+@pytest.mark.parametrize("backend", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
 def test_two_machines_share_the_processes(scripts: Scripts, backend: str) -> None:
     """Two launchers, one for each machine; here both are this host."""
     with socket.socket() as probe:

@@ -108,6 +108,7 @@ def run_in_terminal(tmp_path: Path) -> Run:
     return run
 
 
+@pytest.mark.slow
 def test_two_ranks_show_throughput_phases_and_their_output(run_in_terminal: Run) -> None:
     ended = run_in_terminal(TRAIN, "--num_processes", "2")
     assert ended.code == 0, ended.text
@@ -122,12 +123,14 @@ def test_two_ranks_show_throughput_phases_and_their_output(run_in_terminal: Run)
     assert re.findall(r"^│ +(\d) +200 .* finished", last, re.MULTILINE) == ["0", "1"]
 
 
-def test_a_failed_run_shows_its_state_and_then_its_failure(run_in_terminal: Run) -> None:
-    ended = run_in_terminal(TRAIN, "--num_processes", "2", "--max_restarts", "1", "--", "60")
+@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_failed_run_shows_its_state_and_then_its_failure(run_in_terminal: Run, restarts: int) -> None:
+    words = ("--num_processes", "2", "--max_restarts", str(restarts))
+    ended = run_in_terminal(TRAIN, *words, "--", "60")
     assert ended.code == 1
     view, _, digest = ended.text.rpartition("╯")
     last = view[view.rindex("╭") :]
-    assert "1 restart" in last
+    assert ("1 restart" in last) == restarts
     assert re.search(r"^│ +1 +6\d .* failed", last, re.MULTILINE)
     assert "rank 1" in digest
     assert 'raise ValueError("broken batch")' in digest
@@ -148,7 +151,7 @@ sys.exit(3 if sys.stdout.isatty() else 4)
 """
 
 
-@pytest.mark.parametrize("columns", [0, 100])
+@pytest.mark.parametrize("columns", [pytest.param(0, marks=pytest.mark.slow), 100])
 def test_the_output_of_a_script_is_unchanged_and_in_order(columns: int, run_in_terminal: Run) -> None:
     ended = run_in_terminal(NOISY, columns=columns)
     assert ended.code == 3

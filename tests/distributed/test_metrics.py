@@ -93,7 +93,7 @@ def evaluate_all(settings: dict[str, Any], kinds: tuple[str, ...]) -> dict[tuple
     return results
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize(
     ("settings", "kinds"),
     [
@@ -188,7 +188,13 @@ def warnings_about_means(samples: int, trains: bool, library: str | None = None)
 
 
 @pytest.mark.parametrize(
-    ("samples", "trains", "warnings"), [(8, False, 0), (6, False, 1), (7, False, 1), (7, True, 0)]
+    ("samples", "trains", "warnings"),
+    [
+        (8, False, 0),
+        pytest.param(6, False, 1, marks=pytest.mark.slow),
+        (7, False, 1),
+        pytest.param(7, True, 0, marks=pytest.mark.slow),
+    ],
 )
 def test_a_mean_is_only_warned_of_where_ranks_evaluate_other_numbers_of_samples(
     run: Run, samples: int, trains: bool, warnings: int

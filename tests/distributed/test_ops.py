@@ -80,7 +80,7 @@ def collect_everything() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_gather(run: Run, processes: int) -> None:
     ranks = range(processes)
     for result in run(collect_everything, processes=processes):
@@ -114,7 +114,7 @@ def spread_from_last() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_broadcast(run: Run, processes: int) -> None:
     last = processes - 1
     for result in run(spread_from_last, processes=processes):
@@ -137,7 +137,7 @@ def scatter_from_last() -> dict[str, Any]:
     return {"filled": filled is out and out.tolist(), "kind": type(transport).__name__}
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_scatter(run: Run, processes: int) -> None:
     for index, result in enumerate(run(scatter_from_last, processes=processes)):
         assert result == {"filled": [[index, 7]], "kind": "TorchTransport"}
@@ -158,7 +158,7 @@ def combine_much() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_reduce_of_large_tensors(run: Run, processes: int) -> None:
     for result in run(combine_much, processes=processes):
         assert all(result.values()), result
@@ -197,7 +197,7 @@ def combine() -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_reduce(run: Run, processes: int) -> None:
     total = sum(range(processes))
     for index, result in enumerate(run(combine, processes=processes)):
@@ -384,7 +384,14 @@ def compare_with_leaf_by_leaf(scale: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(("processes", "scale"), [(2, 4), (3, 4), (2, 300), (2, 10_000), (3, 30_000)])
+@pytest.mark.parametrize(
+    ("processes", "scale"),
+    [
+        (3, 4),
+        (2, 10_000),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [(2, 4), (2, 300), (3, 30_000)]),
+    ],
+)
 def test_packed_is_leaf_by_leaf(run: Run, processes: int, scale: int) -> None:
     results = run(compare_with_leaf_by_leaf, scale, processes=processes)
     for result in results:

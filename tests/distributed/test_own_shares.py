@@ -88,7 +88,7 @@ def read_without_dispatch() -> list[Any]:
     return [read(sizes, batch, dispatch_batches=False) for sizes in SIZES for batch in (1, 2, 4)]
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_without_dispatch_shards_are_read_where_their_number_divides(run: Run, processes: int) -> None:
     ranks = run(read_without_dispatch, processes=processes)
     for place, sizes in enumerate(sizes for sizes in SIZES for _ in range(3)):
@@ -102,7 +102,7 @@ def test_without_dispatch_shards_are_read_where_their_number_divides(run: Run, p
         assert reads == (shares if divides else (sum(sizes),) * processes)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_each_sample_is_gathered_once_and_all_ranks_end_together(run: Run, processes: int) -> None:
     ranks = run(read_all, processes, processes=processes)
     cases = [sizes for sizes in SIZES for _ in range(3)]
@@ -211,17 +211,35 @@ def resume_run(
     return found
 
 
-@pytest.mark.parametrize("stateful", [False, True])
-@pytest.mark.parametrize("kind", ["skips", "resumes"])
+RESUMED = [
+    (dispatch, sizes, kind, stateful)
+    for dispatch, sizes in [
+        (None, [5, 4, 6]),
+        (None, [5, 4, 6, 1]),
+        (False, [5, 4, 6, 1]),
+        (False, [9, 1]),
+    ]
+    for kind in ("skips", "resumes")
+    for stateful in (False, True)
+]
+IN_GATE = [
+    (None, [5, 4, 6], "skips", True),
+    (None, [5, 4, 6, 1], "resumes", False),
+    (False, [5, 4, 6, 1], "resumes", True),
+    (False, [9, 1], "skips", False),
+]
+
+
 @pytest.mark.parametrize(
-    ("dispatch", "sizes"), [(None, [5, 4, 6]), (None, [5, 4, 6, 1]), (False, [5, 4, 6, 1]), (False, [9, 1])]
+    ("dispatch", "sizes", "kind", "stateful"),
+    [pytest.param(*case, marks=[] if case in IN_GATE else pytest.mark.slow) for case in RESUMED],
 )
 def test_resumed_shards_match_an_uninterrupted_run(
     run: Run,
-    kind: str,
-    stateful: bool,
     dispatch: bool | None,
     sizes: list[int],
+    kind: str,
+    stateful: bool,
     tmp_path: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

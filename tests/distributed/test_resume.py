@@ -177,8 +177,8 @@ def check(
     ("kind", "config"),
     [
         ("shuffled", {}),
-        ("shuffled", {"use_constant_memory_sampler": True}),
-        ("shuffled", {"dispatch_batches": True}),
+        pytest.param("shuffled", {"use_constant_memory_sampler": True}, marks=pytest.mark.slow),
+        pytest.param("shuffled", {"dispatch_batches": True}, marks=pytest.mark.slow),
         ("stream", {}),
     ],
     ids=["sharded", "constant memory", "dispatched", "stream"],
@@ -199,6 +199,7 @@ def test_a_dispatched_stateful_stream_resumes(run: Run) -> None:
     check(run, "stream", 0, CONFIGS["dispatched, by itself"], 2, [(0, 2)])
 
 
+@pytest.mark.slow
 def test_a_dispatched_stream_with_persistent_workers_resumes(run: Run) -> None:
     check(run, "persistent workers", 1, {}, 2, [(0, 2)])
 
@@ -258,29 +259,40 @@ def finish(folder: str, kind: str, config: dict[str, Any], batches: int) -> Any:
     ]
 
 
+RESIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "sharded": ("shuffled", {}),
+    "constant memory": ("shuffled", {"use_constant_memory_sampler": True}),
+    "dispatched": ("shuffled", {"dispatch_batches": True}),
+    "stream": ("stream", {"dispatch_batches": False}),
+    "bare stream": ("bare stream", {}),
+    "bare stream, by itself": (
+        "bare stream",
+        {"dispatch_batches": False, "use_stateful_dataloader": True},
+    ),
+}
+SIZES = [(2, 3), (3, 1), (1, 2)]
+IN_GATE = {"sharded": (2, 3), "dispatched": (3, 1), "stream": (1, 2), "bare stream": (2, 3)}
+
+
 @pytest.mark.parametrize(
-    ("kind", "config"),
+    ("name", "before", "now"),
     [
-        ("shuffled", {}),
-        ("shuffled", {"use_constant_memory_sampler": True}),
-        ("shuffled", {"dispatch_batches": True}),
-        ("stream", {"dispatch_batches": False}),
-        ("bare stream", {}),
-        ("bare stream", {"dispatch_batches": False, "use_stateful_dataloader": True}),
+        pytest.param(name, *sizes, marks=[] if IN_GATE.get(name) == sizes else pytest.mark.slow)
+        for name in RESIZED
+        for sizes in SIZES
     ],
-    ids=["sharded", "constant memory", "dispatched", "stream", "bare stream", "bare stream, by itself"],
 )
 def test_another_world_size_resumes_at_the_next_sample(
-    run: Run, tmp_path: Path, kind: str, config: dict[str, Any]
+    run: Run, tmp_path: Path, name: str, before: int, now: int
 ) -> None:
-    for before, now in ((2, 3), (3, 1), (1, 2)):
-        folder = str(tmp_path / f"{before}")
-        parts = run(begin, folder, kind, config, 2, processes=before)
-        seen = sorted(sample for part in parts for sample in part)
-        assert len(seen) == 2 * BATCH * before
-        for rest, following in run(finish, folder, kind, config, 2, processes=now):
-            assert sorted(seen + rest) == list(range(SAMPLES))
-            assert sorted(following) == list(range(SAMPLES))
+    kind, config = RESIZED[name]
+    folder = str(tmp_path / "saved")
+    parts = run(begin, folder, kind, config, 2, processes=before)
+    seen = sorted(sample for part in parts for sample in part)
+    assert len(seen) == 2 * BATCH * before
+    for rest, following in run(finish, folder, kind, config, 2, processes=now):
+        assert sorted(seen + rest) == list(range(SAMPLES))
+        assert sorted(following) == list(range(SAMPLES))
 
 
 def go_on(
@@ -307,8 +319,12 @@ def go_on(
     ("kind", "config"),
     [
         ("shuffled", {"dispatch_batches": True}),
-        ("bare stream", {}),
-        ("bare stream", {"dispatch_batches": False, "use_stateful_dataloader": True}),
+        pytest.param("bare stream", {}, marks=pytest.mark.slow),
+        pytest.param(
+            "bare stream",
+            {"dispatch_batches": False, "use_stateful_dataloader": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["dispatched", "stream", "stateful stream"],
 )

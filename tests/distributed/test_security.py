@@ -144,7 +144,7 @@ def continue_after_a_forged_report() -> int:
 
 
 @NEEDS_LIST
-@pytest.mark.parametrize("key", ["secret", None])
+@pytest.mark.parametrize("key", ["secret", pytest.param(None, marks=pytest.mark.slow)])
 def test_an_unsigned_report_ends_no_rank(run: Callable[..., Any], key: str | None) -> None:
     env = {KEY_VARIABLE: key, "ACCELERATE_HANG_ACTION": "abort"}
     assert run(continue_after_a_forged_report, env=env) == [0, 1]

@@ -224,11 +224,11 @@ def weights_of(folder: Path, layout: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("layout", "processes", "other", "precision"),
     [
-        ("units", 2, "", "no"),
         ("plan", 2, "units", "bf16"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("units", 2, "", "no"),
                 ("plan and units", 4, "units", "no"),
                 ("hybrid", 4, "plan", "no"),
                 ("two meshes", 4, "", "fp16"),
@@ -584,11 +584,12 @@ EARLY = {"steps": 3, "syncs_early": True}
 TWO = ["units", "plan", "one unit"]
 FOUR = ["hybrid", "replicas of shards", "plan and replicas", "plan outside", "plan and units", "two meshes"]
 CASES = [
-    *((layout, 2, {}) for layout in TWO),
+    ("one unit", 2, {}),
     ("units", 2, {"adapters": True, "steps": 2}),
     ("plan and units", 4, {"steps": 2}),
     ("units", 2, {"adapters": True, "has_plugin": True}),
     ("plan", 2, {"adapters": True, "tp_size": 2}),
+    *(pytest.param(layout, 2, {}, marks=pytest.mark.slow) for layout in ("units", "plan")),
     pytest.param("plan and units", 4, {"has_plugin": True}, marks=pytest.mark.slow),
     pytest.param("replicas of shards", 4, {"has_plugin": True, "steps": 2}, marks=pytest.mark.slow),
     *(

@@ -58,7 +58,7 @@ def interrupt(name: str, sharded_states: bool) -> bool:
     return all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize("sharded_states", [False, True])
+@pytest.mark.parametrize("sharded_states", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_of_sharded_models_resume(run: Run, name: str, sharded_states: bool) -> None:
     assert run(interrupt, name, sharded_states) == [True, True]
@@ -79,7 +79,7 @@ def interrupt_scaled(sharded_states: bool) -> Any:
     return same, saved, loaded, optimizer.num_updates
 
 
-@pytest.mark.parametrize("sharded_states", [False, True])
+@pytest.mark.parametrize("sharded_states", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_loading_leaves_the_scaler_as_it_was_saved(run: Run, sharded_states: bool) -> None:
     for same, saved, loaded, num_updates in run(interrupt_scaled, sharded_states):
         assert saved == loaded

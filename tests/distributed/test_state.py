@@ -368,6 +368,8 @@ ENDINGS = {
     "die": ("if last: os._exit(9)\ntime.sleep(0.5)\nwork = dist.all_reduce(total, async_op=True)", (0, 9)),
 }
 
+IN_GATE = ("exit", "raise with work under way")
+
 
 def end_two(code: str, port: int) -> list[tuple[int, str]]:
     """Run a script on two ranks; the first one's stdin is closed when the second one has ended."""
@@ -412,7 +414,9 @@ def port() -> int:
         return int(holder.getsockname()[1])
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending", [pytest.param(name, marks=[] if name in IN_GATE else pytest.mark.slow) for name in ENDINGS]
+)
 def test_the_exit_code_of_a_script_is_kept(ending: str, port: int) -> None:
     lines, codes = ENDINGS[ending]
     answers = end_two(textwrap.dedent(SCRIPT).format(ending=lines), port)

@@ -49,14 +49,16 @@ def count_llama(mesh: dict[str, int], fsdp: int, recomputes: bool, num_rows: int
     return times.step_flops, times.items
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_counts_of_tensor_parallel_ranks_add_up_to_those_of_one_process(run: Run, recomputes: bool) -> None:
     found = run(count_llama, {"tp_size": 2}, 0, recomputes, 4, processes=2, timeout=180)
     items = MICRO_BATCHES * 4 * LENGTH
     assert found == [(pytest.approx(items * TOKEN / 2, rel=0.01), STEPS * items)] * 2
 
 
-@pytest.mark.parametrize("fsdp", [0, 1, 2])
+@pytest.mark.parametrize(
+    "fsdp", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_replicas_and_shards_count_their_own_batches(run: Run, fsdp: int) -> None:
     found = run(count_llama, {}, fsdp, fsdp == 2, 2, processes=2, timeout=180)
     items = MICRO_BATCHES * 2 * LENGTH  # of a rank
@@ -81,6 +83,7 @@ def count_experts(sizes: dict[str, int]) -> float:
     return accelerator.step_times().step_flops
 
 
+@pytest.mark.slow
 def test_counts_of_ranks_that_share_experts_add_up(run: Run) -> None:
     (alone,) = run(count_experts, {}, processes=1)
     found = run(count_experts, {"ep_size": 2}, processes=2, timeout=180)

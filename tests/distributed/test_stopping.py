@@ -60,7 +60,7 @@ def list_checkpoints(folder: Path) -> list[int]:
     return [int(path.name.removeprefix("step_")) for path in manifests]
 
 
-@pytest.mark.parametrize(("processes", "rank"), [(2, 1), (3, 0)])
+@pytest.mark.parametrize(("processes", "rank"), [(2, 1), pytest.param(3, 0, marks=pytest.mark.slow)])
 def test_one_rank_gets_sigterm_and_all_stop_at_one_step(
     run: Run, tmp_path: Path, processes: int, rank: int
 ) -> None:
@@ -130,7 +130,7 @@ TWO = ("--num_processes", "2", "--main_process_port", "0")
         slow(TWO, signal.SIGUSR1, 0),
         slow((*TWO, "--max_time", "00:00:08"), None, 0),
         slow(("--num_processes", "1"), signal.SIGTERM, 0),
-        (("--num_processes", "1"), signal.SIGUSR1, 0),
+        slow(("--num_processes", "1"), signal.SIGUSR1, 0),
     ],
     ids=["SIGTERM to two", "SIGUSR1 to two", "time budget of two", "SIGTERM to one", "SIGUSR1 to one"],
 )

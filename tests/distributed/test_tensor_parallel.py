@@ -117,7 +117,15 @@ def train_layers(mesh: dict[str, int], options: dict[str, bool], folder: str) ->
     return losses
 
 
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"foreach": True}, marks=pytest.mark.slow),
+        pytest.param({"fused": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_one_optimizer_steps_layers_that_are_shared_and_whole_ones(
     run: Run, options: dict[str, bool], tmp_path: Path
 ) -> None:

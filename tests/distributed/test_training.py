@@ -111,7 +111,15 @@ def train_split(processes: int) -> list[torch.Tensor]:
     return train(BATCH * 2, split=True)
 
 
-@pytest.mark.parametrize("function", [train_plain, train_accumulating, train_clipped, train_split])
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(train_plain, marks=pytest.mark.slow),  # three processes show it below
+        train_accumulating,
+        train_clipped,
+        train_split,
+    ],
+)
 def test_two_processes_equal_one_with_the_joined_batch(
     run: Run, one_process: Any, function: Callable[[int], list[torch.Tensor]]
 ) -> None:

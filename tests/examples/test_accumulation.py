@@ -8,6 +8,8 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[2] / "examples" / "accumulation.py"
 ROW = re.compile(r"^  (\w+): (\S+) in full windows, (\S+) in the last, short one$", re.MULTILINE)
 LOSS = re.compile(r"^epoch \d: (\d\.\d+) nats for each of (\d+) tokens$", re.MULTILINE)
@@ -24,6 +26,7 @@ def check(printed: str) -> None:
     assert int(tokens) > 10_000
 
 
+@pytest.mark.slow
 def test_items_make_the_gradients_of_the_big_batch_on_one_process() -> None:
     command = [sys.executable, str(SCRIPT), *OPTIONS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)

@@ -11,17 +11,20 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from accelerate.utils import is_deepspeed_available
+
+from .scripts import run_script
 
 FOLDER = Path(__file__).parents[2] / "examples" / "by_feature"
 SHARED = "digits_task"
 ACCURACY = re.compile(r"^accuracy: (\d\.\d+)$", re.MULTILINE)
 WANTED_ACCURACY = 0.93
 LAUNCHED = "early_stopping"
-IN_GATE = ("distributed_inference", "exact_metrics", "fully_sharded", "memory", "multiple_models")
+IN_GATE = ("distributed_inference", "exact_metrics")
 """The scripts that run on two processes outside the slow part too."""
 
 RunRanks = Callable[..., str]
@@ -92,6 +95,7 @@ def test_two_processes(run_ranks: RunRanks, script: str) -> None:
     check_output(run_ranks(FOLDER / f"{script}.py", *options.split()), expected)
 
 
+@pytest.mark.slow
 def test_launched_on_two_processes(tmp_path: Path) -> None:
     options, expected = RUNS[LAUNCHED]
     check_output(launch(LAUNCHED, options, 2, tmp_path), expected)
@@ -104,19 +108,23 @@ def check_output(printed: str, expected: str) -> None:
     assert re.search(expected, printed)
 
 
-def test_one_process(tmp_path: Path) -> None:
+def test_one_process(end: Callable[..., Any]) -> None:
     """On one process the same script makes the same number of updates from twice as many batches."""
-    printed = launch("gradient_accumulation", "--gradient_accumulation_steps 6", 1, tmp_path)
+    script = str(FOLDER / "gradient_accumulation.py")
+    ended = end(run_script, script, "--gradient_accumulation_steps", "6", processes=1)
+    (printed,) = ended.outputs
+    assert ended.codes == [0], printed
     assert "2160 batches on each process made 360 updates" in printed
     assert float(ACCURACY.findall(printed)[0]) >= WANTED_ACCURACY
 
 
+@pytest.mark.slow
 def test_a_resumed_script_ends_with_the_weights_of_one_run(run_ranks: RunRanks, tmp_path: Path) -> None:
     script, whole, parts = FOLDER / "checkpointing.py", str(tmp_path / "whole"), str(tmp_path / "parts")
-    undisturbed = run_ranks(script, "--project_dir", whole, "--num_epochs", "4")
-    run_ranks(script, "--project_dir", parts, "--num_epochs", "2")
-    rest = run_ranks(script, "--project_dir", parts, "--num_epochs", "4", "--resume")
-    assert "2 epochs are done" in rest
+    undisturbed = run_ranks(script, "--project_dir", whole, "--num_epochs", "2")
+    run_ranks(script, "--project_dir", parts, "--num_epochs", "1")
+    rest = run_ranks(script, "--project_dir", parts, "--num_epochs", "2", "--resume")
+    assert "1 epochs are done" in rest
     assert ACCURACY.findall(rest) == ACCURACY.findall(undisturbed)
 
 

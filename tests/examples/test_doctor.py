@@ -27,7 +27,7 @@ def run_script(name: str, project: Path, *options: str) -> str:
 
 
 def test_a_slow_loader_is_data_bound(tmp_path: Path) -> None:
-    printed = run_script("slow_loader.py", tmp_path, "--samples", "1000")
+    printed = run_script("slow_loader.py", tmp_path, "--samples", "840", "--milliseconds", "3")
     assert "data-bound: steps wait for data" in printed
     assert "num_workers (now 0)" in printed
     assert conclusions(tmp_path) == {"data-bound"}
@@ -39,6 +39,7 @@ def test_a_fast_loader_is_healthy(tmp_path: Path) -> None:
     assert conclusions(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_blocking_saves_are_named(tmp_path: Path) -> None:
     printed = run_script("blocking_saves.py", tmp_path)
     assert "blocking saves: training waits for checkpoints" in printed
@@ -46,7 +47,7 @@ def test_blocking_saves_are_named(tmp_path: Path) -> None:
 
 
 def test_a_slow_rank_is_named(run_ranks: Callable[..., str], tmp_path: Path) -> None:
-    printed = run_ranks(FOLDER / "slow_rank.py", "--project", str(tmp_path))
+    printed = run_ranks(FOLDER / "slow_rank.py", "--project", str(tmp_path), "--steps", "200")
     assert "straggler: rank 1 is" in printed
     assert conclusions(tmp_path) == {"straggler"}
 

@@ -41,7 +41,7 @@ WAYS |= {
     ],
     "PP+TP": ["--num_processes", "4", *PIPELINE, "--parallelism_config_tp_size", "2"],
 }
-FAST = ("CP", "PP")
+FAST = ("CP",)
 
 
 def losses(*command: str, options: Sequence[str] = ()) -> list[float]:

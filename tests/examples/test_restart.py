@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,12 +43,14 @@ def read_report(project: Path) -> dict[str, Any]:
     return dict(report)
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture
+def undisturbed(run_ranks: Callable[..., str], tmp_path_factory: pytest.TempPathFactory) -> str:
     """The weights of a run that nothing happens to."""
-    starts, weights, _ = train(tmp_path_factory.mktemp("whole"), "--save_every", "1000")
-    assert starts == [0]
-    return weights
+    project = str(tmp_path_factory.mktemp("whole"))
+    printed = run_ranks(SCRIPT, "--project", project, "--num_epochs", "2", "--save_every", "1000")
+    assert STARTS.findall(printed) == ["0"]
+    ((_, weights),) = END.findall(printed)
+    return str(weights)
 
 
 # The last checkpoint before a death: in the middle of an epoch; at its very end; none.

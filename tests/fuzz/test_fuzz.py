@@ -7,11 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-SEEDS = "20:30"
+import pytest
 
 
-def test_interrupted_runs_equal_those_without_a_break() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--seeds", SEEDS]
+@pytest.mark.parametrize("seeds", ["20:23", pytest.param("23:50", marks=pytest.mark.slow)])
+def test_interrupted_runs_equal_those_without_a_break(seeds: str) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--seeds", seeds]
     ended = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

@@ -104,13 +104,15 @@ def launched(*words: object) -> tuple[object, ...]:
     return (*COMMAND, "launch", "--cpu", "--main_process_port", "0", *words)
 
 
+@pytest.mark.slow
 def test_a_process_trains_with_a_worker_of_its_loader(windows: System) -> None:
     code, text = windows.run(sys.executable, HERE / "train.py", windows.folder / "run", 1)
     assert code == 0, text
     assert "rank 0 of 1 is done" in text
 
 
-@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_launched_processes_train_save_load_and_resume(windows: System, count: int) -> None:
     code, text = windows.run(
         *launched("--num_processes", count, HERE / "train.py", windows.folder / "run", 0)
@@ -163,8 +165,8 @@ def test_functions_are_started_without_fork(windows: System) -> None:
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("env", "cpu cores"),
-        ("config default --config_file a.yaml", "was written to"),
+        pytest.param("env", "cpu cores", marks=pytest.mark.slow),
+        pytest.param("config default --config_file a.yaml", "was written to", marks=pytest.mark.slow),
         ("launch --cpu --num_processes 2 --explain train.py", "torchrun"),
         pytest.param("test", "All checks passed", marks=pytest.mark.slow),
     ],

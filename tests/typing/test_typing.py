@@ -45,7 +45,7 @@ text: str = model
 ERROR = re.compile(r"^\s*(\S+?):(\d+).*\berror\b.*$", re.MULTILINE)
 
 
-@pytest.mark.parametrize("checker", ["mypy", "pyright"])
+@pytest.mark.parametrize("checker", [pytest.param("mypy", marks=pytest.mark.slow), "pyright"])
 def test_type_checkers_accept_user_code_and_find_a_mistake(
     checker: str, pytestconfig: pytest.Config, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 from accelerate.accelerator import (
     checkpoint_items as checkpoint_items,
     contexts as contexts,
+    fast_saves as fast_saves,
     flops as flops,
     memory_plan as memory_plan,
     metrics as metrics,

@@ -56,6 +56,16 @@ def read(runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, p
     return [*changes, _read_generators(runtime, source, reader, policy)]
 
 
+def shards_read(runtime: Runtime, reader: CheckpointReader) -> set[str]:
+    """Returns the names of the files of shards that this rank reads, before they are in the folder."""
+    models = enumerate(_divide(runtime, runtime.prepared.models)[0])
+    parts: list[Part] = [
+        *(_model_part(runtime, index, model) for index, model in models),
+        *_optimizer_parts(runtime),
+    ]
+    return {name for part in parts for name in checkpointing.shards_read(part, reader)}
+
+
 def _divide(
     runtime: Runtime, models: Sequence[nn.Module], folder: Path | None = None
 ) -> tuple[list[nn.Module], list[Part]]:

@@ -253,6 +253,7 @@ class Accelerator(ProcessControl):
             bundle.replace(kind.SCHEDULER, lambda scheduler, _: self.prepare_scheduler(scheduler))
         if bundle.models:
             bundle.replace(kind.LOADER, lambda loader, _: axis.transform_loader(loader, bundle.models[0]))
+        self._checkpoints.check_space()
         return bundle.result()
 
     def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
@@ -1039,7 +1040,7 @@ class Accelerator(ProcessControl):
             ending.callback(self._stop_requests.close)
             for sender in self._trackers.senders_of_running():
                 ending.callback(sender.finish)
-            self._runtime.checkpoints.background.wait()
+            self._checkpoints.wait()
 
     # Checkpoints
 

@@ -54,11 +54,24 @@ class RunCheckpoints:
     def __init__(self, runtime: Runtime, accumulation: Accumulation) -> None:
         self._runtime = runtime
         self._accumulation = accumulation
+        self._fast: accelerator.fast_saves.FastSaves | None = None
+        project = runtime.request.project
+        if project.fast_dir is not None:
+            durable = _numbered_folder(project) if project.automatic_checkpoint_naming else None
+            step = partial(getattr, accumulation, "step")
+            self._fast = accelerator.fast_saves.FastSaves(runtime, self._next_request, step, durable)
+
+    def check_space(self) -> None:
+        """Raises if the folder of recent checkpoints is too small for the prepared objects."""
+        if self._fast is not None:
+            self._fast.check_space()
 
     # The whole run
 
     def save_state(self, output_dir: Folder | None, safe_serialization: bool, blocking: bool | None) -> Path:
         """Saves the state of the run, and returns the folder."""
+        if self._fast is not None:
+            self._fast.save(is_saved=True)
         with step_clock.phase(SAVING):
             return self._save_state(output_dir, safe_serialization, blocking)
 
@@ -94,6 +107,8 @@ class RunCheckpoints:
     def wait(self) -> None:
         """Waits until the save in the background is committed, or raises its error."""
         with step_clock.phase(SAVING):
+            if self._fast is not None:
+                self._fast.wait()
             self._runtime.checkpoints.background.wait()
 
     @progress_bar("Loading a checkpoint")
@@ -110,23 +125,28 @@ class RunCheckpoints:
         runtime.checkpoints.background.wait()
         options = dict(load_model_func_kwargs)
         device = checkpointing.read_device(options.pop("map_location", None))
-        skipped: list[str] = []
+        skipped: list[tuple[checkpointing.CheckpointSource, CheckpointError]] = []
         cause: CheckpointError | None = None
         for source in self._candidates(input_dir):
             names = None if source.manifest is None else source.manifest.files
             load = checkpointing.CheckpointReader(
-                source.folder, device, dict(load_kwargs or {}), options, names, confirm=source.confirm
+                source.folder,
+                device,
+                dict(load_kwargs or {}),
+                options,
+                names,
+                source.is_fast,
+                confirm=source.confirm,
             )
             try:
                 changes, progress = self._read(source, load, world_size_policy)
             except checkpointing.loading.WorldSizeError:
                 raise
             except CheckpointError as error:
-                if not source.was_replaced:
-                    skipped.append(f"{source.folder}: {error}")
+                skipped.append((source, error))
                 cause = error
                 continue
-            for line in dict.fromkeys(skipped):
+            for line in _lines(skipped):
                 logger.warning(f"A checkpoint was skipped. {line}.")
             logger.info(f"Loading states from {source.folder}")
             checkpointing.apply_all(changes, partial(source.agree, was_read=False))
@@ -137,7 +157,7 @@ class RunCheckpoints:
                 logger.info(line)
             self._go_on_after(source, progress, began)
             return
-        raise checkpointing.loading.nothing_to_load(input_dir, list(dict.fromkeys(skipped))) from cause
+        raise checkpointing.loading.nothing_to_load(input_dir, _lines(skipped)) from cause
 
     def register(self, objects: Sequence[Any]) -> None:
         """Adds objects that are saved and loaded with the run."""
@@ -187,6 +207,11 @@ class RunCheckpoints:
 
     # Steps of a save and a load
 
+    def _next_request(self) -> checkpointing.Request:
+        """Returns a request for the next numbered checkpoint, or for none if checkpoints are not numbered."""
+        has_project = self._runtime.request.project.automatic_checkpoint_naming
+        return self._request(None if has_project else "generation")
+
     def _request(self, output_dir: Folder | None) -> checkpointing.Request:
         runtime, project = self._runtime, self._runtime.request.project
         numbered = project.automatic_checkpoint_naming
@@ -230,9 +255,12 @@ class RunCheckpoints:
         run = session.consensus, runtime.state.topology, session.timeout
         if input_dir is not None:
             return checkpointing.loading.open_checkpoint(Path(input_dir).expanduser(), *run)
-        if not project.automatic_checkpoint_naming:
+        durable: Iterator[checkpointing.CheckpointSource] = iter(())
+        if project.automatic_checkpoint_naming:
+            durable = checkpointing.loading.open_newest(_numbered_folder(project), *run)
+        elif self._fast is None:
             raise _no_folder("load_state", "load from", "input_dir")
-        return checkpointing.loading.open_newest(_numbered_folder(project), *run)
+        return durable if self._fast is None else self._fast.candidates(durable)
 
     def _read(
         self, source: checkpointing.CheckpointSource, options: checkpointing.CheckpointReader, policy: str
@@ -272,9 +300,18 @@ class RunCheckpoints:
         for model, order in zip(runtime.prepared.models, progress.gradient_order, strict=False):
             if runtime.prepared.optimizers and not source.resized:
                 runtime.strategy.state.adopt_gradient_order(model, order)
+        if self._fast is not None:
+            self._fast.go_on_after(step)
         number = checkpointing.retention.number_of(source.folder.name)
         if number is not None and project.automatic_checkpoint_naming:
-            project.iteration = number + 1
+            run = {} if source.manifest is None else source.manifest.run
+            project.iteration = run.get(checkpointing.NEXT_DURABLE, number + 1)
+
+
+def _lines(skipped: Iterable[tuple[checkpointing.CheckpointSource, CheckpointError]]) -> list[str]:
+    """Returns the reasons why checkpoints were skipped, except those that were read again."""
+    lines = (f"{source.folder}: {error}" for source, error in skipped if not source.was_replaced)
+    return list(dict.fromkeys(lines))
 
 
 def _types(objects: Iterable[object]) -> list[str]:

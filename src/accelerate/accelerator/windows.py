@@ -61,6 +61,7 @@ class Windows:
                 window = Window(accumulation, models, reader, *read)
                 yield window
                 window.close()
+                data_loader.end_batch(reader.loader)
         finally:
             if window is not None:  # after an exception the loop over the window may still be open
                 window.close()
@@ -211,7 +212,8 @@ class _WindowReader:
         batches: _Batches = deque()
         data_loader.set_batch_metadata(self.loader, self._latest)  # the loader continues its counts from here
         while True:
-            batch = next(self._source, _END)
+            with data_loader.observer_paused():
+                batch = next(self._source, _END)
             if batch is _END:
                 return batches, False
             if self.loader is None:
@@ -230,7 +232,8 @@ class _WindowReader:
         if self._goes_on:
             getattr(self._source, "close", lambda: None)()
         else:
-            next(self._source, None)
+            with data_loader.observer_paused():
+                next(self._source, None)
 
 
 def _check_start(accumulation: Accumulation) -> None:

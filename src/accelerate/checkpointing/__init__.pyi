@@ -13,6 +13,7 @@ from accelerate.base import (
 )
 from accelerate.checkpointing import (
     loading as loading,
+    manifest as manifest,
     retention as retention,
     saving as saving,
 )
@@ -30,11 +31,22 @@ from accelerate.checkpointing.compatibility import (
     check_shapes as check_shapes,
     in_order as in_order,
 )
+from accelerate.checkpointing.fast_tier import (
+    FastTier as FastTier,
+    GenerationSaver as GenerationSaver,
+    open_fast_tier as open_fast_tier,
+)
 from accelerate.checkpointing.folder import (
     StagingFolder as StagingFolder,
     plan_staging_folder as plan_staging_folder,
     recover as recover,
     remove as remove,
+)
+from accelerate.checkpointing.generations import (
+    Generation as Generation,
+    find_generations as find_generations,
+    next_number as next_number,
+    open_generation as open_generation,
 )
 from accelerate.checkpointing.loading import (
     CheckpointSource as CheckpointSource,
@@ -63,6 +75,7 @@ from accelerate.checkpointing.log_lines import (
 )
 from accelerate.checkpointing.manifest import (
     LARGEST as LARGEST,
+    NEXT_DURABLE as NEXT_DURABLE,
     FileRecord as FileRecord,
     Manifest as Manifest,
     check_fields as check_fields,
@@ -117,6 +130,7 @@ from accelerate.checkpointing.sharded import (
     read_shards as read_shards,
     refuse_other_optimizer as refuse_other_optimizer,
     refuse_unnamed_state as refuse_unnamed_state,
+    shards_read as shards_read,
 )
 from accelerate.checkpointing.shards import (
     find_shards as find_shards,

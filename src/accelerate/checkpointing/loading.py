@@ -73,6 +73,8 @@ class CheckpointSource:
         *,
         was_complete: bool = False,  # whether it was complete just before
         is_last: bool = True,  # whether it is not read again if it was replaced
+        verified: Sequence[str]
+        | None = None,  # files that this rank verifies; None for its share of all files
     ) -> None:
         self.folder = folder
         self.manifest: Manifest | None = None  # None for other software, or if it is damaged
@@ -80,6 +82,7 @@ class CheckpointSource:
         self._consensus = consensus
         self._fault = fault
         self._is_last = is_last
+        self._verified = verified
         self._faults: list[Future[list[str]]] = []
         self._stamp = manifest.stamp(folder)
         self._is_gone = False
@@ -101,6 +104,11 @@ class CheckpointSource:
     @property
     def resized(self) -> bool:
         return self.world_size not in (None, self._consensus.size)
+
+    @property
+    def is_fast(self) -> bool:
+        """True if it is in the fast tier, with the files that the ranks of this node read."""
+        return self._verified is not None
 
     @property
     def is_readable(self) -> bool:
@@ -149,8 +157,10 @@ class CheckpointSource:
                 newest = numbered[0].path
                 raise CheckpointError(f"it is a folder of checkpoints, and not one: pass {newest}")
             return
-        self.manifest = read = manifest.read(self.folder)
-        names = divide_files(read, topology.local_size)[topology.local_rank]
+        names, is_part = self._verified, self._verified is not None
+        self.manifest = read = manifest.read(self.folder, whole=is_part)
+        if names is None:
+            names = divide_files(read, topology.local_size)[topology.local_rank]
         expect(sum(read.files[name].size for name in names))
         pool = ThreadPoolExecutor(THREADS, "accelerate-verify", **for_threads())
         self._faults = [

@@ -24,6 +24,11 @@ FORMAT = 1
 ALGORITHM = "xxh3_64"
 SAVE = "save"  # key in `run` of the name of the save, equal on all nodes
 FOLDERS_OF_SAVE = "folders"  # key in `run` of the files of each folder, if the ranks wrote several
+TIER = "tier"  # key in `run` of the tier, which is `FAST` in the fast tier, and absent otherwise
+FAST = "fast"
+HOLDERS = "holders"  # key in `run` of the host names of the nodes that hold the folders of the save
+PROJECT = "project"  # key in `run` of the folder of the project
+NEXT_DURABLE = "next_durable"  # key in `run` of the number of the next durable checkpoint
 _SEAL = "seal"
 CLOCK_TICK_NS = 2 * 10**9  # the coarsest clock of a file system
 
@@ -48,6 +53,11 @@ class Manifest:
     def size(self) -> int:
         return sum(record.size for record in self.files.values())
 
+    @property
+    def num_updates(self) -> int:
+        """Number of optimizer steps of the run that saved it."""
+        return max(self.run.get("updates", []), default=0) or self.step
+
     def write(self, folder: Path) -> None:
         """Writes the manifest to a folder whose files are on disk."""
         with replace_files([folder / NAME]) as (temporary,):
@@ -60,8 +70,14 @@ class Manifest:
         return json.dumps({**content, _SEAL: _seal_of(content)}, indent=1)
 
 
-def read(folder: Path) -> Manifest:
-    """Reads the manifest of a folder, whose name is not in the messages of errors."""
+def read(folder: Path, *, whole: bool = False) -> Manifest:
+    """Reads the manifest of a folder, whose name is not in the messages of errors.
+
+    Args:
+        folder: Folder of the checkpoint.
+        whole: Whether to return the files of all folders of the save. False returns those that this folder
+            must have.
+    """
     path = folder / NAME
     if not path.is_file():
         raise CheckpointError(f"there is no {NAME}: the save did not end, or other software wrote it")
@@ -82,16 +98,19 @@ def read(folder: Path) -> Manifest:
     if seal != expected:
         raise CheckpointError(f"{NAME} is damaged: its content does not fit its checksum")
     check_fields(content)
-    files = _files_held(folder, content.pop("files"), content.get("run", {}).get(FOLDERS_OF_SAVE, []))
+    files, folders = content.pop("files"), content.get("run", {}).get(FOLDERS_OF_SAVE, [])
+    files = _files_held(folder, files, folders, whole)
     return Manifest(files=files, **content)
 
 
-def _files_held(folder: Path, files: dict[str, Any], folders: list[dict[str, Any]]) -> dict[str, FileRecord]:
+def _files_held(
+    folder: Path, files: dict[str, Any], folders: list[dict[str, Any]], whole: bool
+) -> dict[str, FileRecord]:
     """Returns the files that a folder must have.
 
     If the ranks wrote several folders, these are the files of those folders that were copied here.
     """
-    held = [records for records in folders if all((folder / name).is_file() for name in records)]
+    held = [records for records in folders if whole or all((folder / name).is_file() for name in records)]
     names = dict.fromkeys(chain(*held)) if held else files
     versions = {name: [FileRecord(name, **each[name]) for each in folders if name in each] for name in names}
     return {
@@ -218,6 +237,12 @@ _RECORD = {
     "rank": _COUNT,
 }
 _RUN = {
+    TIER: _TEXT,
+    PROJECT: FieldRule("text", lambda value: isinstance(value, str)),
+    NEXT_DURABLE: _COUNT,
+    HOLDERS: FieldRule(
+        "a list of host names", lambda value: isinstance(value, list) and all(map(_is_text, value))
+    ),
     "sync_gradients": FieldRule("true or false", lambda value: isinstance(value, bool)),
     "num_steps": _COUNT,
     "updates": FieldRule("a list of whole numbers of 0 or more", _are_counts),

@@ -70,6 +70,7 @@ class CheckpointReader:
     load_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of `torch.load`
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load_state_dict` of models
     names: Collection[str] | None = None  # files of its manifest; None for a checkpoint without one
+    is_fast: bool = False  # whether it is in the fast tier, with the files that the ranks of this node read
     requested: set[str] = field(default_factory=set)  # names that parts have looked for
     confirm: Callable[[], None] = lambda: None  # raises if another save has replaced the folder
 
@@ -84,7 +85,8 @@ class CheckpointReader:
         return (self.names is None or name in self.names) and (self.folder / name).is_file()
 
     def read(self, name: str, device: str | torch.device = "cpu") -> Any:
-        return read_torch(self.path_of(name), device, **self.load_kwargs)
+        # The files of the fast tier are in memory, and never change.
+        return read_torch(self.path_of(name), device, **{"mmap": self.is_fast, **self.load_kwargs})
 
     def path_of(self, name: str) -> Path:
         """Returns the path of a file, and raises if the checkpoint does not have it."""

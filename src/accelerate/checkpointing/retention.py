@@ -84,6 +84,12 @@ def _read_and_compare(path: Path, deep: bool) -> tuple[manifest.Manifest | None,
     return read, "; ".join(manifest.problems(path, read, deep=deep))
 
 
+def highest_number(parent: Path) -> int:
+    """Returns the highest number of a checkpoint with a manifest, or -1, without reading files."""
+    paths = [path.parent for path in parent.glob(f"checkpoint_*/{manifest.NAME}")]
+    return max((number for path in paths if (number := number_of(path.name)) is not None), default=-1)
+
+
 def taken_numbers(parent: Path) -> set[int]:
     """Returns the numbers of the checkpoints in a folder, and of those that other processes write there."""
     writers = temporary.find(parent, temporary.SAVING)

@@ -9,6 +9,7 @@ one run: it has the hooks of the user, and saves in the background.
 from __future__ import annotations
 
 import datetime
+import logging
 import socket
 import time
 from collections import OrderedDict
@@ -67,6 +68,7 @@ class Request:
     run: Mapping[str, Any] = field(default_factory=dict)  # further facts for the manifest
     custom: Sequence[str] = ()  # classes of the objects of the user
     has_manifest: bool = True  # False for the shards of one object, which are no checkpoint of a run
+    is_generation: bool = False  # whether it is written to the fast tier
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class Staging:
     is_owner: bool  # this rank creates the folder, and commits or removes it
     request: Request
     save_id: str  # the same on all ranks
-    is_common: bool = True  # all ranks write in one folder
+    is_common: bool = True  # the files of all ranks are read together
     began: float = field(default_factory=time.perf_counter)
 
     @property
@@ -96,6 +98,11 @@ class Saver:
         self._reports: dict[str, Any] = {}
         self._failure = ""
         self.staging: Staging
+
+    @property
+    def _state(self) -> str:
+        """Name of the state that is saved, which must be equal on all ranks."""
+        return ""
 
     def begin(self, request: Request) -> Staging:
         """Creates the folder in which the checkpoint is written.
@@ -196,23 +203,25 @@ class Saver:
         staging = self.staging
         try:
             summaries, decision = self._gather_summaries()
-            _raise_failures(decision["failures"])
+            raise_failures(decision["failures"])
+            summaries = summaries or decision["summaries"]
+            self._exchange(summaries)
             failure = ""
             if staging.is_owner:
-                summaries = summaries or decision["summaries"]
-                failure = _describe_failure(lambda: self._commit_folder(summaries, decision["created"]))
+                failure = describe_failure(lambda: self._commit_folder(summaries, decision["created"]))
             failures = self._consensus.decide(staging.request.operation, failure, list, WRITE_TIMEOUT)
-            _raise_failures([(rank, text) for rank, text in enumerate(failures) if text])
+            raise_failures([(rank, text) for rank, text in enumerate(failures) if text])
         except Exception as error:
             self._record("failed", blocked, text=describe(error))
             raise
         finally:
             self.discard()
         self._record("committed", blocked, size=sum(record.size for record in self._records))
+        level = logging.DEBUG if staging.request.is_generation else logging.INFO
         for line in saved_lines(
             staging.request.target, [payload.name for payload in self._payloads], staging.request.custom
         ):
-            logger.info(line)
+            logger.log(level, line)
         return staging.staging_folder.target
 
     def _gather_summaries(self) -> tuple[list[dict[str, Any]], Any]:
@@ -227,12 +236,14 @@ class Saver:
         def decide(values: Sequence[dict[str, Any]]) -> dict[str, Any]:
             summaries.extend(values)
             failures = [(rank, value["failure"]) for rank, value in enumerate(values) if value["failure"]]
+            failures += _mixed_states([value["state"] for value in values])
             has_several = not failures and len({value["folder"] for value in values}) > 1
             created = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
             return {"failures": failures, "summaries": values if has_several else [], "created": created}
 
         summary = {
             "failure": self._failure,
+            "state": self._state,
             "folder": str(self.staging.folder),
             "records": [asdict(record) for record in self._records],
             "reports": self._reports,
@@ -254,17 +265,27 @@ class Saver:
         if self._created is not None:
             self._created.discard()
 
+    def _exchange(self, summaries: Sequence[Mapping[str, Any]]) -> None:
+        """Copies files between the folders of several nodes, on all ranks."""
+
+    def _files_by_folder(self, summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, FileRecord]]:
+        """Returns the records of the files in each folder in which ranks have written."""
+        folders: dict[str, dict[str, FileRecord]] = {}
+        for summary in summaries:
+            records = {record["name"]: FileRecord(**record) for record in summary["records"]}
+            folders.setdefault(summary["folder"], {}).update(records)
+        return folders
+
     def _commit_folder(self, summaries: Sequence[Mapping[str, Any]], created: str) -> None:
         """Completes the folder of this rank, renames it to the target, and deletes old checkpoints.
 
         Folders on several nodes get the same manifest: copied into one folder, they are one checkpoint.
         """
         folder, request = self.staging.folder, self.staging.request
-        same_folder = [summary for summary in summaries if summary["folder"] == str(folder)]
         for payload in self._payloads:
             if payload.finish is not None:
                 shards = str(Path(payload.name).parent)
-                payload.finish(folder / shards, [summary["reports"][shards] for summary in same_folder])
+                payload.finish(folder / shards, [summary["reports"][shards] for summary in summaries])
         if request.has_manifest:
             self._write_manifest(summaries, created)
         self.staging.staging_folder.publish()
@@ -277,10 +298,7 @@ class Saver:
 
     def _write_manifest(self, summaries: Sequence[Mapping[str, Any]], created: str) -> None:
         folder, request = self.staging.folder, self.staging.request
-        folders: dict[str, dict[str, FileRecord]] = {}
-        for summary in summaries:
-            records = {record["name"]: FileRecord(**record) for record in summary["records"]}
-            folders.setdefault(summary["folder"], {}).update(records)
+        folders = self._files_by_folder(summaries)
         own = folders[str(folder)]
         for name in files_under(folder):
             if name not in own:  # written by hooks of the user, or metadata of shards
@@ -338,6 +356,18 @@ def _owners(places: Sequence[str]) -> dict[str, int]:
     return {place: places.index(place) for place in places if place}
 
 
+def _mixed_states(states: Sequence[str]) -> list[tuple[int, str]]:
+    """Returns the failure of the first rank that saves another state than rank 0."""
+    return next(
+        (
+            [(rank, f"it saves {state}, and process 0 saves {states[0]}")]
+            for rank, state in enumerate(states)
+            if state != states[0]
+        ),
+        [],
+    )
+
+
 def _with_free_number(request: Request) -> Request:
     """Returns a request with the number after all others if its own number is taken."""
     if request.iteration is None:
@@ -362,16 +392,16 @@ def _staging_folder(target: Path, offer: Mapping[str, Any]) -> StagingFolder:
     return StagingFolder(target, (target if inside else target.parent) / name, inside)
 
 
-def _describe_failure(action: Callable[[], Any]) -> str:
+def describe_failure(action: Callable[[], Any]) -> str:
     """Runs an action and returns its error as text, or an empty string."""
     try:
         action()
-    except Exception as error:  # raised again, on all ranks, by _raise_failures
+    except Exception as error:  # raised again, on all ranks, by raise_failures
         return describe(error)
     return ""
 
 
-def _raise_failures(failures: Sequence[tuple[int, str]]) -> None:
+def raise_failures(failures: Sequence[tuple[int, str]]) -> None:
     if failures:
         lines = "; ".join(f"process {rank}: {text}" for rank, text in failures)
         raise CheckpointError(

@@ -188,6 +188,23 @@ class _TargetPlanner(DefaultLoadPlanner):
         self.state_dict[key] = read_torch(value, "cpu", **self._reading)
 
 
+def _items_by_file(index: ShardIndex, targets: Mapping[str, Any]) -> dict[str, list[ReadItem]]:
+    """Returns what is read from each file for targets by their DCP keys."""
+    by_file: dict[str, list[ReadItem]] = {}
+    for item in create_default_local_load_plan(dict(targets), index.metadata).items:
+        info = index.metadata.storage_data.get(item.storage_index)
+        if info is None:
+            name = item.storage_index.fqn
+            raise CheckpointError(f"{index.folder.name}/{NAME} does not say where a part of {name} is stored")
+        by_file.setdefault(info.relative_path, []).append(item)
+    return by_file
+
+
+def files_read(index: ShardIndex, targets: Mapping[KeyPath, LocalShards | None]) -> set[str]:
+    """Returns the names of the files that `read` reads."""
+    return set(_items_by_file(index, {index.paths[path]: target for path, target in targets.items()}))
+
+
 def read(
     index: ShardIndex, targets: Mapping[KeyPath, LocalShards | None], reading: Mapping[str, Any]
 ) -> dict[KeyPath, Any]:
@@ -201,15 +218,9 @@ def read(
         reading: Arguments of `torch.load`.
     """
     keys = {index.paths[path]: path for path in targets}
-    index.check_files(keys)
     planner = _TargetPlanner({key: targets[path] for key, path in keys.items()}, reading)
-    by_file: dict[str, list[ReadItem]] = {}
-    for item in create_default_local_load_plan(planner.state_dict, index.metadata).items:
-        info = index.metadata.storage_data.get(item.storage_index)
-        if info is None:
-            name = item.storage_index.fqn
-            raise CheckpointError(f"{index.folder.name}/{NAME} does not say where a part of {name} is stored")
-        by_file.setdefault(info.relative_path, []).append(item)
+    by_file = _items_by_file(index, planner.state_dict)
+    index.check_files(keys, None if index.has_all_files else by_file)
     reader = FileSystemReader(index.folder)
     reader.set_up_storage_reader(index.metadata, True)
     for file, items in by_file.items():

@@ -73,6 +73,7 @@ class ShardIndex:
     folder: Path
     metadata: Metadata
     paths: Mapping[KeyPath, str]
+    has_all_files: bool = True  # whether the folder holds all files, and not only those that this rank reads
 
     def stored(self, path: KeyPath) -> Tensor | None:
         """Returns a tensor on the meta device with the stored shape and dtype, or None for another value."""
@@ -86,11 +87,18 @@ class ShardIndex:
         kept = {path: key for path, key in self.paths.items() if not names & set(path[1:3])}
         return replace(self, paths=kept)
 
-    def check_files(self, keys: Container[str]) -> None:
-        """Verifies that the files of some keys exist and are large enough."""
+    def check_files(self, keys: Container[str], files: Container[str] | None = None) -> None:
+        """Verifies that the files of some keys exist and are large enough.
+
+        Args:
+            keys: DCP keys.
+            files: Names of the files to verify. None verifies all if the folder holds all.
+        """
+        if files is None and not self.has_all_files:
+            return
         needed: dict[str, int] = {}
         for index, info in self.metadata.storage_data.items():
-            if index.fqn in keys:
+            if index.fqn in keys and (files is None or info.relative_path in files):
                 needed[info.relative_path] = max(needed.get(info.relative_path, 0), info.offset + info.length)
         problems = []
         for file, size in sorted(needed.items()):

@@ -8,7 +8,7 @@ rank communicates. The classes here are for plain and distributed tensors. Those
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -72,12 +72,28 @@ class ShardsOrFilePart:
         return read_shards(self.folder, self.make_sharded(), reader)
 
 
+def shards_read(part: Part, reader: CheckpointReader) -> set[str]:
+    """Returns the names of the files of shards that a part reads, which need not be in the folder yet."""
+    if not isinstance(part, ShardsOrFilePart) or not reader.has(f"{part.folder}/{shard_index.NAME}"):
+        return set()
+    from accelerate.checkpointing import shard_files  # imports DCP, which takes most of a second
+
+    sharded = part.make_sharded()
+    index = _read_index(part.folder, sharded, reader)
+    return {f"{part.folder}/{name}" for name in shard_files.files_read(index, sharded.targets(index, reader))}
+
+
+def _read_index(folder: str, sharded: ShardedState, reader: CheckpointReader) -> ShardIndex:
+    trusted = reader.load_kwargs.get("weights_only") is False
+    index = shard_index.read(reader.folder / folder, sharded.root, trusted=trusted)
+    return replace(index, has_all_files=not reader.is_fast)
+
+
 def read_shards(folder: str, sharded: ShardedState, reader: CheckpointReader) -> Change:
     """Reads the shards that this rank needs, and returns the change of the object."""
     from accelerate.checkpointing import shard_files  # imports DCP, which takes most of a second
 
-    trusted = reader.load_kwargs.get("weights_only") is False
-    index = shard_index.read(reader.folder / folder, sharded.root, trusted=trusted)
+    index = _read_index(folder, sharded, reader)
     values = shard_files.read(index, sharded.targets(index, reader), reader.load_kwargs)
     return sharded.plan(values, reader)
 

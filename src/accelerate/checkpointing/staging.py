@@ -24,45 +24,57 @@ logger = get_logger(__name__)
 
 
 class StagingMemory:
-    """CPU memory for a copy of all tensors of a checkpoint, reused by the next save.
+    """CPU memory for a copy of all tensors of a checkpoint, one buffer for each dtype.
 
-    The first save allocates it, which takes several times as long as a copy. Memory for tensors of an
-    accelerator is pinned, so that they are copied without synchronization between them.
+    The next save uses the buffers again. The first save allocates them, which takes several times as long as
+    a copy. Buffers for tensors of an accelerator are pinned, so that they are copied without synchronization
+    between them.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[tuple[str, int], Tensor] = {}
+        self._buffers: dict[tuple[torch.dtype, bool], Tensor] = {}
 
     def stage(self, payloads: Sequence[Payload]) -> list[Payload]:
         """Copies the content of files to CPU memory, where it is valid until the next call."""
-        before, self._buffers = self._buffers, {}
-        staged: dict[tuple[Any, ...], Tensor] = {}
-        tensors = {
-            (payload.name, number): tensor
-            for payload in payloads
-            for number, tensor in enumerate(iterate_tensors(payload.content))
-        }
-
-        def copy_of(key: tuple[str, int], tensor: Tensor) -> Tensor:
+        copies: dict[int, Tensor] = {}  # by the identities of the tensors, as `deepcopy` takes them
+        buffered: dict[tuple[Any, ...], list[Tensor]] = {}  # tensors of equal memory, which stay shared
+        for tensor in iterate_tensors([payload.content for payload in payloads]):
             if not of_device(tensor.device).is_addressable:
-                return tensor.cpu()
-            if tensor.layout != torch.strided or tensor.is_quantized:
-                return tensor.cpu().clone()
-            identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-            if tensor.numel() and identity in staged:
-                return staged[identity]  # shared tensors stay shared
-            buffer = before.get(key)
-            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=not tensor.is_cpu)
-            buffer.copy_(tensor, non_blocking=True)
-            self._buffers[key] = staged[identity] = buffer
-            return buffer
-
-        # `deepcopy` takes the copies by the identities of the tensors
-        copies = {id(tensor): copy_of(key, tensor.detach()) for key, tensor in tensors.items()}
-        for device in {key[0] for key in staged if not of_device(key[0]).is_host}:
-            torch.get_device_module(device).synchronize(device)
+                copies[id(tensor)] = tensor.detach().cpu()
+            elif tensor.layout != torch.strided or tensor.is_quantized:
+                copies[id(tensor)] = tensor.detach().cpu().clone()
+            else:
+                identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+                same = identity if tensor.numel() else id(tensor)
+                buffered.setdefault((tensor.dtype, not tensor.is_cpu, same), []).append(tensor)
+        self._allocate([(key[:2], tensors[0].numel()) for key, tensors in buffered.items()])
+        starts = dict.fromkeys(self._buffers, 0)
+        for (dtype, is_pinned, _), tensors in buffered.items():
+            source, start = tensors[0].detach(), starts[dtype, is_pinned]
+            starts[dtype, is_pinned] = end = start + source.numel()
+            # A storage of its own, because `torch.save` writes the whole storage of a tensor.
+            storage = self._buffers[dtype, is_pinned].untyped_storage()[
+                start * source.itemsize : end * source.itemsize
+            ]
+            staged = torch.empty(0, dtype=dtype).set_(storage).view(source.shape)
+            copies |= dict.fromkeys(map(id, tensors), staged.copy_(source, non_blocking=True))
+        devices = {tensor.device for tensors in buffered.values() for tensor in tensors}
+        for device in devices:
+            if not of_device(device).is_host:
+                torch.get_device_module(device).synchronize(device)
         return [replace(payload, content=copy.deepcopy(payload.content, copies)) for payload in payloads]
+
+    def _allocate(self, parts: Sequence[tuple[tuple[torch.dtype, bool], int]]) -> None:
+        """Replaces the buffers that are too small for the parts, and those that no part needs."""
+        sizes: dict[tuple[torch.dtype, bool], int] = {}
+        for key, size in parts:
+            sizes[key] = sizes.get(key, 0) + size
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in sizes}
+        for (dtype, is_pinned), size in sizes.items():
+            buffer = self._buffers.pop((dtype, is_pinned), None)
+            if buffer is None or buffer.numel() < size:
+                buffer = torch.empty(size, dtype=dtype, pin_memory=is_pinned)
+            self._buffers[dtype, is_pinned] = buffer
 
 
 class BackgroundSave:

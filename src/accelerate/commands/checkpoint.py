@@ -42,11 +42,13 @@ class CheckpointSummary:
     bytes: int | None = None
     processes: int | None = None
     path: str = ""
+    tier: str = "durable"  # or "fast"
+    holders: tuple[str, ...] = ()  # host names of the nodes that hold a checkpoint of the fast tier
 
 
 def list_command(args: argparse.Namespace) -> None:
-    """Prints the checkpoints below a folder, with the faults of incomplete ones."""
-    _print_table(_find_checkpoints(args.folder, deep=False), args.json)
+    """Prints the checkpoints below some folders, with the faults of incomplete ones."""
+    _print_table(_find_checkpoints(args.folders, deep=False), args.json)
 
 
 def verify_command(args: argparse.Namespace) -> None:
@@ -54,7 +56,7 @@ def verify_command(args: argparse.Namespace) -> None:
 
     Raises a `CheckpointError` if a checkpoint is incomplete or damaged.
     """
-    rows = _find_checkpoints(args.folder, deep=True)
+    rows = _find_checkpoints(args.folders, deep=True)
     _print_table(rows, args.json)
     if broken := [row.name for row in rows if not row.complete]:
         raise CheckpointError(f"Not complete and undamaged: {', '.join(map(printable, broken))}.")
@@ -195,18 +197,22 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield from _flatten(f"{path}{key}.", inner)
 
 
-def _find_checkpoints(folder: Path, *, deep: bool) -> list[CheckpointSummary]:
-    """Returns the summaries of all checkpoints below a folder, and raises an error if it has none.
+def _find_checkpoints(folders: Iterable[Path], *, deep: bool) -> list[CheckpointSummary]:
+    """Returns the summaries of all checkpoints below some folders, and raises an error if one has none.
 
     Args:
+        folders: The folders.
         deep: Whether to compare the checksums of their files.
     """
-    _check_folder(folder, "name one with checkpoints")
-    with progress_bar("Verifying"):
-        rows = summarize_checkpoints(folder, deep=deep)
-    if not rows:
-        raise CheckpointError(f"{folder} holds no checkpoint.")
-    return rows
+    found = []
+    for folder in folders:
+        _check_folder(folder, "name one with checkpoints")
+        with progress_bar("Verifying"):
+            rows = summarize_checkpoints(folder, deep=deep)
+        if not rows:
+            raise CheckpointError(f"{folder} holds no checkpoint.")
+        found += rows
+    return found
 
 
 def summarize_checkpoints(folder: Path, *, deep: bool) -> list[CheckpointSummary]:
@@ -215,17 +221,18 @@ def summarize_checkpoints(folder: Path, *, deep: bool) -> list[CheckpointSummary
     Args:
         deep: Whether to compare the checksums of their files.
     """
-    from accelerate.checkpointing import retention
+    from accelerate.checkpointing import manifest, retention
 
     rows = []
     for path in retention.checkpoints_below(Path(os.path.abspath(folder))):
-        manifest, fault = retention.inspect(path, deep=deep)
+        read, fault = retention.inspect(path, deep=deep)
         facts: dict[str, Any] = {}
-        if manifest is not None:
-            step = max(manifest.run.get("updates", []), default=0) or manifest.step
-            facts = {"step": step, "epoch": manifest.epoch, "created": manifest.created}
-            facts |= {"bytes": manifest.size, "processes": manifest.world_size}
-        complete = manifest is not None and not fault
+        if read is not None:
+            facts = {"step": read.num_updates, "epoch": read.epoch, "created": read.created}
+            facts |= {"bytes": read.size, "processes": read.world_size}
+            if manifest.TIER in read.run:
+                facts |= {"tier": read.run[manifest.TIER], "holders": tuple(read.run[manifest.HOLDERS])}
+        complete = read is not None and not fault
         rows.append(CheckpointSummary(path.name, complete, fault, path=str(path), **facts))
     return rows
 
@@ -242,7 +249,8 @@ def _print_table(rows: list[CheckpointSummary], as_json: bool) -> None:
     for number, (folder, group) in enumerate(_group_rows(rows, console)):
         if number:
             console.print()
-        console.print(Text(_relative(folder), "bold"), soft_wrap=True)
+        tier = " (fast tier)" if all(row.holders for row in group) else ""
+        console.print(Text(f"{_relative(folder)}{tier}", "bold"), soft_wrap=True)
         console.print(_build_table(group, folder))
     for row in rows:
         if row.fault:
@@ -270,6 +278,7 @@ def _group_rows(
 
 
 COLUMNS = ("checkpoint", "step", "epoch", "saved (UTC)", "size", "ranks", "complete")
+COLUMNS_OF_FAST_TIER = ("checkpoint", "step", "saved (UTC)", "size", "ranks", "complete", "nodes")
 
 
 def _build_table(rows: list[CheckpointSummary], folder: str) -> Table:
@@ -277,16 +286,22 @@ def _build_table(rows: list[CheckpointSummary], folder: str) -> Table:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in COLUMNS:
+    is_fast = any(row.holders for row in rows)
+    columns = COLUMNS_OF_FAST_TIER if is_fast else COLUMNS
+    for name in columns:
         is_number = name in ("step", "epoch", "size", "ranks")
-        table.add_column(name, justify="right" if is_number else "left", no_wrap=name != "checkpoint")
+        table.add_column(
+            name, justify="right" if is_number else "left", no_wrap=name != columns[-1 if is_fast else 0]
+        )
     for row in rows:
         size = "" if row.bytes is None else convert_bytes(row.bytes)
-        values = (row.step, row.epoch, format_time(row.created), size, row.processes)
+        epoch = () if is_fast else (row.epoch,)
+        values = (row.step, *epoch, format_time(row.created), size, row.processes)
         cells = [Text("" if value is None else str(value)) for value in values]
         state = Text("yes") if row.complete else Text("no", "red")
         name = printable(os.path.relpath(row.path, folder))
-        table.add_row(Text(name, overflow="fold"), *cells, state)
+        nodes = (Text(", ".join(row.holders) or row.tier),) if is_fast else ()
+        table.add_row(Text(name, overflow="fold"), *cells, state, *nodes)
     return table
 
 
@@ -326,8 +341,11 @@ def checkpoint_command_parser(subparsers: Any = None) -> CustomArgumentParser:
     two = {"first": "A checkpoint.", "second": "Another one."}
     oldest = "Delete the oldest numbered checkpoints of a folder; the newest complete one is kept."
     numbered = "The folder of numbered checkpoints, or the folder of the project."
-    add("list", "Show all checkpoints below a folder.", list_command, folder=top)
-    add("verify", sums, verify_command, folder=top)
+    for child in (
+        add("list", "Show all checkpoints below a folder.", list_command),
+        add("verify", sums, verify_command),
+    ):
+        child.add_argument("folders", metavar="folder", type=Path, nargs="+", help=top)
     add("diff", "Show the differences between two checkpoints.", diff_command, **two)
     prune = add("prune", oldest, prune_command, folder=numbered)
     prune.add_argument("--keep", type=int, required=True, help="Number of checkpoints to keep.")

@@ -256,15 +256,20 @@ def _check_configuration(words: Sequence[str]) -> bool:
             "--failures needs processes that this machine starts again after a failure, and this "
             f"configuration uses the {launcher} launcher. Use a configuration that runs on this machine only."
         )
+    _check_machines(settings[LaunchSection].num_machines)
     plan, _ = make_plan(args)
-    if plan.machines > 1:
-        fix = "Use a configuration of one machine"
-        raise wrong_value("num_machines", plan.machines, "--failures runs on one machine", fix)
+    _check_machines(plan.machines)
     replicas = settings[RecoverySection].replicas
     if replicas == 1:
         fix = "Use at least 2, or leave it out to test restarts"
         raise wrong_value("replicas", replicas, "no other replica group continues after a failure", fix)
     return replicas is not None
+
+
+def _check_machines(count: int) -> None:
+    if count > 1:
+        fix = "Use a configuration of one machine"
+        raise wrong_value("num_machines", count, "--failures runs on one machine", fix)
 
 
 def _run(words: Sequence[str], folder: Path, places: Sequence[str]) -> tuple[dict[str, Any], Run]:

@@ -76,7 +76,13 @@ from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,
 )
-from accelerate.data_loader.reading import LastMark as LastMark, WorkersObserver as WorkersObserver
+from accelerate.data_loader.reading import (
+    BatchObserver as BatchObserver,
+    LastMark as LastMark,
+    WorkersObserver as WorkersObserver,
+    end_batch as end_batch,
+    observer_paused as observer_paused,
+)
 from accelerate.data_loader.samplers import (
     BatchSamplerShard as BatchSamplerShard,
     SamplerShard as SamplerShard,

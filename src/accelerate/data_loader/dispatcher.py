@@ -27,11 +27,10 @@ from accelerate.data_loader.global_batches import GlobalBatchBuilder
 from accelerate.data_loader.last_batch import last_remainder
 from accelerate.data_loader.late_start import make_resumed_loader
 from accelerate.data_loader.plan import UNPREPARED, ShardPlan, data_groups
-from accelerate.data_loader.reading import choose_move, open_batches, open_pass, yield_batches
+from accelerate.data_loader.reading import choose_move, end_batch, open_batches, open_pass, yield_batches
 from accelerate.data_loader.resume import keep_source_state, source_state
 from accelerate.data_loader.samplers import first_number
 from accelerate.devices import of_device
-from accelerate.monitoring import DATA
 from accelerate.nested import ignorant_find_batch_size
 from accelerate.ops import Transport, current_transport
 from accelerate.state import GradientState, PartialState, closed_at_exit, step_clock
@@ -107,7 +106,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             for batch in self._own_parts(current_transport()):
                 step_clock.begin_forward(ignorant_find_batch_size(batch) or 0)
                 yield batch
-                step_clock.switch(DATA)
+                end_batch(self)
         finally:
             step_clock.end_pass(begin)
 

@@ -55,6 +55,41 @@ class WorkersObserver:
         """Observes the workers of an iterator in the thread that waits for them."""
 
 
+class BatchObserver:
+    """Observer of the loop over a prepared loader, a service of the run.
+
+    Attributes:
+        is_paused: Whether another object reads the loader, possibly ahead of the loop.
+    """
+
+    is_paused: bool = False
+
+    def batch_used(self, loader: Any) -> None:
+        """Handles the end of the use of a batch, before its loader reads on, in the thread of the loop."""
+
+
+def end_batch(loader: Any) -> None:
+    """Ends the use of the batch just yielded, before the next one is read."""
+    observer = services.find(BatchObserver)
+    if observer is not None and not observer.is_paused:
+        observer.batch_used(loader)
+    step_clock.switch(DATA)
+
+
+@contextmanager
+def observer_paused() -> Iterator[None]:
+    """Pauses the observer while an object reads a loader for the loop, and calls `end_batch` itself."""
+    observer = services.find(BatchObserver)
+    if observer is None:
+        yield
+        return
+    observer.is_paused = True
+    try:
+        yield
+    finally:
+        observer.is_paused = False
+
+
 class LastMark:
     """Mark of the last item of an iterator.
 
@@ -120,7 +155,7 @@ def yield_batches(
                 batch = move(batch)
             step_clock.begin_forward(rows or 0)
             yield batch
-            step_clock.switch(DATA)
+            end_batch(loader)
             number += 1
     finally:
         step_clock.end_pass(begin)

@@ -131,9 +131,16 @@ class ProjectConfiguration:
         save_on_each_node: Whether each node writes the files that otherwise only the first node writes. Nodes
             that cannot access the folder of the first node do so in any case.
         async_save: Whether `save_state` writes in the background by default.
+        fast_dir: Folder in memory or on a local disk of each node for recent checkpoints, such as
+            "/dev/shm/run". None keeps no recent checkpoints.
+        fast_every: Number of optimizer steps between two recent checkpoints.
+        copies: Number of other nodes that hold a copy of the files of a node. None is 1 if there are several
+            nodes, otherwise 0.
+        durable_every: Number of recent checkpoints after which one is also written to the folder of the
+            project. None writes there only when `save_state` is called.
 
     Raises:
-        ConfigurationError: `total_limit` is less than 1, or `iteration` is negative.
+        ConfigurationError: A number is too small, or an option needs another one that is not set.
     """
 
     project_dir: str | None = None
@@ -143,6 +150,10 @@ class ProjectConfiguration:
     iteration: int = 0
     save_on_each_node: bool = False
     async_save: bool = False
+    fast_dir: str | None = None
+    fast_every: int = 20
+    copies: int | None = None
+    durable_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.total_limit is not None:
@@ -150,7 +161,23 @@ class ProjectConfiguration:
         at_least("iteration", self.iteration, 0)
         if self.logging_dir is not None:
             refuse_path("logging_dir", self.logging_dir)
+        self._check_fast_tier()
         self.set_directories(self.project_dir)
+
+    def _check_fast_tier(self) -> None:
+        at_least("fast_every", self.fast_every, 1)
+        if self.fast_dir is not None:
+            refuse_path("fast_dir", self.fast_dir)
+        for name, least in (("copies", 0), ("durable_every", 1)):
+            value = getattr(self, name)
+            if value is not None:
+                at_least(name, value, least)
+                if self.fast_dir is None:
+                    raise wrong_value(name, value, "there is no fast tier", "Set fast_dir")
+        if self.durable_every is not None and not self.automatic_checkpoint_naming:
+            reason = "durable checkpoints have no names"
+            fix = "Set project_dir and automatic_checkpoint_naming=True"
+            raise wrong_value("durable_every", self.durable_every, reason, fix)
 
     def set_directories(self, project_dir: str | None = None) -> None:
         """Sets the project folder, and the logging folder unless it was given.

@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from accelerate.base import CheckpointError, wrong_value
-from accelerate.data_loader import DataLoaderStateMixin, skip_before_sharding, skip_first_batches
+from accelerate.data_loader import (
+    DataLoaderStateMixin,
+    end_batch,
+    observer_paused,
+    skip_before_sharding,
+    skip_first_batches,
+)
 from accelerate.recovery.membership import Members
 from accelerate.state import GradientState
 
@@ -103,7 +109,8 @@ class RecoveryLoader(DataLoaderStateMixin):
                     _close(readers)
                     readers.update((source, self._open(source)) for source in dict.fromkeys(sources))
                 for index, source in zip(own, sources, strict=True):
-                    batch = next(readers[source])
+                    with observer_paused():
+                        batch = next(readers[source])
                     is_last = index == own[-1]
                     is_end = self.position + self._count >= self._num_micro_batches
                     self.end_of_dataloader = is_last and is_end
@@ -114,6 +121,7 @@ class RecoveryLoader(DataLoaderStateMixin):
                         loss_scale=self._loss_scale(index, members),
                     )
                     yield batch
+                    end_batch(self)
                 read_to = self.epoch, self.position + self._count
                 self._recovery.check_step()
         except GeneratorExit:

@@ -79,6 +79,7 @@ class Recovery:
 
     Attributes:
         num_replicas: Number of replica groups that were launched.
+        replica: Index of this replica group.
         members: Replica groups of the last step, or None before the first one.
         in_pass: Whether a pass for training is read.
     """
@@ -93,7 +94,7 @@ class Recovery:
         self._run, self._strategy, self._gradients = run, strategy, gradients
         self._prepared = prepared
         self._check()
-        self.num_replicas = run.replicas
+        self.num_replicas, self.replica = run.replicas, run.replica
         self.members: Members | None = None
         self.in_pass = False
         self._loss_scale = 1.0
@@ -233,7 +234,7 @@ class Recovery:
         """Returns whether a replica group that has not been started again since has committed a step."""
         return any(self._store.check([committed_key(replica)]) for replica in range(self.num_replicas))
 
-    def _ask_store(self, ask: Callable[[], bool]) -> bool:
+    def _ask_store(self, ask: Callable[[], Result]) -> Result:
         """Returns what rank 0 reads from the store of the run.
 
         Called on all ranks of a replica group.
@@ -241,7 +242,12 @@ class Recovery:
         transport = current_transport()
         if transport.size == 1:
             return ask()
-        return bool(transport.broadcast_object(ask() if transport.rank == 0 else None))
+        answer: Result = transport.broadcast_object(ask() if transport.rank == 0 else None)
+        return answer
+
+    def held_by_all(self, names: list[str]) -> list[str]:
+        """Returns the names that all replica groups pass, or all names while others train and send state."""
+        return self._ask_store(lambda: names if self._has_begun() else self._run.common(self._store, names))
 
     def _begin_together(self, members: Members) -> Members:
         """Sends the weights of the first member to the others before the first step."""
@@ -367,7 +373,7 @@ class Recovery:
 
     def is_left(self, loader: RecoveryLoader, number: int) -> bool:
         """Returns whether the loop of a member has left a pass."""
-        return self._ask_store(lambda: self._store.check([LEFT.format(loader.number, number)]))
+        return self._ask_store(lambda: bool(self._store.check([LEFT.format(loader.number, number)])))
 
     def end_data(self) -> bool:
         """Ends the data of a pass on all members together, and returns whether all of them are there."""

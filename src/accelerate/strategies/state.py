@@ -29,6 +29,7 @@ class StrategyState:
     """
 
     saves_shards: bool = False  # whether each rank saves its own shards of models and optimizers
+    has_engines: bool = False  # whether engines save models and optimizers themselves
 
     def __init__(self, strategy: Any) -> None:
         self.strategy: Any = strategy

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
@@ -106,8 +107,17 @@ def test_memory_is_used_again() -> None:
     first = area.stage([Payload("x", {"weight": torch.ones(3)})])[0].content["weight"]
     again = area.stage([Payload("x", {"weight": torch.zeros(3)})])[0].content["weight"]
     other = area.stage([Payload("x", {"weight": torch.zeros(5)})])[0].content["weight"]
-    assert again is first
+    assert again.data_ptr() == first.data_ptr()
     assert other.shape == (5,)
+
+
+def test_the_tensors_of_a_dtype_are_in_one_buffer_and_are_written_alone(tmp_path: Path) -> None:
+    state = {"a": torch.ones(1000), "b": torch.zeros(3), "c": torch.ones(2, dtype=torch.int64)}
+    (staged,) = StagingMemory().stage([Payload("x", state)])
+    a, b, _ = staged.content.values()
+    assert b.data_ptr() == a.data_ptr() + a.nbytes
+    torch.save(b, tmp_path / "b")
+    assert (tmp_path / "b").stat().st_size < a.nbytes
 
 
 def test_strided_and_sparse_tensors() -> None:

@@ -52,6 +52,7 @@ class Reader:
     def __init__(self, kind: str, config: dict[str, Any], seed: int = 0) -> None:
         set_seed(seed)
         self.accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**config))
+        self.has_workers = kind in WITH_WORKERS
         self.by_itself = bool(config.get("use_stateful_dataloader"))
         self.loader: Any = self.accelerator.prepare(LOADERS[kind]())
 
@@ -72,9 +73,11 @@ class Reader:
 
     def close(self) -> None:
         """End the workers: they are in a cycle of references."""
+        has_workers = self.has_workers
         self.accelerator.free_memory()
         self.__dict__.clear()
-        gc.collect()
+        if has_workers:
+            gc.collect()
 
 
 def behind(stop: Stop, kind: str, config: dict[str, Any]) -> tuple[list[Step], float]:

@@ -91,5 +91,6 @@ def test_stacks_are_written_as_python_does() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_fork_while_the_stack_of_a_thread_is_read_does_not_hang() -> None:
     subprocess.run([sys.executable, "-c", FORK_WHILE_A_THREAD_IS_READ], check=True, timeout=100)

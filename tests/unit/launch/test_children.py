@@ -112,7 +112,7 @@ def test_another_signal_can_be_sent_in_its_place(tmp_path: Path) -> None:
     assert "SIGINT ended all processes." in err
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, pytest.param(signal.SIGUSR2, marks=pytest.mark.slow)])
 def test_a_request_is_forwarded_and_does_not_end_the_program(tmp_path: Path, number: signal.Signals) -> None:
     """The program runs for longer than the grace period after a signal."""
     program = f"signal.signal({int(number)}, lambda *_: (time.sleep(1.5), sys.exit(3)))\n"
@@ -141,7 +141,7 @@ def test_under_nohup_sighup_does_not_end_the_run(tmp_path: Path) -> None:
     assert (code, err) == (5, "True\n")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_stopped_program_and_what_it_started_end_at_once(tmp_path: Path, number: signal.Signals) -> None:
     stops = "os.kill(os.getpid(), signal.SIGSTOP)\n"
     child = f"subprocess.Popen([sys.executable, '-c', {NOTE + stops + SLEEP!r}])\n"
@@ -207,7 +207,7 @@ def test_a_script_that_never_reads_requests_runs_to_its_end(tmp_path: Path, numb
     assert start(tmp_path, "print('end')", number) == (0, "end\n")
 
 
-@pytest.mark.parametrize("number", REQUESTS)
+@pytest.mark.parametrize("number", [REQUESTS[0], pytest.param(REQUESTS[1], marks=pytest.mark.slow)])
 def test_a_request_before_the_first_read_is_seen(tmp_path: Path, number: int) -> None:
     asks = (
         "from accelerate.diagnostics.stopping import SignalRecorder\n"

@@ -336,7 +336,7 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("case", ["open", "write", "failure"])
+@pytest.mark.parametrize("case", ["open", pytest.param("write", marks=pytest.mark.slow), "failure"])
 def test_a_file_system_that_does_not_respond_does_not_keep_the_process(case: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BLOCKS, str(tmp_path), case]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -15,18 +15,12 @@ from accelerate import Accelerator
 PATH = Path(__file__).parents[3] / "benchmarks" / "families.py"
 IN_GATE = [
     "Mixtral",
-    "JetMoE",
-    "BART",
     "Wav2Vec2 CTC",
-    "ConvNeXt",
     "nn.LSTM",
     "Conv2d without norm",
     "Llama with a mask",
     "Conv2d channels_last",
-    "Conv2d with few outputs",
-    "Upsample nearest",
     "BatchNorm1d transposed",
-    "Packed LSTM",
     "Gradient penalty",
 ]
 

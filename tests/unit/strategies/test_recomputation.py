@@ -168,35 +168,45 @@ def test_each_policy_keeps_fewer_activations_than_the_one_before(prepared: Any) 
     assert sizes[-1] < by_operator < sizes[0]
 
 
-def test_a_plan_predicts_the_activations_of_each_policy(prepared: Any) -> None:
-    for policy in [None, *POLICIES.values()]:
-        accelerator, model = prepared(built(), policy)
-        optimizer = torch.optim.SGD(model.parameters())
-        plan = accelerator.plan_memory(
-            model, optimizer, samples(), lambda model, batch: model(batch).square().mean()
-        )
-        moments = plan.planner.trace_of(plan.layout, SAMPLES).forward_backward
-        planned = max(moment.activations for moment in moments)
-        assert planned == pytest.approx(activations_of(accelerator, model), rel=0.02)
-        assert plan.recomputed == ("nothing" if policy is None else policy.summary)
-        assert ("recomputed in backward" in str(plan)) == (policy is not None)
+PLANNED = ("none", "every second", "by operator")
 
 
-def test_the_activations_of_a_step_fit_in_the_budget(prepared: Any, caplog: Any) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in PLANNED else pytest.mark.slow) for name in ("none", *POLICIES)],
+)
+def test_a_plan_predicts_the_activations_of_each_policy(prepared: Any, name: str) -> None:
+    policy = POLICIES.get(name)
+    accelerator, model = prepared(built(), policy)
+    optimizer = torch.optim.SGD(model.parameters())
+    plan = accelerator.plan_memory(
+        model, optimizer, samples(), lambda model, batch: model(batch).square().mean()
+    )
+    moments = plan.planner.trace_of(plan.layout, SAMPLES).forward_backward
+    planned = max(moment.activations for moment in moments)
+    assert planned == pytest.approx(activations_of(accelerator, model), rel=0.02)
+    assert plan.recomputed == ("nothing" if policy is None else policy.summary)
+    assert ("recomputed in backward" in str(plan)) == (policy is not None)
+
+
+@pytest.mark.parametrize(
+    "share",
+    [1.1, 0.25, pytest.param(0.99, marks=pytest.mark.slow), pytest.param(2 / 3, marks=pytest.mark.slow)],
+)
+def test_the_activations_of_a_step_fit_in_the_budget(prepared: Any, caplog: Any, share: float) -> None:
+    """The budget is that of the smallest policy, and a share of the difference to all activations."""
     whole = activations_of(*prepared(built(), None))
     smallest = activations_of(*prepared(built(), POLICIES["every"]))
     expected = gradients(*prepared(built(), None), samples())
-    counts = []
-    for budget in (whole + 8192, whole - 1, (2 * whole + smallest) // 3, (whole + 3 * smallest) // 4):
-        accelerator, model = prepared(built(), ActivationCheckpointing(budget=budget))
-        with caplog.at_level(logging.WARNING):
-            found = gradients(accelerator, model, samples())
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-        assert activations_of(accelerator, model) <= budget
-        counts.append(sum(layer.calls > 2 for layer in model.layers))
-        gradients(accelerator, model, samples(SAMPLES - 1))
-    assert counts[0] == 0  # nothing is recomputed if all fits
-    assert counts[-1] > 0
+    budget = int(smallest + share * (whole - smallest))
+    accelerator, model = prepared(built(), ActivationCheckpointing(budget=budget))
+    with caplog.at_level(logging.WARNING):
+        found = gradients(accelerator, model, samples())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert activations_of(accelerator, model) <= budget
+    count = sum(layer.calls > 2 for layer in model.layers)
+    gradients(accelerator, model, samples(SAMPLES - 1))
+    assert (count == 0) == (share > 1)  # nothing is recomputed if all fits
     assert not caplog.records
 
 
@@ -235,18 +245,26 @@ def test_evaluation_chooses_nothing_and_a_larger_batch_warns_once(prepared: Any,
     assert "budget=1GB. Train on the largest batch first" in caplog.text
 
 
-def test_plan_memory_has_the_policy_of_a_budget(prepared: Any) -> None:
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        return model(batch).sum()
+def sum_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).sum()
 
-    for budget, recomputed in (("1GB", "nothing"), (SMALL, "every block")):
-        accelerator, model = prepared(built(), ActivationCheckpointing(budget=budget))
-        optimizer = torch.optim.SGD(model.parameters())
-        plan = accelerator.plan_memory(model, optimizer, samples(), loss)
-        assert plan.recomputed == recomputed
+
+@pytest.mark.parametrize(
+    ("budget", "recomputed"),
+    [pytest.param("1GB", "nothing", marks=pytest.mark.slow), (SMALL, "every block")],
+)
+def test_plan_memory_has_the_policy_of_a_budget(prepared: Any, budget: Any, recomputed: str) -> None:
+    accelerator, model = prepared(built(), ActivationCheckpointing(budget=budget))
+    optimizer = torch.optim.SGD(model.parameters())
+    plan = accelerator.plan_memory(model, optimizer, samples(), sum_of)
+    assert plan.recomputed == recomputed
+
+
+@pytest.mark.slow
+def test_plan_memory_of_a_budget_that_nothing_fits_raises_an_error(prepared: Any) -> None:
     accelerator, model = prepared(built(), ActivationCheckpointing(budget=10))
     with pytest.raises(ConfigurationError, match="need at least"):
-        accelerator.plan_memory(model, torch.optim.SGD(model.parameters()), samples(), loss)
+        accelerator.plan_memory(model, torch.optim.SGD(model.parameters()), samples(), sum_of)
 
 
 @pytest.mark.parametrize("name", ["every second", "by operator"])
@@ -353,8 +371,16 @@ def test_a_model_without_blocks_warns(prepared: Any, caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("policy", ["every", "by operator"])
-@pytest.mark.parametrize("regional", [False, True])
+@pytest.mark.parametrize(
+    ("policy", "regional"),
+    [
+        ("by operator", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [("every", False), ("every", True), ("by operator", False)]
+        ),
+    ],
+)
 def test_compiled_models_recompute(prepared: Any, policy: str, regional: bool) -> None:
     from accelerate.utils import TorchDynamoPlugin
 

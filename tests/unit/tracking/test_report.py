@@ -224,9 +224,24 @@ print("the end")
 """
 
 
-@pytest.mark.parametrize("is_alone", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("is_ended", [False, True])
-@pytest.mark.parametrize("case", ["hang", "write"])
+@pytest.mark.parametrize(
+    ("case", "is_ended", "is_alone"),
+    [
+        ("hang", False, False),
+        ("write", True, False),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("hang", True, False),
+                ("write", False, False),
+                ("hang", False, True),
+                ("hang", True, True),
+                ("write", False, True),
+                ("write", True, True),
+            ]
+        ),
+    ],
+)
 def test_a_program_ends_with_its_records_or_with_one_warning(
     case: str, is_ended: bool, is_alone: bool, tmp_path: Path
 ) -> None:

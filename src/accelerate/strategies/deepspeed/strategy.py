@@ -68,6 +68,8 @@ def leaves_of(loss: Tensor) -> Iterator[Tensor]:
 class DeepSpeedState(StrategyState):
     """State of engines, which save and load their models and optimizers."""
 
+    has_engines = True
+
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
         if not self.strategy.has_engine(model):
             return None

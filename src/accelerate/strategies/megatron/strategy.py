@@ -175,6 +175,8 @@ def _sample_batch(loaders: Sequence[Any]) -> Any:
 class MegatronState(StrategyState):
     """State of the engine, which saves and loads model and optimizer."""
 
+    has_engines = True
+
     def engine_part(self, index: int, model: nn.Module, folder: Path | None = None) -> Part | None:
         return MegatronPart(self.strategy.require_engine(), self.context.topology, folder)
 

@@ -1,0 +1,267 @@
+"""Recent checkpoints of a run, which are saved after every few optimizer steps and loaded first.
+
+A prepared loader calls `FastSaves.batch_used` before it yields the next batch, so the whole body of the loop
+has run, as if it ended with `save_state()`.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accelerate import accelerator, checkpointing
+from accelerate.accelerator.runtime import Runtime
+from accelerate.base import describe, wrong_value
+from accelerate.data_loader import BatchObserver
+from accelerate.logging import get_logger
+from accelerate.monitoring import SAVING
+from accelerate.nested import iterate_tensors
+from accelerate.ops import is_dtensor
+from accelerate.state import services, step_clock
+
+logger = get_logger(__name__)
+
+MakeRequest = Callable[[], checkpointing.Request]
+"""Function that returns the counters of the run, in a request for the next numbered checkpoint."""
+
+
+class FastSaves(BatchObserver):
+    """Saves recent checkpoints of a run in the fast tier, and finds the newest one.
+
+    Args:
+        runtime: The run.
+        request: Returns the request for a save of the run as it is now.
+        step: Returns `Accelerator.step`.
+        durable: Folder of the numbered checkpoints, or None if checkpoints are not numbered.
+    """
+
+    def __init__(
+        self, runtime: Runtime, request: MakeRequest, step: Callable[[], int], durable: Path | None
+    ) -> None:
+        project = runtime.request.project
+        if runtime.strategy.state.has_engines:
+            raise wrong_value(
+                "fast_dir",
+                project.fast_dir,
+                "the engine of this run writes checkpoints itself",
+                "Leave it out",
+            )
+        self._runtime, self._project = runtime, project
+        self._request, self._step, self._durable = request, step, durable
+        self._saved_at = 0  # optimizer steps at the last generation, or at the checkpoint that was loaded
+        self._num_saved = 0
+        self._has_space = False
+        self._thread = threading.get_ident()
+        name = "" if project.project_dir is None else str(Path(project.project_dir).expanduser().absolute())
+        folder = Path(str(project.fast_dir)).expanduser().absolute()
+        if runtime.recovery is not None:  # replica groups have the same state, and each keeps its own copy
+            folder /= f"replica_{runtime.recovery.replica}"
+        topology, timeout = runtime.state.topology, runtime.checkpoints.timeout
+        self._tier = checkpointing.open_fast_tier(folder, project.copies, name, topology, timeout)
+        checkpointing.find_generations(self._tier)  # raises for those of another project
+        self._tier.number = checkpointing.next_number(self._tier)
+        self._num_found = self._count_durable()
+        services.put(BatchObserver, self)
+
+    # Saving
+
+    def batch_used(self, loader: Any) -> None:
+        """Saves a generation if enough optimizer steps were taken since the last one.
+
+        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`).
+        """
+        every, updates = self._project.fast_every, self._num_updates()
+        is_joined = any(optimizer.is_joined for optimizer in self._runtime.prepared.optimizers)
+        if is_joined or updates // every <= self._saved_at // every:
+            return
+        if threading.get_ident() == self._thread:
+            self.save()
+        else:
+            logger.warning_once(
+                "No recent checkpoints are saved: a prepared loader is read in another thread than that of "
+                "the Accelerator, while steps are taken. Call save_state() in the loop."
+            )
+
+    def save(self, *, is_saved: bool = False) -> None:
+        """Saves a generation, which is written in the background.
+
+        Called on all ranks.
+
+        Args:
+            is_saved: Whether the caller saves the same state to the project. False writes every
+                `durable_every`-th generation to the project.
+        """
+        with step_clock.phase(SAVING):
+            self.wait()
+            self._saved_at = self._num_updates()
+            self._num_saved += 1
+            every = self._project.durable_every
+            is_durable = not is_saved and every is not None and self._num_saved % every == 0
+            next_durable = max(self._project.iteration, self._num_found) + (is_saved or is_durable)
+            saver = self._tier.begin(self._request(), next_durable)
+            try:
+                payloads = self._collect(saver)
+            except Exception as error:
+                saver.abort(error)
+                raise
+            except BaseException:  # an interrupt: no rank may wait for this save
+                saver.discard()
+                raise
+            written: Future[list[checkpointing.Payload]] | None = Future() if is_durable else None
+            self._tier.write(saver, payloads, written)
+            if written is not None:
+                self._write_durable(written)
+
+    def _collect(self, saver: checkpointing.GenerationSaver) -> list[checkpointing.Payload]:
+        has_hooks = bool(self._runtime.checkpoints.save_hooks)
+        staging = saver.staging_of_hooks if has_hooks else saver.staging
+        payloads = accelerator.checkpoint_items.collect(self._runtime, staging, self._step(), True)
+        return [*payloads, *(saver.files_of_hooks() if has_hooks else ())]
+
+    def _write_durable(self, written: Future[list[checkpointing.Payload]]) -> None:
+        """Writes the files of a generation to the next numbered checkpoint, in the background."""
+        request, checkpoints = self._request(), self._runtime.checkpoints
+        self._project.iteration += 1
+
+        def copy_and_commit() -> None:
+            files = written.result()
+            saver = checkpoints.begin(request)
+            saver.write(files, threads=1)
+            saver.commit(blocked=0.0)
+
+        checkpoints.background.start(copy_and_commit)
+
+    def wait(self) -> None:
+        """Waits until the last generation is complete, or raises its error."""
+        self._tier.background.wait()
+
+    # Loading
+
+    def candidates(
+        self, durable: Iterator[checkpointing.CheckpointSource]
+    ) -> Iterator[checkpointing.CheckpointSource]:
+        """Yields the generations and durable checkpoints, the newest first.
+
+        Args:
+            durable: Sources of the durable checkpoints.
+        """
+        self.wait()
+        generations, num_durable = checkpointing.find_generations(self._tier), self._count_durable()
+        if self._runtime.recovery is not None:
+            common = self._runtime.recovery.held_by_all([generation.state for generation in generations])
+            generations = [generation for generation in generations if generation.state in common]
+        recent = [generation for generation in generations if generation.next_durable >= num_durable]
+        yield from self._open(recent)
+        yield from durable
+        yield from self._open([generation for generation in generations if generation not in recent])
+
+    def _count_durable(self) -> int:
+        """Returns a number above those of all durable checkpoints."""
+        own = 0 if self._durable is None else checkpointing.retention.highest_number(self._durable) + 1
+        tier = self._tier
+        return int(tier.consensus.decide("accelerator.load_state", own, max, tier.timeout))
+
+    def _open(
+        self, generations: Sequence[checkpointing.Generation]
+    ) -> Iterator[checkpointing.CheckpointSource]:
+        for generation in generations:
+            yield from checkpointing.open_generation(
+                self._tier, generation, self._runtime.state.topology, self._shards_read
+            )
+
+    def _shards_read(self, folder: Path) -> list[str]:
+        """Returns the names of the files of shards that this rank reads from a folder."""
+        read = checkpointing.manifest.read(folder, whole=True)
+        reader = checkpointing.CheckpointReader(folder, names=read.files, is_fast=True)
+        try:
+            return sorted(accelerator.checkpoint_items.shards_read(self._runtime, reader))
+        except Exception as error:  # raised again when the files are read
+            logger.debug(f"{folder}: {describe(error)}")
+            return []
+
+    def go_on_after(self, updates: int) -> None:
+        """Counts steps from a checkpoint that was loaded."""
+        self._saved_at = updates
+        self._tier.number = checkpointing.next_number(self._tier)
+
+    # Space
+
+    def check_space(self) -> None:
+        """Raises if the fast folder of a node is too small, when models and optimizers are prepared.
+
+        Called on all ranks.
+        """
+        prepared = self._runtime.prepared
+        if self._has_space or not prepared.models or not prepared.optimizers:
+            return
+        is_sharded = self._runtime.strategy.state.saves_shards
+        size = 0
+        if is_sharded or self._tier.nodes.is_owner:
+            models = (tensor for model in prepared.models for tensor in _tensors_of(model))
+            size = sum(_bytes_of(tensor, is_sharded) for tensor in models)
+            size += sum(_state_bytes(optimizer.optimizer, is_sharded) for optimizer in prepared.optimizers)
+        self._tier.check_space(size, is_sharded)
+        self._has_space = True
+
+    def _num_updates(self) -> int:
+        return max((optimizer.num_updates for optimizer in self._runtime.prepared.optimizers), default=0)
+
+
+def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _bytes_of(tensor: Tensor, is_sharded: bool) -> int:
+    """Returns the bytes of a tensor, or of the shard on this rank."""
+    local = _local(tensor) if is_sharded else tensor
+    return local.numel() * local.element_size()
+
+
+def _local(tensor: Any) -> Tensor:
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local
+
+
+def _state_bytes(optimizer: torch.optim.Optimizer, is_sharded: bool) -> int:
+    """Returns the bytes of the state that an optimizer has, or will have after its first step.
+
+    The step is taken by a copy of the optimizer without memory, on the meta device. An optimizer that cannot
+    do so counts without state.
+    """
+    if optimizer.state:
+        return sum(_bytes_of(tensor, is_sharded) for tensor in iterate_tensors(dict(optimizer.state)))
+    probe = copy.copy(optimizer)
+    probe.state = defaultdict(dict)
+    probe.param_groups = [
+        {
+            **group,
+            "fused": False,
+            "capturable": False,
+            "params": [_empty(tensor, is_sharded) for tensor in group["params"]],
+        }
+        for group in optimizer.param_groups
+    ]
+    try:
+        with torch.no_grad():
+            inspect.unwrap(type(optimizer).step)(probe)  # without the hooks of the user
+    except Exception as error:  # an optimizer of the user may need values
+        logger.debug(f"The state of {type(optimizer).__name__} is not estimated: {describe(error)}.")
+    return sum(_bytes_of(tensor, False) for tensor in iterate_tensors(dict(probe.state)))
+
+
+def _empty(tensor: Tensor, is_sharded: bool) -> Tensor:
+    """Returns a parameter with a gradient and without memory."""
+    like = _local(tensor) if is_sharded else tensor
+    parameter = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), tensor.requires_grad)
+    parameter.grad = torch.empty_like(parameter) if tensor.requires_grad else None
+    return parameter

@@ -1,0 +1,260 @@
+"""Search for the newest complete generation of the fast tier, and transfer of its files to the nodes.
+
+After nodes were lost, or with another number of ranks, a node lacks files that its ranks read. They are sent
+by nodes that hold them. A file that does not fit its checksum is removed, and sent by another node.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from accelerate.base import CheckpointError, describe
+from accelerate.checkpointing import manifest, retention
+from accelerate.checkpointing.exchange import Transfer, exchange
+from accelerate.checkpointing.fast_tier import FastTier
+from accelerate.checkpointing.loading import CALL, VERIFY_TIMEOUT, CheckpointSource
+from accelerate.checkpointing.nodes import Nodes
+from accelerate.logging import get_logger
+from accelerate.state import Topology
+
+logger = get_logger(__name__)
+
+SHARDS = ".distcp"
+"""Suffix of files of shards, of which each rank reads some."""
+RANK_FILE = re.compile(r"(?:random_states|stream_\d+)_(\d+)\.\w+")
+"""Names of files that one rank reads, with its number."""
+SOURCE_OF_SEEDS = 0
+"""Rank whose random states all ranks read if their number has changed."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Generation that nodes hold, with the size in bytes of each file on each node."""
+
+    number: int
+    save: str  # name of the save, equal on all nodes
+    created: str
+    step: int  # number of optimizer steps
+    next_durable: int  # number of the durable checkpoint that is saved next
+    names: Collection[str]  # of all files
+    held: list[dict[str, int]]  # of each node
+
+    @property
+    def state(self) -> str:
+        """Name of the state, which replica groups save at the same step."""
+        return f"{self.next_durable}/{self.step}"
+
+    @property
+    def missing(self) -> list[str]:
+        """Returns the names of the files that no node holds."""
+        return sorted(name for name in self.names if not self.holders(name))
+
+    def holders(self, name: str) -> list[int]:
+        return [node for node, sizes in enumerate(self.held) if name in sizes]
+
+
+def find_generations(tier: FastTier) -> list[Generation]:
+    """Returns the generations of the project on all nodes, the newest first.
+
+    Called on all ranks.
+
+    Raises:
+        CheckpointError: The folder holds generations of another project.
+    """
+    own, failure = [], ""
+    if tier.nodes.is_owner:
+        try:
+            own = list(_survey(tier.nodes.folder, tier.project))
+        except (CheckpointError, OSError) as error:
+            failure = str(error) if isinstance(error, CheckpointError) else describe(error)
+
+    def merge(answers: Sequence[Any]) -> list[Any]:
+        if failed := next((failure for failure, _ in answers if failure), ""):
+            raise CheckpointError(failed)
+        return _merge([answers[ranks[0]][1] for ranks in tier.nodes.ranks])
+
+    return [Generation(**facts) for facts in tier.consensus.decide(CALL, [failure, own], merge, tier.timeout)]
+
+
+def _survey(folder: Path, project: str) -> Iterator[dict[str, Any]]:
+    """Yields facts about each generation in the folder of a node."""
+    for path in sorted(folder.glob("checkpoint_*")):
+        number = retention.number_of(path.name)
+        if number is None or not path.is_dir():
+            continue
+        try:
+            read = manifest.read(path, whole=True)
+        except CheckpointError as error:
+            logger.warning(f"{path} is not used: {error}.", main_process_only=False)
+            yield {"number": number}
+            continue
+        owner = read.run.get(manifest.PROJECT, "")
+        if owner != project:
+            raise CheckpointError(
+                f"fast_dir={str(folder)!r} holds a checkpoint of the project {owner!r}, and this run has the "
+                f"project {project!r}. Choose another folder, or delete {path}."
+            )
+        held = {
+            name: size for name in read.files if (size := _size_of_copy(path, read.files[name])) is not None
+        }
+        yield {
+            "number": number,
+            "save": str(read.run.get(manifest.SAVE, "")),
+            "created": read.created,
+            "step": read.num_updates,
+            "next_durable": int(read.run.get(manifest.NEXT_DURABLE, 0)),
+            "names": [*read.files, manifest.NAME],
+            "held": {**held, manifest.NAME: (path / manifest.NAME).stat().st_size},
+        }
+
+
+def _size_of_copy(folder: Path, record: manifest.FileRecord) -> int | None:
+    """Returns the size of a file, or None if it is missing, or has another size than its records."""
+    path = folder / record.name
+    if not path.is_file():
+        return None
+    size = path.stat().st_size
+    if size in {version.size for version in (record, *record.others)}:
+        return size
+    logger.warning(
+        f"{path} is not used: it has {size} bytes instead of {record.size}.", main_process_only=False
+    )
+    return None
+
+
+def _merge(surveys: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """Returns the generations of all nodes from the facts of each, the newest first."""
+    merged: dict[str, dict[str, Any]] = {}
+    for node, survey in enumerate(surveys):
+        for facts in survey:
+            if "save" not in facts:
+                continue
+            empty: list[dict[str, int]] = [{} for _ in surveys]
+            entry = merged.setdefault(facts["save"], {**facts, "names": [], "held": empty})
+            entry["names"] = sorted({*entry["names"], *facts["names"]})
+            entry["held"][node] = facts["held"]
+    order = itemgetter("next_durable", "step", "number", "created")
+    return sorted(merged.values(), key=order, reverse=True)
+
+
+def next_number(tier: FastTier) -> int:
+    """Returns a number that no generation on any node has."""
+    numbers = [retention.number_of(path.name) or 0 for path in tier.nodes.folder.glob("checkpoint_*")]
+    highest = tier.consensus.decide(CALL, max(numbers, default=-1), max, tier.timeout)
+    return int(highest) + 1
+
+
+def open_generation(
+    tier: FastTier,
+    generation: Generation,
+    topology: Topology,
+    shards_read_from: Callable[[Path], Collection[str]],
+) -> Iterator[CheckpointSource]:
+    """Yields a generation when all nodes have the files that they read, and again if some were damaged.
+
+    Called on all ranks.
+
+    Args:
+        tier: The fast tier.
+        generation: The generation.
+        topology: Topology of this rank.
+        shards_read_from: Returns the names of the files of shards that this rank reads from a folder.
+    """
+    folder = tier.nodes.folder / retention.name_of(generation.number)
+    held = [dict(sizes) for sizes in generation.held]
+    while True:
+        left = replace(generation, held=held)
+        if fault := _collect(tier, left, folder, shards_read_from):
+            yield CheckpointSource(folder, tier.consensus, topology, fault)
+            return
+        source = CheckpointSource(
+            folder,
+            tier.consensus,
+            topology,
+            verified=_share(tier.nodes, sorted(held[tier.nodes.own].keys() - {manifest.NAME})),
+        )
+        yield source
+        damaged = _remove_damaged(tier, folder, held)
+        if not any(damaged):
+            return
+        for node, names_of_node in enumerate(damaged):
+            for name in names_of_node:
+                del held[node][name]
+        source.was_replaced = True
+
+
+def _collect(
+    tier: FastTier,
+    generation: Generation,
+    folder: Path,
+    shards_read_from: Callable[[Path], Collection[str]],
+) -> str:
+    """Sends each node the files that its ranks read, and returns why this is not possible, or ""."""
+    if generation.missing:
+        return f"no node that is left holds {', '.join(generation.missing)}"
+    nodes = range(len(generation.held))
+    if fault := _fetch(tier, generation, folder, [_common_names(tier.nodes, generation, n) for n in nodes]):
+        return fault
+    names = tier.consensus.decide(CALL, sorted(shards_read_from(folder)), list, tier.timeout)
+    needed = [sorted({name for rank in ranks for name in names[rank]}) for ranks in tier.nodes.ranks]
+    return _fetch(tier, generation, folder, needed)
+
+
+def _common_names(nodes: Nodes, generation: Generation, node: int) -> list[str]:
+    """Returns the files other than shards that ranks of a node read."""
+    ranks = {SOURCE_OF_SEEDS, *nodes.ranks[node]}
+    matches = {name: RANK_FILE.fullmatch(name) for name in generation.names if not name.endswith(SHARDS)}
+    return sorted(name for name, match in matches.items() if match is None or int(match[1]) in ranks)
+
+
+def _fetch(tier: FastTier, generation: Generation, folder: Path, needed: Sequence[Sequence[str]]) -> str:
+    """Sends each node the files that it needs and does not hold, and returns why this failed, or ""."""
+    nodes, transfers = tier.nodes, []
+    for node, names in enumerate(needed):
+        lacking = [name for name in names if name not in generation.held[node]]
+        for index, name in enumerate(lacking):
+            holders = generation.holders(name)
+            holder = holders[(node + index) % len(holders)]
+            target = nodes.ranks[node][index % len(nodes.ranks[node])]
+            source = nodes.partner(target, holder)
+            transfers.append((node, Transfer(name, generation.held[holder][name], source, target)))
+    if not transfers:
+        return ""
+    files = [transfer for _, transfer in transfers]
+    failures = exchange(files, tier.group, folder, folder, tier.consensus, CALL)
+    if any(failures):
+        return "; ".join(dict.fromkeys(filter(None, failures)))
+    for node, transfer in transfers:
+        generation.held[node][transfer.name] = transfer.size
+    return ""
+
+
+def _share(nodes: Nodes, names: Sequence[str]) -> list[str]:
+    """Returns the part of the files of a node that this rank verifies."""
+    ranks = nodes.ranks[nodes.own]
+    return list(names[ranks.index(nodes.rank) :: len(ranks)])
+
+
+def _remove_damaged(tier: FastTier, folder: Path, held: Sequence[Mapping[str, int]]) -> list[list[str]]:
+    """Removes the files on this node that do not fit their checksums, and returns those of each node."""
+    nodes, damaged = tier.nodes, []
+    try:
+        read = manifest.read(folder, whole=True)
+    except CheckpointError:
+        damaged.append(manifest.NAME)
+    else:
+        for name in _share(nodes, sorted(held[nodes.own].keys() & read.files.keys())):
+            if problem := manifest.problems(folder, read, [name], deep=True):
+                logger.warning(
+                    f"{nodes.hosts[nodes.own]}:{folder}: {problem[0]}. It is removed.",
+                    main_process_only=False,
+                )
+                (folder / name).unlink(missing_ok=True)
+                damaged.append(name)
+    answers = tier.consensus.decide(CALL, damaged, list, VERIFY_TIMEOUT)
+    return [sorted({name for rank in ranks for name in answers[rank]}) for ranks in nodes.ranks]
