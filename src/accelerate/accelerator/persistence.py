@@ -188,12 +188,7 @@ class RunCheckpoints:
     ) -> None:
         """Saves the weights of a model in files that other libraries read."""
         refuse_path("save_directory", save_directory)
-        is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
-        if is_empty and not hooks.is_any_offloaded(model):
-            raise ConfigurationError(
-                f"{type(model).__name__} has parameters without values (on the meta device), which cannot be "
-                "saved: load its weights first."
-            )
+        check_values(model, "saved")
         states, is_main = self._runtime.strategy.state, self._runtime.state.is_main_process
         with step_clock.phase(SAVING):
             shards = states.gatherable_weights(model) if safe_serialization else None
@@ -306,6 +301,16 @@ class RunCheckpoints:
         if number is not None and project.automatic_checkpoint_naming:
             run = {} if source.manifest is None else source.manifest.run
             project.iteration = run.get(checkpointing.NEXT_DURABLE, number + 1)
+
+
+def check_values(model: nn.Module, verb: str) -> None:
+    """Raises an error for a model with parameters that have no values and are not offloaded."""
+    is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
+    if is_empty and not hooks.is_any_offloaded(model):
+        raise ConfigurationError(
+            f"{type(model).__name__} has parameters without values (on the meta device), which cannot be "
+            f"{verb}: load its weights first."
+        )
 
 
 def _lines(skipped: Iterable[tuple[checkpointing.CheckpointSource, CheckpointError]]) -> list[str]:

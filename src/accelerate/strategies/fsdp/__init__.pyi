@@ -56,5 +56,6 @@ from accelerate.strategies.fsdp.strategies import (
     TensorParallel as TensorParallel,
     WholeOptimizer as WholeOptimizer,
     gather_state as gather_state,
+    whole_tensor as whole_tensor,
 )
 from accelerate.strategies.fsdp.v1 import Fsdp1 as Fsdp1

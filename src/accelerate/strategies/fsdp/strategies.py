@@ -47,7 +47,7 @@ from accelerate.strategies.fsdp.norms import Groups, clip_values, groups_of, sca
 from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import Fill, StrategyState
+from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
 
 class FsdpState(StrategyState):
@@ -76,6 +76,9 @@ class DistributedTensorState(FsdpState):
 
     def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]] | None:
         return self._inner(model).state_dict(keep_vars=True), self._gather
+
+    def whole_weights(self, model: nn.Module) -> WholeWeights:
+        return self._inner(model).state_dict(keep_vars=True), whole_tensor
 
     @torch.no_grad()
     def _gather(self, value: Any) -> Any:
@@ -397,6 +400,16 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
         for index, values in state["state"].items()
     }
     return {**state, "state": whole if keep else {}}
+
+
+@torch.no_grad()
+def whole_tensor(value: Any) -> Tensor:
+    """Returns the whole tensor of a DTensor, and other tensors unchanged.
+
+    Called on all ranks of the mesh.
+    """
+    whole: Tensor = to_full_tensor(value) if isinstance(value, DTensor) else value
+    return whole.detach()
 
 
 def offloads(policy: Any) -> bool:

@@ -27,7 +27,7 @@ from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import refuse_sharded_model
 from accelerate.strategies.bundle import parameter_ids
-from accelerate.strategies.fsdp import flat_states
+from accelerate.strategies.fsdp import flat_states, flat_weights
 from accelerate.strategies.fsdp.norms import Groups
 from accelerate.strategies.fsdp.parameters import (
     clean_name,
@@ -41,7 +41,7 @@ from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_uni
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
 from accelerate.strategies.recomputation import recompute
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import Fill
+from accelerate.strategies.state import Fill, WholeWeights
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
 
@@ -106,6 +106,12 @@ class FlatState(FsdpState):
             return
         with flat_states.full_state_dicts(root, self._offloads):
             fill(root, state)
+
+    def whole_weights(self, model: nn.Module) -> WholeWeights:
+        root = root_of(model)
+        if root is None:
+            return super().whole_weights(model)
+        return flat_weights.whole_weights(root, self.context.device)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Returns the full state dict on the CPU of the first rank of each node, without wrapper prefixes."""
