@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
 from accelerate import torch_private
-from accelerate.base import ConfigurationError
 from accelerate.strategies.fsdp.flat_states import LocalRange, local_ranges, outside_units
 from accelerate.strategies.fsdp.parameters import clean_name
 from accelerate.weights import is_extra
@@ -49,11 +48,6 @@ def whole_weights(
         root: Outermost unit.
         device: Device of the gathered weights.
     """
-    if any(not all(unit.are_contiguous) for _, unit in torch_private.flat_units(root)):
-        raise ConfigurationError(
-            f"{type(root.module).__name__} has parameters that are not contiguous (channels_last?), "
-            "and FSDP 1 cannot gather them one at a time. Set fsdp_version=2, or call get_state_dict."
-        )
     ranges = list(local_ranges(root))
     weights: dict[str, Any] = {}
     for local, lengths in zip(ranges, _lengths_by_rank(ranges), strict=True):

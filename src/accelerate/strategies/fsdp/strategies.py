@@ -58,6 +58,10 @@ class FsdpState(StrategyState):
         """True on the first rank of each node, which keeps gathered states and writes them."""
         return self.context.topology.local_rank == 0
 
+    def keep(self, whole: Tensor) -> Tensor:
+        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
+        return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
+
     @property
     def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin may change
         """True if the plugin selects sharded state dicts."""
@@ -88,8 +92,7 @@ class DistributedTensorState(FsdpState):
         """
         if not isinstance(value, Tensor):
             return value
-        whole = to_full_tensor(value) if isinstance(value, DTensor) else value
-        return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
+        return self.keep(whole_tensor(value))
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         inner = self._inner(model)

@@ -6,7 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/fsdp.html
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -111,7 +111,19 @@ class FlatState(FsdpState):
         root = root_of(model)
         if root is None:
             return super().whole_weights(model)
+        if not _is_contiguous(root):
+            raise ConfigurationError(
+                f"{type(root.module).__name__} has parameters that are not contiguous (channels_last?), and "
+                "FSDP 1 gathers all of them together. Set fsdp_version=2, or call get_state_dict."
+            )
         return flat_weights.whole_weights(root, self.context.device)
+
+    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]] | None:
+        root = root_of(model)
+        if root is None or not _is_contiguous(root):
+            return None
+        weights, whole = self.whole_weights(model)
+        return weights, lambda weight: self.keep(whole(weight))
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Returns the full state dict on the CPU of the first rank of each node, without wrapper prefixes."""
@@ -252,6 +264,10 @@ def root_of(model: nn.Module) -> FSDP | None:
     """Returns the outermost unit of a model, which may be compiled, or None without units."""
     inner = torch_private.uncompiled(model)
     return inner if isinstance(inner, FSDP) else None
+
+
+def _is_contiguous(root: FSDP) -> bool:
+    return all(all(unit.are_contiguous) for _, unit in torch_private.flat_units(root))
 
 
 def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:
