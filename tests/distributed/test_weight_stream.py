@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import re
+import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
@@ -14,15 +18,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, dispatch_model
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import ConfigurationError, is_torch_version
 from accelerate.checkpointing import find_shards
 from accelerate.utils import ExpertParallelConfig, PipelineConfig
 
 Run = Callable[..., list[Any]]
 WIDTH, WORDS = 8, 11
-LARGEST = WORDS * WIDTH * 4
-"""Bytes of the largest weight."""
 
 
 class Block(nn.Module):
@@ -114,6 +116,7 @@ CORE = ("one process", "ddp", "fsdp2", "fsdp1")
 
 
 def prepare(layout: str, model: nn.Module | None = None) -> tuple[Accelerator, Any]:
+    warnings.filterwarnings("ignore", "The `NO_SHARD`", FutureWarning)
     plugin, mesh, _ = LAYOUTS[layout]
     mesh = dict(mesh or {})
     if "ep_size" in mesh:
@@ -195,3 +198,109 @@ def test_the_weights_are_those_of_a_saved_model(run: Run, layout: str) -> None:
         assert result["on first"] == ([] if rank else sorted(names))
         assert result["differ"] == []
         assert "bucket_size=8: smaller than " in result["error"]
+
+
+# Adapters
+
+
+def add_adapters(model: nn.Module) -> Any:
+    """Returns a model of peft in which adapters, biases and a module of its own differ from the base."""
+    import peft
+
+    config = peft.LoraConfig(
+        r=2,
+        target_modules=["up", "tokens"],
+        modules_to_save=["norm"],
+        rank_pattern={"up": 3},
+        lora_bias=False,
+        init_lora_weights=False,
+    )
+    adapted = peft.get_peft_model(model, config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+            parameter.requires_grad_()  # FSDP 1 has either trained or frozen parameters in a unit
+    return adapted
+
+
+def merge(layout: str) -> tuple[list[str], float, list[str]]:
+    """Returns names, the largest difference to peft, and the differences of adapters to a saved model."""
+    torch.manual_seed(0)
+    model = Net()
+    model.head = nn.Linear(WIDTH, WORDS)  # peft warns about a tied one
+    adapted = add_adapters(model)
+    reference = copy.deepcopy(adapted).merge_and_unload().state_dict()
+    plugin, mesh, _ = LAYOUTS[layout]
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=plugin and FullyShardedDataParallelPlugin(auto_wrap_policy=partial(_is_block), **plugin),
+        parallelism_config=ParallelismConfig(**mesh) if mesh else None,
+    )
+    prepared = accelerator.prepare(adapted)
+    merged = copy_of(accelerator, prepared, bucket_size=1200, all_ranks=True, merge_adapters=True)
+    accelerator.save_model(prepared, "saved")
+    accelerator.wait_for_everyone()
+    unmerged = copy_of(accelerator, prepared, all_ranks=True)
+    assert list(merged) == list(reference)
+    error = max(float((merged[name] - tensor).abs().max()) for name, tensor in reference.items())
+    return list(merged), error, differences(unmerged, read(Path("saved")))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "one process",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("ddp", "fsdp2", "fsdp1", "fsdp1 flat", "hsdp")
+        ),
+    ],
+)
+def test_merged_adapters_are_those_of_peft(run: Run, layout: str) -> None:
+    pytest.importorskip("peft")
+    for names, error, differ in run(merge, layout, processes=LAYOUTS[layout][2]):
+        assert names == list(Net().state_dict())[:-1] + ["head.weight", "head.bias"]
+        assert error < 1e-5
+        assert differ == []
+
+
+# Memory
+
+LAYERS, SIDE, BUCKET_IN_LAYERS = 48, 1024, 4
+
+
+def memory(field: str) -> int:
+    """Returns a field of /proc/self/status in bytes: VmRSS, or VmHWM, its peak."""
+    (size,) = re.findall(rf"{field}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    return int(size) * 1024
+
+
+def measure(all_ranks: bool) -> float:
+    """Returns the peak of memory that a stream takes, in sizes of a layer."""
+    ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: freed memory goes back to the system at once
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        cpu_ram_efficient_loading=False,
+        auto_wrap_policy="size_based_wrap",
+        min_num_params=1000,
+    )
+    accelerator, layer = Accelerator(fsdp_plugin=plugin), 4 * SIDE**2
+    model = accelerator.prepare(nn.Sequential(*[nn.Linear(SIDE, SIDE, bias=False) for _ in range(LAYERS)]))
+    options: dict[str, Any] = {"bucket_size": BUCKET_IN_LAYERS * layer, "all_ranks": all_ranks}
+    next(accelerator.stream_weights(model, **options), None)  # torch loads modules
+    accelerator.wait_for_everyone()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins at the current value
+    before = memory("VmRSS")
+    for _ in accelerator.stream_weights(model, **options):
+        pass
+    return (memory("VmHWM") - before) / layer
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_stream_takes_the_memory_of_one_bucket_and_a_tensor(run: Run) -> None:
+    on_first, on_other = run(measure, False)
+    assert on_first < BUCKET_IN_LAYERS + 2.5 < LAYERS / 4
+    assert on_other < 2.5
+    assert max(run(measure, True)) < BUCKET_IN_LAYERS + 2.5
