@@ -267,7 +267,9 @@ def test_merged_adapters_are_those_of_peft(run: Run, layout: str) -> None:
 
 # Memory
 
-LAYERS, SIDE, BUCKET_IN_LAYERS = 48, 1024, 4
+LAYERS, SIDE, BUCKET_IN_LAYERS = 64, 1024, 4
+SLACK = 4.5
+"""Layers in memory beside the bucket, some of them in collectives that gloo has not released yet."""
 
 
 def memory(field: str) -> int:
@@ -301,6 +303,6 @@ def measure(all_ranks: bool) -> float:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stream_takes_the_memory_of_one_bucket_and_a_tensor(run: Run) -> None:
     on_first, on_other = run(measure, False)
-    assert on_first < BUCKET_IN_LAYERS + 2.5 < LAYERS / 4
-    assert on_other < 2.5
-    assert max(run(measure, True)) < BUCKET_IN_LAYERS + 2.5
+    assert on_first < BUCKET_IN_LAYERS + SLACK < LAYERS / 4
+    assert on_other < SLACK
+    assert max(run(measure, True)) < BUCKET_IN_LAYERS + SLACK

@@ -127,7 +127,10 @@ def _read(
 
 
 def _gather(item: Item, whole: Callable[[str], Tensor], is_kept: bool) -> dict[str, Tensor]:
-    """Returns the whole weights of an item on a rank that keeps them. Called on all ranks."""
+    """Returns the whole weights of an item on a rank that keeps them.
+
+    Called on all ranks.
+    """
     tensors: dict[str, Tensor] = {}
     for name in item.inputs:
         tensor = whole(name)

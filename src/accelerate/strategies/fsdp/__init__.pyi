@@ -36,6 +36,7 @@ from accelerate.strategies.fsdp.parameters import (
     named_parameters as named_parameters,
     names_by_group as names_by_group,
     send_from_main as send_from_main,
+    whole_tensor as whole_tensor,
 )
 from accelerate.strategies.fsdp.sharding import (
     choose_units as choose_units,
@@ -56,6 +57,5 @@ from accelerate.strategies.fsdp.strategies import (
     TensorParallel as TensorParallel,
     WholeOptimizer as WholeOptimizer,
     gather_state as gather_state,
-    whole_tensor as whole_tensor,
 )
 from accelerate.strategies.fsdp.v1 import Fsdp1 as Fsdp1

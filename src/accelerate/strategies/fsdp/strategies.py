@@ -44,7 +44,12 @@ from accelerate.strategies.fsdp.exchange import (
     units_of,
 )
 from accelerate.strategies.fsdp.norms import Groups, clip_values, groups_of, scale_down
-from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
+from accelerate.strategies.fsdp.parameters import (
+    ParameterRemapper,
+    distribute_like,
+    named_parameters,
+    whole_tensor,
+)
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, StrategyState, WholeWeights
@@ -403,16 +408,6 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
         for index, values in state["state"].items()
     }
     return {**state, "state": whole if keep else {}}
-
-
-@torch.no_grad()
-def whole_tensor(value: Any) -> Tensor:
-    """Returns the whole tensor of a DTensor, and other tensors unchanged.
-
-    Called on all ranks of the mesh.
-    """
-    whole: Tensor = to_full_tensor(value) if isinstance(value, DTensor) else value
-    return whole.detach()
 
 
 def offloads(policy: Any) -> bool:
