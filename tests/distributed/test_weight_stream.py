@@ -247,16 +247,8 @@ def merge(layout: str) -> tuple[list[str], float, list[str]]:
     return list(merged), error, differences(unmerged, read(Path("saved")))
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        "one process",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in ("ddp", "fsdp2", "fsdp1", "fsdp1 flat", "hsdp")
-        ),
-    ],
-)
+@pytest.mark.slow  # tests/unit/accelerator/test_weight_stream.py merges on one process
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2", "fsdp1", "fsdp1 flat", "hsdp"])
 def test_merged_adapters_are_those_of_peft(run: Run, layout: str) -> None:
     pytest.importorskip("peft")
     for names, error, differ in run(merge, layout, processes=LAYOUTS[layout][2]):
