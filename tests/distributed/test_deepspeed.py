@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import Accelerator, DeepSpeedPlugin
@@ -134,6 +135,27 @@ def test_losses_and_norms_are_those_of_replicas(run: Run) -> None:
         for kind, loss, norm in results:
             assert loss < 1e-4, kind
             assert norm < 1e-4, kind
+
+
+def stream_weights() -> list[tuple[int, list[str], bool]]:
+    found = []
+    for stage in range(4):
+        accelerator, objects = prepared(plugin_of(stage, "none"))
+        train(accelerator, objects, rounds=2)
+        folder = Path(f"stage {stage}")
+        accelerator.save_model(objects[0], folder)
+        weights = {name: tensor.clone() for name, tensor in accelerator.stream_weights(objects[0])}
+        saved = load_file(folder / "model.safetensors") if accelerator.is_main_process else {}
+        accelerator.wait_for_everyone()
+        same = all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
+        found.append((stage, sorted(weights), same and weights.keys() == saved.keys()))
+    return found
+
+
+def test_streamed_weights_are_those_of_a_saved_model(run: Run) -> None:
+    on_first, on_other = run(stream_weights, env=ENVIRONMENT, timeout=600)
+    assert on_first == [(stage, sorted(net().state_dict()), True) for stage in range(4)]
+    assert on_other == [(stage, [], True) for stage in range(4)]
 
 
 def train_in_bfloat16() -> list[tuple[float, float, set[Any]]]:

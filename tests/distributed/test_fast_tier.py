@@ -80,7 +80,11 @@ def test_another_number_of_ranks_and_nodes(
     run: Run, tmp_path: Path, sharded: bool, before: tuple[int, int], after: tuple[int, int]
 ) -> None:
     saved = run(train, tmp_path, before[1], sharded, 7, processes=before[0])
+    metadata = [path.read_bytes() for path in tmp_path.glob("node_*/*/optimizer_0/.metadata")]
+    assert len(set(metadata)) == sharded  # all nodes write the same
     shutil.rmtree(tmp_path / "node_1")
+    if before == (3, 1):  # the third node is the second one of the two that are left
+        (tmp_path / "node_2").rename(tmp_path / "node_1")
     resumed = run(train, tmp_path, after[1], sharded, 6, True, processes=after[0])
     again = run(train, tmp_path / "again", before[1], sharded, 6, processes=before[0])[0][1]
     assert {began for began, _ in resumed} == {6}

@@ -4,7 +4,9 @@ from accelerate.accelerator import (
     fast_saves as fast_saves,
     flops as flops,
     memory_plan as memory_plan,
+    merged_adapters as merged_adapters,
     metrics as metrics,
+    weight_stream as weight_stream,
 )
 from accelerate.accelerator.accumulation import Accumulation as Accumulation
 from accelerate.accelerator.arguments import build_request as build_request

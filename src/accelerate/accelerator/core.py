@@ -1188,6 +1188,39 @@ class Accelerator(ProcessControl):
         """
         self._checkpoints.save_model(model, save_directory, max_shard_size, safe_serialization)
 
+    def stream_weights(
+        self,
+        model: nn.Module,
+        bucket_size: int | str = "1GB",
+        all_ranks: bool = False,
+        merge_adapters: bool = False,
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterates over the whole weights of a prepared model, gathered one bucket at a time.
+
+        The names, values, dtypes and tied weights are those of `save_model`, in the order of the model's
+        state dict. Called on all ranks, which all run the loop. A rank that leaves the loop early takes part
+        in the remaining gathering first, so that no other rank hangs.
+
+        Args:
+            model: A prepared module.
+            bucket_size: Size of the weights that are gathered at once in bytes, also as a string such as
+                "1GB". It is at least the size of the largest weight.
+            all_ranks: Whether all ranks get the weights. By default only rank 0 gets them, and the loop has
+                no iterations on other ranks.
+            merge_adapters: Whether LoRA adapters of peft are merged into the weights, which then have the
+                names of the model without adapters. The adapters of the model do not change.
+
+        Returns:
+            An iterator of names and detached tensors on the device of the model, or on the CPU for offloaded
+            weights. A tensor may share memory with the model: do not change it, and copy what has to outlive
+            the next item.
+
+        Raises:
+            ConfigurationError: A weight is larger than a bucket, a part of the model has no values or is not
+                a dense tensor, the adapters cannot be merged, or the strategy cannot gather single weights.
+        """
+        return accelerator.weight_stream.stream(self._runtime, model, bucket_size, all_ranks, merge_adapters)
+
     def save(self, obj: Any, f: Folder, safe_serialization: bool = False) -> None:
         """Saves an object to one file on rank 0.
 

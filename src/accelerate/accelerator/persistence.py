@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from accelerate import accelerator, checkpointing, hooks, plugins
@@ -188,16 +189,11 @@ class RunCheckpoints:
     ) -> None:
         """Saves the weights of a model in files that other libraries read."""
         refuse_path("save_directory", save_directory)
-        is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
-        if is_empty and not hooks.is_any_offloaded(model):
-            raise ConfigurationError(
-                f"{type(model).__name__} has parameters without values (on the meta device), which cannot be "
-                "saved: load its weights first."
-            )
+        check_values(model, "saved")
         states, is_main = self._runtime.strategy.state, self._runtime.state.is_main_process
         with step_clock.phase(SAVING):
             shards = states.gatherable_weights(model) if safe_serialization else None
-            if shards is not None and all(isinstance(value, Tensor) for value in shards[0].values()):
+            if shards is not None and all(map(_has_dtype, shards[0].values())):
                 folder = Path(save_directory)
                 checkpointing.save_from_shards(*shards, folder, max_shard_size, writes=is_main)
                 return
@@ -306,6 +302,21 @@ class RunCheckpoints:
         if number is not None and project.automatic_checkpoint_naming:
             run = {} if source.manifest is None else source.manifest.run
             project.iteration = run.get(checkpointing.NEXT_DURABLE, number + 1)
+
+
+def _has_dtype(value: object) -> bool:
+    """Returns whether a value of a state dict is a tensor, also one of other ranks."""
+    return isinstance(getattr(value, "dtype", None), torch.dtype)
+
+
+def check_values(model: nn.Module, verb: str) -> None:
+    """Raises an error for a model with parameters that have no values and are not offloaded."""
+    is_empty = any(parameter.device.type == "meta" for parameter in model.parameters())
+    if is_empty and not hooks.is_any_offloaded(model):
+        raise ConfigurationError(
+            f"{type(model).__name__} has parameters without values (on the meta device), which cannot be "
+            f"{verb}: load its weights first."
+        )
 
 
 def _lines(skipped: Iterable[tuple[checkpointing.CheckpointSource, CheckpointError]]) -> list[str]:

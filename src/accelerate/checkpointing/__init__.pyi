@@ -134,6 +134,7 @@ from accelerate.checkpointing.sharded import (
 )
 from accelerate.checkpointing.shards import (
     find_shards as find_shards,
+    read_size as read_size,
     save_from_shards as save_from_shards,
     save_sharded as save_sharded,
 )

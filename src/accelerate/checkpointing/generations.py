@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from accelerate.base import CheckpointError, describe
 from accelerate.checkpointing import manifest, retention
@@ -30,6 +30,10 @@ RANK_FILE = re.compile(r"(?:random_states|stream_\d+)_(\d+)\.\w+")
 """Names of files that one rank reads, with its number."""
 SOURCE_OF_SEEDS = 0
 """Rank whose random states all ranks read if their number has changed."""
+
+
+Origins: TypeAlias = dict[tuple[int, str], int]
+"""Node that has sent a file, by the node that has received it and the name of the file."""
 
 
 @dataclass(frozen=True)
@@ -167,9 +171,9 @@ def open_generation(
     """
     folder = tier.nodes.folder / retention.name_of(generation.number)
     held = [dict(sizes) for sizes in generation.held]
+    origins: Origins = {}
     while True:
-        left = replace(generation, held=held)
-        if fault := _collect(tier, left, folder, shards_read_from):
+        if fault := _collect(tier, replace(generation, held=held), folder, shards_read_from, origins):
             yield CheckpointSource(folder, tier.consensus, topology, fault)
             return
         source = CheckpointSource(
@@ -180,11 +184,12 @@ def open_generation(
         )
         yield source
         damaged = _remove_damaged(tier, folder, held)
-        if not any(damaged):
+        if not damaged:
             return
-        for node, names_of_node in enumerate(damaged):
-            for name in names_of_node:
-                del held[node][name]
+        for node, name in damaged:
+            del held[node][name]
+            if (sender := origins.pop((node, name), None)) is not None:
+                held[sender].pop(name, None)
         source.was_replaced = True
 
 
@@ -193,16 +198,18 @@ def _collect(
     generation: Generation,
     folder: Path,
     shards_read_from: Callable[[Path], Collection[str]],
+    origins: Origins,
 ) -> str:
     """Sends each node the files that its ranks read, and returns why this is not possible, or ""."""
     if generation.missing:
         return f"no node that is left holds {', '.join(generation.missing)}"
     nodes = range(len(generation.held))
-    if fault := _fetch(tier, generation, folder, [_common_names(tier.nodes, generation, n) for n in nodes]):
+    common = [_common_names(tier.nodes, generation, node) for node in nodes]
+    if fault := _fetch(tier, generation, folder, common, origins):
         return fault
     names = tier.consensus.decide(CALL, sorted(shards_read_from(folder)), list, tier.timeout)
     needed = [sorted({name for rank in ranks for name in names[rank]}) for ranks in tier.nodes.ranks]
-    return _fetch(tier, generation, folder, needed)
+    return _fetch(tier, generation, folder, needed, origins)
 
 
 def _common_names(nodes: Nodes, generation: Generation, node: int) -> list[str]:
@@ -212,7 +219,13 @@ def _common_names(nodes: Nodes, generation: Generation, node: int) -> list[str]:
     return sorted(name for name, match in matches.items() if match is None or int(match[1]) in ranks)
 
 
-def _fetch(tier: FastTier, generation: Generation, folder: Path, needed: Sequence[Sequence[str]]) -> str:
+def _fetch(
+    tier: FastTier,
+    generation: Generation,
+    folder: Path,
+    needed: Sequence[Sequence[str]],
+    origins: Origins,
+) -> str:
     """Sends each node the files that it needs and does not hold, and returns why this failed, or ""."""
     nodes, transfers = tier.nodes, []
     for node, names in enumerate(needed):
@@ -223,6 +236,7 @@ def _fetch(tier: FastTier, generation: Generation, folder: Path, needed: Sequenc
             target = nodes.ranks[node][index % len(nodes.ranks[node])]
             source = nodes.partner(target, holder)
             transfers.append((node, Transfer(name, generation.held[holder][name], source, target)))
+            origins[node, name] = holder
     if not transfers:
         return ""
     files = [transfer for _, transfer in transfers]
@@ -240,8 +254,8 @@ def _share(nodes: Nodes, names: Sequence[str]) -> list[str]:
     return list(names[ranks.index(nodes.rank) :: len(ranks)])
 
 
-def _remove_damaged(tier: FastTier, folder: Path, held: Sequence[Mapping[str, int]]) -> list[list[str]]:
-    """Removes the files on this node that do not fit their checksums, and returns those of each node."""
+def _remove_damaged(tier: FastTier, folder: Path, held: Sequence[Mapping[str, int]]) -> list[tuple[int, str]]:
+    """Removes the files on this node that do not fit their checksums, and returns those of all nodes."""
     nodes, damaged = tier.nodes, []
     try:
         read = manifest.read(folder, whole=True)
@@ -257,4 +271,6 @@ def _remove_damaged(tier: FastTier, folder: Path, held: Sequence[Mapping[str, in
                 (folder / name).unlink(missing_ok=True)
                 damaged.append(name)
     answers = tier.consensus.decide(CALL, damaged, list, VERIFY_TIMEOUT)
-    return [sorted({name for rank in ranks for name in answers[rank]}) for ranks in nodes.ranks]
+    return sorted(
+        {(node, name) for node, ranks in enumerate(nodes.ranks) for rank in ranks for name in answers[rank]}
+    )

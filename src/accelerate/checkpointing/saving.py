@@ -9,6 +9,7 @@ one run: it has the hooks of the user, and saves in the background.
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import socket
 import time
@@ -204,7 +205,8 @@ class Saver:
         try:
             summaries, decision = self._gather_summaries()
             raise_failures(decision["failures"])
-            summaries = summaries or decision["summaries"]
+            if decision["summaries"]:  # decoded anew on each rank, so that all write the same metadata
+                summaries = json.loads(json.dumps(decision["summaries"]))
             self._exchange(summaries)
             failure = ""
             if staging.is_owner:

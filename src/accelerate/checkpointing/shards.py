@@ -62,7 +62,7 @@ def plan_files(weights: Mapping[str, Tensor], max_shard_size: int | str, safe: b
     from huggingface_hub import split_torch_state_dict_into_shards
 
     pattern = SAFE_WEIGHTS_PATTERN_NAME if safe else WEIGHTS_PATTERN_NAME
-    limit = _bytes_of(max_shard_size)
+    limit = read_size("max_shard_size", max_shard_size)
     split = split_torch_state_dict_into_shards(dict(weights), filename_pattern=pattern, max_shard_size=limit)
     return FilePlan(
         split.filename_to_tensors or {pattern.format(suffix=""): []},
@@ -166,16 +166,14 @@ def _write_files(
     return paths
 
 
-def _bytes_of(max_shard_size: int | str) -> int:
-    """Returns a size in bytes, for which huggingface_hub has other units."""
-    if not isinstance(max_shard_size, str):
-        return max_shard_size
+def read_size(name: str, size: int | str) -> int:
+    """Returns the size of an argument in bytes, for which huggingface_hub has other units."""
+    if not isinstance(size, str):
+        return size
     try:
-        return convert_file_size_to_int(max_shard_size.upper())
+        return convert_file_size_to_int(size.upper())
     except ConfigurationError as error:
-        raise wrong_value(
-            "max_shard_size", max_shard_size, "not a size", 'pass bytes or text such as "5GB"'
-        ) from error
+        raise wrong_value(name, size, "not a size", 'pass bytes or text such as "5GB"') from error
 
 
 def _tensors_of(state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ from accelerate.hooks.offload import (
     get_state_dict_offloaded_model as get_state_dict_offloaded_model,
     has_offloaded_params as has_offloaded_params,
     is_any_offloaded as is_any_offloaded,
+    stored_weights as stored_weights,
 )
 from accelerate.nested import find_device as find_device, send_to_device as send_to_device
 from accelerate.state import PartialState as PartialState

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from accelerate.devices import clear_device_cache, hardware_table, of_device
-from accelerate.hooks.align import AlignDevicesHook, Prefetcher, Shared
+from accelerate.hooks.align import AlignDevicesHook, Prefetcher, Shared, Slot
 from accelerate.hooks.base import (
     HOOK,
     Arguments,
@@ -343,12 +343,55 @@ def get_state_dict_offloaded_model(model: nn.Module) -> dict[str, Any]:
     return {**state, **{name: tensor.detach().to("cpu") for name, tensor in tensors.items()}}
 
 
+class StoredWeight(NamedTuple):
+    """Weight of a model with offloaded parts.
+
+    Attributes:
+        shape: Shape of the weight.
+        dtype: Dtype of its values.
+        read: Returns the values.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    read: Callable[[], Tensor]
+
+
+def stored_weights(model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]]:
+    """Returns the weights of a model with offloaded parts, and a function that reads one of them.
+
+    Offloaded weights are read to the CPU, and others are returned on their device.
+    """
+    slots, state = _slots_by_name(model), model.state_dict(keep_vars=True)
+    stored = {id(slot): _stored_weight(slot) for slot in slots.values()}
+    offloaded = {name for name, tensor in state.items() if isinstance(tensor, Tensor) and tensor.is_meta}
+    weights = {
+        name: stored[id(slots[name])] if name in offloaded and name in slots else value
+        for name, value in state.items()
+    }
+    tensors = {name: value for name, value in weights.items() if isinstance(value, Tensor)}
+    check_values(tensors, "read", "No hook loads them. Load the model first.")
+    return weights, lambda weight: (weight.read() if isinstance(weight, StoredWeight) else weight).detach()
+
+
+def _stored_weight(slot: Slot) -> StoredWeight:
+    read = partial(slot.read, torch.device("cpu"))
+    return StoredWeight(slot.empty.shape, slot.empty.dtype, read)
+
+
 def _offloaded_values(model: nn.Module) -> dict[str, Tensor]:
     """Returns the values of offloaded tensors by name, where tied names get the same tensor."""
-    by_slot: dict[tuple[int, str], Tensor] = {}
+    slots = _slots_by_name(model)
+    values = {id(slot): slot.read(torch.device("cpu")) for slot in slots.values()}
+    return {name: values[id(slot)] for name, slot in slots.items()}
+
+
+def _slots_by_name(model: nn.Module) -> dict[str, Slot]:
+    """Returns the slots of offloaded tensors by name, where tied names get the same slot."""
+    by_slot: dict[tuple[int, str], Slot] = {}
     for slot in (slot for hook in align_hooks(model) for slot in hook.slots):
         entries = [(id(tensors), key) for tensors, key in ((slot.tensors, slot.key), *slot.tied)]
-        by_slot.update(dict.fromkeys(entries, slot.read(torch.device("cpu"))))
+        by_slot.update(dict.fromkeys(entries, slot))
     return {
         f"{path}.{key}" if path else key: by_slot[id(tensors), key]
         for path, module in model.named_modules(remove_duplicate=False)

@@ -42,7 +42,7 @@ from accelerate.strategies.fsdp import (
     send_from_main,
 )
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import Fill, StrategyState
+from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
 logger = get_logger(__name__)
 
@@ -144,6 +144,10 @@ class KeptShardsState(StrategyState):
 
     def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Any]] | None:
         return self._of_shards().gatherable_weights(model) if self.saves_shards else None
+
+    def whole_weights(self, model: nn.Module) -> WholeWeights:
+        whole_weights = self._of_shards().whole_weights if self.saves_shards else super().whole_weights
+        return whole_weights(model)
 
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
         owners = self._of_shards().optimizer_owners if self.saves_shards else super().optimizer_owners

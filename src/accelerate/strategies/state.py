@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, ShardedState
-from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded
+from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded, stored_weights
 from accelerate.strategies.fsdp import named_parameters, names_by_group
 from accelerate.strategies.request import Context
 
+WholeWeights = tuple[dict[str, Any], Callable[[Any], Tensor]]
+"""Weights of a model by name, which have a shape and a dtype, and a function that returns one as a tensor."""
 Fill = Callable[[nn.Module, Mapping[str, Any]], None]
 """Function that loads the whole weights of a module, by name."""
 
@@ -66,6 +68,17 @@ class StrategyState:
             None if weights are not sharded, or can only be gathered together.
         """
         return None
+
+    def whole_weights(self, model: nn.Module) -> WholeWeights:
+        """Returns the weights of a prepared model, and a function that returns one as a whole tensor.
+
+        Called on all ranks. The function is called on all ranks in the same order, and returns the tensor on
+        each of them, which may share memory with the model. Tied weights are one object.
+        """
+        inner = self._inner(model)
+        if is_any_offloaded(inner):
+            return stored_weights(inner)
+        return inner.state_dict(keep_vars=True), lambda weight: weight.detach()
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         """Loads whole weights into a prepared model.

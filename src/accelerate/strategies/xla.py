@@ -119,7 +119,7 @@ class XlaShardedState(StrategyState):
             "`model.state_dict()` with `model.get_shard_metadata()` by torch_xla."
         )
 
-    state_dict = load_weights = optimizer_owners = _refuse_to_save
+    state_dict = whole_weights = load_weights = optimizer_owners = _refuse_to_save
 
 
 class XlaReplicas(Strategy):

@@ -11,6 +11,7 @@ from accelerate.torch_private.fsdp import (
     gradient_sync as gradient_sync,
     is_freed_after_forward as is_freed_after_forward,
     meshes_of_fsdp2 as meshes_of_fsdp2,
+    original_buffer_dtypes as original_buffer_dtypes,
     run_policy as run_policy,
     set_gradient_sync as set_gradient_sync,
     unit_forwards_skipped as unit_forwards_skipped,

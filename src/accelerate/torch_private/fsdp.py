@@ -194,3 +194,9 @@ def drop_unreduced_gradients(model: nn.Module) -> None:
         parameter.sharded_param.grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None
+
+
+def original_buffer_dtypes(root: Any) -> dict[str, torch.dtype]:
+    """Returns the dtypes of the buffers of a unit of FSDP 1 before mixed precision has cast them, by name."""
+    dtypes: dict[str, torch.dtype] = root._buffer_name_to_orig_dtype
+    return dtypes

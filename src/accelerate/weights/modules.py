@@ -242,29 +242,32 @@ def drop_shared(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, 
     """Returns contiguous tensors by their first names, and the first name of each alias.
 
     Tensors that overlap without being equal are all returned, those after the first as copies.
-
-    Tensors that overlap without being the same are all kept, those after the first as copies.
     """
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     first_names: dict[tuple[Any, ...], str] = {}
     memory: set[Any] = set()
     for name, tensor in addressable(state).items():
-        _check_storable(name, tensor)
-        storage = (tensor.device, tensor.untyped_storage().data_ptr())
-        layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        identity = (*storage, tensor.storage_offset(), *layout)
-        if tensor.numel() and identity in first_names:
-            aliases[name] = first_names[identity]
+        check_storable(name, tensor)
+        identity = identity_of(tensor)
+        first = first_names.setdefault(identity, name)
+        if first != name and tensor.numel():
+            aliases[name] = first
             continue
-        first_names[identity] = name
+        storage = identity[:2]
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
         kept[name] = tensor.clone() if tensor.numel() and storage in memory else tensor
         memory.add(storage)
     return kept, aliases
 
 
-def _check_storable(name: object, tensor: object) -> None:
+def identity_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Returns a key of the elements of a dense tensor in memory, which begins with device and storage."""
+    layout = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset(), *layout)
+
+
+def check_storable(name: object, tensor: object) -> None:
     """Raises an error for an entry that a safetensors file cannot store."""
     fix = "pass safe_serialization=False"
     if not isinstance(name, str) or name == RESERVED_NAME:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -352,6 +352,42 @@ def full_state_dict(engine: Any) -> dict[str, Any]:
     if getattr(engine, "autotp_size", int)() > 1:
         return dict(engine._consolidated_16bit_state_dict() or {})
     return copy_to_cpu(engine.module.state_dict())
+
+
+class PartitionedWeight(NamedTuple):
+    """Parameter that ZeRO stage 3 shards, with the shape of the whole parameter."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    parameter: nn.Parameter
+
+
+def whole_weights(engine: Any) -> tuple[dict[str, Any], Callable[[Any], Tensor]]:
+    """Returns the weights of the model of an engine, and a function that gathers one of them on all ranks.
+
+    Called on all ranks.
+    """
+    if getattr(engine, "autotp_size", int)() > 1:
+        raise ConfigurationError(
+            "stream_weights does not work with tensor parallelism by DeepSpeed (autotp_size), which gathers "
+            "all layers together. Call get_state_dict."
+        )
+    state = engine.module.state_dict(keep_vars=True)
+    partitioned = {
+        id(value): PartitionedWeight(torch.Size(value.ds_shape), value.dtype, value)
+        for value in state.values()
+        if hasattr(value, "ds_id")
+    }
+    return {name: partitioned.get(id(value), value) for name, value in state.items()}, _gather_weight
+
+
+def _gather_weight(weight: Any) -> Tensor:
+    if not isinstance(weight, PartitionedWeight):
+        return weight.detach()  # type: ignore[no-any-return]
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([weight.parameter]):
+        return weight.parameter.detach().clone()  # DeepSpeed frees the gathered one
 
 
 def copy_to_cpu(state: dict[str, Any]) -> dict[str, Any]:

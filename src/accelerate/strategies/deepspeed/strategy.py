@@ -43,9 +43,10 @@ from accelerate.strategies.deepspeed.engine import (
     EnginePart,
     full_state_dict,
     gathered_parameters,
+    whole_weights,
 )
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import Fill, StrategyState
+from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
 
 def leaves_of(loss: Tensor) -> Iterator[Tensor]:
@@ -90,6 +91,9 @@ class DeepSpeedState(StrategyState):
         if inner is model:
             return super().state_dict(model, unwrap=unwrap)
         return full_state_dict(model)
+
+    def whole_weights(self, model: nn.Module) -> WholeWeights:
+        return super().whole_weights(model) if self._inner(model) is model else whole_weights(model)
 
 
 @dataclass

@@ -36,6 +36,7 @@ from accelerate.strategies.fsdp.parameters import (
     named_parameters as named_parameters,
     names_by_group as names_by_group,
     send_from_main as send_from_main,
+    whole_tensor as whole_tensor,
 )
 from accelerate.strategies.fsdp.sharding import (
     choose_units as choose_units,

@@ -132,6 +132,7 @@ class LocalRange:
     total: int  # elements of `stepped` on this rank
     at: int  # position of the parameter in them
     replicas: tuple[int, int]  # number of ranks with the same elements, and index of this rank among them
+    group: Any  # process group of the ranks that have all elements together, or None if this rank has them
 
     def to_shards(self, values: Tensor, position: int) -> LocalShards:
         """Returns elements as local shards of the parameter, which the replicas take turns in saving."""
@@ -165,7 +166,8 @@ def local_ranges(root: nn.Module) -> Iterator[LocalRange]:
             start, at, size = unit.local_range(index)
             values, shape = shard.narrow(0, at, size), tuple(unit.shapes[index])
             stepped, total, at = (unit.flat, shard.numel(), at) if own is None else (own[index], size, 0)
-            yield LocalRange(names, shape, start, values, stepped, total, at, unit.replicas)
+            group = unit.group if unit.is_sharded else None
+            yield LocalRange(names, shape, start, values, stepped, total, at, unit.replicas, group)
 
 
 def _names_in(unit: torch_private.FlatUnit, prefix: str) -> list[tuple[str, ...]]:
@@ -178,7 +180,7 @@ def _names_in(unit: torch_private.FlatUnit, prefix: str) -> list[tuple[str, ...]
     return [tuple(group) for group in names.values()]
 
 
-def _outside_units(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Any]]:
+def outside_units(root: nn.Module, known: set[str]) -> Iterator[tuple[str, Any]]:
     """Iterates over buffers, ignored parameters and extra state, which no unit shards."""
     for prefix, module in root.named_modules():
 
@@ -201,7 +203,7 @@ def whole_shapes(root: FSDP) -> dict[str, Any]:
     for prefix, unit in torch_private.flat_units(root):
         for names, shape in zip(_names_in(unit, prefix), unit.shapes, strict=True):
             shapes.update(dict.fromkeys(names, torch.empty(shape, dtype=unit.flat.dtype, device="meta")))
-    return {**shapes, **dict(_outside_units(root, set(shapes)))}
+    return {**shapes, **dict(outside_units(root, set(shapes)))}
 
 
 class FlatModuleShards(checkpointing.ModuleShards):
@@ -211,7 +213,7 @@ class FlatModuleShards(checkpointing.ModuleShards):
         state: dict[str, Any] = {}
         for position, local in enumerate(local_ranges(self.module)):
             state.update(dict.fromkeys(local.names, local.to_shards(local.values, position)))
-        state.update(_outside_units(self.module, set(state)))
+        state.update(outside_units(self.module, set(state)))
         return {(MODEL, name): value for name, value in state.items()}
 
     def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, as_builtin, environ, listed, wrong_value
-from accelerate.ops import current_transport, is_dtensor
+from accelerate.ops import current_transport, is_dtensor, to_full_tensor
 from accelerate.plugins import EFFICIENT_LOADING
 
 Value = TypeVar("Value")
@@ -367,6 +367,16 @@ def _check_whole(targets: Mapping[str, Tensor], specs: Mapping[str, Any]) -> Non
             "load its weights on rank 0 before `prepare`, or set cpu_ram_efficient_loading=False."
         )
         raise as_builtin(error, KeyError) if missing else error
+
+
+@torch.no_grad()
+def whole_tensor(value: Any) -> Tensor:
+    """Returns the whole tensor of a DTensor, and other tensors unchanged.
+
+    Called on all ranks of the mesh.
+    """
+    whole: Tensor = to_full_tensor(value) if is_dtensor(value) else value
+    return whole.detach()
 
 
 def distribute_like(value: Any, like: Tensor) -> Any:

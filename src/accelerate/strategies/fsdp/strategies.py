@@ -44,10 +44,15 @@ from accelerate.strategies.fsdp.exchange import (
     units_of,
 )
 from accelerate.strategies.fsdp.norms import Groups, clip_values, groups_of, scale_down
-from accelerate.strategies.fsdp.parameters import ParameterRemapper, distribute_like, named_parameters
+from accelerate.strategies.fsdp.parameters import (
+    ParameterRemapper,
+    distribute_like,
+    named_parameters,
+    whole_tensor,
+)
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import Fill, StrategyState
+from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
 
 class FsdpState(StrategyState):
@@ -57,6 +62,10 @@ class FsdpState(StrategyState):
     def keeps_whole_states(self) -> bool:
         """True on the first rank of each node, which keeps gathered states and writes them."""
         return self.context.topology.local_rank == 0
+
+    def keep(self, whole: Tensor) -> Tensor:
+        """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
+        return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
 
     @property
     def saves_shards(self) -> bool:  # type: ignore[override]  # the plugin may change
@@ -77,6 +86,9 @@ class DistributedTensorState(FsdpState):
     def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]] | None:
         return self._inner(model).state_dict(keep_vars=True), self._gather
 
+    def whole_weights(self, model: nn.Module) -> WholeWeights:
+        return self._inner(model).state_dict(keep_vars=True), whole_tensor
+
     @torch.no_grad()
     def _gather(self, value: Any) -> Any:
         """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others.
@@ -85,8 +97,7 @@ class DistributedTensorState(FsdpState):
         """
         if not isinstance(value, Tensor):
             return value
-        whole = to_full_tensor(value) if isinstance(value, DTensor) else value
-        return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
+        return self.keep(whole_tensor(value))
 
     def load_weights(self, model: nn.Module, state: Mapping[str, Any], fill: Fill) -> None:
         inner = self._inner(model)

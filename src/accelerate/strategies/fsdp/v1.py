@@ -6,7 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/fsdp.html
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from accelerate.devices import of_device
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import refuse_sharded_model
 from accelerate.strategies.bundle import parameter_ids
-from accelerate.strategies.fsdp import flat_states
+from accelerate.strategies.fsdp import flat_states, flat_weights
 from accelerate.strategies.fsdp.norms import Groups
 from accelerate.strategies.fsdp.parameters import (
     clean_name,
@@ -41,7 +41,7 @@ from accelerate.strategies.fsdp.sharding import UnitParameter, parameters_by_uni
 from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
 from accelerate.strategies.recomputation import recompute
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import Fill
+from accelerate.strategies.state import Fill, WholeWeights
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
 
@@ -106,6 +106,24 @@ class FlatState(FsdpState):
             return
         with flat_states.full_state_dicts(root, self._offloads):
             fill(root, state)
+
+    def whole_weights(self, model: nn.Module) -> WholeWeights:
+        root = root_of(model)
+        if root is None:
+            return super().whole_weights(model)
+        if not _is_contiguous(root):
+            raise ConfigurationError(
+                f"{type(root.module).__name__} has parameters that are not contiguous (channels_last?), and "
+                "FSDP 1 gathers all of them together. Set fsdp_version=2, or call get_state_dict."
+            )
+        return flat_weights.whole_weights(root, self.context.device)
+
+    def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]] | None:
+        root = root_of(model)
+        if root is None or not _is_contiguous(root):
+            return None
+        weights, whole = self.whole_weights(model)
+        return weights, lambda weight: self.keep(whole(weight))
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         """Returns the full state dict on the CPU of the first rank of each node, without wrapper prefixes."""
@@ -246,6 +264,10 @@ def root_of(model: nn.Module) -> FSDP | None:
     """Returns the outermost unit of a model, which may be compiled, or None without units."""
     inner = torch_private.uncompiled(model)
     return inner if isinstance(inner, FSDP) else None
+
+
+def _is_contiguous(root: FSDP) -> bool:
+    return all(all(unit.are_contiguous) for _, unit in torch_private.flat_units(root))
 
 
 def joined_parameters(model: nn.Module) -> Mapping[str, nn.Parameter]:

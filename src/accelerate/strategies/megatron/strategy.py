@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -185,6 +185,9 @@ class MegatronState(StrategyState):
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
         raise _unsupported("A full state dict", "save_checkpoint of the prepared model, or save_state")
+
+    def whole_weights(self, model: nn.Module) -> NoReturn:
+        raise _unsupported("stream_weights", "save_checkpoint of the prepared model")
 
 
 class MegatronLM(Strategy):

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from accelerate import checkpointing
 from accelerate.base import CheckpointError
@@ -28,10 +27,9 @@ from accelerate.checkpointing import (
     ShardedState,
     ShardIndex,
 )
-from accelerate.ops import to_full_tensor
-from accelerate.strategies.fsdp import distribute_like, named_parameters
+from accelerate.strategies.fsdp import distribute_like, named_parameters, whole_tensor
 from accelerate.strategies.pipeline.runner import Pipeline
-from accelerate.strategies.state import Fill, StrategyState
+from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
 Names = list[list[list[str]]]
 """Names of each parameter of each group of an optimizer, the saved one first."""
@@ -96,9 +94,13 @@ class PipelineState(StrategyState):
     # Whole states
 
     def gatherable_weights(self, model: nn.Module) -> tuple[dict[str, Any], Callable[[Any], Tensor]]:
+        weights, whole = self.whole_weights(model)
+        return weights, lambda weight: self._keep(whole(weight))
+
+    def whole_weights(self, model: nn.Module) -> WholeWeights:
         pipeline = self._pipeline(model)
         if pipeline is None:
-            return self._inner(model).state_dict(keep_vars=True), self._gather
+            return self._inner(model).state_dict(keep_vars=True), whole_tensor
         state = pipeline.model.model.state_dict(keep_vars=True)
         own = {pipeline.aliases(name)[0]: value for name, value in state.items()}
         rank, group = dist.get_rank(self._axis.group), self._axis.group
@@ -116,21 +118,19 @@ class PipelineState(StrategyState):
         }
 
         @torch.no_grad()
-        def gather(weight: RemoteTensor) -> Tensor:
+        def send(weight: RemoteTensor) -> Tensor:
             value = own.get(weight.name)
-            whole: Any = to_full_tensor(value) if isinstance(value, DTensor) else value
+            whole = None if value is None else whole_tensor(value)
             if whole is None or dist.get_rank() != weight.source:
                 whole = torch.empty(weight.shape, dtype=weight.dtype, device=self.context.device)
             whole = whole.detach().to(self.context.device).contiguous()
             dist.broadcast(whole, weight.source, group=group)
-            return self._gather(whole)
+            return whole
 
-        return {name: found[pipeline.aliases(name)[0]] for name in pipeline.model.specs}, gather
+        return {name: found[pipeline.aliases(name)[0]] for name in pipeline.model.specs}, send
 
-    @torch.no_grad()
-    def _gather(self, value: Tensor) -> Tensor:
+    def _keep(self, whole: Tensor) -> Tensor:
         """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
-        whole = to_full_tensor(value) if isinstance(value, DTensor) else value
         return whole.detach().cpu().contiguous() if self.keeps_whole_states else whole.new_empty(0)
 
     def state_dict(self, model: nn.Module, *, unwrap: bool) -> dict[str, Any]:
