@@ -77,13 +77,16 @@ class FastSaves(BatchObserver):
     def batch_used(self, loader: Any) -> None:
         """Saves a generation if enough optimizer steps were taken since the last one.
 
-        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`).
+        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`), and while a
+        model has averages in place of its weights.
         """
         if self._runtime.recovery is not None and not self._runtime.recovery.is_reading(loader):
             return  # the loader of one replica group, of which the prepared one reads several
         every, updates = self._project.fast_every, self._num_updates()
-        is_joined = any(optimizer.is_joined for optimizer in self._runtime.prepared.optimizers)
-        if is_joined or updates // every <= self._saved_at // every:
+        prepared = self._runtime.prepared
+        is_joined = any(optimizer.is_joined for optimizer in prepared.optimizers)
+        is_applied = any(average.is_applied for average in prepared.averages)
+        if is_joined or is_applied or updates // every <= self._saved_at // every:
             return
         if threading.get_ident() == self._thread:
             self.save()
