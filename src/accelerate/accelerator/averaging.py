@@ -212,7 +212,7 @@ class WeightAverage:
                 )
         name = type(self.model).__name__
         trained = {n: p for n, p in strategies.fsdp.named_parameters(self.model).items() if p.requires_grad}
-        if left := [n for n, parameter in trained.items() if id(parameter) not in seen]:
+        if left := [n for n, p in trained.items() if id(p) not in seen and _local(p).numel()]:
             raise PreparationError(
                 f"No prepared optimizer steps {listed(left)} of {name}. Call accelerator.average() after "
                 "prepare() of all optimizers, or freeze these parameters (requires_grad_(False))."
