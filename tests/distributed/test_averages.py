@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
@@ -64,10 +66,11 @@ class Net(nn.Module):
     def __init__(self, layout: str) -> None:
         super().__init__()
         torch.manual_seed(0)
+        is_flat = layout.startswith("fsdp1") and not layout.endswith("own parameters")
         self.enter = nn.Linear(6, 6, bias=False)
         kind = Mixture if layout == "ep" else Block
         self.blocks = nn.ModuleList(kind() for _ in range(4))
-        self.scale = nn.Parameter(torch.ones(7), requires_grad=layout == "fsdp1")
+        self.scale = nn.Parameter(torch.ones(7), requires_grad=is_flat)
         self.leave = nn.Linear(6, 6, bias=False)
         if layout not in ("pp", "ep"):
             self.leave.weight = self.enter.weight
@@ -88,6 +91,13 @@ def accelerator_of(layout: str, kind: str = WHOLE) -> Accelerator:
         options["auto_wrap_policy"] = "transformer_based_wrap"
         if layout == "fsdp1, own parameters":
             options["use_orig_params"] = True
+        if layout == "fsdp1, whole":
+            options["sharding_strategy"] = "NO_SHARD"
+            warnings.filterwarnings("ignore", ".*NO_SHARD")
+        if layout.endswith("kept gathered"):
+            options["reshard_after_forward" if "2" in layout else "sharding_strategy"] = (
+                False if "2" in layout else "SHARD_GRAD_OP"
+            )
         if layout == "fsdp2, offloaded":
             options["cpu_offload"] = True
         plugin = FullyShardedDataParallelPlugin(**options)
@@ -99,6 +109,7 @@ def accelerator_of(layout: str, kind: str = WHOLE) -> Accelerator:
         return Accelerator(cpu=True)
     sizes: dict[str, dict[str, Any]] = {
         "ddp": {},
+        "sharded before": {},
         "tp": {"tp_size": 2},
         "ep": {
             "ep_size": 2,
@@ -114,6 +125,10 @@ def accelerator_of(layout: str, kind: str = WHOLE) -> Accelerator:
 def prepared(layout: str, kind: str = WHOLE, net: str = "", **options: Any) -> tuple[Any, Any, Any, Any]:
     accelerator = accelerator_of(layout, kind)
     model = Net(net or layout)
+    if layout == "sharded before":
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(trained, lr=0.05))
     return accelerator, model, optimizer, accelerator.average(model, DECAY, **options)
@@ -174,7 +189,11 @@ LAYOUTS = [
     "fsdp1",
     "tp",
     pytest.param("fsdp1, own parameters", marks=slow),
+    pytest.param("fsdp1, whole", marks=slow),
+    pytest.param("fsdp1, kept gathered", marks=slow),
+    pytest.param("fsdp2, kept gathered", marks=slow),
     pytest.param("fsdp2, offloaded", marks=slow),
+    pytest.param("sharded before", marks=slow),
     pytest.param("ep", marks=slow),
     pytest.param("pp", marks=[slow, needs_pipelines]),
 ]
@@ -230,6 +249,7 @@ def load(layout: str, kind: str, net: str, folder: str) -> Any:
         pytest.param("fsdp1", WHOLE, [("fsdp1", 3)], marks=slow),
         pytest.param("fsdp1, own parameters", SHARDS, [("one", 1)], marks=slow),
         pytest.param("tp", WHOLE, [("one", 1)], marks=slow),
+        pytest.param("ep", WHOLE, [("one", 1)], marks=slow),
         pytest.param("pp", SHARDS, [("one", 1)], marks=[slow, needs_pipelines]),
     ],
 )

@@ -117,7 +117,7 @@ class WeightAverage:
             self._free_gathered()
 
     def remove(self) -> None:
-        """Ends the average: optimizers do not update it any more, and checkpoints do not have it.
+        """Ends the average, which optimizers do not update and checkpoints do not have from now on.
 
         Called on all ranks.
         """
@@ -329,8 +329,10 @@ class _Lookup:
 
     def average_of(self, view: Tensor) -> Tensor | None:
         """Returns the average of a view of a local tensor, or None for other memory."""
+        if type(view) is not Tensor or view.layout != torch.strided or not view.numel():
+            return None  # such as quantized weights, which are frozen and may have no address
         index = bisect_right(self._starts, view.data_ptr()) - 1
-        if index < 0 or not view.numel():
+        if index < 0:
             return None
         local, average = self._pairs[index]
         if local.device != view.device or local.dtype != view.dtype:
@@ -346,8 +348,14 @@ class _Lookup:
 def _find_model(runtime: Runtime, model: nn.Module) -> nn.Module:
     """Returns the prepared model, or raises an error for one that is not prepared or cannot be averaged."""
     strategy = runtime.strategy
-    known = (each for each in runtime.prepared.models if model is each or model is strategy.unwrap(each))
-    prepared = next(known, None)
+    prepared = next(
+        (
+            each
+            for each in runtime.prepared.models
+            if model in (each, strategy.unwrap(each), strategy.unwrap(each, keep_compiled=False))
+        ),
+        None,
+    )
     if prepared is None:
         raise wrong_value(
             "model", type(model).__name__, "it is not prepared", "Pass the model that prepare() returned"

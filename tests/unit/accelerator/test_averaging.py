@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator
@@ -100,6 +101,50 @@ def test_a_function_of_the_step_gives_the_mean_of_all_weights() -> None:
     ema = accelerator.average(model, decay=lambda number: 1.0)
     with pytest.raises(ConfigurationError, match=r"decay\(step\)=1.0"):
         step(accelerator, model, optimizer)
+
+
+def warm_up(step: int) -> float:
+    """Returns the decay of diffusers' EMAModel, as in the guide."""
+    return 0.0 if step == 1 else min(0.9999, step / (9 + step))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("ema", {"decay": 0.9, "start": 2}),
+        ("mean", {"decay": lambda step: 1 - 1 / step}),
+        ("mean of epochs", {"decay": lambda step: 1 - 1 / (1 + (step - 2) // 3), "every": 3, "start": 2}),
+        pytest.param("diffusers", {"decay": warm_up}, marks=pytest.mark.slow),
+        pytest.param(
+            "diffusers, later", {"decay": lambda step: warm_up(step - 2), "start": 3}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "diffusers, warm-up",
+            {"decay": lambda step: min(0.9999, 1 - step ** (-2 / 3))},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_the_recipes_of_the_guide_equal_the_originals(name: str, options: dict[str, Any]) -> None:
+    accelerator, model, optimizer = prepared()
+    ours = accelerator.average(model, **options)
+    theirs: Any = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9) if name == "ema" else None)
+    if name.startswith("diffusers"):
+        module = pytest.importorskip("diffusers.training_utils")
+        theirs = module.EMAModel(
+            list(trained(model)),
+            update_after_step=2 if name == "diffusers, later" else 0,
+            use_ema_warmup=name == "diffusers, warm-up",
+        )
+    for number in range(1, 9):
+        step(accelerator, model, optimizer)
+        if name.startswith("diffusers"):
+            theirs.step(trained(model))
+        elif name != "mean of epochs" or (number >= 2 and (number - 2) % 3 == 0):
+            theirs.update_parameters(model)
+    others = theirs.shadow_params if name.startswith("diffusers") else trained(theirs.module)
+    for own, other in zip(averaged(ours), others, strict=True):
+        torch.testing.assert_close(own, other.detach(), rtol=0, atol=1e-7)
 
 
 def test_only_steps_that_changed_the_weights_count() -> None:
@@ -234,12 +279,13 @@ def test_autocast_casts_the_averages() -> None:
         assert torch.equal(model.enter(rows), outside)
 
 
-def test_a_run_resumes_bitwise(tmp_path: Path) -> None:
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_run_resumes_bitwise(tmp_path: Path, blocking: bool) -> None:
     accelerator, model, optimizer = prepared()
     emas = [accelerator.average(model, DECAY, every=2, start=1), accelerator.average(model, 0.1, start=9)]
     for _ in range(2):
         step(accelerator, model, optimizer)
-    accelerator.save_state(tmp_path)
+    accelerator.save_state(tmp_path, blocking=blocking)
     ends = []
     for _ in range(2):
         torch.manual_seed(1)
