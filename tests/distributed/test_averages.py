@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
-from accelerate.base import CheckpointError, StateError, is_torch_version
+from accelerate.base import CheckpointError, PreparationError, StateError, is_torch_version
 from accelerate.utils import ExpertParallelConfig, PipelineConfig
 from accelerate.weights import read_safetensors
 
@@ -184,10 +184,10 @@ def average(layout: str, kind: str, **options: Any) -> Any:
 
 
 LAYOUTS = [
-    "ddp",
     "fsdp2",
-    "fsdp1",
     "tp",
+    pytest.param("ddp", marks=slow),
+    pytest.param("fsdp1", marks=slow),
     pytest.param("fsdp1, own parameters", marks=slow),
     pytest.param("fsdp1, whole", marks=slow),
     pytest.param("fsdp1, kept gathered", marks=slow),
@@ -249,7 +249,7 @@ def load(layout: str, kind: str, net: str, folder: str) -> Any:
         pytest.param("fsdp1", WHOLE, [("fsdp1", 3)], marks=slow),
         pytest.param("fsdp1, own parameters", SHARDS, [("one", 1)], marks=slow),
         pytest.param("tp", WHOLE, [("one", 1)], marks=slow),
-        pytest.param("ep", WHOLE, [("one", 1)], marks=slow),
+        pytest.param("ep", SHARDS, [("one", 1)], marks=slow),
         pytest.param("pp", SHARDS, [("one", 1)], marks=[slow, needs_pipelines]),
     ],
 )
@@ -284,6 +284,22 @@ def refuse(kind: str) -> list[str]:
     except CheckpointError as error:
         texts.append(str(error))
     return texts
+
+
+def fail_on_one_rank() -> str:
+    accelerator = Accelerator(cpu=True)
+    model = Net("ddp")
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if accelerator.process_index == 1:
+        optimizer.param_groups[0]["params"].pop(1)  # the first is frozen
+    with pytest.raises(PreparationError) as raised:
+        accelerator.average(model)
+    return str(raised.value)
+
+
+@slow
+def test_an_error_of_one_rank_is_raised_on_all(run: Run) -> None:
+    assert all("No prepared optimizer steps enter.weight" in text for text in run(fail_on_one_rank))
 
 
 @slow

@@ -158,12 +158,9 @@ def gather_whole(average: WeightAverage, *, keep: bool) -> dict[str, Tensor]:
         target = torch.empty(shape, dtype=dtype) if keep else None
         for source, (boxes, _) in enumerate(plans):
             for index, (offsets, sizes) in enumerate(boxes.get(name, ())):
-                is_own = source == transport.rank
-                part = (
-                    shards[name].shards[index].tensor.contiguous()
-                    if is_own
-                    else torch.empty(sizes, dtype=dtype)
-                )
+                part = torch.empty(sizes, dtype=dtype)
+                if source == transport.rank:
+                    part.copy_(shards[name].shards[index].tensor)
                 transport.broadcast(part, source)
                 if target is not None:
                     _box_of(target, offsets, sizes).copy_(part)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from accelerate import strategies, torch_private
 from accelerate.accelerator.runtime import Runtime
-from accelerate.base import PreparationError, StateError, listed, wrong_value
+from accelerate.base import PreparationError, StateError, describe, listed, wrong_value
 from accelerate.checkpointing import LocalShards, Shard, to_local_shards
 from accelerate.ops import current_transport, is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer
@@ -75,9 +75,9 @@ class WeightAverage:
         self._runtime = runtime
         self._decay, self._every, self._start = decay, every, start
         self._device = _checked_device(device)
-        self._free_gathered()
-        self._stepped = self._take()
-        self.aliases = self._gather_names()
+        self._stepped: dict[AcceleratedOptimizer, Stepped] = {}
+        self.aliases: dict[str, list[str]] = {}
+        self._begin()
         for optimizer in self._stepped:
             optimizer.observers = (*optimizer.observers, self)
         runtime.prepared.averages.append(self)
@@ -120,8 +120,14 @@ class WeightAverage:
         """Ends the average, which optimizers do not update and checkpoints do not have from now on.
 
         Called on all ranks.
+
+        Raises:
+            StateError: The model has the averages, inside of `applied`.
         """
-        self._runtime.prepared.averages.remove(self)
+        if self.is_applied:
+            raise StateError("remove() inside of applied(): leave the block first.")
+        if self in self._runtime.prepared.averages:
+            self._runtime.prepared.averages.remove(self)
         for optimizer in self._stepped:
             optimizer.observers = tuple(each for each in optimizer.observers if each is not self)
 
@@ -199,6 +205,30 @@ class WeightAverage:
 
     # Parts
 
+    def _begin(self) -> None:
+        """Copies the weights, and gathers the names and errors of all ranks.
+
+        Called on all ranks.
+        """
+        names: list[tuple[str, str]] = []
+        failure: Exception | None = None
+        try:
+            self._free_gathered()
+            self._stepped = self._take()
+            names = self._names()
+        except Exception as error:  # raised again, when the other ranks know it
+            failure = error
+        text = "" if failure is None else describe(failure)
+        gathered = current_transport().gather_object((names, text))
+        if failure is not None:
+            raise failure
+        if failures := [reason for _, reason in gathered if reason]:
+            raise PreparationError("; ".join(dict.fromkeys(failures)))
+        for first, name in (pair for part, _ in gathered for pair in part):
+            known = self.aliases.setdefault(first, [])
+            if name not in known:
+                known.append(name)
+
     def _take(self) -> dict[AcceleratedOptimizer, Stepped]:
         """Returns a copy of the weights of each optimizer of the model."""
         found: dict[AcceleratedOptimizer, Stepped] = {}
@@ -235,23 +265,14 @@ class WeightAverage:
         device = local.device if self._device is None else self._device
         return torch.empty_like(local, dtype=dtype, device=device).copy_(local)
 
-    def _gather_names(self) -> dict[str, list[str]]:
-        """Returns the names of the averaged weights of all ranks.
-
-        Called on all ranks.
-        """
+    def _names(self) -> list[tuple[str, str]]:
+        """Returns the first name and each name of the averaged weights on this rank."""
         first: dict[tuple[Any, ...], str] = {}
-        own: list[tuple[str, str]] = []
+        names: list[tuple[str, str]] = []
         for name, local in self.shards().items():
             memory = tuple((s.offsets, s.tensor.data_ptr(), s.tensor.device) for s in local.shards)
-            own.append((first.setdefault(memory, name), name))
-        aliases: dict[str, list[str]] = {}
-        for part in current_transport().gather_object(own):
-            for name, alias in part:
-                known = aliases.setdefault(name, [])
-                if alias not in known:
-                    known.append(alias)
-        return aliases
+            names.append((first.setdefault(memory, name), name))
+        return names
 
     def _free_gathered(self) -> None:
         """Frees parameters that a forward has left gathered, so that the next one gathers new values."""

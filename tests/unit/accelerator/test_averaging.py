@@ -264,7 +264,12 @@ def test_the_weights_return_after_an_exception_and_no_step_is_taken_inside() -> 
     with pytest.raises(StateError, match="cannot be nested"), ema.applied(), second.applied():
         pass
     assert are_equal(weights(model), before)
+    with pytest.raises(StateError, match="leave the block first"), ema.applied():
+        ema.remove()
     assert not are_equal(averaged(ema), averaged(second))
+    ema.remove()
+    ema.remove()  # has no effect
+    step(accelerator, model, optimizer)
 
 
 def test_autocast_casts_the_averages() -> None:
@@ -438,6 +443,7 @@ def test_a_group_that_is_added_later_is_refused() -> None:
     step(accelerator, model, optimizer)
 
 
+@pytest.mark.slow
 def test_a_run_without_averages_does_not_import_them(tmp_path: Path) -> None:
     code = """
 import sys, torch
