@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from typing import Any, NoReturn
 
 import torch
@@ -195,6 +196,14 @@ class WeightAverage:
                 found[str(path[1])] = LocalShards(local.shape, own[0].dtype, shards, local.owned)
         return found
 
+    def nbytes(self, *, is_sharded: bool) -> int:
+        """Returns the bytes of the averages, or of those on this rank."""
+        if is_sharded:
+            return sum(tensor.nbytes for tensor in self.tensors())
+        shards = self.shards()
+        whole = (shards[name] for name in self.aliases if name in shards)
+        return sum(prod(local.shape) * local.dtype.itemsize for local in whole)
+
     def check_saved(self) -> None:
         """Raises an error if the model has the averages, which a checkpoint would save as its weights."""
         if self.is_applied:
@@ -241,7 +250,8 @@ class WeightAverage:
                     own, [self._copy_of(_local(p)) for p in own], len(list(optimizer.parameters()))
                 )
         name = type(self.model).__name__
-        trained = {n: p for n, p in strategies.fsdp.named_parameters(self.model).items() if p.requires_grad}
+        inner = self._runtime.strategy.unwrap(self.model, keep_compiled=False)
+        trained = {n: p for n, p in strategies.fsdp.named_parameters(inner).items() if p.requires_grad}
         if left := [n for n, p in trained.items() if id(p) not in seen and _local(p).numel()]:
             raise PreparationError(
                 f"No prepared optimizer steps {listed(left)} of {name}. Call accelerator.average() after "

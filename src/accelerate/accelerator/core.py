@@ -962,7 +962,9 @@ class Accelerator(ProcessControl):
             PreparationError: No prepared optimizer steps a trainable parameter, or the strategy (DeepSpeed,
                 Megatron-LM, XLA) keeps the weights itself.
         """
-        return accelerator.averaging.WeightAverage(self._runtime, model, decay, every, start, device)
+        average = accelerator.averaging.WeightAverage(self._runtime, model, decay, every, start, device)
+        self._checkpoints.check_space()
+        return average
 
     def plan_memory(
         self,
