@@ -101,6 +101,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     commit: Callable[[], bool] | None = None
     """Returns whether the replica groups take a step, in a run with several of them."""
 
+    observers: tuple[Any, ...] = ()
+    """Averages of weights, whose `before_step` and `after_update` are called with this optimizer."""
+
     steps_in_backward: bool = False
     """True if the inner optimizer updates parameters in `Accelerator.backward` (LOMO), not in `step`."""
 
@@ -211,7 +214,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return None
         before, num_updates = step_clock.begin_step(), self.num_updates
         try:
-            return self._step(closure)
+            for observer in self.observers:
+                observer.before_step(self)
+            result = self._step(closure)
+            if self.num_updates != num_updates:
+                for observer in self.observers:
+                    observer.after_update(self)
+            return result
         finally:
             step_clock.end_step(before, id(self), self.num_updates - num_updates, self.num_updates)
 
@@ -285,7 +294,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in (*_SCALER_ATTRIBUTES, "update_scaler"):
+        for name in (*_SCALER_ATTRIBUTES, "update_scaler", "observers"):
             state.pop(name, None)
         return state
 

@@ -16,6 +16,7 @@ PUBLIC_IN_EFFECT = {
     "_iterator": "what a DataLoader keeps between passes; a copy of a loader must not have it",
     "_get_iterator": "the method of DataLoader that its subclasses override to make another iterator",
     "_foreach_copy_": "documented among torch's foreach functions",
+    "_foreach_lerp_": "as above",
     "_foreach_mul_": "as above",
 }
 """Private names of torch that may be used in any file, and why."""

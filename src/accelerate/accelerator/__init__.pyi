@@ -1,4 +1,6 @@
 from accelerate.accelerator import (
+    average_files as average_files,
+    averaging as averaging,
     checkpoint_items as checkpoint_items,
     contexts as contexts,
     fast_saves as fast_saves,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from accelerate import checkpointing, rng, strategies
+from accelerate import accelerator, checkpointing, rng, strategies
 from accelerate.accelerator.runtime import Runtime
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import Change, CheckpointReader, CheckpointSource, Part, Payload, Staging
@@ -34,6 +34,9 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
         )
     shards = _take_shards(runtime, staging) if in_shards else []
     whole = [] if in_shards else _take_whole(runtime, staging, safe)
+    if runtime.prepared.averages:
+        shards += accelerator.average_files.take_shards(runtime) if in_shards else []
+        whole += [] if in_shards else accelerator.average_files.parts(runtime)
     parts = [*whole, *_others(runtime), checkpointing.GeneratorsPart(runtime.state.process_index, step)]
     return [*shards, *(payload for part in parts for payload in part.collect(staging.is_owner))]
 
@@ -49,6 +52,7 @@ def read(runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, p
         *engines,
         *(_model_part(runtime, index, model) for index, model in enumerate(plain)),  # reshards FSDP 2
         *_optimizer_parts(runtime),
+        *_average_parts(runtime),
     ]
     changes = [part.read(reader) for part in parts]
     if not runtime.checkpoints.load_hooks:  # a hook may have taken whatever is left
@@ -62,6 +66,7 @@ def shards_read(runtime: Runtime, reader: CheckpointReader) -> set[str]:
     parts: list[Part] = [
         *(_model_part(runtime, index, model) for index, model in models),
         *_optimizer_parts(runtime),
+        *_average_parts(runtime),
     ]
     return {name for part in parts for name in checkpointing.shards_read(part, reader)}
 
@@ -145,6 +150,10 @@ def _optimizer_parts(runtime: Runtime) -> list[Part]:
         folder = checkpointing.folder_of(checkpointing.OPTIMIZER, len(parts))
         parts.append(checkpointing.ShardsOrFilePart(folder, shards, replace(whole, names=names)))
     return parts
+
+
+def _average_parts(runtime: Runtime) -> list[Part]:
+    return accelerator.average_files.parts(runtime) if runtime.prepared.averages else []
 
 
 def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:

@@ -924,6 +924,48 @@ class Accelerator(ProcessControl):
             buffers=buffers, buffer_seq_dims=buffer_seq_dims, no_restore_buffers=no_restore_buffers
         )
 
+    def average(
+        self,
+        model: nn.Module,
+        decay: float | Callable[[int], float] = 0.999,
+        every: int = 1,
+        start: int = 0,
+        device: torch.device | str | None = None,
+    ) -> accelerator.averaging.WeightAverage:
+        """Returns an exponential moving average of the weights of a model, which each step updates.
+
+        `average = decay * average + (1 - decay) * weight` follows the steps of prepared optimizers that
+        updated the weights; it communicates nothing. Each rank has the averages of its shards, in float32
+        or the higher precision of the weights. Frozen parameters and buffers, such as those of batch
+        normalization, are not averaged: they are those of the model. `save_state` and `load_state` have the
+        averages, and `save_model(average, folder)` exports them.
+
+        Called on all ranks, after `prepare` of the model and of its optimizers. The average begins with a
+        copy of the weights.
+
+        Args:
+            model: A prepared model. It may have several averages.
+            decay: Part of the average that an update keeps, at least 0 and less than 1, or a function that
+                returns it for the number of a step.
+            every: Number of optimizer steps from one update to the next.
+            start: Number of the first step that is averaged. Before it, the average is a copy of the
+                weights. The first step of a run has the number 1, also in resumed runs.
+            device: Device of the averages, such as "cpu". None is that of the weights.
+
+        Returns:
+            The average. `with average.applied(): ...` puts it into the model for an evaluation, and
+            `average.remove()` ends it.
+
+        Raises:
+            ConfigurationError: The decay, `every`, `start` or the device is wrong, or the model is not
+                prepared.
+            PreparationError: No prepared optimizer steps a trainable parameter, or the strategy (DeepSpeed,
+                Megatron-LM, XLA) keeps the weights itself.
+        """
+        average = accelerator.averaging.WeightAverage(self._runtime, model, decay, every, start, device)
+        self._checkpoints.check_space()
+        return average
+
     def plan_memory(
         self,
         model: nn.Module,
@@ -1167,7 +1209,7 @@ class Accelerator(ProcessControl):
 
     def save_model(
         self,
-        model: nn.Module,
+        model: nn.Module | accelerator.averaging.WeightAverage,
         save_directory: Folder,
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
@@ -1177,7 +1219,8 @@ class Accelerator(ProcessControl):
         Called on all ranks.
 
         Args:
-            model: A prepared module.
+            model: A prepared module, or the result of `average`, which is saved with the names and dtypes of
+                the weights.
             save_directory: Folder for `model.safetensors`, or for several files and their index.
             max_shard_size: Size of a file in bytes, also as a string such as "5GB".
             safe_serialization: Whether safetensors is written instead of `pytorch_model.bin`.

@@ -59,7 +59,7 @@ class FastSaves(BatchObserver):
         self._request, self._step, self._durable = request, step, durable
         self._saved_at = 0  # optimizer steps at the last generation, or at the checkpoint that was loaded
         self._num_saved = 0
-        self._has_space = False
+        self._has_space_for: int | None = None  # number of averages when the space was checked
         self._thread = threading.get_ident()
         name = "" if project.project_dir is None else str(Path(project.project_dir).expanduser().absolute())
         folder = Path(str(project.fast_dir)).expanduser().absolute()
@@ -77,11 +77,14 @@ class FastSaves(BatchObserver):
     def batch_used(self, loader: Any) -> None:
         """Saves a generation if enough optimizer steps were taken since the last one.
 
-        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`).
+        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`), and while a
+        model has averages in place of its weights.
         """
         every, updates = self._project.fast_every, self._num_updates()
-        is_joined = any(optimizer.is_joined for optimizer in self._runtime.prepared.optimizers)
-        if is_joined or updates // every <= self._saved_at // every:
+        prepared = self._runtime.prepared
+        is_joined = any(optimizer.is_joined for optimizer in prepared.optimizers)
+        is_applied = any(average.is_applied for average in prepared.averages)
+        if is_joined or is_applied or updates // every <= self._saved_at // every:
             return
         if threading.get_ident() == self._thread:
             self.save()
@@ -196,12 +199,13 @@ class FastSaves(BatchObserver):
     # Space
 
     def check_space(self) -> None:
-        """Raises if the fast folder of a node is too small, when models and optimizers are prepared.
+        """Raises if the fast folder of a node is too small, for prepared models, optimizers and averages.
 
         Called on all ranks.
         """
         prepared = self._runtime.prepared
-        if self._has_space or not prepared.models or not prepared.optimizers:
+        num_averages = len(prepared.averages)
+        if self._has_space_for == num_averages or not prepared.models or not prepared.optimizers:
             return
         is_sharded = self._runtime.strategy.state.saves_shards
         size = 0
@@ -209,8 +213,9 @@ class FastSaves(BatchObserver):
             models = (tensor for model in prepared.models for tensor in _tensors_of(model))
             size = sum(_bytes_of(tensor, is_sharded) for tensor in models)
             size += sum(_state_bytes(optimizer.optimizer, is_sharded) for optimizer in prepared.optimizers)
+            size += sum(average.nbytes(is_sharded=is_sharded) for average in prepared.averages)
         self._tier.check_space(size, is_sharded)
-        self._has_space = True
+        self._has_space_for = num_averages
 
     def _num_updates(self) -> int:
         return max((optimizer.num_updates for optimizer in self._runtime.prepared.optimizers), default=0)

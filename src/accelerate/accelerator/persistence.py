@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -185,10 +186,14 @@ class RunCheckpoints:
     # Models and objects
 
     def save_model(
-        self, model: nn.Module, save_directory: Folder, max_shard_size: int | str, safe_serialization: bool
+        self, model: Any, save_directory: Folder, max_shard_size: int | str, safe_serialization: bool
     ) -> None:
-        """Saves the weights of a model in files that other libraries read."""
+        """Saves the weights or averages of a model in files that other libraries read."""
         refuse_path("save_directory", save_directory)
+        if any(model is average for average in self._runtime.prepared.averages):
+            with nullcontext() if model.is_applied else model.applied():
+                self.save_model(model.model, save_directory, max_shard_size, safe_serialization)
+            return
         check_values(model, "saved")
         states, is_main = self._runtime.strategy.state, self._runtime.state.is_main_process
         with step_clock.phase(SAVING):

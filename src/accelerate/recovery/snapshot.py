@@ -30,6 +30,7 @@ def capture(prepared: Prepared, scaler: Any) -> dict[str, Any]:
         "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),
         "custom": [obj.state_dict() for obj in prepared.custom],
+        "averages": [average.tensors() for average in prepared.averages],
     }
 
 
@@ -54,6 +55,9 @@ def apply(state: Mapping[str, Any], prepared: Prepared, scaler: Any) -> None:
         scaler.load_state_dict(state["scaler"])
     for obj, saved in zip(prepared.custom, state["custom"], strict=True):
         obj.load_state_dict(saved)
+    for average, saved in zip(prepared.averages, state["averages"], strict=True):
+        for own, value in zip(average.tensors(), saved, strict=True):
+            own.copy_(value)
 
 
 def _to_shards(values: Any) -> Any:

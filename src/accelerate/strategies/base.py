@@ -67,6 +67,7 @@ class Strategy:
     holds_whole_models: bool = True  # whether each rank has all parameters of a prepared model
     replicas: int = 1  # number of ranks whose gradients the backward pass averages
     holds_gradients: bool = True  # whether gradients are in `grad` between steps, and may be changed
+    has_plain_weights: bool = True  # whether parameters are the weights that optimizers step, in their dtype
     gathers_shards: bool = False  # whether forwards all-gather parameters, maybe in another dtype
     make_scaler: Callable[..., torch.amp.GradScaler] | None = None  # for fp16; None uses that of the hardware
 

@@ -29,6 +29,7 @@ class Prepared:
     schedulers: list[Any] = field(default_factory=list)
     loaders: list[DataLoader[Any]] = field(default_factory=list)
     custom: list[Any] = field(default_factory=list)
+    averages: list[Any] = field(default_factory=list)
 
     def clear(self) -> None:
         """Removes all objects from the lists."""

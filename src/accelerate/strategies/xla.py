@@ -126,6 +126,7 @@ class XlaReplicas(Strategy):
     """Strategy in which each process trains a replica, and gradients are averaged before a step."""
 
     distributed_type: ClassVar[DistributedType | None] = DistributedType.XLA
+    has_plain_weights = False
     state_class: ClassVar[type[StrategyState]] = XlaState
 
     averages_itself: ClassVar[bool] = False

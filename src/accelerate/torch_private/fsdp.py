@@ -111,6 +111,11 @@ class FlatUnit:
             return 0, 0, 0
         return info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard
 
+    @property
+    def is_summoned(self) -> bool:
+        """True inside of `summon_full_params`."""
+        return bool(self._handle._training_state.name == "SUMMON_FULL_PARAMS")
+
     def reshard(self) -> None:
         """Frees unsharded parameters left by a forward without a backward, which a load would not change."""
         has_run = hasattr(self.flat, "_full_param_padded")

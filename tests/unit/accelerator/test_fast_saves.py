@@ -284,6 +284,13 @@ def test_a_small_disk_is_refused_before_the_first_step(
         begin()
 
 
+def test_the_space_of_averages_is_checked(begin: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_tier, "free_bytes", lambda folder: 1300)
+    accelerator, model, _, _ = begin()
+    with pytest.raises(ConfigurationError, match="2 recent checkpoints take 1.56 KB"):
+        accelerator.average(model)
+
+
 def test_generations_of_another_project_are_kept_and_refused(
     begin: Callable[..., Any], tmp_path: Path
 ) -> None:

@@ -119,6 +119,7 @@ class DeepSpeed(Strategy):
     state_class: ClassVar[type[StrategyState]] = DeepSpeedState
     holds_gradients = False
     holds_whole_models = False
+    has_plain_weights = False
     loader_mesh: Any = None  # DeepSpeed's adapter shards the samples of ranks with the same sequences
 
     def __init__(self, context: Context) -> None:

@@ -196,6 +196,7 @@ class MegatronLM(Strategy):
     distributed_type: ClassVar[DistributedType | None] = DistributedType.MEGATRON_LM
     state_class: ClassVar[type[StrategyState]] = MegatronState
     holds_whole_models = False
+    has_plain_weights = False
 
     loader_mesh: Any = None  # the groups of Megatron-LM, after it is initialized
 
