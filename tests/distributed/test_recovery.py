@@ -15,6 +15,8 @@ import psutil
 import pytest
 import torch
 
+from accelerate.report.reading import read_run
+
 pytest.importorskip("torchft")
 
 LAUNCH = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--main_process_port", "0"]
@@ -235,6 +237,10 @@ def test_trackers_and_records_continue_in_another_group(tmp_path: Path) -> None:
     assert sorted(logged[0] + logged[1]) == list(range(1, 19))
     members = [each["text"][:6] for each in records[1] if each.get("name") == "members"]
     assert members[:2] == ["2 of 2", "1 of 2"]
+    goodput = read_run(tmp_path / "project").goodput()
+    assert goodput is not None
+    assert goodput.seconds_by["members"] > 0
+    assert goodput.wall == pytest.approx(sum(goodput.seconds_by.values()))
 
 
 @pytest.mark.slow

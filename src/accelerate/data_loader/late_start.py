@@ -150,10 +150,13 @@ def _shard_rest(loader: Any, offset: Offset, used: tuple[ReadSegment, ...]) -> A
     """Returns a copy that shards the rest of an epoch whose beginning was read by other groups."""
     dataset, base = loader.dataset, loader.base_dataloader
     late = _copy_with_start(loader, offset=offset, used=used)
-    if isinstance(dataset, IterableDatasetShard):
-        rest = copy(dataset)
-        rest.used = used
-        late.base_dataloader = copy_with(base, dataset=rest)
+    shard = copy(dataset) if isinstance(dataset, IterableDatasetShard) else None
+    if shard is None and isinstance(dataset, IterableDataset) and loader.plan.mode == "unsharded":
+        # Each worker skips what it has read, which differs from the batches that one process would read.
+        shard = IterableDatasetShard(dataset, base.batch_size or 1, bool(base.drop_last), even_batches=False)
+    if shard is not None:
+        shard.used = used
+        late.base_dataloader = copy_with(base, dataset=shard)
     elif isinstance(dataset, IterableDataset):
         late.start = replace(late.start, skip_source=offset.consumed)
     else:

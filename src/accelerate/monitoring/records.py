@@ -92,6 +92,9 @@ class Window(Record):
     last: int
     seconds: float
     seconds_by: dict[str, float]  # by name of the phase
+    recovery: dict[str, float] = field(default_factory=dict)
+    """Parts of these seconds in a run with replica groups, which are "members" for the time of waiting for
+    the members of steps, and "lost" for steps that were not committed."""
     memory: int = 0  # bytes allocated on the device, or resident in memory for the CPU
     peak_memory: int = 0  # bytes, since the process started
     samples: int = 0  # number that this rank has read, or 0 if it is not known

@@ -173,6 +173,7 @@ class RunMonitor:
             last=window.last,
             seconds=window.times.seconds,
             seconds_by=window.times.seconds_by,
+            recovery=window.recovery,
             memory=memory,
             peak_memory=peak,
             samples=window.times.samples,

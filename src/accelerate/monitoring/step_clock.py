@@ -143,6 +143,7 @@ class ClosedWindow:
     last: int  # number of the last step, from 1, over all starts of a run
     times: StepTimes
     values: dict[str, Any]  # loss and gradient_norm of the last step, as they were passed
+    recovery: dict[str, float] = field(default_factory=dict)  # as in `Window`
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,7 @@ class StepClock:
         """Number of the last step over all starts of the run."""
         self.windows: deque[ClosedWindow] = deque(maxlen=NUM_KEPT_WINDOWS)
         self.kept: dict[str, Any] = {}
+        self.recovery: dict[str, float] = {}
         self._device: DeviceClock | None = None
         self._seconds = [0.0] * (_BEFORE + 1)  # by phase in the open window
         self._closed = self._last_window = StepTimes()  # all closed windows, and the last one
@@ -358,6 +360,10 @@ class StepClock:
         if callback is not None:
             callback()
 
+    def add_recovery(self, part: str, seconds: float) -> None:
+        """Adds seconds to a part of the current window, as in `Window.recovery`."""
+        self.recovery[part] = self.recovery.get(part, 0.0) + seconds
+
     def keep(self, name: str, value: Any) -> None:
         """Keeps a value of this step for the window that ends, unless it is None."""
         if value is not None and get_ident() == self.owner:
@@ -413,8 +419,8 @@ class StepClock:
             self._device.clear()
             if is_first:
                 self._device.forget_idle()  # the first steps warm up
-        self.windows.append(ClosedWindow(time.time(), self.number, window, self.kept))
-        self.kept = {}
+        self.windows.append(ClosedWindow(time.time(), self.number, window, self.kept, self.recovery))
+        self.kept, self.recovery = {}, {}
         interval = max(INTERVAL, now.seconds / MAX_WINDOWS)
         self._due = self.since + interval
         self.wanted = window.seconds >= interval * window.steps  # each step is a window

@@ -6,6 +6,7 @@ replica groups take part. Each member takes the batches of one or several replic
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import islice
@@ -22,7 +23,7 @@ from accelerate.data_loader import (
     skip_first_batches,
 )
 from accelerate.recovery.membership import Members
-from accelerate.state import GradientState
+from accelerate.state import GradientState, step_clock
 
 if TYPE_CHECKING:
     from accelerate.recovery.session import Recovery
@@ -94,7 +95,9 @@ class RecoveryLoader(DataLoaderStateMixin):
         self.begin()
         try:
             while True:
+                began = time.perf_counter()
                 members = self._recovery.begin_step(self)
+                step_clock.add_recovery("members", time.perf_counter() - began)
                 if number < self.epoch:  # the others have ended the pass meanwhile
                     self._recovery.decline_step()
                     return
@@ -103,7 +106,7 @@ class RecoveryLoader(DataLoaderStateMixin):
                         self.epoch, self.position = self.epoch + 1, 0
                         return
                     continue
-                own = self._plan_step(members)
+                own, began, before = self._plan_step(members), time.perf_counter(), self.position
                 sources = [self._source(index, members) for index in own]
                 if set(readers) != set(sources) or read_to != (self.epoch, self.position):
                     _close(readers)
@@ -124,6 +127,8 @@ class RecoveryLoader(DataLoaderStateMixin):
                     end_batch(self)
                 read_to = self.epoch, self.position + self._count
                 self._recovery.check_step()
+                if self.position == before:  # the step was not committed, and is repeated
+                    step_clock.add_recovery("lost", time.perf_counter() - began)
         except GeneratorExit:
             self._recovery.leave_pass(self, number)
             raise

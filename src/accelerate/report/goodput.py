@@ -7,29 +7,34 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from accelerate.monitoring import Attempt, Checkpoint, Start, Window
 
 STEPS, LOST = "steps", "lost steps"
-PARTS = (STEPS, LOST, "startup", "restore", "data", "save", "stopping", "other")
-"""Parts of the wall time. "stopping" is the time from a failure until the processes have ended."""
+PARTS = (STEPS, LOST, "startup", "restore", "data", "members", "save", "stopping", "other")
+"""Parts of the wall time. "stopping" is the time from a failure until the processes have
+ended, and "members" the time in which a replica group waited for the members of a step."""
 Span: TypeAlias = tuple[float, float, Attempt | None]
 """Begin, end and record of an attempt, which is None if the launcher has written none."""
 MAX_CAUSES = 5
 """Most causes of lost steps in the text."""
-COLUMNS = 6
+COLUMNS = 8
+NOT_COMMITTED = "replica groups ended during a step"
+"""Cause of steps that were lost without the end of an attempt."""
 
 
 class Steps(NamedTuple):
-    """Steps of a window, with the seconds in which they did not wait for data or saves."""
+    """Steps of a window, with the parts of its seconds."""
 
     end: float  # seconds since the epoch
     seconds: float
-    data: float
+    data: float  # without the seconds of `members`
     save: float
+    members: float
+    not_committed: float
     first: int
     last: int
 
@@ -89,8 +94,14 @@ class Timeline:
     def add_start(self, record: Start) -> None:
         self.starts.append(record.time)
 
-    def add_window(self, record: Window, data: float, save: float) -> None:
-        self.windows.extend((record.time, record.seconds, data, save, record.first, record.last))
+    def add_window(
+        self, record: Window, seconds_by: Mapping[str, float], recovery: Mapping[str, float]
+    ) -> None:
+        members = min(recovery.get("members", 0.0), seconds_by.get("data", 0.0))
+        data, save = seconds_by.get("data", 0.0) - members, seconds_by.get("saving", 0.0)
+        not_committed = min(recovery.get("lost", 0.0), record.seconds - data - members - save)
+        parts = (data, save, members, max(not_committed, 0.0))
+        self.windows.extend((record.time, record.seconds, *parts, record.first, record.last))
 
     def add_checkpoint(self, record: Checkpoint) -> None:
         if record.event == "loaded":
@@ -114,8 +125,8 @@ class Timeline:
 
     def steps(self) -> Iterator[Steps]:
         for index in range(0, len(self.windows), COLUMNS):
-            end, seconds, data, save, first, last = self.windows[index : index + COLUMNS]
-            yield Steps(end, seconds, data, save, int(first), int(last))
+            end, seconds, data, save, members, lost, first, last = self.windows[index : index + COLUMNS]
+            yield Steps(end, seconds, data, save, members, lost, int(first), int(last))
 
     def spans(self, last_time: float) -> list[Span]:
         """Returns the attempts in the order of time."""
@@ -151,8 +162,13 @@ def measure_goodput(timeline: Timeline, last_time: float) -> Goodput | None:
         parts = _divide(begin, end, steps, restore, resumed, attempt)
         for name, seconds in parts.items():
             seconds_by[name] += seconds
-        if parts[LOST] and attempt is not None:
-            lost_by_cause[attempt.text] = lost_by_cause.get(attempt.text, 0.0) + parts[LOST]
+        not_committed = sum(window.not_committed for window in steps)
+        causes = {NOT_COMMITTED: not_committed}
+        if attempt is not None:
+            causes[attempt.text] = parts[LOST] - not_committed
+        for cause, seconds in causes.items():
+            if seconds > 0:
+                lost_by_cause[cause] = lost_by_cause.get(cause, 0.0) + seconds
         if steps:
             resumed = min(resumed, steps[0].first - 1)
     failures = [attempt for _, _, attempt in spans if attempt is not None and attempt.rank >= 0]
@@ -202,10 +218,11 @@ def _divide(
     for window in steps:
         count = max(window.last - window.first + 1, 1)
         lost = min(max(window.last - max(resumed, window.first - 1), 0), count) / count
-        own = window.seconds - window.data - window.save
-        parts[LOST] += own * lost
+        own = window.seconds - window.data - window.save - window.members - window.not_committed
+        parts[LOST] += own * lost + window.not_committed
         parts[STEPS] += own * (1 - lost)
         parts["data"] += window.data
+        parts["members"] += window.members
         parts["save"] += window.save
     if has_failed and steps:  # the last steps of a process that was killed are in no window
         parts[LOST] += max(failed - steps[-1].end, 0.0)

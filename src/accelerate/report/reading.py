@@ -295,7 +295,7 @@ def _read_window(run: Run, summary: RankTotals, record: Window) -> None:
         summary.seconds_by[name] = summary.seconds_by.get(name, 0.0) + seconds_by.get(name, 0.0)
     if summary.rank == run.first_rank:
         run.phase_seconds.add(record.last, {name: seconds_by.get(name, 0.0) for name in PHASES})
-        run.timeline.add_window(record, seconds_by.get("data", 0.0), seconds_by.get("saving", 0.0))
+        run.timeline.add_window(record, seconds_by, _numbers(record.recovery))
     _read_numbers(run, run.observed, summary.rank, record.last, _numbers(record.values))
     measured: dict[str, float] = {}
     if record.memory:

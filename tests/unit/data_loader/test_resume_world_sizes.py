@@ -89,7 +89,7 @@ def test_each_sample_is_read_once(data: Any, batch: int, split: bool, chain: Any
     assert sorted(read_chain(data, chain, batch=batch, split=split)) == list(range(SAMPLES))
 
 
-@pytest.mark.parametrize("chain", CHAINS[1:2], ids=str)
+@pytest.mark.parametrize("chain", [CHAINS[1], [(2, 3), (1, None)], [(2, 1), (1, 1), (3, None)]], ids=str)
 def test_each_worker_skips_what_it_has_read(chain: Any) -> None:
     found = read_chain(Stream(), chain, batch=2, split=False, workers=2)
     assert sorted(found) == list(range(SAMPLES))

@@ -57,6 +57,7 @@ def test_parts_of_a_run_that_restarts(tmp_path: Path) -> None:
         "startup": 10,
         "restore": 1,
         "data": 2,
+        "members": 0,
         "save": 1,
         "stopping": 3,
         "other": 1,
@@ -66,6 +67,25 @@ def test_parts_of_a_run_that_restarts(tmp_path: Path) -> None:
     assert found.lost_by_cause == {"was ended by SIGKILL": 5}
     assert found.save_interval == pytest.approx((2 * 1.0 * 43) ** 0.5)
     assert found.lines()[-1] == "1 failure suggests a save every 9 s"
+
+
+def test_a_run_with_replica_groups_waits_for_members_and_loses_steps_that_are_not_committed(
+    tmp_path: Path,
+) -> None:
+    record = replace(window(104, 1, 10, data=3, save=1), recovery={"members": 2.0, "lost": 1.5})
+    write(tmp_path, start(100), record, attempt(0, 100, 118))
+    found = read_run(tmp_path).goodput()
+    assert found is not None
+    assert found.seconds_by == {
+        **dict.fromkeys(PARTS, 0.0),
+        STEPS: 8.5,
+        LOST: 1.5,
+        "startup": 4,
+        "data": 1,
+        "members": 2,
+        "save": 1,
+    }
+    assert found.lost_by_cause == {"replica groups ended during a step": 1.5}
 
 
 def test_an_attempt_that_ends_before_its_first_record_counts(tmp_path: Path) -> None:
@@ -128,7 +148,8 @@ def test_parts_add_up_to_the_wall_time(seed: int) -> None:
         step = chance.randint(0, step)
         for _ in range(chance.randint(0, 5)):
             record = window(now, step + 1, step + chance.randint(1, 9))
-            timeline.add_window(record, data=0.2, save=0.1)
+            recovery = {"members": chance.uniform(0, 0.3), "lost": chance.uniform(0, 2)}
+            timeline.add_window(record, {"data": 0.2, "saving": 0.1}, recovery)
             now, step = record.time, record.last
         failed = now + chance.uniform(0, 1)
         now = failed + chance.uniform(0, 1)
