@@ -207,6 +207,8 @@ def _collect(
     common = [_common_names(tier.nodes, generation, node) for node in nodes]
     if fault := _fetch(tier, generation, folder, common, origins):
         return fault
+    if all(sizes.keys() >= set(generation.names) for sizes in generation.held):
+        return ""
     names = tier.consensus.decide(CALL, sorted(shards_read_from(folder)), list, tier.timeout)
     needed = [sorted({name for rank in ranks for name in names[rank]}) for ranks in tier.nodes.ranks]
     return _fetch(tier, generation, folder, needed, origins)
