@@ -119,7 +119,12 @@ def test_values_that_are_no_numbers_or_text_are_left_out_with_a_warning(
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     """The warnings of a logged run, at the end of its trackers and of its state."""
     PartialState._reset_state()
-    return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    deadline = time.monotonic() + 10  # the thread of the records may still be writing
+    while not (found := [record for record in caplog.records if record.levelname == "WARNING"]):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return [record.getMessage() for record in found]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no full device")
