@@ -186,11 +186,17 @@ class Accelerator(ProcessControl):
     # Prepare
 
     @overload
-    def prepare(self, a: A, /, *, device_placement: Placement = None, whole_matrices: bool | None = None) -> A: ...
+    def prepare(
+        self, a: A, /, *, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> A: ...
     @overload
-    def prepare(self, a: A, b: B, /, *, device_placement: Placement = None, whole_matrices: bool | None = None) -> tuple[A, B]: ...
+    def prepare(
+        self, a: A, b: B, /, *, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> tuple[A, B]: ...
     @overload
-    def prepare(self, a: A, b: B, c: C, /, *, device_placement: Placement = None, whole_matrices: bool | None = None) -> tuple[A, B, C]: ...
+    def prepare(
+        self, a: A, b: B, c: C, /, *, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> tuple[A, B, C]: ...
     @overload
     def prepare(
         self, a: A, b: B, c: C, d: D, /, *, device_placement: Placement = None
@@ -219,8 +225,12 @@ class Accelerator(ProcessControl):
         whole_matrices: bool | None = None,
     ) -> tuple[Any, ...]: ...
     @overload
-    def prepare(self, *args: Any, device_placement: Placement = None, whole_matrices: bool | None = None) -> Any: ...
-    def prepare(self, *args: Any, device_placement: Placement = None, whole_matrices: bool | None = None) -> Any:
+    def prepare(
+        self, *args: Any, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> Any: ...
+    def prepare(
+        self, *args: Any, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> Any:
         """Returns models, optimizers, schedulers and loaders prepared for this run.
 
         Called on all ranks.

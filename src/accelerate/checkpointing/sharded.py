@@ -139,8 +139,8 @@ class ModuleShards:
 class OptimizerShards:
     """State of an optimizer of plain or distributed tensors, by the names of its parameters.
 
-    `owned` is empty, or has an entry for each parameter. True means that its state is whole on this rank and
-    on no other one, and False that it is on another rank. None means that it is distributed like the parameter.
+    `owned` is empty, or has an entry for each parameter. True means that only this rank has its state, which
+    is whole, False that another rank has it, and None that it is distributed like the parameter.
     """
 
     optimizer: Any

@@ -368,9 +368,9 @@ class Strategy:
             optimizer.matrix_owners = MatrixOwners(optimizer, self.state.parameter_keys)
         elif requested or self.flattens_parameters:
             raise PreparationError(
-                f"{type(optimizer.optimizer).__name__} needs whole matrices, and {type(self).__name__} changes "
-                "the layout of parameters. Use DistributedDataParallel, FSDP 2 (fsdp_version=2) or "
-                "parallelism_config, or pass whole_matrices=False to prepare() for an optimizer that does not."
+                f"{type(optimizer.optimizer).__name__} needs whole matrices, and {type(self).__name__} "
+                "changes the layout of parameters. Use DistributedDataParallel, FSDP 2 (fsdp_version=2) or "
+                "parallelism_config. Pass whole_matrices=False to prepare() if it works on parts of them."
             )
 
     def plan_matrices(self) -> None:
@@ -379,7 +379,9 @@ class Strategy:
         Called on all ranks, when objects are prepared.
         """
         optimizers = self.session.prepared.optimizers
-        planned = [each for each in optimizers if each.matrix_owners is not None and each.matrix_owners.plan()]
+        planned = [
+            each for each in optimizers if each.matrix_owners is not None and each.matrix_owners.plan()
+        ]
         rank = self.context.topology.rank
         for optimizer in optimizers if planned and rank == 0 else ():
             print(describe_steps(optimizer, self.context.topology.size))

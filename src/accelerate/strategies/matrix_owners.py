@@ -232,11 +232,12 @@ class _Packets:
         """Sends the tensors, and fills the targets."""
         sent = [tensor.reshape(-1) for tensors in self._sent for tensor in tensors]
         targets = [target for tensors in self._received for target in tensors]
-        transport = current_transport()
-        packed = torch.cat(sent) if sent else torch.empty(0, dtype=dtype, device=targets[0].device if targets else "cpu")
+        device = next((tensor.device for tensor in (*sent, *targets)), None)
+        packed = torch.cat([torch.empty(0, dtype=dtype, device=device), *sent])
         counts = [[sum(map(Tensor.numel, part)) for part in side] for side in (self._sent, self._received)]
-        result = transport.all_to_all(packed, *counts)
-        for target, part in zip(targets, result.split(list(map(Tensor.numel, targets))), strict=True):
+        result = current_transport().all_to_all(packed, *counts)
+        parts = torch.split(result, [target.numel() for target in targets])
+        for target, part in zip(targets, parts, strict=True):
             target.copy_(part.view(target.shape))
 
 
@@ -309,7 +310,9 @@ def _box_of(key: str, parameter: Tensor) -> LocalBox:
 
 def _view(whole: Tensor, box: Box) -> Tensor:
     offsets, sizes = box
-    view: Tensor = whole[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+    view: Tensor = whole[
+        tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
+    ]
     return view
 
 
