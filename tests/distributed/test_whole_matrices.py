@@ -132,7 +132,7 @@ def accelerator_of(layout: str, kind: str = WHOLE, **options: Any) -> Accelerato
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
             fsdp_version=2,
             state_dict_type=kind,
-            transformer_cls_names_to_wrap=["Block"],
+            transformer_cls_names_to_wrap=["Mixture" if "ep" in words else "Block"],
             auto_wrap_policy="transformer_based_wrap",
             cpu_offload="offloaded" in words,
         )
@@ -158,16 +158,20 @@ def gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """Iterates over gradients of all weights, without that of one weight in the second step."""
     generator = torch.Generator().manual_seed(1)
     for number in range(100):
-        yield {
+        values = {
             name: torch.randn(p.shape, generator=generator).to(p.dtype)
             for name, p in model.named_parameters()
             if p.requires_grad and not (number == 1 and name == "blocks.2.up.weight")
         }
+        values.setdefault("leave.weight", values["enter.weight"])  # tied
+        yield values
 
 
-def prepared(layout: str, name: str, kind: str = WHOLE, dtype: torch.dtype = torch.float32) -> Any:
+def prepared(
+    layout: str, name: str, kind: str = WHOLE, dtype: torch.dtype = torch.float32, net: str = ""
+) -> Any:
     accelerator = accelerator_of(layout, kind)
-    model = Net(layout, dtype)
+    model = Net(net or layout, dtype)
     reference = copy.deepcopy(model)
     if layout == "sharded before":
         for block in model.blocks:
@@ -224,8 +228,14 @@ LAYOUTS = [
     pytest.param("pp", 2, marks=[slow, needs_pipelines]),
     pytest.param("fsdp2 pp", 4, marks=[slow, needs_pipelines]),
 ]
-NUM_EXCHANGES = {"ddp": 1, "pp": 0}  # of a rank that has whole parameters, the last of which has no replica
 OPTIMIZERS = ["muon", *(pytest.param(name, marks=slow) for name in ("kron", "soap", "shampoo"))]
+
+
+def num_exchanges(layout: str, name: str) -> int:
+    """Returns the number of all-to-alls of a step."""
+    if layout == "pp":
+        return 0  # each parameter is on one rank
+    return 1 if layout == "ddp" or (layout, name) == ("ep", "muon") else 2  # owners have whole parameters
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
@@ -238,6 +248,66 @@ def test_weights_equal_those_of_one_process(
     assert results[0][4] > 0
     for wrong, counts, _, _, _ in results:
         assert not wrong
-        assert counts == {NUM_EXCHANGES.get(layout, 2) if processes > 1 else 0}
+        assert counts == {num_exchanges(layout, name) if processes > 1 else 0}
     states = sum(held for _, _, held, _, _ in results)
     assert states == results[0][3]  # each state is on one rank
+
+
+def step(accelerator: Any, model: Any, optimizers: list[Any], values: dict[str, Tensor]) -> None:
+    set_gradients(accelerator, model, values)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def resume(layout: str, name: str, kind: str) -> Any:
+    accelerator, model, optimizers, reference = prepared(layout, name, kind)
+    values = [value for _, value in zip(range(5), gradients(reference), strict=False)]
+    for value in values[:3]:
+        step(accelerator, model, optimizers, value)
+    accelerator.save_state("checkpoint")
+    weights = []
+    for _ in range(2):
+        for value in values[3:]:
+            step(accelerator, model, optimizers, value)
+        weights.append(copy.deepcopy(accelerator.get_state_dict(model)))
+        accelerator.load_state("checkpoint")
+    equal = all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+    return equal, str(Path("checkpoint").resolve()), weights[0], sum(len(o.state) for o in optimizers)
+
+
+def continue_in(layout: str, name: str, kind: str, net: str, folder: str) -> Any:
+    accelerator, model, optimizers, reference = prepared(layout, name, kind, net=net)
+    accelerator.load_state(folder)
+    num_states = sum(len(optimizer.state) for optimizer in optimizers)
+    for number, value in zip(range(5), gradients(reference), strict=False):
+        if number >= 3:
+            step(accelerator, model, optimizers, value)
+    return accelerator.get_state_dict(model), num_states
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("layout", "kind", "others"),
+    [
+        (("fsdp2", 2), SHARDS, [("one", 1), ("fsdp2", 3), ("ddp", 2)]),
+        (("ddp", 2), WHOLE, [("one", 1), ("fsdp2", 2), ("ddp", 3)]),
+        pytest.param(("fsdp2", 2), WHOLE, [("one", 1), ("ddp", 2), ("fsdp2", 3)], marks=slow),
+        pytest.param(("hsdp", 4), SHARDS, [("one", 1), ("fsdp2 tp", 4)], marks=slow),
+        pytest.param(("tp", 2), WHOLE, [("one", 1), ("fsdp2", 2)], marks=slow),
+        pytest.param(("ep", 2), SHARDS, [("one", 1), ("fsdp2 ep", 4)], marks=slow),
+        pytest.param(("pp", 2), SHARDS, [("one", 1), ("fsdp2 pp", 4)], marks=[slow, needs_pipelines]),
+        pytest.param(("one", 1), WHOLE, [("pp", 2), ("fsdp2 pp", 4)], marks=[slow, needs_pipelines]),
+        pytest.param(("one", 1), WHOLE, [("ddp", 2), ("fsdp2", 3), ("hsdp", 4)], marks=slow),
+    ],
+)
+def test_states_are_saved_and_loaded_with_another_layout(
+    run: Run, layout: tuple[str, int], kind: str, others: list[tuple[str, int]], name: str
+) -> None:
+    results = run(resume, layout[0], name, kind, processes=layout[1])
+    assert all(equal for equal, _, _, _ in results)
+    _, folder, expected, _ = results[0]
+    for other, processes in others:
+        loaded = run(continue_in, other, name, kind, layout[0], folder, processes=processes)
+        weights, num_states = loaded[0]
+        assert all(torch.equal(value, expected[key]) for key, value in weights.items())
+        assert weights
