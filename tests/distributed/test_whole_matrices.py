@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -115,7 +116,7 @@ class Kron(torch.optim.Optimizer):
 
 
 def accelerator_of(layout: str, kind: str = WHOLE, **options: Any) -> Accelerator:
-    words = layout.split()
+    words = layout.split() if int(os.environ["WORLD_SIZE"]) > 1 else []
     mesh: dict[str, Any] = {}
     if "tp" in words:
         mesh["tp_size"] = 2
@@ -142,9 +143,12 @@ def accelerator_of(layout: str, kind: str = WHOLE, **options: Any) -> Accelerato
 def optimizers_of(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
     trained = [p for p in model.parameters() if p.requires_grad]
     if name == "muon":
-        others = [p for p in trained if p.ndim != 2]
+        others = [p for p in trained if p.ndim == 1]
         matrices = [p for p in model.parameters() if p.ndim == 2]  # frozen ones, too
-        return [torch.optim.Muon(matrices, lr=0.05), torch.optim.AdamW(others, lr=0.01)]
+        muon = torch.optim.Muon(matrices, lr=0.05)
+        if batches := [p for p in trained if p.ndim == 3]:  # its constructor refuses them
+            muon.add_param_group({"params": batches, "lr": 0.02})
+        return [muon, torch.optim.AdamW(others, lr=0.01)]
     if name == "kron":
         return [Kron(trained)]
     import pytorch_optimizer
@@ -192,7 +196,11 @@ def set_gradients(accelerator: Any, model: Any, values: dict[str, Tensor]) -> No
 
 def train(layout: str, name: str, dtype: torch.dtype, num_steps: int = 4) -> Any:
     accelerator, model, optimizers, reference = prepared(layout, name, dtype=dtype)
-    plain = optimizers_of(name, reference)
+    plain, batches = optimizers_of(name, reference), []
+    if name == "muon" and "ep" in layout:  # on one process the experts are stepped one by one
+        group = plain[0].param_groups[1]
+        batches = [(batch, list(map(nn.Parameter, batch.detach()))) for batch in group["params"]]
+        group["params"] = [expert for _, experts in batches for expert in experts]
     calls: list[Any] = []
     exchange = dist.all_to_all_single
     dist.all_to_all_single = lambda *args, **options: calls.append(args) or exchange(*args, **options)
@@ -202,14 +210,20 @@ def train(layout: str, name: str, dtype: torch.dtype, num_steps: int = 4) -> Any
         for key, parameter in reference.named_parameters():
             parameter.grad = values[key].clone() if key in values else None
         calls.clear()
-        for optimizer in (*optimizers, *plain):
+        for optimizer in optimizers:
             optimizer.step()
         counts.add(len(calls))
+        for batch, experts in batches:
+            for expert, gradient in zip(experts, batch.grad, strict=True):
+                expert.grad = gradient
+        for optimizer in plain:
+            optimizer.step()
     dist.all_to_all_single = exchange
     whole = accelerator.get_state_dict(model)
     expected = reference.state_dict()
     wrong = [name for name, value in whole.items() if not torch.equal(value, expected[name])]
-    return wrong, counts, len(optimizers[0].state), len(plain[0].state), len(whole)
+    num_states = len(plain[0].state) - sum(len(experts) - 1 for _, experts in batches)
+    return wrong, counts, len(optimizers[0].state), num_states, len(whole)
 
 
 LAYOUTS = [
@@ -218,11 +232,11 @@ LAYOUTS = [
     ("hsdp", 4),
     ("tp", 2),
     pytest.param("ddp", 4, marks=slow),
-    pytest.param("fsdp2", 1, marks=slow),
     pytest.param("fsdp2", 3, marks=slow),
     pytest.param("fsdp2 tp", 4, marks=slow),
     pytest.param("fsdp2 offloaded", 2, marks=slow),
     pytest.param("sharded before", 2, marks=slow),
+    pytest.param("ep", 1, marks=slow),
     pytest.param("ep", 2, marks=slow),
     pytest.param("fsdp2 ep", 4, marks=slow),
     pytest.param("pp", 2, marks=[slow, needs_pipelines]),
@@ -231,11 +245,11 @@ LAYOUTS = [
 OPTIMIZERS = ["muon", *(pytest.param(name, marks=slow) for name in ("kron", "soap", "shampoo"))]
 
 
-def num_exchanges(layout: str, name: str) -> int:
+def num_exchanges(layout: str) -> int:
     """Returns the number of all-to-alls of a step."""
     if layout == "pp":
         return 0  # each parameter is on one rank
-    return 1 if layout == "ddp" or (layout, name) == ("ep", "muon") else 2  # owners have whole parameters
+    return 1 if layout == "ddp" else 2  # owners have whole parameters under DDP
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=slow)])
@@ -248,7 +262,7 @@ def test_weights_equal_those_of_one_process(
     assert results[0][4] > 0
     for wrong, counts, _, _, _ in results:
         assert not wrong
-        assert counts == {num_exchanges(layout, name) if processes > 1 else 0}
+        assert counts == {num_exchanges(layout) if processes > 1 else 0}
     states = sum(held for _, _, held, _, _ in results)
     assert states == results[0][3]  # each state is on one rank
 
@@ -311,3 +325,114 @@ def test_states_are_saved_and_loaded_with_another_layout(
         weights, num_states = loaded[0]
         assert all(torch.equal(value, expected[key]) for key, value in weights.items())
         assert weights
+
+
+def train_loop(layout: str) -> Any:
+    """Trains with accumulation, clipping and schedulers on the same rows on all ranks, and on one process."""
+    accelerator = accelerator_of(layout, gradient_accumulation_steps=2)
+    model = Net(layout)
+    reference = copy.deepcopy(model)
+    optimizers, plain = optimizers_of("muon", model), optimizers_of("muon", reference)
+    schedulers, plain_schedulers = (
+        [torch.optim.lr_scheduler.LambdaLR(each, lambda number: 1 / (1 + number)) for each in some]
+        for some in (optimizers, plain)
+    )
+    model, *prepared = accelerator.prepare(model, *optimizers, *schedulers)
+    optimizers, schedulers = prepared[:2], prepared[2:]
+    for number in range(6):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        with accelerator.accumulate(model):
+            accelerator.backward(model(rows).square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.01, norm_type=float("inf"))
+            for each in (*optimizers, *schedulers):
+                each.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+        (reference(rows).square().mean() / 2).backward()
+        if number % 2:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.01, norm_type=float("inf"))
+            for each in plain:
+                each.step()
+                each.zero_grad()
+            for scheduler in plain_schedulers:
+                for _ in range(accelerator.num_processes):
+                    scheduler.step()
+    whole, expected = accelerator.get_state_dict(model), reference.state_dict()
+    changed = not torch.equal(expected["small.weight"], Net(layout).small.weight)
+    return [name for name in whole if not torch.equal(whole[name], expected[name])], changed
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=slow)])
+def test_a_training_loop_equals_that_of_one_process(run: Run, layout: str) -> None:
+    for wrong, has_changed in run(train_loop, layout):
+        assert not wrong
+        assert has_changed  # the matrix with an empty shard
+
+
+def change_parameters(layout: str) -> Any:
+    """Prepares the optimizer before the model, freezes and adds parameters, and loads a whole state."""
+    accelerator = accelerator_of(layout)
+    model = Net(layout)
+    reference = copy.deepcopy(model)
+    names = ["blocks.0.up.weight", "blocks.0.down.weight", "blocks.2.up.weight"]
+    (optimizer, plain) = (Kron([each.get_parameter(name) for name in names]) for each in (model, reference))
+    optimizer = accelerator.prepare(optimizer)
+    model = accelerator.prepare(model)
+    inner, late = accelerator.unwrap_model(model), "blocks.3.up.weight"
+    for number, values in zip(range(6), gradients(reference), strict=False):
+        set_gradients(accelerator, model, values)
+        for name, parameter in reference.named_parameters():
+            parameter.grad = values[name].clone() if name in values else None
+        for each, of in ((optimizer, inner), (plain, reference)):
+            if number == 2:
+                each.add_param_group({"params": [of.get_parameter(late)], "lr": 0.1})
+            if number >= 4:
+                of.get_parameter(names[0]).requires_grad_(False)
+                of.get_parameter(names[0]).grad = None
+            each.step()
+        if number == 4:
+            optimizer.load_state_dict(copy.deepcopy(plain.state_dict()))
+    whole, expected = accelerator.get_state_dict(model), reference.state_dict()
+    return [name for name in whole if not torch.equal(whole[name], expected[name])], len(optimizer.state)
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=slow)])
+def test_parameters_are_added_and_frozen_in_training(run: Run, layout: str) -> None:
+    results = run(change_parameters, layout)
+    assert [wrong for wrong, _ in results] == [[], []]
+    assert sum(num_states for _, num_states in results) >= 4
+
+
+def refuse() -> list[str]:
+    _, _, (muon, _), _ = prepared("ddp", "muon")
+    texts = []
+    for options in ({"closure": lambda: torch.zeros(())}, {}):
+        muon.is_joined = not options
+        with pytest.raises(StateError) as error:
+            muon.step(**options)
+        texts.append(str(error.value))
+    return texts
+
+
+@slow
+def test_closures_and_uneven_inputs_are_refused(run: Run) -> None:
+    for closure, joined in run(refuse):
+        assert "Call step() without it" in closure
+        assert "Use even_batches or windows()" in joined
+
+
+def refuse_flat() -> list[str]:
+    accelerator = Accelerator(
+        cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=1, use_orig_params=True)
+    )
+    model = Net("ddp").requires_grad_(True)
+    with pytest.raises(PreparationError) as error:
+        accelerator.prepare(model, optimizers_of("muon", model)[0])
+    return [str(error.value)]
+
+
+@slow
+def test_flat_parameters_are_refused(run: Run) -> None:
+    for (text,) in run(refuse_flat):
+        assert "Use DistributedDataParallel, FSDP 2 (fsdp_version=2)" in text

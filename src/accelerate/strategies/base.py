@@ -35,7 +35,12 @@ from accelerate.strategies.fsdp import (
     reduction_in_replicas,
     units_of,
 )
-from accelerate.strategies.matrix_owners import MatrixOwners, describe_steps, needs_whole_matrices
+from accelerate.strategies.matrix_owners import (
+    MatrixOwners,
+    describe_steps,
+    has_batches,
+    needs_whole_matrices,
+)
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
@@ -362,7 +367,8 @@ class Strategy:
             requested: Whether it needs whole matrices. None is the default of its class.
         """
         needed = needs_whole_matrices(optimizer.optimizer) if requested is None else requested
-        if not needed or optimizer.matrix_owners is not None or self.context.topology.size == 1:
+        is_plain = self.context.topology.size == 1 and not has_batches(optimizer.optimizer)
+        if not needed or is_plain or optimizer.matrix_owners is not None:
             return
         if self.has_plain_weights and not self.flattens_parameters:
             optimizer.matrix_owners = MatrixOwners(optimizer, self.state.parameter_keys)
@@ -382,9 +388,9 @@ class Strategy:
         planned = [
             each for each in optimizers if each.matrix_owners is not None and each.matrix_owners.plan()
         ]
-        rank = self.context.topology.rank
-        for optimizer in optimizers if planned and rank == 0 else ():
-            print(describe_steps(optimizer, self.context.topology.size))
+        topology = self.context.topology
+        for optimizer in optimizers if planned and topology.rank == 0 and topology.size > 1 else ():
+            print(describe_steps(optimizer, topology.size))
 
     def wrap_scheduler(
         self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool

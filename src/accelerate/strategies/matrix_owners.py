@@ -7,7 +7,7 @@ states of a parameter are on its owner only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,19 @@ _BY_PARAMETER = ("params", "param_names")  # entries of a group with one value f
 
 def needs_whole_matrices(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer is torch's Muon, or declares that it needs whole matrices."""
+    return getattr(optimizer, OPTION, _is_muon(optimizer)) is True
+
+
+def has_batches(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns whether an optimizer is torch's Muon and has batches of matrices, which it refuses to step."""
+    return _is_muon(optimizer) and any(
+        p.ndim == 3 for group in optimizer.param_groups for p in group["params"]
+    )
+
+
+def _is_muon(optimizer: torch.optim.Optimizer) -> bool:
     muon = getattr(torch.optim, "Muon", None)  # new in torch 2.9
-    return getattr(optimizer, OPTION, muon is not None and isinstance(optimizer, muon)) is True
+    return muon is not None and isinstance(optimizer, muon)
 
 
 def _is_elementwise(group: Mapping[str, Any]) -> bool:
@@ -169,22 +180,26 @@ class MatrixOwners:
     def _in_place_of_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         """Replaces the parameters of the inner optimizer by the matrices of this rank inside the block."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
-        leaves = {id(parameter): whole.get(key) for key, parameter in self._parameters.items()}
-        swaps = [(self._parameters[key], leaf) for key, leaf in whole.items()]
+        splits = _is_muon(self.optimizer.optimizer)
+        stepped: dict[int, list[Tensor]] = {id(parameter): [] for parameter in self._parameters.values()}
+        swaps = [(self._parameters[key], _matrices_of(leaf, splits)) for key, leaf in whole.items()]
+        stepped.update((id(parameter), leaves) for parameter, leaves in swaps)
         before = [{name: group[name] for name in _BY_PARAMETER if name in group} for group in groups]
         try:
             for group in groups:
-                stepped = [leaves.get(id(parameter), parameter) for parameter in group["params"]]
-                own = [index for index, leaf in enumerate(stepped) if leaf is not None]
-                for name in set(_BY_PARAMETER) & set(group):
-                    values = stepped if name == "params" else group[name]
-                    group[name] = [values[index] for index in own]
-            _move_states(state, swaps)
+                parts = [stepped.get(id(parameter), [parameter]) for parameter in group["params"]]
+                if "param_names" in group:
+                    pairs = zip(group["param_names"], parts, strict=True)
+                    group["param_names"] = [name for name, own in pairs for _ in own]
+                group["params"] = [leaf for own in parts for leaf in own]
+            for parameter, leaves in swaps:
+                _divide_state(state, parameter, leaves)
             yield
         finally:
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
-            _move_states(state, [(leaf, parameter) for parameter, leaf in swaps])
+            for parameter, leaves in swaps:
+                _join_state(state, parameter, leaves)
 
     def _send(self, bucket: Sequence[Matrix], whole: Mapping[str, Tensor]) -> None:
         """Updates the parameters of all ranks to the values of the owners."""
@@ -288,11 +303,56 @@ def _copy(updated: Tensor, box: Box, shard: Tensor) -> None:
         shard.copy_(part)
 
 
-def _move_states(state: Any, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Changes the keys of the states of an optimizer."""
-    for before, after in pairs:
-        if before is not after and before in state:
-            state[after] = state.pop(before)
+def _matrices_of(leaf: Tensor, splits: bool) -> list[Tensor]:
+    """Returns the parameter that an optimizer steps, or the matrices of a batch, which share its memory."""
+    if not splits or leaf.ndim != 3:
+        return [leaf]
+    gradients = [None] * len(leaf) if leaf.grad is None else leaf.grad.unbind()
+    return [_leaf(*pair) for pair in zip(leaf.detach().unbind(), gradients, strict=True)]
+
+
+def _divide_state(state: Any, parameter: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Moves the state of a parameter to the tensors that are stepped in its place."""
+    if parameter not in state or leaves[0] is parameter:
+        return
+    values = state.pop(parameter)
+    if leaves[0].ndim == parameter.ndim:
+        state[leaves[0]] = values
+        return
+    for index, leaf in enumerate(leaves):
+        state[leaf] = {name: value[index] for name, value in values.items()}
+
+
+def _join_state(state: Any, parameter: Tensor, leaves: Sequence[Tensor]) -> None:
+    """Moves the states of the tensors that were stepped in place of a parameter to the parameter.
+
+    The states of the matrices of a batch are stacked in one tensor, of which they are views from then on.
+    """
+    if leaves[0] not in state or leaves[0] is parameter:
+        return
+    states = [state.pop(leaf) for leaf in leaves]
+    if leaves[0].ndim == parameter.ndim:
+        state[parameter] = states[0]
+        return
+    state[parameter] = {name: _stack([values[name] for values in states]) for name in states[0]}
+
+
+def _stack(values: Sequence[Any]) -> Any:
+    """Returns values as one tensor, of which they may be views already, or as a list."""
+    first = values[0]
+    if not isinstance(first, Tensor):
+        return list(values)
+    base = first._base
+    if (
+        base is not None
+        and len(base) == len(values)
+        and all(
+            value._base is base and value.data_ptr() == row.data_ptr()
+            for value, row in zip(values, base, strict=True)
+        )
+    ):
+        return base
+    return torch.stack(list(values))
 
 
 def _box_of(key: str, parameter: Tensor) -> LocalBox:
