@@ -9,7 +9,7 @@ from torch import Tensor
 
 from accelerate.nested import recursively_apply
 from accelerate.ops import current_transport
-from accelerate.strategies.fsdp.parameters import distribute_like
+from accelerate.strategies.fsdp import distribute_like
 
 
 def owned_states(optimizer: Any) -> list[bool | None]:
