@@ -138,8 +138,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def _attach_patched_step(self) -> None:
         self._accelerate_step_called = False
         self._optimizer_original_step_method = self.optimizer.step
-        step = partial(self._update, self.optimizer.step)
-        self._optimizer_patched_step_method = patch_optimizer_step(self, step)
+        self._optimizer_patched_step_method = patch_optimizer_step(self, self.optimizer.step)
 
     @property
     def state(self) -> Any:
@@ -256,7 +255,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]
-        step, original = self._optimizer_patched_step_method, self._optimizer_original_step_method
+        step: Callable[..., Any] = partial(self._update, self._optimizer_patched_step_method)
+        original = self._optimizer_original_step_method
         must_skip = self.skips_nonfinite and self._must_skip()
         if must_skip:
             step = _no_step
