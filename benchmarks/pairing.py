@@ -29,7 +29,7 @@ class Pair:
         figure: What is held against the budget: a ratio, or seconds.
         budget: Largest figure that is accepted.
         unit: "x" for a ratio, "s" for seconds.
-        measured: What `raw` and `ours` are: "s" for seconds, "B" for bytes.
+        measured: What `raw` and `ours` are: "s" for seconds, "B" for bytes, "n" for numbers.
     """
 
     work: str
@@ -84,6 +84,8 @@ def spell(seconds: float) -> str:
 def _in_unit(value: float, unit: str) -> str:
     if unit == "B":
         return f"{value / 1e6:.2f} MB"
+    if unit == "n":
+        return f"{value:,.0f}"
     return spell(value) if unit == "s" else f"{value:.2f} {unit}"
 
 

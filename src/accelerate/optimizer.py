@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -104,6 +105,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     observers: tuple[Any, ...] = ()
     """Averages of weights, whose `before_step` and `after_update` are called with this optimizer."""
 
+    matrix_owners: Any = None
+    """Owners of the matrices that the inner optimizer steps as a whole, or None."""
+
     steps_in_backward: bool = False
     """True if the inner optimizer updates parameters in `Accelerator.backward` (LOMO), not in `step`."""
 
@@ -177,6 +181,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads the state of the inner optimizer, with its tensors on the device of their parameters."""
         self.optimizer.load_state_dict(state_dict)
+        if self.matrix_owners is not None:
+            self.matrix_owners.drop_states()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state dict of the inner optimizer, in its own format."""
@@ -237,13 +243,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._is_overflow = self._must_skip()
             if self._is_overflow:
                 return None
-        result = None if self.steps_in_backward else self.optimizer.step(closure)
+        result = None if self.steps_in_backward else self._update(self.optimizer.step, closure)
         self.num_updates += 1
         return result
 
+    def _update(self, step: Callable[..., Any], *args: Any) -> Any:
+        """Calls the step of the inner optimizer, which steps whole matrices on the ranks that own them."""
+        if self.matrix_owners is None:
+            return step(*args)
+        return self.matrix_owners.step(step, *args)
+
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]
-        step, original = self._optimizer_patched_step_method, self._optimizer_original_step_method
+        step: Callable[..., Any] = partial(self._update, self._optimizer_patched_step_method)
+        original = self._optimizer_original_step_method
         must_skip = self.skips_nonfinite and self._must_skip()
         if must_skip:
             step = _no_step
@@ -294,7 +307,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in (*_SCALER_ATTRIBUTES, "update_scaler", "observers"):
+        for name in (*_SCALER_ATTRIBUTES, "update_scaler", "observers", "matrix_owners"):
             state.pop(name, None)
         return state
 

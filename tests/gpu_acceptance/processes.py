@@ -74,7 +74,7 @@ def run_on_all_devices(setting: Setting) -> None:
     count = 2 if setting.is_host else setting.backend.count()
     if count < 2:
         raise NotAvailableError(f"this machine has one device of type {setting.device}")
-    for case in ("operations", "ddp", "fsdp2"):
+    for case in ("operations", "ddp", "fsdp2", "matrices"):
         check_ranks(setting, case, launch(setting, case, count), backend)
     setting.report("ranks", count, "")
 
@@ -85,7 +85,7 @@ def run_ranks_on_one_device(setting: Setting) -> None:
 
     if setting.device not in dist.Backend.backend_capability["gloo"]:
         raise NotAvailableError(f"gloo does not take tensors of {setting.device}")
-    for case in ("operations", "ddp"):
+    for case in ("operations", "ddp", "matrices"):
         check_ranks(setting, case, torchrun(setting, case, 2), "gloo")
     setting.report("ranks", 2, "")
 

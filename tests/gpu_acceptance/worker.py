@@ -171,11 +171,29 @@ def run_operations(request: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
+def run_matrices(request: dict[str, Any]) -> dict[str, Any]:
+    """Step the matrices of Muon on the ranks that own them; weights are those of one process."""
+    accelerator = make_accelerator(request)
+    plain, model = make_model().to(accelerator.device), make_model()
+    muons = [torch.optim.Muon([p for p in each.parameters() if p.ndim == 2]) for each in (plain, model)]
+    prepared, muon = accelerator.prepare(model, muons[1])
+    for rows in make_data(1).to(accelerator.device):
+        for trained, optimizer in ((plain, muons[0]), (prepared, muon)):
+            trained(rows).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for ours, theirs in zip(prepared.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+    assert 0 < len(muon.state) < len(muons[0].state)
+    return {}
+
+
 CASES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "transport": run_transport,
     "operations": run_operations,
     "ddp": run_ddp,
     "fsdp2": run_fsdp2,
+    "matrices": run_matrices,
     "ddp_one": run_ddp_on_one_rank,
     "fsdp2_one": run_fsdp2_on_one_rank,
 }

@@ -178,3 +178,26 @@ def test_each_scaled_step_is_checked_for_overflow() -> None:
         optimizer.zero_grad()
     assert skipped == [False, True, False, True]
     assert optimizer.num_updates == 2
+
+
+class Owners:
+    """Stands in for the owners of whole matrices, and counts the steps."""
+
+    num_steps = 0
+
+    def step(self, take_step, *args):
+        self.num_steps += 1
+        return take_step(*args)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_owners_of_matrices_take_the_steps_that_are_not_skipped(scaled: bool) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+    model, optimizer = make(scaler)
+    optimizer.matrix_owners = Owners()
+    for value in (1.0, float("inf")) if scaled else (1.0,):
+        loss = model(torch.full((1, 2), value)).sum()
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.matrix_owners.num_steps == optimizer.num_updates == 1

@@ -186,11 +186,17 @@ class Accelerator(ProcessControl):
     # Prepare
 
     @overload
-    def prepare(self, a: A, /, *, device_placement: Placement = None) -> A: ...
+    def prepare(
+        self, a: A, /, *, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> A: ...
     @overload
-    def prepare(self, a: A, b: B, /, *, device_placement: Placement = None) -> tuple[A, B]: ...
+    def prepare(
+        self, a: A, b: B, /, *, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> tuple[A, B]: ...
     @overload
-    def prepare(self, a: A, b: B, c: C, /, *, device_placement: Placement = None) -> tuple[A, B, C]: ...
+    def prepare(
+        self, a: A, b: B, c: C, /, *, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> tuple[A, B, C]: ...
     @overload
     def prepare(
         self, a: A, b: B, c: C, d: D, /, *, device_placement: Placement = None
@@ -216,10 +222,15 @@ class Accelerator(ProcessControl):
         /,
         *others: Any,
         device_placement: Placement = None,
+        whole_matrices: bool | None = None,
     ) -> tuple[Any, ...]: ...
     @overload
-    def prepare(self, *args: Any, device_placement: Placement = None) -> Any: ...
-    def prepare(self, *args: Any, device_placement: Placement = None) -> Any:
+    def prepare(
+        self, *args: Any, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> Any: ...
+    def prepare(
+        self, *args: Any, device_placement: Placement = None, whole_matrices: bool | None = None
+    ) -> Any:
         """Returns models, optimizers, schedulers and loaders prepared for this run.
 
         Called on all ranks.
@@ -229,6 +240,9 @@ class Accelerator(ProcessControl):
                 unchanged.
             device_placement: For each object whether it is moved to the device. None is the default of the
                 run.
+            whole_matrices: Whether the optimizers of this call need whole matrices, as Muon, SOAP and Shampoo
+                do. Each rank then steps some of the parameters as a whole. None is True for
+                `torch.optim.Muon` and for optimizers whose attribute `whole_matrices` is True.
 
         Returns:
             The prepared objects in the same order, or one object if one was passed. For type checkers each
@@ -249,8 +263,9 @@ class Accelerator(ProcessControl):
         with strategy.preparing(bundle):
             bundle.replace(kind.LOADER, self.prepare_data_loader)
             bundle.replace(kind.MODEL, self.prepare_model)
-            bundle.replace(kind.OPTIMIZER, self.prepare_optimizer)
+            bundle.replace(kind.OPTIMIZER, partial(self.prepare_optimizer, whole_matrices=whole_matrices))
             bundle.replace(kind.SCHEDULER, lambda scheduler, _: self.prepare_scheduler(scheduler))
+        strategy.plan_matrices()
         if bundle.models:
             bundle.replace(kind.LOADER, lambda loader, _: axis.transform_loader(loader, bundle.models[0]))
         self._checkpoints.check_space()
@@ -365,18 +380,26 @@ class Accelerator(ProcessControl):
             already_sharded=False,
         )
 
-    def prepare_optimizer(self, optimizer: Optimizer, device_placement: bool | None = None) -> Optimizer:
+    def prepare_optimizer(
+        self,
+        optimizer: Optimizer,
+        device_placement: bool | None = None,
+        *,
+        whole_matrices: bool | None = None,
+    ) -> Optimizer:
         """Returns an optimizer in a wrapper that steps when gradients are complete.
 
         Args:
             optimizer: An optimizer of the parameters of a prepared model.
             device_placement: Whether its state is moved. None is the default of the run.
+            whole_matrices: Whether the optimizer needs whole matrices, as for `prepare`.
         """
         if isinstance(optimizer, AcceleratedOptimizer):
             self._remember(self._optimizers, optimizer)
             return optimizer
         moves = self.device_placement if device_placement is None else device_placement
         prepared = self._runtime.strategy.wrap_optimizer(optimizer, to_device=moves)
+        self._runtime.strategy.own_matrices(prepared, whole_matrices)
         if self._recovery is not None:
             prepared.commit = self._recovery.commit
         self._optimizers.append(prepared)

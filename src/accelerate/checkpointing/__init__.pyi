@@ -57,6 +57,7 @@ from accelerate.checkpointing.loading import (
     read_progress as read_progress,
 )
 from accelerate.checkpointing.local_shards import (
+    Box as Box,
     LocalShards as LocalShards,
     PlainValue as PlainValue,
     Shape as Shape,

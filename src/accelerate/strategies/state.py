@@ -7,6 +7,7 @@ base class is the state of one process, with whole models and optimizers.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,26 @@ from torch import Tensor, nn
 from accelerate.checkpointing import ModuleShards, OptimizerShards, Part, ShardedState
 from accelerate.hooks import get_state_dict_offloaded_model, is_any_offloaded, stored_weights
 from accelerate.strategies.fsdp import named_parameters, names_by_group
+from accelerate.strategies.matrix_states import gather_owned_states, owned_states
 from accelerate.strategies.request import Context
 
 WholeWeights = tuple[dict[str, Any], Callable[[Any], Tensor]]
 """Weights of a model by name, which have a shape and a dtype, and a function that returns one as a tensor."""
 Fill = Callable[[nn.Module, Mapping[str, Any]], None]
 """Function that loads the whole weights of a module, by name."""
+
+
+@dataclass(eq=False)
+class GatheredOptimizer:
+    """Optimizer in a checkpoint, with full tensors in the format of a single process."""
+
+    optimizer: Any
+    state: Mapping[str, Any] | None  # gathered, or None if nothing is saved
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Returns the gathered state."""
+        assert self.state is not None
+        return self.state
 
 
 class StrategyState:
@@ -92,6 +107,11 @@ class StrategyState:
         state: Mapping[str, Any] = self._inner(model).state_dict(keep_vars=True)
         return state
 
+    @property
+    def keeps_whole_states(self) -> bool:
+        """True on the first rank of each node, which keeps gathered states and writes them."""
+        return self.context.topology.local_rank == 0
+
     def optimizer_owners(self, optimizers: Sequence[Any], *, gather: bool) -> list[Any]:
         """Returns for each optimizer an object with `state_dict` and `load_state_dict` of whole states.
 
@@ -99,7 +119,11 @@ class StrategyState:
             optimizers: Prepared optimizers.
             gather: Whether to gather the states now, which is called on all ranks.
         """
-        return list(optimizers)
+        return [self._gathered(each) if gather and owned_states(each) else each for each in optimizers]
+
+    def _gathered(self, optimizer: Any) -> GatheredOptimizer:
+        whole = gather_owned_states(optimizer, optimizer.state_dict(), self.keeps_whole_states)
+        return GatheredOptimizer(optimizer, whole)
 
     # Shards
 
@@ -109,7 +133,14 @@ class StrategyState:
 
     def optimizer_shards(self, optimizer: Any, models: Sequence[nn.Module]) -> ShardedState:
         """Returns the object that saves and loads this rank's shards of an optimizer state."""
-        return OptimizerShards(optimizer, self.parameter_names(optimizer, models))
+        return OptimizerShards(optimizer, self.parameter_names(optimizer, models), owned_states(optimizer))
+
+    def parameter_keys(self, optimizer: Any) -> list[list[str]]:
+        """Returns a key of each parameter of each group of an optimizer, which is equal on all ranks."""
+        return [
+            [f"parameter {index} of group {number}" for index, _ in enumerate(group["params"])]
+            for number, group in enumerate(optimizer.param_groups)
+        ]
 
     def parameter_names(self, optimizer: Any, models: Sequence[nn.Module]) -> list[list[list[str]]]:
         """Returns the names of the parameters of an optimizer in some models, by group and parameter."""

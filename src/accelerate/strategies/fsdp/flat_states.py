@@ -37,7 +37,7 @@ from accelerate.checkpointing import (
     LocalShards,
 )
 from accelerate.strategies.fsdp.parameters import clean_name
-from accelerate.strategies.fsdp.strategies import GatheredOptimizer
+from accelerate.strategies.state import GatheredOptimizer
 from accelerate.weights import is_extra
 
 Names = Sequence[Sequence[str]]

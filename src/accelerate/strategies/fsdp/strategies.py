@@ -10,7 +10,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -51,17 +50,13 @@ from accelerate.strategies.fsdp.parameters import (
     whole_tensor,
 )
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
+from accelerate.strategies.matrix_states import gather_owned_states, local_states, owned_states
 from accelerate.strategies.request import Context
-from accelerate.strategies.state import Fill, StrategyState, WholeWeights
+from accelerate.strategies.state import Fill, GatheredOptimizer, StrategyState, WholeWeights
 
 
 class FsdpState(StrategyState):
     """State whose full form is kept on the first rank of each node only."""
-
-    @property
-    def keeps_whole_states(self) -> bool:
-        """True on the first rank of each node, which keeps gathered states and writes them."""
-        return self.context.topology.local_rank == 0
 
     def keep(self, whole: Tensor) -> Tensor:
         """Returns a whole tensor on the CPU of the first rank of each node, and an empty one on others."""
@@ -362,29 +357,18 @@ class ReplicatedTensorParallel(TensorParallel):
         return model
 
 
-@dataclass(eq=False)
-class GatheredOptimizer:
-    """Optimizer in a checkpoint, with full tensors in the format of a single process."""
-
-    optimizer: Any
-    state: Mapping[str, Any] | None  # gathered, or None if nothing is saved
-
-    def state_dict(self) -> Mapping[str, Any]:
-        """Returns the gathered state."""
-        assert self.state is not None
-        return self.state
-
-
 class WholeOptimizer(GatheredOptimizer):
     """Optimizer of DTensors in a checkpoint, with full tensors in the format of a single process."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the shards of this rank from a full state, without communication."""
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        shards = {
-            index: {name: distribute_like(value, parameters[index]) for name, value in values.items()}
+        owned = owned_states(self.optimizer)
+        local = {
+            index: local_states(values, parameters[index], owned[index] if owned else None)
             for index, values in state["state"].items()
         }
+        shards = {index: values for index, values in local.items() if values is not None}
         self.optimizer.load_state_dict({**state, "state": shards})
 
 
@@ -407,7 +391,10 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
         index: {name: gather(value) for name, value in values.items()}
         for index, values in state["state"].items()
     }
-    return {**state, "state": whole if keep else {}}
+    gathered = {**state, "state": whole}
+    if owned_states(optimizer):
+        return gather_owned_states(optimizer, gathered, keep)
+    return gathered if keep else {**state, "state": {}}
 
 
 def offloads(policy: Any) -> bool:

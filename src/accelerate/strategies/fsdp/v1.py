@@ -142,6 +142,7 @@ class Fsdp1(Sharded):
     """Sharding with FSDP 1."""
 
     state_class = FlatState
+    flattens_parameters = True
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -24,10 +24,12 @@ from accelerate.checkpointing import (
     LocalShards,
     ModuleShards,
     OptimizerShards,
+    PlainValue,
     ShardedState,
     ShardIndex,
 )
 from accelerate.strategies.fsdp import distribute_like, named_parameters, whole_tensor
+from accelerate.strategies.matrix_states import local_states, owned_states
 from accelerate.strategies.pipeline.runner import Pipeline
 from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
@@ -77,11 +79,6 @@ class PipelineState(StrategyState):
     def __init__(self, strategy: Any) -> None:
         super().__init__(strategy)
         self._names: WeakKeyDictionary[Any, OptimizerNames] = WeakKeyDictionary()
-
-    @property
-    def keeps_whole_states(self) -> bool:
-        """True on the first rank of each node, which keeps gathered states."""
-        return self.context.topology.local_rank == 0
 
     @property
     def _axis(self) -> Any:
@@ -182,7 +179,12 @@ class PipelineState(StrategyState):
                 pipeline = pipelines[index]
                 owners[aliases[0]] = self._owner({0} if pipeline is None else pipeline.holders_of(name))
         whole = self._names_of(optimizer).groups
-        return StageOptimizerShards(OptimizerShards(optimizer, names), names, whole, owners)
+        shards = OptimizerShards(optimizer, names, owned_states(optimizer))
+        return StageOptimizerShards(shards, names, whole, owners)
+
+    def parameter_keys(self, optimizer: Any) -> list[list[str]]:
+        names = self.parameter_names(optimizer, self.strategy.session.prepared.models)
+        return [[own[0] for own in group] for group in names]
 
     def _owner(self, holders: set[int]) -> Owner:
         return Owner(dist.get_rank(self._axis.group) == min(holders), self._axis.first_rank)
@@ -243,6 +245,8 @@ def _inner(optimizer: Any) -> Any:
 
 def _local_shards(value: Any, position: int, owner: Owner) -> Any:
     """Returns the part of a value on this rank, which one of the ranks with the value saves."""
+    if isinstance(value, (LocalShards, PlainValue)):  # state of a matrix that this rank owns
+        return value
     local = checkpointing.to_local_shards(value, position, dist.get_rank(), owner.first)
     return local if owner.is_this_rank else replace(local, owned=False)
 
@@ -341,14 +345,13 @@ class WholeOptimizerOfStages:
         names = [own[0] for group in self._whole for own in group]
         by_name = dict(zip(names, numbers, strict=True))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        owned = owned_states(self.optimizer)
         local, groups, count = {}, [], 0
         for group, own in zip(state["param_groups"], self._own, strict=True):
             groups.append({**group, "params": list(range(count, count + len(own)))})
             for index, aliases in enumerate(own, start=count):
-                values = state["state"].get(by_name[aliases[0]])
-                if values is not None:
-                    local[index] = {
-                        key: distribute_like(value, parameters[index]) for key, value in values.items()
-                    }
+                values = state["state"].get(by_name[aliases[0]], {})
+                if owned_values := local_states(values, parameters[index], owned[index] if owned else None):
+                    local[index] = owned_values
             count += len(own)
         self.optimizer.load_state_dict({**state, "state": local, "param_groups": groups})

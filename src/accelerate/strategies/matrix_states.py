@@ -1,0 +1,56 @@
+"""States of the matrices that ranks own, in whole state dicts of optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from accelerate.nested import recursively_apply
+from accelerate.ops import current_transport
+from accelerate.strategies.fsdp import distribute_like
+
+
+def owned_states(optimizer: Any) -> list[bool | None]:
+    """Returns for each parameter whether this rank owns its state, None for states that are like shards.
+
+    The list is empty for an optimizer whose ranks own no matrices.
+    """
+    owners = getattr(optimizer, "matrix_owners", None)
+    if owners is None:
+        return []
+    rank = current_transport().rank
+    return [None if owner is None else owner == rank for owner in owners.owners()]
+
+
+def local_states(
+    values: Mapping[str, Any], parameter: Tensor, is_owned: bool | None
+) -> dict[str, Any] | None:
+    """Returns the part of the whole state of a parameter on this rank, or None if it is on another rank."""
+    if is_owned is False:
+        return None
+    if is_owned:
+        return dict(values)
+    return {name: distribute_like(value, parameter) for name, value in values.items()}
+
+
+def gather_owned_states(optimizer: Any, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:
+    """Returns the state dict of an optimizer with the states of the matrices of all ranks, on the CPU.
+
+    Called on all ranks. The states are sent one by one, so that other ranks need memory for one of them.
+
+    Args:
+        optimizer: Prepared optimizer.
+        state: State dict with the states of this rank.
+        keep: Whether to return states. False returns a state dict without them.
+    """
+    states: dict[int, Any] = dict(state["state"])
+    for number, owner in enumerate(optimizer.matrix_owners.owners()):
+        if owner is None:
+            continue
+        own = recursively_apply(Tensor.cpu, states.get(number))
+        values = current_transport().broadcast_object(own, owner)
+        if values is not None:
+            states[number] = values if keep else None
+    return {**state, "state": dict(sorted(states.items())) if keep else {}}
