@@ -378,19 +378,7 @@ class _Lookup:
 
 def _find_model(runtime: Runtime, model: nn.Module) -> nn.Module:
     """Returns the prepared model, or raises an error for one that is not prepared or cannot be averaged."""
-    strategy = runtime.strategy
-    prepared = next(
-        (
-            each
-            for each in runtime.prepared.models
-            if model in (each, strategy.unwrap(each), strategy.unwrap(each, keep_compiled=False))
-        ),
-        None,
-    )
-    if prepared is None:
-        raise wrong_value(
-            "model", type(model).__name__, "it is not prepared", "Pass the model that prepare() returned"
-        )
+    prepared, strategy = runtime.find_prepared(model), runtime.strategy
     if not strategy.has_plain_weights:
         raise PreparationError(
             f"{type(strategy).__name__} keeps the weights of models itself, and accelerator.average() cannot "
