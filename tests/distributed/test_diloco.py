@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import socket
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from accelerate import Accelerator, DiLoCo
@@ -68,7 +66,7 @@ def reference(
             if step % interval == (part + 1) * interval // num_fragments % interval:
                 in_flight.append((step + delay, part, {index: mean_progress(index) for index in parts[part]}))
                 sent_at[part] = step
-        for due, part, progress in [each for each in in_flight if each[0] <= step]:
+        for _, part, progress in [each for each in in_flight if each[0] <= step]:
             receive(part, progress)
         in_flight = [each for each in in_flight if each[0] > step]
         history.append([[own.detach().clone() for own in local[rank]] for rank in range(ranks)])
