@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from accelerate import Accelerator, DiLoCo
-from accelerate.state import AcceleratorState, GradientState
 from pairing import Pair, measure, report
 
 WIDTH, LAYERS, BATCH, LENGTH, INTERVAL, PROCESSES = 128, 4, 8, 64, 30, 2
@@ -33,24 +32,22 @@ WAYS: dict[str, tuple[dict[str, Any], float]] = {
 """Options, and the largest part of the bytes of the parameters that an interval sends."""
 
 
-def prepare_step(*, local_sgd_steps: int | None, **options: Any) -> tuple[Callable[[], None], DiLoCo | None]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def prepare_step(
+    accelerator: Accelerator, *, with_diloco: bool = True, **options: Any
+) -> tuple[Callable[[], None], DiLoCo]:
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, batch_first=True)
     transformer = nn.TransformerEncoder(layer, LAYERS)
     model, optimizer = accelerator.prepare(transformer, torch.optim.AdamW(transformer.parameters()))
-    diloco = None
-    if local_sgd_steps is not None:
-        diloco = DiLoCo(accelerator, model, local_sgd_steps, **options).__enter__()
+    diloco = DiLoCo(accelerator, model, INTERVAL, enabled=with_diloco, **options)
+    diloco.__enter__()
     inputs = torch.randn(BATCH, LENGTH, WIDTH)
 
     def step() -> None:
         accelerator.backward(model(inputs).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        if diloco is not None:
+        if with_diloco:
             diloco.step()
 
     return step, diloco
@@ -58,21 +55,22 @@ def prepare_step(*, local_sgd_steps: int | None, **options: Any) -> tuple[Callab
 
 def measure_time() -> Pair:
     work = f"step with DiLoCo, {INTERVAL} inner steps, {LAYERS} layers, {BATCH * LENGTH} tokens"
-    (without, _), (ours, _) = prepare_step(local_sgd_steps=None), prepare_step(local_sgd_steps=INTERVAL)
+    accelerator = Accelerator(cpu=True)
+    without, ours = (prepare_step(accelerator, with_diloco=each)[0] for each in (False, True))
     return measure(work, without, ours, budget=BUDGET, repetitions=INTERVAL, rounds=ROUNDS)
 
 
 def count_bytes() -> None:
     """Prints the bytes of an interval of each way, which a rank sends, and those of the parameters."""
+    accelerator = Accelerator(cpu=True)
     for name, (options, _) in WAYS.items():
-        step, diloco = prepare_step(local_sgd_steps=INTERVAL, **options)
-        assert diloco is not None
+        step, diloco = prepare_step(accelerator, **options)
         for _ in range(2 * INTERVAL):
             step()
-        if diloco.accelerator.is_main_process:
+        if accelerator.is_main_process:
             size = sum(parameter.nbytes for parameter in diloco.model.parameters())
             print(f"bytes|{name}|{diloco.bytes_sent / 2}|{size}", flush=True)
-        diloco.accelerator.end_training()
+    accelerator.end_training()
 
 
 def measure_bytes() -> list[Pair]:
