@@ -308,6 +308,7 @@ def measure_bytes(interval: int, steps: int, options: dict[str, Any] | None) -> 
     return sent / steps, counted / steps, sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=slow)])
 def test_bytes_of_a_step_are_those_on_the_network(run: Run, ranks: int) -> None:
     share, interval = 2 * (ranks - 1) / ranks, 10

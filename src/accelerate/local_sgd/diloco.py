@@ -20,7 +20,6 @@ from accelerate.local_sgd.fragments import (
     Exchange,
     Fragment,
     build_fragments,
-    local_of,
     split_like,
     views_by_parameter,
 )
@@ -252,7 +251,7 @@ class DiLoCo(LocalSGD):
             for mean in exchange.means:
                 mean.wait()
         views = {
-            local_of(parameter).data_ptr(): view.detach().to(parameter.dtype)
+            parameter.data_ptr(): view.detach().to(parameter.dtype)
             for parameter, view in zip(self.parameters, self.globals, strict=True)
             if parameter.numel()
         }

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from accelerate.ops import Mean, is_dtensor
+from accelerate.ops import Mean
 
 
 def divide(sizes: Sequence[int], num_parts: int) -> list[range]:
@@ -31,13 +30,6 @@ def divide(sizes: Sequence[int], num_parts: int) -> list[range]:
     return [range(*pair) for pair in zip([0, *ends], ends, strict=False)]
 
 
-def local_of(parameter: Tensor) -> Tensor:
-    """Returns the tensor of a parameter that is on this rank, which shares its memory."""
-    detached: Any = parameter.detach()
-    local: Tensor = detached.to_local() if is_dtensor(detached) else detached
-    return local
-
-
 @dataclass(frozen=True)
 class Bucket:
     """Parameters of one fragment whose global values have one dtype, and one device.
@@ -55,17 +47,16 @@ class Bucket:
     @classmethod
     def of(cls, parameters: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Bucket:
         """Copies parameters into a buffer."""
-        locals_ = [local_of(parameter) for parameter in parameters]
-        flat = torch.empty(sum(local.numel() for local in locals_), dtype=dtype, device=device)
-        views = split_like(flat, locals_)
-        for view, local in zip(views, locals_, strict=True):
-            view.copy_(local)
+        flat = torch.empty(sum(map(Tensor.numel, parameters)), dtype=dtype, device=device)
+        views = split_like(flat, parameters)
+        for view, parameter in zip(views, parameters, strict=True):
+            view.copy_(parameter.detach())
         return cls(list(parameters), flat, [nn.Parameter(view) for view in views])
 
     @property
     def locals(self) -> list[Tensor]:
-        """Tensors of the parameters on this rank."""
-        return [local_of(parameter) for parameter in self.parameters]
+        """Values of the parameters on this rank, which share their memory."""
+        return [parameter.detach() for parameter in self.parameters]
 
     @torch.no_grad()
     def difference(self) -> Tensor:
@@ -136,7 +127,7 @@ def build_fragments(
         interval: Number of steps of an interval.
         device: Device of the global values, or None for that of each parameter.
     """
-    parts = divide([local_of(parameter).numel() for parameter in parameters], num_fragments)
+    parts = divide(list(map(Tensor.numel, parameters)), num_fragments)
     return [
         Fragment(
             list(_buckets([parameters[position] for position in part], device)),
@@ -149,9 +140,8 @@ def build_fragments(
 def _buckets(parameters: Sequence[Tensor], device: torch.device | None) -> Iterator[Bucket]:
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
-        local = local_of(parameter)
-        dtype = torch.promote_types(local.dtype, torch.float32)
-        kinds.setdefault((dtype, local.device), []).append(parameter)
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        kinds.setdefault((dtype, parameter.device), []).append(parameter)
     for (dtype, own), members in kinds.items():
         yield Bucket.of(members, dtype, own if device is None else device)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from accelerate import checkpointing, strategies
 from accelerate.base import CheckpointError, listed
 from accelerate.checkpointing import Change, CheckpointReader, Payload, Stage
-from accelerate.local_sgd.fragments import local_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class RankState:
     def _tensors(self) -> dict[str, Tensor]:
         """Returns the trained parameters and the buffers of the model on this rank."""
         inner = self._runtime.strategy.unwrap(self.owner.model, keep_compiled=False)
-        return {name: local_of(tensor) for name, tensor in trained_and_buffers(inner)}
+        return {name: tensor.detach() for name, tensor in trained_and_buffers(inner)}
 
     def _check(self, state: Any) -> None:
         """Raises for a state that does not fit the objects of this run."""
