@@ -353,7 +353,7 @@ def go_on(folder: str, steps: int, interval: int, options: dict[str, Any]) -> An
     """Continues from a checkpoint in a new process."""
     accelerator, model, optimizer, diloco = begin(interval, **options)
     accelerator.load_state(folder)
-    started, shared = diloco.num_steps, [value.detach().clone() for value in diloco.globals]
+    started, shared = diloco.num_steps, [value.detach().cpu().clone() for value in diloco.globals]
     with diloco:
         for step in range(steps, steps + interval + 2):
             take_step(accelerator, model, optimizer, step)
