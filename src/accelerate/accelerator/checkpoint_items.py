@@ -100,8 +100,10 @@ def _take_whole(runtime: Runtime, staging: Staging, safe: bool) -> list[Part]:
     weights = [strategy.state_dict(model, unwrap=True) for model in plain]
     optimizers = strategy.optimizer_owners(_own(prepared.optimizers), gather=True)
     for each in prepared.local_sgd:
-        index = plain.index(each.model)
-        weights[index] = each.saved_weights(weights[index])
+        weights = [
+            each.saved_weights(state) if model is each.model else state
+            for model, state in zip(plain, weights, strict=True)
+        ]
     _call_hooks(runtime, weights, staging)  # after all collectives, since a hook may fail on one rank
     return [
         *engines,

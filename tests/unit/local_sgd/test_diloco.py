@@ -1,4 +1,4 @@
-"""DiLoCo on one process: its arguments, its division into fragments, and what it refuses."""
+"""DiLoCo on one process: its arguments, what it refuses, and its checkpoints."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from torch import nn
 
 from accelerate import Accelerator, DiLoCo
 from accelerate.base import CheckpointError, PreparationError, StateError
-from accelerate.local_sgd.fragments import divide
-from accelerate.ops.means import BLOCK, from_int8, to_int8
 from accelerate.weights import read_safetensors
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -154,32 +152,3 @@ def test_the_outer_optimizer_is_that_of_the_user() -> None:
     states = diloco.outer_optimizer.state
     assert {float(state["step"]) for state in states.values()} == {2.0}
     assert len(states) == 6
-
-
-@pytest.mark.parametrize(
-    ("sizes", "num_parts", "parts"),
-    [
-        ([1, 1, 1, 1], 2, [range(2), range(2, 4)]),
-        ([1, 1, 1, 5], 2, [range(3), range(3, 4)]),
-        ([9, 1, 1], 3, [range(1), range(1, 2), range(2, 3)]),
-        ([1, 1, 9], 3, [range(1), range(1, 2), range(2, 3)]),
-        ([2, 2, 2], 1, [range(3)]),
-        ([0, 0], 2, [range(1), range(1, 2)]),
-    ],
-)
-def test_parts_are_adjacent_and_none_is_empty(sizes: list[int], num_parts: int, parts: list[range]) -> None:
-    assert divide(sizes, num_parts) == parts
-
-
-def test_int8_is_rounded_to_the_scale_of_each_block() -> None:
-    values = torch.randn(3, 2 * BLOCK) * torch.tensor([1e-3, 1.0, 1e3])[:, None]
-    values[0, :BLOCK] = 0
-    packed = to_int8(values)
-    assert packed.dtype == torch.uint8
-    assert packed.nbytes == values.numel() * 260 / 256
-    again = from_int8(packed, torch.float32)
-    largest = values.view(3, 2, BLOCK).abs().amax(2, keepdim=True)
-    assert ((again - values).view(3, 2, BLOCK).abs() <= largest / 254 * 1.001).all()
-    assert torch.equal(from_int8(packed[1], torch.float64), again[1].double())
-    values[2, 0] = float("nan")
-    assert from_int8(to_int8(values), torch.float32)[2, :BLOCK].isnan().all()
