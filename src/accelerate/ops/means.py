@@ -5,7 +5,7 @@ Local SGD exchanges weights with them, while the ranks train.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accelerate.ops.flight_record import flight_recorder
 from accelerate.ops.transport import all_gather_flat, current_transport, supported_devices
+from accelerate.state import PartialState
 
 BLOCK = 256
 """Numbers with one scale, of which int8 values are multiples."""
@@ -70,13 +71,12 @@ def _last(phases: Phases) -> Tensor:
 
 
 class MeanGroup:
-    """Ranks over which means are computed, and the bytes that this rank has sent to the others.
+    """Group of all ranks that computes means, with the bytes that this rank has sent to the others.
 
-    Created and used on all its ranks, in the same order.
+    Created and used on all ranks, in the same order.
 
     Args:
         purpose: Name of the means in the flight recorder and in hang reports.
-        ranks: The ranks. None is all of them.
         is_separate: Whether it has a process group of its own, so that other collectives do not wait for
             means that are being computed.
 
@@ -86,22 +86,14 @@ class MeanGroup:
             all-reduce sends `2 * (size - 1) / size` of its bytes, an all-to-all and an all-gather half of it.
     """
 
-    def __init__(
-        self, purpose: str, ranks: Sequence[int] | None = None, *, is_separate: bool = False
-    ) -> None:
+    def __init__(self, purpose: str, *, is_separate: bool = False) -> None:
         self._purpose = purpose
-        self.size = current_transport().size if ranks is None else len(ranks)
+        self.size = current_transport().size
         self.bytes_sent = 0
         self._group: dist.ProcessGroup | None = None
-        self._supported: frozenset[str] = frozenset()
-        if self.size == 1:
-            return
-        self._supported = supported_devices(dist.get_backend_config())
-        if is_separate or ranks is not None:
+        if self.size > 1 and is_separate:
             with flight_recorder().entry(purpose):
-                self._group = dist.new_group(
-                    None if ranks is None else list(ranks), use_local_synchronization=ranks is not None
-                )
+                self._group = dist.new_group()
 
     def start(self, tensor: Tensor, *, as_int8: bool = False) -> Mean:
         """Starts to compute the mean of a tensor, which may be overwritten.
@@ -117,11 +109,14 @@ class MeanGroup:
         compute: Callable[[Tensor], Phases] = self._mean_as_int8 if as_int8 else self._mean
         return Mean(self._on(tensor.device, compute(sent)), self._purpose)
 
-    def _device_for(self, device: torch.device) -> torch.device:
-        if device.type in self._supported:
+    @staticmethod
+    def _device_for(device: torch.device) -> torch.device:
+        """Returns the device on which the group sends tensors of a device."""
+        supported = supported_devices(dist.get_backend_config())
+        if device.type in supported:
             return device
-        own = getattr(current_transport(), "device", device)
-        return own if own.type in self._supported else torch.device("cpu")
+        own = PartialState().device
+        return own if own.type in supported else torch.device("cpu")
 
     @staticmethod
     def _on(device: torch.device, phases: Phases) -> Phases:

@@ -152,3 +152,16 @@ def test_the_outer_optimizer_is_that_of_the_user() -> None:
     states = diloco.outer_optimizer.state
     assert {float(state["step"]) for state in states.values()} == {2.0}
     assert len(states) == 6
+
+
+def test_a_loaded_run_has_the_position_of_each_fragment_and_of_started_exchanges(tmp_path: Path) -> None:
+    accelerator, model, optimizer, diloco = prepared(num_fragments=2, delay=2)
+    with diloco:
+        take_steps(accelerator, model, optimizer, diloco, 7)
+        accelerator.save_state(tmp_path / "checkpoint")
+        take_steps(accelerator, model, optimizer, diloco, 3)
+        accelerator.load_state(tmp_path / "checkpoint")
+        assert diloco.num_steps == 7
+        assert [fragment.started for fragment in diloco.fragments] == [6, 4]
+        assert [(exchange.index, exchange.started) for exchange in diloco.exchanges] == [(0, 6)]
+    assert diloco.exchanges == []
