@@ -85,6 +85,14 @@ def test_replica_groups_are_refused() -> None:
         DiLoCo(accelerator, model)
 
 
+def test_sharded_models_are_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    accelerator._runtime.strategy.holds_whole_models = False
+    with pytest.raises(PreparationError, match="DiLoCo averages whole models"):
+        DiLoCo(accelerator, model)
+
+
 def test_steps_outside_of_the_block_and_of_other_parameters_are_refused() -> None:
     *objects, diloco = prepared(local_sgd_steps=1)
     with pytest.raises(StateError, match="outside of the block"):
