@@ -21,8 +21,8 @@ With --diloco 30 the replicas exchange weights every 30 steps only, after 120 st
 
     accelerate launch --cpu --num_processes 2 examples/gpt.py --steps 960 --diloco 30
 
-All others print the same losses (with --experts another one): the global batch size does not depend on the number of
-processes.
+All others print the same losses (with --experts another one): the global batch size does not depend on the
+number of processes.
 """
 
 from __future__ import annotations
