@@ -377,20 +377,8 @@ class _Lookup:
 
 def _find_model(runtime: Runtime, model: nn.Module) -> nn.Module:
     """Returns the prepared model, or raises an error for one that is not prepared or cannot be averaged."""
-    strategy = runtime.strategy
-    prepared = next(
-        (
-            each
-            for each in runtime.prepared.models
-            if model in (each, strategy.unwrap(each), strategy.unwrap(each, keep_compiled=False))
-        ),
-        None,
-    )
-    if prepared is None:
-        raise wrong_value(
-            "model", type(model).__name__, "it is not prepared", "Pass the model that prepare() returned"
-        )
-    strategy.check_averages(prepared)
+    prepared = runtime.find_prepared(model)
+    runtime.strategy.check_averages(prepared)
     return prepared
 
 
