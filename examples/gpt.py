@@ -17,13 +17,19 @@ a pipeline, a pipeline of stages that FSDP 2 shards, and a mixture of experts on
     accelerate launch --cpu --num_processes 2 --use_parallelism_config \\
         --parallelism_config_ep_size 2 examples/gpt.py --experts 4
 
-All print the same losses (with --experts another one): the global batch size does not depend on the number of
-processes.
+With --diloco 30 the replicas exchange weights every 30 steps only, after 120 steps of DDP:
+
+    accelerate launch --cpu --num_processes 2 examples/gpt.py --steps 960 --diloco 30
+
+All others print the same losses (with --experts another one): the global batch size does not depend on the
+number of processes.
 """
 
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
+from itertools import chain, islice, repeat
 from pydoc_data.topics import topics
 from typing import ClassVar
 
@@ -32,11 +38,12 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate import Accelerator, DataLoaderConfiguration, DiLoCo
 from accelerate.utils import set_seed
 
 LENGTH = 64
 HEAD = 16
+WARM_UP = 120
 
 
 def pieces() -> torch.Tensor:
@@ -125,7 +132,7 @@ def mean_loss(logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> torch.Ten
     return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
 
 
-def train(steps: int, batch_size: int, experts: int = 0) -> list[float]:
+def train(steps: int, batch_size: int, experts: int = 0, inner_steps: int = 0) -> list[float]:
     accelerator = Accelerator(
         dataloader_config=DataLoaderConfiguration(split_batches=True, use_seedable_sampler=True)
     )
@@ -135,7 +142,10 @@ def train(steps: int, batch_size: int, experts: int = 0) -> list[float]:
     loader = DataLoader(pieces(), batch_size, shuffle=True, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     losses = []
-    for step, batch in zip(range(steps), loader, strict=False):
+    diloco, block = None, ExitStack()
+    for step, batch in enumerate(islice(chain.from_iterable(repeat(loader)), steps)):
+        if inner_steps and step == WARM_UP:
+            diloco = block.enter_context(DiLoCo(accelerator, model, inner_steps))
         tokens, labels = batch[:, :-1].clone(), batch[:, 1:].clone()
         places = torch.arange(LENGTH, device=batch.device).repeat(len(batch), 1)
         buffers = [tokens, labels, places]
@@ -145,9 +155,14 @@ def train(steps: int, batch_size: int, experts: int = 0) -> list[float]:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if diloco is not None:
+            diloco.step()
         losses.append(accelerator.reduce(loss, "mean").item())
         if step % 10 == 0 or step == steps - 1:
             accelerator.print(f"step {step:3}: loss {losses[-1]:.4f}")
+    block.close()
+    last = losses[-100:]
+    accelerator.print(f"mean of the last {len(last)} losses: {sum(last) / len(last):.4f}")
     accelerator.end_training()
     return losses
 
@@ -157,8 +172,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch_size", type=int, default=16, help="of all processes together")
     parser.add_argument("--experts", type=int, default=0, help="of each layer, or 0 for one linear network")
+    parser.add_argument("--diloco", type=int, default=0, help="steps between two exchanges, or 0 for DDP")
     options = parser.parse_args()
-    train(options.steps, options.batch_size, options.experts)
+    train(options.steps, options.batch_size, options.experts, options.diloco)
 
 
 if __name__ == "__main__":

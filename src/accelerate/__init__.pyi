@@ -36,6 +36,7 @@ from accelerate.data_loader import skip_first_batches as skip_first_batches
 from accelerate.diagnostics import find_executable_batch_size as find_executable_batch_size
 from accelerate.inference import prepare_pippy as prepare_pippy
 from accelerate.launchers import debug_launcher as debug_launcher, notebook_launcher as notebook_launcher
+from accelerate.local_sgd import DiLoCo as DiLoCo
 from accelerate.parallelism_config import ParallelismConfig as ParallelismConfig
 from accelerate.plugins import (
     AutocastKwargs as AutocastKwargs,

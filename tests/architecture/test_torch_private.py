@@ -18,6 +18,7 @@ PUBLIC_IN_EFFECT = {
     "_foreach_copy_": "documented among torch's foreach functions",
     "_foreach_lerp_": "as above",
     "_foreach_mul_": "as above",
+    "_foreach_sub_": "as above",
 }
 """Private names of torch that may be used in any file, and why."""
 

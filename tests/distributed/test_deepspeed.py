@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.base import CheckpointError
+from accelerate.base import CheckpointError, PreparationError
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     DummyOptim,
@@ -135,6 +135,60 @@ def test_losses_and_norms_are_those_of_replicas(run: Run) -> None:
         for kind, loss, norm in results:
             assert loss < 1e-4, kind
             assert norm < 1e-4, kind
+
+
+def average_weights(stage: int, place: str, precision: str) -> tuple[float, bool, bool, bool]:
+    """Averages while training, saves and resumes, and exports the average."""
+    accelerator, objects = prepared(plugin_of(stage, place), mixed_precision=precision)
+    model = objects[0]
+    average = accelerator.average(model, decay=0.7)
+    naive = [p.detach().float().clone() for p in model.module.parameters()]
+
+    def follow(_: int) -> None:
+        for mean, weight in zip(naive, model.module.parameters(), strict=True):
+            mean.lerp_(weight.detach().float(), 1 - 0.7)
+
+    train(accelerator, objects, after=follow, rounds=4, limit=0.5)
+    difference = max(
+        float((own - mean).abs().max()) for own, mean in zip(average.tensors(), naive, strict=True)
+    )
+    weights = [p.detach().clone() for p in model.module.parameters()]
+    with average.applied():
+        applied = [p.detach().clone() for p in model.module.parameters()]
+    is_restored = all(map(torch.equal, weights, model.module.parameters()))
+    is_applied = all(
+        torch.equal(p, mean.to(p.dtype)) for p, mean in zip(applied, average.tensors(), strict=True)
+    )
+    accelerator.save_state("checkpoint")
+    saved = [mean.clone() for mean in average.tensors()]
+    accelerator.save_model(average, "exported")
+    accelerator.wait_for_everyone()
+    exported = load_file("exported/model.safetensors")
+    names = [name for name, _ in model.module.named_parameters()]
+    is_applied &= all(torch.equal(exported[name], p) for name, p in zip(names, applied, strict=True))
+    train(accelerator, objects, rounds=2)
+    accelerator.load_state("checkpoint")
+    return difference, is_restored, is_applied, all(map(torch.equal, saved, average.tensors()))
+
+
+@pytest.mark.parametrize(("stage", "place"), [each for each in STAGES if each[0] < 3])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_averages_are_those_of_a_loop(run: Run, stage: int, place: str, precision: str) -> None:
+    for difference, *holds in run(average_weights, stage, place, precision, env=ENVIRONMENT, timeout=600):
+        assert difference <= 1e-7
+        assert all(holds)
+
+
+def refuse_averages() -> str:
+    accelerator, objects = prepared(plugin_of(3, "none"))
+    with pytest.raises(PreparationError) as error:
+        accelerator.average(objects[0])
+    return str(error.value)
+
+
+def test_averages_of_partitioned_weights_are_refused(run: Run) -> None:
+    for text in run(refuse_averages, env=ENVIRONMENT, timeout=600):
+        assert "Use stage 2, or FSDP" in text
 
 
 def stream_weights() -> list[tuple[int, list[str], bool]]:

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import PreparationError, StateError, is_torch_version
+from accelerate.local_sgd import DiLoCo, LocalSGD
 from accelerate.strategies.fsdp import distribute_like, named_parameters
 from accelerate.utils import ExpertParallelConfig, PipelineConfig
 
@@ -405,8 +406,12 @@ def test_parameters_are_added_and_frozen_in_training(run: Run, layout: str) -> N
 
 
 def refuse() -> list[str]:
-    _, _, (muon, _), _ = prepared("ddp", "muon")
+    accelerator, model, (muon, _), _ = prepared("ddp", "muon")
     texts = []
+    for kind in (LocalSGD, DiLoCo):
+        with pytest.raises(PreparationError) as unfit, kind(accelerator, model, 2):
+            pass
+        texts.append(str(unfit.value))
     for options in ({"closure": lambda: torch.zeros(())}, {}):
         muon.is_joined = not options
         with pytest.raises(StateError) as error:
@@ -416,8 +421,10 @@ def refuse() -> list[str]:
 
 
 @slow
-def test_closures_and_uneven_inputs_are_refused(run: Run) -> None:
-    for closure, joined in run(refuse):
+def test_steps_that_not_all_ranks_take_are_refused(run: Run) -> None:
+    for local, outer, closure, joined in run(refuse):
+        assert "Prepare the optimizer with whole_matrices=False" in local
+        assert outer == local.replace("LocalSGD", "DiLoCo")
         assert "Call step() without it" in closure
         assert "Use even_batches or windows()" in joined
 

@@ -69,6 +69,20 @@ def test_the_losses_are_those_of_one_process(alone: list[float], way: str) -> No
     assert losses(*LAUNCH, *WAYS[way]) == pytest.approx(alone, abs=2e-3)
 
 
+def mean_of_last(*options: str) -> float:
+    command = [*LAUNCH, *TWO, str(SCRIPT), "--steps", "960", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (mean,) = re.findall(r"^mean of the last 100 losses: ([\d.]+)$", done.stdout, re.MULTILINE)
+    return float(mean)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_loss_of_diloco_with_30_inner_steps_is_within_1_percent_of_ddp() -> None:
+    assert mean_of_last("--diloco", "30") <= 1.01 * mean_of_last()
+
+
 EXPERT_WAYS = {
     "EP": [*TWO, *MESH, "--parallelism_config_ep_size", "2"],
     "EP+FSDP2": [

@@ -181,7 +181,7 @@ def test_each_scaled_step_is_checked_for_overflow() -> None:
 
 
 class Owners:
-    """Stands in for the owners of whole matrices, and counts the steps."""
+    """Counts the steps, in place of the owners of whole matrices."""
 
     num_steps = 0
 

@@ -104,7 +104,7 @@ class WeightAverage:
             )
         self._free_gathered()
         for optimizer, stepped in self._stepped.items():
-            if len(_owned(optimizer, self.model)) < len(stepped.parameters):
+            if len(self._weights_of(optimizer)) < len(stepped.parameters):
                 self._refuse_gathered()
         self.refresh()
         kept: list[tuple[Tensor, Tensor]] = []
@@ -243,7 +243,7 @@ class WeightAverage:
         found: dict[AcceleratedOptimizer, Stepped] = {}
         seen: set[int] = set()
         for optimizer in self._runtime.prepared.optimizers:
-            own = [p for p in _owned(optimizer, self.model) if id(p) not in seen]
+            own = [p for p in self._weights_of(optimizer) if id(p) not in seen]
             seen.update(map(id, own))
             if own:
                 found[optimizer] = Stepped(
@@ -274,6 +274,11 @@ class WeightAverage:
         dtype = torch.promote_types(local.dtype, torch.float32)
         device = local.device if self._device is None else self._device
         return torch.empty_like(local, dtype=dtype, device=device).copy_(local)
+
+    def _weights_of(self, optimizer: AcceleratedOptimizer) -> list[Tensor]:
+        """Returns the trainable weights of the model on this rank that an optimizer steps."""
+        weights = self._runtime.strategy.stepped_weights(optimizer, self.model)
+        return [weight for weight in weights if weight.requires_grad and _local(weight).numel()]
 
     def _names(self) -> list[tuple[str, str]]:
         """Returns the first name and each name of the averaged weights on this rank."""
@@ -345,12 +350,6 @@ def _local(parameter: Any) -> Tensor:
     return local
 
 
-def _owned(optimizer: AcceleratedOptimizer, model: nn.Module) -> list[Tensor]:
-    """Returns the trainable parameters of a model on this rank that an optimizer steps."""
-    own = set(map(id, model.parameters()))
-    return [p for p in optimizer.parameters() if id(p) in own and p.requires_grad and _local(p).numel()]
-
-
 class _Lookup:
     """Averages by the memory of local tensors, of which shards may be views."""
 
@@ -378,24 +377,8 @@ class _Lookup:
 
 def _find_model(runtime: Runtime, model: nn.Module) -> nn.Module:
     """Returns the prepared model, or raises an error for one that is not prepared or cannot be averaged."""
-    strategy = runtime.strategy
-    prepared = next(
-        (
-            each
-            for each in runtime.prepared.models
-            if model in (each, strategy.unwrap(each), strategy.unwrap(each, keep_compiled=False))
-        ),
-        None,
-    )
-    if prepared is None:
-        raise wrong_value(
-            "model", type(model).__name__, "it is not prepared", "Pass the model that prepare() returned"
-        )
-    if not strategy.has_plain_weights:
-        raise PreparationError(
-            f"{type(strategy).__name__} keeps the weights of models itself, and accelerator.average() cannot "
-            "follow them. Train with DistributedDataParallel, FSDP or parallelism_config."
-        )
+    prepared = runtime.find_prepared(model)
+    runtime.strategy.check_averages(prepared)
     return prepared
 
 

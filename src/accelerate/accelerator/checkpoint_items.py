@@ -37,6 +37,7 @@ def collect(runtime: Runtime, staging: Staging, step: int, safe: bool) -> list[P
     if runtime.prepared.averages:
         shards += accelerator.average_files.take_shards(runtime) if in_shards else []
         whole += [] if in_shards else accelerator.average_files.parts(runtime)
+    whole += _local_parts(runtime)
     parts = [*whole, *_others(runtime), checkpointing.GeneratorsPart(runtime.state.process_index, step)]
     return [*shards, *(payload for part in parts for payload in part.collect(staging.is_owner))]
 
@@ -53,6 +54,7 @@ def read(runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, p
         *(_model_part(runtime, index, model) for index, model in enumerate(plain)),  # reshards FSDP 2
         *_optimizer_parts(runtime),
         *_average_parts(runtime),
+        *_local_parts(runtime),  # the weights of this rank, after those of the model
     ]
     changes = [part.read(reader) for part in parts]
     if not runtime.checkpoints.load_hooks:  # a hook may have taken whatever is left
@@ -61,14 +63,15 @@ def read(runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, p
 
 
 def shards_read(runtime: Runtime, reader: CheckpointReader) -> set[str]:
-    """Returns the names of the files of shards that this rank reads, before they are in the folder."""
+    """Returns the names of files of shards and ranks that this rank reads, before they are in the folder."""
     models = enumerate(_divide(runtime, runtime.prepared.models)[0])
     parts: list[Part] = [
         *(_model_part(runtime, index, model) for index, model in models),
         *_optimizer_parts(runtime),
         *_average_parts(runtime),
     ]
-    return {name for part in parts for name in checkpointing.shards_read(part, reader)}
+    own = {name for part in _local_parts(runtime) if (name := part.file_read(reader)) is not None}
+    return own | {name for part in parts for name in checkpointing.shards_read(part, reader)}
 
 
 def _divide(
@@ -96,6 +99,11 @@ def _take_whole(runtime: Runtime, staging: Staging, safe: bool) -> list[Part]:
     plain, engines = _divide(runtime, prepared.models, staging.folder)
     weights = [strategy.state_dict(model, unwrap=True) for model in plain]
     optimizers = strategy.optimizer_owners(_own(prepared.optimizers), gather=True)
+    for each in prepared.local_sgd:
+        weights = [
+            each.saved_weights(state) if model is each.model else state
+            for model, state in zip(plain, weights, strict=True)
+        ]
     _call_hooks(runtime, weights, staging)  # after all collectives, since a hook may fail on one rank
     return [
         *engines,
@@ -154,6 +162,11 @@ def _optimizer_parts(runtime: Runtime) -> list[Part]:
 
 def _average_parts(runtime: Runtime) -> list[Part]:
     return accelerator.average_files.parts(runtime) if runtime.prepared.averages else []
+
+
+def _local_parts(runtime: Runtime) -> list[Any]:
+    """Returns the parts of models whose ranks train separately (local SGD)."""
+    return [part for index, each in enumerate(runtime.prepared.local_sgd) for part in each.parts(index)]
 
 
 def _others(runtime: Runtime, *, resized: bool = False) -> list[Part]:

@@ -59,7 +59,7 @@ class FastSaves(BatchObserver):
         self._request, self._step, self._durable = request, step, durable
         self._saved_at = 0  # optimizer steps at the last generation, or at the checkpoint that was loaded
         self._num_saved = 0
-        self._has_space_for: int | None = None  # number of averages when the space was checked
+        self._has_space_for: int | None = None  # objects besides models when the space was checked
         self._thread = threading.get_ident()
         name = "" if project.project_dir is None else str(Path(project.project_dir).expanduser().absolute())
         folder = Path(str(project.fast_dir)).expanduser().absolute()
@@ -83,7 +83,7 @@ class FastSaves(BatchObserver):
         every, updates = self._project.fast_every, self._num_updates()
         prepared = self._runtime.prepared
         is_joined = any(optimizer.is_joined for optimizer in prepared.optimizers)
-        is_applied = any(average.is_applied for average in prepared.averages)
+        is_applied = any(each.is_applied for each in (*prepared.averages, *prepared.local_sgd))
         if is_joined or is_applied or updates // every <= self._saved_at // every:
             return
         if threading.get_ident() == self._thread:
@@ -204,7 +204,7 @@ class FastSaves(BatchObserver):
         Called on all ranks.
         """
         prepared = self._runtime.prepared
-        num_averages = len(prepared.averages)
+        num_averages = len(prepared.averages) + len(prepared.local_sgd)
         if self._has_space_for == num_averages or not prepared.models or not prepared.optimizers:
             return
         is_sharded = self._runtime.strategy.state.saves_shards
@@ -214,6 +214,9 @@ class FastSaves(BatchObserver):
             size = sum(_bytes_of(tensor, is_sharded) for tensor in models)
             size += sum(_state_bytes(optimizer.optimizer, is_sharded) for optimizer in prepared.optimizers)
             size += sum(average.nbytes(is_sharded=is_sharded) for average in prepared.averages)
+            if prepared.local_sgd:  # a file of each rank with its weights and optimizer states
+                size *= 1 + self._runtime.state.topology.local_size
+                size += sum(each.nbytes() for each in prepared.local_sgd)
         self._tier.check_space(size, is_sharded)
         self._has_space_for = num_averages
 

@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from accelerate import checkpointing, diagnostics, plugins, strategies, torch_private
 from accelerate.accelerator import recording
 from accelerate.accelerator.measured import MeasuredBackward
@@ -51,6 +53,15 @@ class Runtime:
     checkpoints: checkpointing.Checkpoints
     recovery: Recovery | None
     num_compilations: int  # by torch.compile in this process, before the run
+
+    def find_prepared(self, model: nn.Module) -> nn.Module:
+        """Returns the prepared model that is or wraps a model, or raises an error for another one."""
+        unwrap = self.strategy.unwrap
+        for prepared in self.prepared.models:
+            if model in (prepared, unwrap(prepared), unwrap(prepared, keep_compiled=False)):
+                return prepared
+        reason, fix = "it is not prepared", "Pass the model that prepare() returned"
+        raise wrong_value("model", type(model).__name__, reason, fix)
 
 
 def build_runtime(request: strategies.RunRequest, accelerator: Any, functions: Callable[[], Any]) -> Runtime:

@@ -26,7 +26,7 @@ logger = get_logger(__name__)
 
 SHARDS = ".distcp"
 """Suffix of files of shards, of which each rank reads some."""
-RANK_FILE = re.compile(r"(?:random_states|stream_\d+)_(\d+)\.\w+")
+RANK_FILE = re.compile(r"(?:random_states|stream_\d+|local_sgd_\d+)_(\d+)\.\w+")
 """Names of files that one rank reads, with its number."""
 SOURCE_OF_SEEDS = 0
 """Rank whose random states all ranks read if their number has changed."""

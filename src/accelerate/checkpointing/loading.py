@@ -39,7 +39,8 @@ VERIFY_TIMEOUT = 24 * 3600.0  # seconds
 
 THREADS = 4
 OBJECT_FILES = re.compile(
-    r"(?:model|pytorch_model|optimizer|scheduler|sampler|scaler|averages|custom_checkpoint)(?:_\d+)?\.\w+"
+    r"(?:model|pytorch_model|optimizer|scheduler|sampler|scaler|averages|diloco|local_sgd_\d+"
+    r"|custom_checkpoint)(?:_\d+)?\.\w+"
     r"|(?:pytorch_model_fsdp|optimizer|averages)_\d+/\.metadata"
 )
 """Names of files that belong to one object of the run each."""

@@ -29,6 +29,7 @@ from accelerate.ops.flight_record import (
     calling_frame as calling_frame,
     flight_recorder as flight_recorder,
 )
+from accelerate.ops.means import KnownMean as KnownMean, Mean as Mean, MeanGroup as MeanGroup
 from accelerate.ops.packed import (
     is_dtensor as is_dtensor,
     local_tensor as local_tensor,

@@ -50,7 +50,7 @@ from accelerate.state import (
 Result = TypeVar("Result")
 
 # Older versions of torch have the function under its other name only.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 BROADCAST_BYTES = 256 * 1024
@@ -76,11 +76,11 @@ class TorchTransport(Transport):
         self.size = state.num_processes
         self.rank = state.process_index
         self.device = state.device
-        self._supported = _supported_devices(dist.get_backend_config())
+        self._supported = supported_devices(dist.get_backend_config())
         self._fallback = self.device if self.device.type in self._supported else torch.device("cpu")
         self.verifies = of_device(self._fallback).is_host
         self._copies_results = self.size <= BROADCAST_WORLD_SIZE and "cpu:gloo" in dist.get_backend_config()
-        self.header = Header(self.size, _all_gather) if "cpu" in self._supported else None
+        self.header = Header(self.size, all_gather_flat) if "cpu" in self._supported else None
 
     def gather(self, tensor: Tensor) -> Tensor:
         local = at_least_1d(self._to_group_device(tensor))
@@ -90,7 +90,7 @@ class TorchTransport(Transport):
             parts[self.rank].copy_(local)
             self._broadcast_parts(parts)
         else:
-            _all_gather(as_supported(joined), as_supported(local))
+            all_gather_flat(as_supported(joined), as_supported(local))
         return joined.to(tensor.device)
 
     def gather_object(self, obj: Any) -> list[Any]:
@@ -233,7 +233,7 @@ class XlaTransport(Transport):
 _TRANSPORTS: dict[str, type[TorchTransport | XlaTransport]] = {"xla": XlaTransport, "neuron": NeuronTransport}
 
 
-def _supported_devices(backends: str) -> frozenset[str]:
+def supported_devices(backends: str) -> frozenset[str]:
     """Returns the device types that the default group supports, from a text as "cpu:gloo,cuda:nccl".
 
     gloo copies accelerator tensors to the CPU, and does not accept them in all calls, so it counts as a

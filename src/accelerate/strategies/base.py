@@ -453,6 +453,21 @@ class Strategy:
         """
         return extract_model_from_parallel(model, keep_fp32, keep_compiled)
 
+    # Averages
+
+    def check_averages(self, model: nn.Module) -> None:
+        """Raises an error for a prepared model whose weights cannot be averaged."""
+        if not self.has_plain_weights:
+            raise PreparationError(
+                f"{type(self).__name__} keeps the weights of models itself, and accelerator.average() cannot "
+                "follow them. Train with DistributedDataParallel, FSDP or parallelism_config."
+            )
+
+    def stepped_weights(self, optimizer: AcceleratedOptimizer, model: nn.Module) -> list[Tensor]:
+        """Returns the weights of a model on this rank that a prepared optimizer steps."""
+        own = set(map(id, model.parameters()))
+        return [parameter for parameter in optimizer.parameters() if id(parameter) in own]
+
     # Steps
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:

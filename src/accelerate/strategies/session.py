@@ -30,6 +30,7 @@ class Prepared:
     loaders: list[DataLoader[Any]] = field(default_factory=list)
     custom: list[Any] = field(default_factory=list)
     averages: list[Any] = field(default_factory=list)
+    local_sgd: list[Any] = field(default_factory=list)
 
     def clear(self) -> None:
         """Removes all objects from the lists."""

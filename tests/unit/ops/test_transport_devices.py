@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from accelerate.ops import Transport
-from accelerate.ops.transport import _supported_devices
+from accelerate.ops.transport import supported_devices
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ from accelerate.ops.transport import _supported_devices
         ("npu:hccl", {"npu"}),
     ],
 )
-def test_supported_devices(backends: str, supported: set[str]) -> None:
-    assert _supported_devices(backends) == supported
+def testsupported_devices(backends: str, supported: set[str]) -> None:
+    assert supported_devices(backends) == supported
 
 
 class Second(Transport):

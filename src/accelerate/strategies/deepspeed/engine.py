@@ -152,9 +152,13 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
             raise wrong_value("closure", closure, "DeepSpeed's engine steps without one", "Leave it out")
         if self.gradient_state.sync_gradients:
             before, updates = step_clock.begin_step(), self.num_updates
+            for observer in self.observers:
+                observer.before_step(self)
             if self.run_step is not None:
                 self.run_step()
             self.num_updates += not self.step_was_skipped
+            for observer in self.observers if self.num_updates != updates else ():
+                observer.after_update(self)
             step_clock.end_step(before, id(self), self.num_updates - updates, self.num_updates)
 
     @property

@@ -302,6 +302,19 @@ class DeepSpeed(Strategy):
                 stack.enter_context(gathered_parameters(model))
             yield
 
+    def check_averages(self, model: nn.Module) -> None:
+        """Raises an error for an engine of ZeRO stage 3, which keeps no whole weights."""
+        if not self.has_engine(model) or model.zero_optimization_partition_weights():  # type: ignore[operator]
+            raise PreparationError(
+                "accelerator.average() follows whole weights, which DeepSpeed does not keep in ZeRO stage 3. "
+                "Use stage 2, or FSDP."
+            )
+
+    def stepped_weights(self, optimizer: AcceleratedOptimizer, model: nn.Module) -> list[Tensor]:
+        """Returns the weights of an engine, of whose copies or parts its optimizer steps some."""
+        is_own = getattr(model, "optimizer", None) is optimizer.optimizer
+        return list(model.module.parameters()) if is_own else []  # type: ignore[union-attr]
+
     def has_engine(self, model: nn.Module) -> bool:
         """Returns whether a model is an engine with an optimizer."""
         return any(model is wrapper.engine for wrapper in self.engines)

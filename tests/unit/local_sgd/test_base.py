@@ -26,7 +26,10 @@ class FakeAccelerator:
 
     def __init__(self, strategy: type[Strategy] = DataParallel) -> None:
         self.distributed_type = strategy.distributed_type or DistributedType.MULTI_CPU
-        self._runtime = SimpleNamespace(strategy=strategy)
+        self._runtime = SimpleNamespace(
+            strategy=strategy, prepared=SimpleNamespace(local_sgd=[], optimizers=[])
+        )
+        self._checkpoints = SimpleNamespace(check_space=lambda: None)
         self.events: list[str] = []
 
     @contextmanager

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from accelerate.accelerator import Accelerator
-from accelerate.base import (
-    DistributedType as DistributedType,  # exported for compatibility
-    PreparationError,
-    wrong_value,
-)
+from accelerate.base import PreparationError, wrong_value
+from accelerate.checkpointing import Part
+from accelerate.local_sgd.states import RankState
+
+Self = TypeVar("Self", bound="LocalSGD")
 
 
 class LocalSGD:
@@ -29,6 +30,7 @@ class LocalSGD:
     ```
 
     On one process it has no effect. Buffers, such as the statistics of batch normalization, are not averaged.
+    `save_state` saves the weights and optimizer states of each rank, which differ.
 
     Args:
         accelerator: `Accelerator` that prepared the model.
@@ -41,6 +43,8 @@ class LocalSGD:
         PreparationError: The model is sharded over the ranks.
     """
 
+    is_applied: bool = False  # whether the model has other weights for an evaluation
+
     def __init__(
         self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
@@ -50,16 +54,20 @@ class LocalSGD:
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and not accelerator._runtime.strategy.holds_whole_models:
             raise PreparationError(
-                f"LocalSGD averages whole models, and under {accelerator.distributed_type} a rank has "
-                "only a shard. Train without it, or with plain data parallelism."
+                f"{type(self).__name__} averages whole models, and under {accelerator.distributed_type} a "
+                "rank has only a shard. Train without it, or with plain data parallelism."
             )
         self.num_steps = 0
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
         self.model_sync_obj: AbstractContextManager[Any] | None = None
+        if self.enabled:
+            self._register()
 
-    def __enter__(self) -> LocalSGD:
+    def __enter__(self: Self) -> Self:
+        if self.enabled and self.accelerator.use_distributed:
+            self._refuse_owners()
         if self.enabled:
             self.model_sync_obj = self.accelerator.no_sync(self.model)
             self.model_sync_obj.__enter__()
@@ -93,3 +101,40 @@ class LocalSGD:
         averages = self.accelerator.reduce(parameters, reduction="mean")
         for parameter, average in zip(parameters, averages, strict=True):
             parameter.copy_(average)
+
+    def _refuse_owners(self) -> None:
+        """Raises an error for optimizers of which each rank steps some matrices for all ranks."""
+        optimizers = self.accelerator._runtime.prepared.optimizers
+        if names := [type(each.optimizer).__name__ for each in optimizers if each.matrix_owners is not None]:
+            raise PreparationError(
+                f"{type(self).__name__} trains each rank separately, and the ranks share the matrices of "
+                f"{', '.join(names)}. Prepare the optimizer with whole_matrices=False, so that each rank "
+                "steps all of its own."
+            )
+
+    # Checkpoints
+
+    def _register(self) -> None:
+        """Adds it to the objects that are saved with the run, in place of an earlier one of the model."""
+        known = self.accelerator._runtime.prepared.local_sgd
+        known[:] = [*(each for each in known if each.model is not self.model), self]
+        self.accelerator._checkpoints.check_space()
+
+    def parts(self, index: int) -> list[Part]:
+        """Returns the parts of a checkpoint with what differs between ranks.
+
+        Args:
+            index: Its position among the objects that are saved.
+        """
+        return [RankState(index, self)]
+
+    def saved_weights(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns the weights that a checkpoint has for the model, which are those of rank 0.
+
+        Called on all ranks.
+        """
+        return state
+
+    def nbytes(self) -> int:
+        """Returns the bytes in a checkpoint that all ranks have in common."""
+        return 0
