@@ -77,14 +77,19 @@ class FastSaves(BatchObserver):
     def batch_used(self, loader: Any) -> None:
         """Saves a generation if enough optimizer steps were taken since the last one.
 
-        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`), and while a
-        model has averages in place of its weights.
+        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`), while a model
+        has averages in place of its weights, and where no gradients are computed, as in an evaluation.
         """
         every, updates = self._project.fast_every, self._num_updates()
         prepared = self._runtime.prepared
         is_joined = any(optimizer.is_joined for optimizer in prepared.optimizers)
         is_applied = any(average.is_applied for average in prepared.averages)
-        if is_joined or is_applied or updates // every <= self._saved_at // every:
+        if (
+            updates // every <= self._saved_at // every
+            or is_joined
+            or is_applied
+            or not torch.is_grad_enabled()
+        ):
             return
         if threading.get_ident() == self._thread:
             self.save()

@@ -220,6 +220,28 @@ def test_evaluation_saves_nothing(begin: Callable[..., Any], tmp_path: Path) -> 
     assert list((tmp_path / "fast").glob("checkpoint_*")) == before
 
 
+@pytest.mark.parametrize("is_kept", [False, True], ids=["pass", "iterator"])
+def test_an_evaluation_in_the_body_of_the_loop_saves_nothing(
+    begin: Callable[..., Any], tmp_path: Path, is_kept: bool
+) -> None:
+    accelerator, model, optimizer, loader = begin()
+    data: Any = torch.randn(40, 4)
+    evaluation = accelerator.prepare(DataLoader(data, batch_size=2))
+    batches = iter(evaluation)
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.set_grad_enabled(not is_kept):
+            if is_kept:
+                next(batches)
+            else:
+                list(evaluation)
+        accelerator.wait_for_checkpoint()
+        last = (optimizer.num_updates - 1) // 3 * 3  # saved before this batch
+        assert steps_of(tmp_path / "fast") == ([last] if last else [])
+
+
 def test_a_loader_that_another_thread_reads_saves_nothing_and_warns(
     begin: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
