@@ -65,6 +65,13 @@ class FastSaves(BatchObserver):
         folder = Path(str(project.fast_dir)).expanduser().absolute()
         if runtime.recovery is not None:  # replica groups have the same state, and each keeps its own copy
             folder /= f"replica_{runtime.recovery.replica}"
+        if durable is not None and folder.resolve() == durable.resolve():
+            raise wrong_value(
+                "fast_dir",
+                project.fast_dir,
+                "it is the folder of durable checkpoints, and old recent checkpoints are deleted",
+                "Choose a folder on a disk of the node, such as one in /dev/shm",
+            )
         topology, timeout = runtime.state.topology, runtime.checkpoints.timeout
         self._tier = checkpointing.open_fast_tier(folder, project.copies, name, topology, timeout)
         checkpointing.find_generations(self._tier)  # raises for those of another project
