@@ -62,7 +62,7 @@ def at_least(name: str, value: float, minimum: float) -> None:
         raise wrong_value(name, value, "it is too small", f"Give {minimum} or more")
 
 
-def whole_at_least(name: str, value: float, minimum: int) -> None:
+def whole_at_least(name: str, value: Any, minimum: int) -> None:
     """Raises an error for a value that is not a whole number or is below the minimum."""
     at_least(name, value, minimum)
     if isinstance(value, bool) or not isinstance(value, Integral):
