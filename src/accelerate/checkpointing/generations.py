@@ -194,7 +194,7 @@ def open_generation(
         if not damaged:
             return
         for node, name in damaged:
-            del held[node][name]
+            held[node].pop(name, None)  # it may have been sent to a node that was seen before
             if (sender := origins.pop((node, name), None)) is not None:
                 held[sender].pop(name, None)
         source.was_replaced = True
