@@ -107,27 +107,30 @@ def test_a_flipped_byte_is_named_and_the_file_is_read_from_another_node(run: Run
     assert not any("skipped" in line for _, log in resumed for line in log)
 
 
+def train_with_durable(folder: Path) -> None:
+    """Trains with generations at the steps 3 and 6, of which the second one is also durable."""
+    train(folder, 1, True, 7, durable_every=2)
+
+
 def test_a_file_is_damaged_on_the_only_node_that_holds_it(run: Run, tmp_path: Path) -> None:
-    run(train_without_copies, tmp_path, 7, False, processes=2)
-    for node in (0, 1):
-        (path,) = (tmp_path / f"node_{node}").glob("checkpoint_*/optimizer.bin")
-        if node == 0:
-            path.unlink()
-        else:
-            path.write_bytes(bytes(path.stat().st_size))
-    resumed = run(load_with_log, tmp_path, False, 7, processes=2)
+    run(train_with_durable, tmp_path, processes=2)
+    name = "checkpoint_1/optimizer_0/__0_0.distcp"
+    path = tmp_path / "node_1" / name
+    (tmp_path / "node_0" / name).unlink()
+    path.write_bytes(bytes(path.stat().st_size))
+    resumed = run(load_with_log, tmp_path, processes=2)
     assert [began for began, _ in resumed] == [6, 6]
-    assert any(
-        "skipped" in line and "no node that is left holds optimizer.bin" in line for line in resumed[0][1]
-    )
+    skipped = [line for line in resumed[0][1] if "A checkpoint was skipped" in line]
+    assert len(skipped) == 1
+    assert "no node that is left holds optimizer_0/__0_0.distcp" in skipped[0]
 
 
-def load_with_log(folder: Path, sharded: bool = True, until: int = 3) -> tuple[int, list[str]]:
+def load_with_log(folder: Path) -> tuple[int, list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accelerate").addHandler(handler)
-    began, _ = train(folder, 1, sharded, until, True)
+    began, _ = train(folder, 1, True, 3, True)
     return began, lines
 
 
