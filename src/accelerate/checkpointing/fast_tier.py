@@ -40,6 +40,9 @@ logger = get_logger(__name__)
 
 NUM_KEPT = 2
 """Number of generations that a node holds while it writes one."""
+TIMEOUT_AFTER_ERROR = 60.0
+"""Seconds for other ranks to write a generation after an error has ended this one, which may be that another
+rank has ended."""
 
 
 @dataclass(eq=False)
@@ -338,7 +341,10 @@ def open_fast_tier(
             raise wrong_value("fast_dir", str(folder), reason, "Use one folder for all runs of a process")
         return tier
     purpose = f"tiers/{services.next_number('tiers')}"
-    consensus = open_consensus(current_transport(), process_group.connect_channel(purpose, STORE_TIMEOUT))
+    channel = process_group.connect_channel(purpose, STORE_TIMEOUT)
+    if channel is not None:
+        channel.timeout_after_error = TIMEOUT_AFTER_ERROR
+    consensus = open_consensus(current_transport(), channel)
     nodes = find_nodes(folder, topology.node, consensus, timeout)
     num_nodes = len(nodes.ranks)
     if copies is None:
