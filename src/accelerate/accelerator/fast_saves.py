@@ -98,7 +98,6 @@ class FastSaves(BatchObserver):
             or not torch.is_grad_enabled()
         ):
             return
-            return
         if threading.get_ident() == self._thread:
             self.save()
         else:
