@@ -242,6 +242,7 @@ def load(layout: str, kind: str, net: str, folder: str) -> Any:
 @pytest.mark.parametrize(
     ("layout", "kind", "others"),
     [
+        pytest.param("fsdp2, hybrid", SHARDS, [("one", 1), ("fsdp2", 2)], marks=slow),
         ("fsdp2", SHARDS, [("one", 1), ("fsdp2", 3)]),
         pytest.param("ddp", WHOLE, [("one", 1), ("fsdp2", 2)], marks=slow),
         pytest.param("fsdp2", WHOLE, [("one", 1), ("ddp", 2)], marks=slow),
@@ -256,7 +257,7 @@ def load(layout: str, kind: str, net: str, folder: str) -> Any:
 def test_averages_resume_bitwise_and_with_another_layout(
     run: Run, layout: str, kind: str, others: list[tuple[str, int]]
 ) -> None:
-    results = run(resume, layout, kind)
+    results = run(resume, layout, kind, processes=4 if layout == "fsdp2, hybrid" else 2)
     for equal, names, _, _ in results:
         assert equal == [True, True]
         assert names == (["averages_0"] if kind == SHARDS else ["averages"])

@@ -107,6 +107,24 @@ def test_a_flipped_byte_is_named_and_the_file_is_read_from_another_node(run: Run
     assert not any("skipped" in line for _, log in resumed for line in log)
 
 
+def train_with_durable(folder: Path) -> None:
+    """Trains with generations at the steps 3 and 6, of which the second one is also durable."""
+    train(folder, 1, True, 7, durable_every=2)
+
+
+def test_a_file_is_damaged_on_the_only_node_that_holds_it(run: Run, tmp_path: Path) -> None:
+    run(train_with_durable, tmp_path, processes=2)
+    name = "checkpoint_1/optimizer_0/__0_0.distcp"
+    path = tmp_path / "node_1" / name
+    (tmp_path / "node_0" / name).unlink()
+    path.write_bytes(bytes(path.stat().st_size))
+    resumed = run(load_with_log, tmp_path, processes=2)
+    assert [began for began, _ in resumed] == [6, 6]
+    skipped = [line for line in resumed[0][1] if "A checkpoint was skipped" in line]
+    assert len(skipped) == 1
+    assert "no node that is left holds optimizer_0/__0_0.distcp" in skipped[0]
+
+
 def load_with_log(folder: Path) -> tuple[int, list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
@@ -114,6 +132,46 @@ def load_with_log(folder: Path) -> tuple[int, list[str]]:
     logging.getLogger("accelerate").addHandler(handler)
     began, _ = train(folder, 1, True, 3, True)
     return began, lines
+
+
+class Value:
+    """Registered object, whose value is another one on each rank, unlike a durable checkpoint expects."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+def load_values(folder: Path, node: int, saves: bool) -> tuple[int, list[float]]:
+    rank = int(os.environ["RANK"])
+    project = ProjectConfiguration(fast_dir=str(folder / f"node_{(node + rank) % 3}"), copies=1)
+    accelerator = Accelerator(project_config=project)
+    set_seed(3)
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    value = Value(rank)
+    accelerator.register_for_checkpointing(value)
+    if saves:
+        accelerator.backward(model(torch.randn(8, 4) + rank).sum())
+        optimizer.step()
+        accelerator.save_state(folder / "durable")
+    else:
+        accelerator.load_state()
+    accelerator.end_training()
+    return value.value, model.module[0].running_mean.tolist()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_generation_has_the_objects_of_the_first_rank(run: Run, tmp_path: Path, lost: int) -> None:
+    _, mean = run(load_values, tmp_path, 0, True, processes=3)[0]
+    shutil.rmtree(tmp_path / f"node_{lost}")
+    # the nodes that are left have other ranks than before
+    assert run(load_values, tmp_path, 1, False, processes=3) == [(0, mean)] * 3
 
 
 def test_without_a_holder_the_durable_checkpoint_is_loaded(run: Run, tmp_path: Path) -> None:

@@ -263,7 +263,8 @@ class Accelerator(ProcessControl):
         with strategy.preparing(bundle):
             bundle.replace(kind.LOADER, self.prepare_data_loader)
             bundle.replace(kind.MODEL, self.prepare_model)
-            bundle.replace(kind.OPTIMIZER, partial(self.prepare_optimizer, whole_matrices=whole_matrices))
+            options = {} if whole_matrices is None else {"whole_matrices": whole_matrices}
+            bundle.replace(kind.OPTIMIZER, partial(self.prepare_optimizer, **options))
             bundle.replace(kind.SCHEDULER, lambda scheduler, _: self.prepare_scheduler(scheduler))
         strategy.plan_matrices()
         if bundle.models:

@@ -65,6 +65,13 @@ class FastSaves(BatchObserver):
         folder = Path(str(project.fast_dir)).expanduser().absolute()
         if runtime.recovery is not None:  # replica groups have the same state, and each keeps its own copy
             folder /= f"replica_{runtime.recovery.replica}"
+        if durable is not None and folder.resolve() == durable.resolve():
+            raise wrong_value(
+                "fast_dir",
+                project.fast_dir,
+                "it is the folder of durable checkpoints, and old recent checkpoints are deleted",
+                "Choose a folder on a disk of the node, such as one in /dev/shm",
+            )
         topology, timeout = runtime.state.topology, runtime.checkpoints.timeout
         self._tier = checkpointing.open_fast_tier(folder, project.copies, name, topology, timeout)
         checkpointing.find_generations(self._tier)  # raises for those of another project
@@ -77,14 +84,19 @@ class FastSaves(BatchObserver):
     def batch_used(self, loader: Any) -> None:
         """Saves a generation if enough optimizer steps were taken since the last one.
 
-        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`), and while a
-        model has averages in place of its weights.
+        None is saved while ranks may have different numbers of batches (`join_uneven_inputs`), while a model
+        has averages in place of its weights, and where no gradients are computed, as in an evaluation.
         """
         every, updates = self._project.fast_every, self._num_updates()
         prepared = self._runtime.prepared
         is_joined = any(optimizer.is_joined for optimizer in prepared.optimizers)
         is_applied = any(each.is_applied for each in (*prepared.averages, *prepared.local_sgd))
-        if is_joined or is_applied or updates // every <= self._saved_at // every:
+        if (
+            updates // every <= self._saved_at // every
+            or is_joined
+            or is_applied
+            or not torch.is_grad_enabled()
+        ):
             return
         if threading.get_ident() == self._thread:
             self.save()

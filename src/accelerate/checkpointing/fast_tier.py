@@ -40,6 +40,9 @@ logger = get_logger(__name__)
 
 NUM_KEPT = 2
 """Number of generations that a node holds while it writes one."""
+TIMEOUT_AFTER_ERROR = 60.0
+"""Seconds for other ranks to write a generation after an error has ended this one, which may be that another
+rank has ended."""
 
 
 @dataclass(eq=False)
@@ -205,7 +208,14 @@ class GenerationSaver(Saver):
     def _exchange(self, summaries: Sequence[Mapping[str, Any]]) -> None:
         nodes, folder = self._tier.nodes, self.staging.folder
         self._summaries = summaries
-        self._copies = plan_copies(nodes, self._tier.copies, summaries) if len(nodes.ranks) > 1 else []
+        if len(nodes.ranks) == 1:
+            return
+        self._summaries = summaries = first_versions(nodes, summaries)
+        kept = {record["name"] for record in summaries[nodes.rank]["records"]}
+        for record in self._records:
+            if record.name not in kept:
+                (folder / record.name).unlink()
+        self._copies = plan_copies(nodes, self._tier.copies, summaries)
         if not self._copies:
             return
 
@@ -221,6 +231,7 @@ class GenerationSaver(Saver):
         raise_failures([(rank, text) for rank, text in enumerate(failures) if text])
 
     def _files_by_folder(self, summaries: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, FileRecord]]:
+        summaries = self._summaries
         folders = super()._files_by_folder(summaries)
         for transfer in self._copies:
             folders[summaries[transfer.target]["folder"]][transfer.name] = _record_of(summaries, transfer)
@@ -250,6 +261,29 @@ def _record_of(summaries: Sequence[Mapping[str, Any]], transfer: Transfer) -> Fi
     """Returns the record of a file that a rank has written and sends."""
     records = summaries[transfer.source]["records"]
     return next(FileRecord(**record) for record in records if record["name"] == transfer.name)
+
+
+def first_versions(nodes: Nodes, summaries: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Returns the summaries of all ranks without the files that an earlier node has written differently.
+
+    Each node writes the objects that are equal on all ranks. If they are not, such as the buffers of a
+    model between two steps, a generation has those of the first rank, as a durable checkpoint has.
+
+    Args:
+        nodes: Nodes of the run.
+        summaries: Records of the files that each rank has written.
+    """
+    node_of = {rank: node for node, ranks in enumerate(nodes.ranks) for rank in ranks}
+    first: dict[str, tuple[int, str]] = {}
+
+    def is_kept(rank: int, record: Mapping[str, Any]) -> bool:
+        node, checksum = first.setdefault(record["name"], (node_of[rank], record["checksum"]))
+        return node == node_of[rank] or checksum == record["checksum"]
+
+    return [
+        {**summary, "records": [record for record in summary["records"] if is_kept(rank, record)]}
+        for rank, summary in enumerate(summaries)
+    ]
 
 
 def _copy_file(report: Any, file: BinaryIO, path: Path) -> Any:
@@ -307,7 +341,10 @@ def open_fast_tier(
             raise wrong_value("fast_dir", str(folder), reason, "Use one folder for all runs of a process")
         return tier
     purpose = f"tiers/{services.next_number('tiers')}"
-    consensus = open_consensus(current_transport(), process_group.connect_channel(purpose, STORE_TIMEOUT))
+    channel = process_group.connect_channel(purpose, STORE_TIMEOUT)
+    if channel is not None:
+        channel.timeout_after_error = TIMEOUT_AFTER_ERROR
+    consensus = open_consensus(current_transport(), channel)
     nodes = find_nodes(folder, topology.node, consensus, timeout)
     num_nodes = len(nodes.ranks)
     if copies is None:

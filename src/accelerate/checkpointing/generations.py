@@ -13,7 +13,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from accelerate.base import CheckpointError, describe
+from accelerate.base import CheckpointError, ConfigurationError, describe, wrong_value
 from accelerate.checkpointing import manifest, retention
 from accelerate.checkpointing.exchange import Transfer, exchange
 from accelerate.checkpointing.fast_tier import FastTier
@@ -74,8 +74,8 @@ def find_generations(tier: FastTier) -> list[Generation]:
     if tier.nodes.is_owner:
         try:
             own = list(_survey(tier.nodes.folder, tier.project))
-        except (CheckpointError, OSError) as error:
-            failure = str(error) if isinstance(error, CheckpointError) else describe(error)
+        except (CheckpointError, ConfigurationError, OSError) as error:
+            failure = describe(error) if isinstance(error, OSError) else str(error)
 
     def merge(answers: Sequence[Any]) -> list[Any]:
         if failed := next((failure for failure, _ in answers if failure), ""):
@@ -97,6 +97,13 @@ def _survey(folder: Path, project: str) -> Iterator[dict[str, Any]]:
             logger.warning(f"{path} is not used: {error}.", main_process_only=False)
             yield {"number": number}
             continue
+        if manifest.TIER not in read.run:
+            raise wrong_value(
+                "fast_dir",
+                str(folder),
+                f"{path.name} in it is a durable checkpoint, and old recent checkpoints are deleted",
+                "Choose a folder of its own for recent checkpoints",
+            )
         owner = read.run.get(manifest.PROJECT, "")
         if owner != project:
             raise CheckpointError(
@@ -187,7 +194,7 @@ def open_generation(
         if not damaged:
             return
         for node, name in damaged:
-            del held[node][name]
+            held[node].pop(name, None)  # it may have been sent to a node that was seen before
             if (sender := origins.pop((node, name), None)) is not None:
                 held[sender].pop(name, None)
         source.was_replaced = True

@@ -106,7 +106,7 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             for batch in self._own_parts(current_transport()):
                 step_clock.begin_forward(ignorant_find_batch_size(batch) or 0)
                 yield batch
-                end_batch(self)
+                end_batch(self, begin.steps)
         finally:
             step_clock.end_pass(begin)
 

@@ -68,10 +68,16 @@ class BatchObserver:
         """Handles the end of the use of a batch, before its loader reads on, in the thread of the loop."""
 
 
-def end_batch(loader: Any) -> None:
-    """Ends the use of the batch just yielded, before the next one is read."""
+def end_batch(loader: Any, steps: int = -1) -> None:
+    """Ends the use of the batch just yielded, before the next one is read.
+
+    Args:
+        loader: The prepared loader.
+        steps: Number of optimizer steps when the pass began. A pass without steps, such as an evaluation in
+            the body of another loop, is not observed.
+    """
     observer = services.find(BatchObserver)
-    if observer is not None and not observer.is_paused:
+    if observer is not None and not observer.is_paused and step_clock.steps != steps:
         observer.batch_used(loader)
     step_clock.switch(DATA)
 
@@ -155,7 +161,7 @@ def yield_batches(
                 batch = move(batch)
             step_clock.begin_forward(rows or 0)
             yield batch
-            end_batch(loader)
+            end_batch(loader, begin.steps)
             number += 1
     finally:
         step_clock.end_pass(begin)

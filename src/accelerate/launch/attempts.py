@@ -18,6 +18,7 @@ from accelerate.launch.failures import (
     append_records,
     collect,
     find_first,
+    last_recorded_step,
     shortened,
 )
 
@@ -48,10 +49,11 @@ class Attempts:
 
     def end(self, exits: Exits, most_restarts: int) -> Suspect | None:
         """Ends an attempt after which the processes start again, prints why, and returns who ended it."""
-        first, record = self._add(exits, 1)
+        first, record, is_exact = self._add(exits, 1)
         cause, number = "Another machine was asked to end, has failed, or has joined", ""
         if record.rank >= 0:
             at = "" if record.step < 0 else f" after step {record.step}"
+            at += "" if is_exact or not at else " or later"
             cause = f"rank {record.rank} {record.text}{at}"
             number = f" (restart {exits.attempt + 1} of {most_restarts})"
         newest = f". The newest checkpoint is {record.checkpoint} (step {record.checkpoint_step})"
@@ -66,8 +68,12 @@ class Attempts:
             self._add(exits, code)
             self._write()
 
-    def _add(self, exits: Exits, code: int) -> tuple[Suspect | None, Attempt]:
-        """Adds the record of an attempt, and returns it with the rank that ended first."""
+    def _add(self, exits: Exits, code: int) -> tuple[Suspect | None, Attempt, bool]:
+        """Adds the record of an attempt.
+
+        Returns:
+            The rank that ended first, the record, and whether its step is exact.
+        """
         from accelerate.monitoring import Attempt  # a run that succeeds at once needs none of it
 
         outcome = collect(self._folder, code, exits)
@@ -76,6 +82,7 @@ class Attempts:
             first = None
         newest = NewestCheckpoint.read(self._folder) if 0 in exits.codes else None  # rank 0 commits
         checkpoint, checkpoint_step = newest or ("", 0)
+        exact = max([failure.step for failure in outcome.failures], default=-1)
         record = Attempt(
             time=time.time(),
             number=exits.attempt,
@@ -83,17 +90,24 @@ class Attempts:
             rank=-1 if first is None else first.rank,
             text="" if first is None else describe(first, exits),
             is_cause=first is not None and first.kind < Kind.OF_OTHERS,
-            failed=min([failure.moment for failure in outcome.failures], default=0.0),
-            step=max([failure.step for failure in outcome.failures], default=-1),
+            failed=min([failure.moment for failure in outcome.failures], default=exits.asked_at),
+            step=exact if exact >= 0 or first is None else self._recorded_step(),
             checkpoint=checkpoint,
             checkpoint_step=checkpoint_step,
         )
         self._ended.append(record)
-        return first, record
+        return first, record, exact >= 0
 
     def _is_requested(self, first: Suspect, exits: Exits) -> bool:
         """Returns whether a rank has ended because another machine was asked to end."""
         return self._is_elastic and exits.codes.get(first.rank) == RESTART_CODE
+
+    def _recorded_step(self) -> int:
+        """Returns the last step of this attempt in the records, if no process has left its step."""
+        try:
+            return last_recorded_step(self._folder, self._began)
+        except OSError:  # `_write` reports it
+            return -1
 
     def _write(self) -> None:
         try:

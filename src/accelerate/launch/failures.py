@@ -9,10 +9,11 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple
@@ -210,22 +211,44 @@ def append_records(folder: Path, records: Sequence[Record]) -> bool:
     from accelerate.monitoring import recorded_paths
 
     paths = recorded_paths(folder)
+    _run_in_time(partial(_append, paths, records))
+    return bool(paths)
+
+
+def last_recorded_step(folder: Path, since: float) -> int:
+    """Returns the last step after a time that a rank of this machine has recorded, or -1 without one.
+
+    Raises:
+        OSError: The records cannot be read, or the file system does not respond.
+    """
+    from accelerate.monitoring import last_step, recorded_paths
+
+    steps: list[int] = [-1]
+
+    def read() -> None:
+        steps.extend(last_step(path, since) for _, path in recorded_paths(folder))
+
+    _run_in_time(read)
+    return max(steps)
+
+
+def _run_in_time(action: Callable[[], None]) -> None:
+    """Runs an action on the file system, and raises its OSError, or a TimeoutError if it takes too long."""
     errors: list[OSError] = []
 
-    def append() -> None:
+    def run() -> None:
         try:
-            _append(paths, records)
+            action()
         except OSError as error:
             errors.append(error)
 
-    thread = Thread(target=append, name="record-digest", daemon=True)
+    thread = Thread(target=run, name="records", daemon=True)
     thread.start()
     thread.join(SECONDS_TO_RECORD)
     if thread.is_alive():
         raise TimeoutError(f"the file system has not responded for {SECONDS_TO_RECORD:g} seconds")
     for error in errors:
         raise error
-    return bool(paths)
 
 
 def _append(paths: Sequence[tuple[int, Path]], records: Sequence[Record]) -> None:

@@ -29,6 +29,7 @@ from accelerate.monitoring.records import (
     decode as decode,
     encode as encode,
     find_records as find_records,
+    last_step as last_step,
     recorded_paths as recorded_paths,
     recorded_rank as recorded_rank,
     records_folder as records_folder,

@@ -29,6 +29,8 @@ FOLDER = "run_records"
 RECORDS_VARIABLE = "ACCELERATE_RUN_RECORDS"
 """Variable with the folder of records, or "no" for none."""
 
+TAIL_BYTES = 1 << 18
+"""Bytes at the end of a file of records in which the last step is searched."""
 PATH_SUFFIX = ".path"
 """Suffix of the file in which a rank writes the path of its records for the launcher."""
 
@@ -185,8 +187,8 @@ class Attempt(Record):
     rank: int = -1  # the rank that ended first, or -1 if the attempt did not fail
     text: str = ""  # how it ended
     is_cause: bool = False  # whether it did not only lose another rank
-    failed: float = 0.0  # when the first error of a rank was recorded, or 0 without one
-    step: int = -1  # number of steps that it had taken, or -1 if that is not known
+    failed: float = 0.0  # when a rank recorded an error, or the launcher asked the others to end, or 0
+    step: int = -1  # least number of steps that it had taken, or -1 if that is not known
     checkpoint: str = ""  # the newest checkpoint at that time
     checkpoint_step: int = 0
 
@@ -275,6 +277,24 @@ def recorded_paths(folder: Path) -> list[tuple[int, Path]]:
     """Returns the rank and the file of records of each process of a launch, by its folder."""
     paths = [Path(path.read_text(encoding="utf-8")) for path in sorted(folder.glob(f"rank-*{PATH_SUFFIX}"))]
     return [(int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path.name))]
+
+
+def last_step(path: Path, since: float) -> int:
+    """Returns the number of the last step in a file of records after a time, or -1 without one.
+
+    Only the end of the file is read.
+    """
+    with path.open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - TAIL_BYTES, 0))
+        lines = file.read().splitlines()
+    for line in reversed(lines):
+        try:
+            record = decode(line)
+        except (ValueError, TypeError):  # damaged, or cut by the position in the file
+            continue
+        if isinstance(record, Window):
+            return record.last if record.time > since else -1
+    return -1
 
 
 def records_folder(chosen: str | None, project: str | None) -> Path | None:

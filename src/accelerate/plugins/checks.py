@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping
 from enum import Enum
-from numbers import Number
+from numbers import Integral, Number
 from typing import Any, TypeVar
 
 from accelerate.base import FALSE_WORDS, TRUE_WORDS, current, plain_value, wrong_value
@@ -60,6 +60,13 @@ def at_least(name: str, value: float, minimum: float) -> None:
         raise wrong_value(name, value, "it is not a number", f"Give {minimum} or more", TypeError)
     if value < minimum:
         raise wrong_value(name, value, "it is too small", f"Give {minimum} or more")
+
+
+def whole_at_least(name: str, value: Any, minimum: int) -> None:
+    """Raises an error for a value that is not a whole number or is below the minimum."""
+    at_least(name, value, minimum)
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise wrong_value(name, value, "it is not a whole number", f"Give {minimum} or more", TypeError)
 
 
 def fill_from(plugin: object, section: type[Section], optional: Collection[str] = ()) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,15 @@ from accelerate.base import (
     refuse_path,
     wrong_value,
 )
-from accelerate.plugins.checks import at_least, check_choices, fill_from, member, one_of, plain_fields
+from accelerate.plugins.checks import (
+    at_least,
+    check_choices,
+    fill_from,
+    member,
+    one_of,
+    plain_fields,
+    whole_at_least,
+)
 from accelerate.plugins.handlers import KwargsHandler
 from accelerate.settings import decode
 from accelerate.settings.sections import (
@@ -165,13 +174,18 @@ class ProjectConfiguration:
         self.set_directories(self.project_dir)
 
     def _check_fast_tier(self) -> None:
-        at_least("fast_every", self.fast_every, 1)
         if self.fast_dir is not None:
+            fix = 'Give a folder such as "/dev/shm/run", or None for no recent checkpoints'
+            if not isinstance(self.fast_dir, (str, os.PathLike)):
+                raise wrong_value("fast_dir", self.fast_dir, "it is not a path", fix, TypeError)
+            if not os.fspath(self.fast_dir):
+                raise wrong_value("fast_dir", self.fast_dir, "it is empty", fix)
             refuse_path("fast_dir", self.fast_dir)
+        whole_at_least("fast_every", self.fast_every, 1)
         for name, least in (("copies", 0), ("durable_every", 1)):
             value = getattr(self, name)
             if value is not None:
-                at_least(name, value, least)
+                whole_at_least(name, value, least)
                 if self.fast_dir is None:
                     raise wrong_value(name, value, "there is no fast tier", "Set fast_dir")
         if self.durable_every is not None and not self.automatic_checkpoint_naming:

@@ -17,6 +17,9 @@ import hashlib
 import hmac
 import json
 import logging
+import math
+import sys
+import threading
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -55,7 +58,13 @@ class StoreChannel:
         store: Store of the process group, or another connection to it.
         scope: Prefix of the names.
         environ: Environment variables, of which `ACCELERATE_RUN_KEY` is the key of the signatures.
+
+    Attributes:
+        timeout_after_error: Most seconds of a wait while the interpreter exits after an uncaught exception,
+            because a process that waits for it may have ended.
     """
+
+    timeout_after_error: float = math.inf
 
     def __init__(self, store: Store, scope: str, environ: Mapping[str, str]) -> None:
         self._store: Any = store
@@ -105,7 +114,12 @@ class StoreChannel:
             timeout: In seconds.
         """
         end = time.monotonic() + timeout
+        is_exiting = False
         while (left := end - time.monotonic()) > 0:
+            if not is_exiting and exits_after_error():
+                is_exiting = True
+                left = min(left, self.timeout_after_error)
+                end = time.monotonic() + left
             try:
                 values = self._get(names, min(left, MAX_WAIT))
             except DistStoreError:  # some values did not arrive
@@ -191,6 +205,11 @@ class StoreChannel:
                 KEY_VARIABLE,
             )
         return None
+
+
+def exits_after_error() -> bool:
+    """Returns whether the interpreter exits after an uncaught exception, and waits for other threads."""
+    return getattr(sys, "last_type", None) is not None and not threading.main_thread().is_alive()
 
 
 def as_dataclass(kind: type[Message], value: Any) -> Message | None:
@@ -359,6 +378,12 @@ def format_absent_ranks(ranks: Sequence[int], timeout: float, word: str = "proce
 
 
 def _format_absence(operation: str, ranks: Sequence[int], timeout: float) -> str:
+    if exits_after_error():
+        absent = "processes" if len(ranks) > 1 else "process"
+        return (
+            f"`{operation}` was not completed, because this process has failed and {absent} "
+            f"{', '.join(map(str, ranks))} did not arrive."
+        )
     return (
         f"`{operation}` must be called on all processes, and {format_absent_ranks(ranks, timeout)}. Take it "
         "out of `if accelerator.is_main_process:` and the like; a process that is only late needs a longer "

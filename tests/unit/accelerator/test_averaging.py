@@ -378,7 +378,8 @@ def test_an_evaluation_with_averages_saves_no_recent_checkpoint(tmp_path: Path) 
     with ema.applied():
         assert len(list(loader)) == 4
     assert not list(tmp_path.rglob("manifest.json"))
-    assert len(list(loader)) == 4
+    for _ in loader:
+        step(accelerator, model, optimizer)
     accelerator.wait_for_checkpoint()
     assert list(tmp_path.rglob("averages.safetensors"))
     before = averaged(ema)

@@ -220,6 +220,28 @@ def test_evaluation_saves_nothing(begin: Callable[..., Any], tmp_path: Path) -> 
     assert list((tmp_path / "fast").glob("checkpoint_*")) == before
 
 
+@pytest.mark.parametrize("is_kept", [False, True], ids=["pass", "iterator"])
+def test_an_evaluation_in_the_body_of_the_loop_saves_nothing(
+    begin: Callable[..., Any], tmp_path: Path, is_kept: bool
+) -> None:
+    accelerator, model, optimizer, loader = begin()
+    data: Any = torch.randn(40, 4)
+    evaluation = accelerator.prepare(DataLoader(data, batch_size=2))
+    batches = iter(evaluation)
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.set_grad_enabled(not is_kept):
+            if is_kept:
+                next(batches)
+            else:
+                list(evaluation)
+        accelerator.wait_for_checkpoint()
+        last = (optimizer.num_updates - 1) // 3 * 3  # saved before this batch
+        assert steps_of(tmp_path / "fast") == ([last] if last else [])
+
+
 def test_a_loader_that_another_thread_reads_saves_nothing_and_warns(
     begin: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -240,6 +262,10 @@ def test_a_loader_that_another_thread_reads_saves_nothing_and_warns(
     ("options", "message"),
     [
         ({"fast_every": 0}, "fast_every"),
+        ({"fast_every": 1.5}, "fast_every=1.5: it is not a whole number"),
+        ({"copies": True}, "copies=True: it is not a whole number"),
+        ({"fast_dir": ""}, "fast_dir='': it is empty"),
+        ({"fast_dir": 5}, "fast_dir=5: it is not a path"),
         ({"copies": -1}, "copies"),
         ({"copies": 1, "fast_dir": None}, "copies=1: there is no fast tier. Set fast_dir"),
         ({"durable_every": 2, "automatic_checkpoint_naming": False}, "durable checkpoints have no names"),
@@ -255,6 +281,27 @@ def test_more_copies_than_other_nodes_are_refused(begin: Callable[..., Any]) -> 
         ConfigurationError, match="copies=1: the run has 1 node, and a copy is on another node"
     ):
         begin(copies=1)
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_the_folder_of_durable_checkpoints_is_refused(
+    begin: Callable[..., Any], tmp_path: Path, is_link: bool
+) -> None:
+    (tmp_path / "project" / "checkpoints").mkdir(parents=True)
+    folder = tmp_path / "project" / "checkpoints"
+    if is_link:
+        folder = tmp_path / "link"
+        folder.symlink_to(tmp_path / "project" / "checkpoints")
+    with pytest.raises(ConfigurationError, match="it is the folder of durable checkpoints"):
+        begin(fast_dir=folder)
+
+
+def test_a_folder_with_durable_checkpoints_is_refused(begin: Callable[..., Any], tmp_path: Path) -> None:
+    accelerator, *_ = begin(numbered=False)
+    saved = accelerator.save_state(tmp_path / "mine" / "checkpoint_5")
+    with pytest.raises(CheckpointError, match="checkpoint_5 in it is a durable checkpoint"):
+        begin(numbered=False, fast_dir=tmp_path / "mine")
+    assert Path(saved, "manifest.json").is_file()
 
 
 def test_a_network_disk_is_refused(

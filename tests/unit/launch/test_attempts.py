@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from accelerate.launch import Failure, NewestCheckpoint
 from accelerate.launch.attempts import Attempts
 from accelerate.launch.failures import FOLDER_VARIABLE, RESTART_CODE, Exits
-from accelerate.monitoring import RecordWriter
+from accelerate.monitoring import RecordWriter, Window
 
 KILLED = Exits({0: 1, 1: -9})
 
@@ -92,6 +93,26 @@ def test_attempts_are_kept_until_a_process_opens_the_records(
     assert (second["number"], second["rank"], second["text"]) == (1, -1, "")
     assert second["began"] >= first["time"]  # type: ignore[operator]
     capfd.readouterr()
+
+
+def test_the_step_of_a_process_that_left_none_is_that_of_its_records(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    path = open_records(tmp_path)
+    attempts = Attempts(tmp_path)
+    writer = RecordWriter(path.parent, 0)
+    writer.write(Window(time=time.time() + 1, first=8, last=9, seconds=1.0, seconds_by={}))
+    writer.close()
+    attempts.end(Exits({0: -9}), 3)
+    assert line_of(capfd).startswith("rank 0 was ended by SIGKILL after step 9 or later. All processes")
+    attempts.begin()
+    monkeypatch.setattr(attempts, "_began", time.time() + 2)  # a later attempt without a step
+    attempts.end(Exits({0: -9, 1: -15}, attempt=1, asked=(1,), asked_at=30.0), 3)
+    assert line_of(capfd).startswith("rank 0 was ended by SIGKILL. All processes")
+    first, second = read_attempts(path)[1:]
+    assert (first["step"], first["failed"]) == (9, 0.0)
+    assert (second["step"], second["failed"]) == (-1, 30.0)
 
 
 def test_a_run_without_restarts_has_no_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
