@@ -181,10 +181,10 @@ class FastSaves(BatchObserver):
                 self._tier, generation, self._runtime.state.topology, self._shards_read
             )
 
-    def _shards_read(self, folder: Path) -> list[str]:
-        """Returns the names of the files of shards that this rank reads from a folder."""
+    def _shards_read(self, folder: Path, indices: dict[str, Any]) -> list[str]:
+        """Returns the names of the files of shards that this rank reads, and adds their indices to a dict."""
         read = checkpointing.manifest.read(folder, whole=True)
-        reader = checkpointing.CheckpointReader(folder, names=read.files, is_fast=True)
+        reader = checkpointing.CheckpointReader(folder, names=read.files, is_fast=True, indices=indices)
         try:
             return sorted(accelerator.checkpoint_items.shards_read(self._runtime, reader))
         except Exception as error:  # raised again when the files are read

@@ -138,6 +138,8 @@ class RunCheckpoints:
                 options,
                 names,
                 source.is_fast,
+                source.map_file,
+                source.indices,
                 confirm=source.confirm,
             )
             try:

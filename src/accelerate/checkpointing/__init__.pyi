@@ -61,10 +61,10 @@ from accelerate.checkpointing.local_shards import (
     PlainValue as PlainValue,
     Shape as Shape,
     Shard as Shard,
-    allocate_target as allocate_target,
     boxes_of_range as boxes_of_range,
     shards_of_range as shards_of_range,
     single_shard as single_shard,
+    target_of as target_of,
     to_local_shards as to_local_shards,
     to_tensor as to_tensor,
 )

@@ -12,6 +12,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -75,6 +76,7 @@ class CheckpointSource:
         is_last: bool = True,  # whether it is not read again if it was replaced
         verified: Sequence[str]
         | None = None,  # files that this rank verifies; None for its share of all files
+        indices: dict[str, Any] | None = None,  # of folders of shards, read before, by name
     ) -> None:
         self.folder = folder
         self.manifest: Manifest | None = None  # None for other software, or if it is damaged
@@ -84,6 +86,9 @@ class CheckpointSource:
         self._is_last = is_last
         self._verified = verified
         self._faults: list[Future[list[str]]] = []
+        # The files of the fast tier are in memory and never change: they are mapped once, verified and read.
+        self.indices = indices or {}
+        self.map_file = None if verified is None else cache(manifest.map_file)
         self._stamp = manifest.stamp(folder)
         self._is_gone = False
         if fault:
@@ -164,7 +169,15 @@ class CheckpointSource:
         expect(sum(read.files[name].size for name in names))
         pool = ThreadPoolExecutor(THREADS, "accelerate-verify", **for_threads())
         self._faults = [
-            pool.submit(manifest.problems, self.folder, read, [name], deep=True) for name in names
+            pool.submit(
+                manifest.problems,
+                self.folder,
+                read,
+                [name],
+                deep=True,
+                map_file=self.map_file or manifest.map_file,
+            )
+            for name in names
         ]
         pool.shutdown(wait=False)
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -24,6 +25,11 @@ if TYPE_CHECKING:  # they take half a second to import
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 """Offsets in the whole tensor, and sizes."""
+
+_LAYOUTS: WeakKeyDictionary[Any, dict[Any, tuple[list[Shape], bool]]] = WeakKeyDictionary()
+"""Offsets of the shards on this rank and whether a mesh has a rank, by the mesh and the layout of a DTensor.
+
+Many tensors have the same layout, and torch computes the offsets with tensors."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +49,11 @@ class LocalShards:
     shards: tuple[Shard, ...]
     owned: bool = True  # whether this rank saves them, which one of the ranks with the same shards does
 
-    def allocate(self, dtype: torch.dtype | None = None) -> LocalShards:
-        """Returns shards of the same boxes with uninitialized memory on the CPU."""
+    def without_memory(self, dtype: torch.dtype | None = None) -> LocalShards:
+        """Returns shards of the same boxes on the meta device, for which `shard_files.read` finds memory."""
         kind = self.dtype if dtype is None else dtype
         shards = tuple(
-            Shard(shard.offsets, torch.empty(shard.tensor.shape, dtype=kind, device="cpu"))
+            Shard(shard.offsets, torch.empty(shard.tensor.shape, dtype=kind, device="meta"))
             for shard in self.shards
         )
         return LocalShards(self.shape, kind, shards, self.owned)
@@ -122,29 +128,39 @@ def _local_tensor(value: DTensor) -> Tensor:
 
 def _of_distributed(value: DTensor, position: int, first: int) -> LocalShards:
     mesh, local = value.device_mesh, _local_tensor(value)
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    owned = bool((mesh.mesh == first).any()) and all(  # other meshes of the run have replicas
+    coordinate = tuple(mesh.get_coordinate() or [0] * mesh.ndim)
+    known = _LAYOUTS.setdefault(mesh, {})
+    layout = coordinate, value.placements, value.shape, first
+    if layout not in known:
+        chunks = value.__create_chunk_list__() if local.numel() else []  # type: ignore[no-untyped-call]
+        known[layout] = [tuple(chunk.offsets) for chunk in chunks], bool((mesh.mesh == first).any())
+    offsets, has_first = known[layout]
+    owned = has_first and all(  # other meshes of the run have replicas
         coordinate[dim] == position % mesh.size(dim)
         for dim, placement in enumerate(value.placements)
         if placement.is_replicate()
     )
-    chunks = value.__create_chunk_list__() if local.numel() else []  # type: ignore[no-untyped-call]
-    shards = tuple(Shard(tuple(chunk.offsets), local) for chunk in chunks)
-    return LocalShards(tuple(value.shape), value.dtype, shards, owned)
+    return LocalShards(tuple(value.shape), value.dtype, tuple(Shard(at, local) for at in offsets), owned)
 
 
-def to_tensor(value: Any, like: Any = None) -> Any:
-    """Returns the tensor of local shards, distributed as `like`, or any other value unchanged."""
+def to_tensor(value: Any, like: Any = None, *, copies: bool = False) -> Any:
+    """Returns the tensor of local shards, distributed as `like`, or any other value unchanged.
+
+    Args:
+        value: Local shards, or any other value.
+        like: Tensor with the layout of the result.
+        copies: Whether the result has memory of its own. Otherwise it may have that of the shards.
+    """
     if not isinstance(value, LocalShards):
         return value
     if not is_dtensor(like) or tuple(like.shape) != value.shape:
-        return value.shards[0].tensor
+        return value.shards[0].tensor.clone() if copies else value.shards[0].tensor
     local = _local_tensor(like)
     own = value.shards[0].tensor if value.shards else torch.empty(local.shape, dtype=value.dtype)
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        own.to(local.device),
+        own.to(local.device, copy=copies),
         like.device_mesh,
         like.placements,
         run_check=False,
@@ -153,17 +169,31 @@ def to_tensor(value: Any, like: Any = None) -> Any:
     )
 
 
-def allocate_target(stored: Tensor | None, live: Any = None) -> LocalShards | None:
-    """Returns CPU memory into which a stored tensor is read, or None for a value that is not a tensor.
+def copy_into(live: Any, value: Any) -> bool:
+    """Copies local shards into a tensor, and returns False if it has another shape, dtype or layout."""
+    own = to_local_shards(live, 0, 0)
+    if not isinstance(value, LocalShards) or not isinstance(own, LocalShards):
+        return False
+    pairs = list(zip(own.shards, value.shards, strict=False))
+    is_same = (own.shape, own.dtype, len(own.shards)) == (value.shape, value.dtype, len(value.shards))
+    if not is_same or any(target.offsets != read.offsets for target, read in pairs):
+        return False
+    for target, read in pairs:
+        target.tensor.copy_(read.tensor)
+    return True
 
-    Only the shards of this rank are allocated if the live tensor has the same shape as the stored one.
+
+def target_of(stored: Tensor | None, live: Any = None) -> LocalShards | None:
+    """Returns the shards of a stored tensor that this rank reads, or None for a value that is not a tensor.
+
+    They are on the meta device, and those of the live tensor if it has the same shape as the stored one.
     """
     if stored is None:
         return None
     local = to_local_shards(live, 0, 0)
     if isinstance(local, LocalShards) and local.shape == tuple(stored.shape):
-        return local.allocate(stored.dtype)
-    return single_shard(torch.empty_like(stored, device="cpu"))
+        return local.without_memory(stored.dtype)
+    return single_shard(stored)
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

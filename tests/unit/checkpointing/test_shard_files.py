@@ -59,9 +59,9 @@ def folder(tmp_path: Path, tensor: Tensor) -> Path:
 def test_any_number_of_ranks_reads_its_shards(folder: Path, tensor: Tensor, ranks: int) -> None:
     found = shard_index.read(folder, "model")
     for rank in range(ranks):
-        target = part(tensor, rank, ranks).allocate()
+        target = part(tensor, rank, ranks).without_memory()
         values = shard_files.read(
-            found, {WEIGHT: target, NAME: None, STEP: single_shard(torch.empty(()))}, {}
+            found, {WEIGHT: target, NAME: None, STEP: single_shard(torch.empty(()))}, {}, map_file
         )
         assert torch.equal(values[WEIGHT].shards[0].tensor, tensor.chunk(ranks)[rank])
         assert values[NAME] == "a"
@@ -110,9 +110,7 @@ def test_a_missing_shard_is_named(folder: Path, tensor: Tensor) -> None:
     (folder / "__1_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"^shards/__1_0\.distcp is missing$"):
         read_all(folder, tensor)
-    first = part(tensor, 0, 3).allocate()
     shard_files.read(shard_index.read(folder, "model"), {STEP: single_shard(torch.empty(()))}, {})
-    assert first.shards[0].tensor.shape == (4, 3)
 
 
 def test_a_shard_that_is_cut_off_is_named(folder: Path, tensor: Tensor) -> None:
