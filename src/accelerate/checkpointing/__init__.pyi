@@ -43,6 +43,7 @@ from accelerate.checkpointing.folder import (
     remove as remove,
 )
 from accelerate.checkpointing.generations import (
+    SHARDS as SHARDS,
     Generation as Generation,
     find_generations as find_generations,
     next_number as next_number,

@@ -36,7 +36,7 @@ SOURCE_OF_SEEDS = 0
 Origins: TypeAlias = dict[tuple[int, str], int]
 """Node that has sent a file, by the node that has received it and the name of the file."""
 ShardsReadFrom: TypeAlias = Callable[[Path, dict[str, Any]], Collection[str]]
-"""Function of a folder of shards and a dictionary, to which it adds the indices that it reads."""
+"""Function of a checkpoint and a dictionary, to which it adds the plans for the folders of shards."""
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,14 @@ def open_generation(
     held = [dict(sizes) for sizes in generation.held]
     origins: Origins = {}
     while True:
-        indices: dict[str, Any] = {}
-        read_from = partial(shards_read_from, folder, indices)
+        plans: dict[str, Any] = {}
+        shards_read = partial(shards_read_from, folder, plans)
         try:
-            verified = _collect(tier, replace(generation, held=held), folder, read_from, origins)
+            verified = _collect(tier, replace(generation, held=held), folder, shards_read, origins)
         except CheckpointError as error:
             yield CheckpointSource(folder, tier.consensus, topology, str(error))
             return
-        source = CheckpointSource(folder, tier.consensus, topology, verified=verified, indices=indices)
+        source = CheckpointSource(folder, tier.consensus, topology, verified=verified, plans=plans)
         yield source
         damaged = _remove_damaged(tier, folder, held)
         if not damaged:

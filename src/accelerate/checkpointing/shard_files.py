@@ -209,11 +209,13 @@ class _TargetPlanner(DefaultLoadPlanner):
         }
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._memory(index.fqn, tuple(index.offset or ()))
+
+    def _memory(self, *shard: Any) -> Tensor:
         """Returns the memory of a shard, which is allocated now if it is on the meta device."""
-        place = index.fqn, tuple(index.offset or ())
-        if self._tensors[place].is_meta:
-            self._tensors[place] = torch.empty_like(self._tensors[place], device="cpu")
-        return self._tensors[place]
+        if self._tensors[shard].is_meta:
+            self._tensors[shard] = torch.empty_like(self._tensors[shard], device="cpu")
+        return self._tensors[shard]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         key = read_item.dest_index.fqn
@@ -222,11 +224,10 @@ class _TargetPlanner(DefaultLoadPlanner):
 
     def take(self, item: ReadItem, stored: Tensor) -> None:
         """Copies a part of a stored tensor into a shard, or makes a shard without memory a view of it."""
-        place = item.dest_index.fqn, tuple(item.dest_index.offset or ())
-        part = _narrow(stored, item.storage_offsets, item.lengths)
-        own = self._tensors[place]
+        shard = item.dest_index.fqn, tuple(item.dest_index.offset or ())
+        part, own = _narrow(stored, item.storage_offsets, item.lengths), self._tensors[shard]
         if own.is_meta and (own.shape, own.dtype) == (part.shape, part.dtype):
-            self._tensors[place] = part
+            self._tensors[shard] = part
         else:
             _narrow(self.lookup_tensor(item.dest_index), item.dest_offsets, item.lengths).copy_(part)
 
@@ -234,8 +235,7 @@ class _TargetPlanner(DefaultLoadPlanner):
         """Returns the shards of a tensor that were read, or another value."""
         if (target := self.targets[key]) is None:
             return self._values[key]
-        indices = [MetadataIndex(key, shard.offsets) for shard in target.shards]
-        shards = tuple(Shard(tuple(index.offset or ()), self.lookup_tensor(index)) for index in indices)
+        shards = tuple(Shard(shard.offsets, self._memory(key, shard.offsets)) for shard in target.shards)
         return replace(target, shards=shards)
 
 
@@ -301,10 +301,13 @@ def _head_of(archive: bytes, tensor: Tensor) -> bytes:
     return archive[: values.header_offset + ZIP_HEADER.size + name + extra]
 
 
-def _items_by_file(index: ShardIndex, targets: Mapping[str, Any]) -> dict[str, list[ReadItem]]:
-    """Returns what is read from each file for targets by their DCP keys."""
+def items_by_file(
+    index: ShardIndex, targets: Mapping[KeyPath, LocalShards | None]
+) -> dict[str, list[ReadItem]]:
+    """Returns the items that `read` reads from each file."""
     by_file: dict[str, list[ReadItem]] = {}
-    for item in create_default_local_load_plan(dict(targets), index.metadata).items:
+    by_key = {index.paths[path]: target for path, target in targets.items()}
+    for item in create_default_local_load_plan(by_key, index.metadata).items:
         info = index.metadata.storage_data.get(item.storage_index)
         if info is None:
             name = item.storage_index.fqn
@@ -313,16 +316,12 @@ def _items_by_file(index: ShardIndex, targets: Mapping[str, Any]) -> dict[str, l
     return by_file
 
 
-def files_read(index: ShardIndex, targets: Mapping[KeyPath, LocalShards | None]) -> set[str]:
-    """Returns the names of the files that `read` reads."""
-    return set(_items_by_file(index, {index.paths[path]: target for path, target in targets.items()}))
-
-
 def read(
     index: ShardIndex,
     targets: Mapping[KeyPath, LocalShards | None],
     reading: Mapping[str, Any],
     map_file: MapFile | None = None,
+    items: Mapping[str, Sequence[ReadItem]] | None = None,
 ) -> dict[KeyPath, Any]:
     """Reads shards, and other values, whose target is None.
 
@@ -335,16 +334,17 @@ def read(
         reading: Arguments of `torch.load`.
         map_file: Returns the memory map of a file, of which shards on the meta device become views. None
             reads files into memory.
+        items: Result of `items_by_file`, if it was called before.
     """
     keys = {index.paths[path]: path for path in targets}
     planner = _TargetPlanner({key: targets[path] for key, path in keys.items()}, reading)
-    by_file = _items_by_file(index, planner.targets)
+    by_file = items_by_file(index, targets) if items is None else items
     index.check_files(keys, None if index.has_all_files else by_file)
-    for file, items in by_file.items():
+    for file, own in by_file.items():
         path = index.folder / file
         try:
             with path.open("rb") as opened:
-                _read_items(index, items, planner, opened if map_file is None else map_file(path))
+                _read_items(index, own, planner, opened if map_file is None else map_file(path))
         except AccelerateError:
             raise
         except READ_ERRORS as error:

@@ -197,12 +197,11 @@ class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
         self._depths: dict[int, tuple[int, Any]] = {}  # depths of tuples with tuples in them, by their ids
 
     def load(self) -> Any:
-        """Returns the object. Frames are in one buffer, so their boundaries are not needed."""
-        try:
-            while True:
-                self.dispatch[self.read(1)[0]](self)
-        except pickle._Stop as stop:
-            return stop.value
+        """Returns the object, and reads the content without a buffer for each frame."""
+        read, dispatch = self.read, self.dispatch
+        while (operation := read(1)[0]) != pickle.STOP[0]:
+            dispatch[operation](self)
+        return self.stack.pop()
 
     def load_frame(self) -> None:
         self.read(8)

@@ -78,28 +78,37 @@ def shards_read(part: Part, reader: CheckpointReader) -> set[str]:
     """Returns the names of the files of shards that a part reads, which need not be in the folder yet."""
     if not isinstance(part, ShardsOrFilePart) or not reader.has(f"{part.folder}/{shard_index.NAME}"):
         return set()
+    reader.plans[part.folder] = plan = _plan(part.folder, part.make_sharded(), reader)
+    return {f"{part.folder}/{name}" for name in plan.items}
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What this rank reads from a folder of shards."""
+
+    sharded: ShardedState
+    index: ShardIndex
+    targets: Mapping[KeyPath, LocalShards | None]
+    items: Mapping[str, Sequence[Any]]  # by file
+
+
+def _plan(folder: str, sharded: ShardedState, reader: CheckpointReader) -> ShardPlan:
     from accelerate.checkpointing import shard_files  # imports DCP, which takes most of a second
 
-    sharded = part.make_sharded()
-    index = _read_index(part.folder, sharded, reader)
-    return {f"{part.folder}/{name}" for name in shard_files.files_read(index, sharded.targets(index, reader))}
-
-
-def _read_index(folder: str, sharded: ShardedState, reader: CheckpointReader) -> ShardIndex:
-    if folder not in reader.indices:
-        trusted = reader.load_kwargs.get("weights_only") is False
-        index = shard_index.read(reader.folder / folder, sharded.root, trusted=trusted)
-        reader.indices[folder] = replace(index, has_all_files=not reader.is_fast)
-    return reader.indices[folder]  # type: ignore[no-any-return]
+    trusted = reader.load_kwargs.get("weights_only") is False
+    index = shard_index.read(reader.folder / folder, sharded.root, trusted=trusted)
+    index = replace(index, has_all_files=not reader.is_fast)
+    targets = sharded.targets(index, reader)
+    return ShardPlan(sharded, index, targets, shard_files.items_by_file(index, targets))
 
 
 def read_shards(folder: str, sharded: ShardedState, reader: CheckpointReader) -> Change:
     """Reads the shards that this rank needs, and returns the change of the object."""
     from accelerate.checkpointing import shard_files  # imports DCP, which takes most of a second
 
-    index = _read_index(folder, sharded, reader)
-    values = shard_files.read(index, sharded.targets(index, reader), reader.load_kwargs, reader.map_file)
-    return sharded.plan(values, reader)
+    plan: ShardPlan = reader.plans.get(folder) or _plan(folder, sharded, reader)
+    values = shard_files.read(plan.index, plan.targets, reader.load_kwargs, reader.map_file, plan.items)
+    return plan.sharded.plan(values, reader)
 
 
 @dataclass(frozen=True)

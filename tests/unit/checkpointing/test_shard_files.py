@@ -15,6 +15,7 @@ from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     LocalShards,
     Shard,
+    manifest,
     shard_files,
     shard_index,
     single_shard,
@@ -55,8 +56,11 @@ def folder(tmp_path: Path, tensor: Tensor) -> Path:
     return tmp_path / "shards"
 
 
+@pytest.mark.parametrize("map_file", [None, manifest.map_file], ids=["read", "mapped"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_any_number_of_ranks_reads_its_shards(folder: Path, tensor: Tensor, ranks: int) -> None:
+def test_any_number_of_ranks_reads_its_shards(
+    folder: Path, tensor: Tensor, ranks: int, map_file: manifest.MapFile | None
+) -> None:
     found = shard_index.read(folder, "model")
     for rank in range(ranks):
         target = part(tensor, rank, ranks).without_memory()
