@@ -121,14 +121,14 @@ def measure_rank(rank: int, port: int, folder: Path, answers: Any) -> None:
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     run = Run(folder / f"node_{rank}", fsdp_plugin=plugin)
     next(run.batches)
-    answers.put((rank, run.loading("the shards of each of two ranks under FSDP 2,")))
+    answers.put(run.loading("the shards of each of two ranks under FSDP 2,"))
     run.accelerator.end_training()
 
 
 def measure_two_nodes(folder: Path) -> Pair:
     answers = mp.get_context("spawn").SimpleQueue()
     mp.spawn(measure_rank, (free_port(), folder, answers), NODES)
-    return max((answers.get() for _ in range(NODES)), key=lambda answer: answer[1].figure)[1]
+    return max((answers.get() for _ in range(NODES)), key=lambda pair: pair.figure)
 
 
 def free_port() -> int:

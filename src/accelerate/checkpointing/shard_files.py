@@ -52,6 +52,8 @@ from accelerate.weights import memory_of, read_torch
 State = Mapping[KeyPath, Any]
 """Tensors, local shards of tensors, and other values by their paths."""
 
+SUFFIX = ".distcp"
+
 Report = list[list[Any]]
 """Path, box or None, and position in its file of each item that a rank has written, for JSON."""
 
@@ -79,18 +81,37 @@ def payload(folder: str, rank: int, state: State) -> Payload:
         rank: This rank.
         state: Values of live objects, in the same order on all ranks.
     """
-    owned: dict[str, Any] = {}
-    paths: dict[str, KeyPath] = {}
-    for position, (path, value) in enumerate(state.items()):
-        local = to_local_shards(value, position, rank)
-        if local.owned:
-            key = _key(path)
-            paths[key] = path
-            owned[key] = local.content if isinstance(local, PlainValue) else local
+    return _payload(folder, f"__{rank}_0{SUFFIX}", _owned(rank, state))
+
+
+def payloads(folder: str, rank: int, state: State) -> list[Payload]:
+    """Returns the files of one rank, one of them with the values that all ranks read."""
+    owned = _owned(rank, state)
+    shards = {path: local for path, local in owned.items() if _is_sharded(local)}
+    values = {path: local for path, local in owned.items() if path not in shards}
+    files = ((f"__{rank}_values_0{SUFFIX}", values), (f"__{rank}_0{SUFFIX}", shards))
+    return [_payload(folder, name, own) for name, own in files if own] or [payload(folder, rank, state)]
+
+
+def _owned(rank: int, state: State) -> dict[KeyPath, LocalShards | PlainValue]:
+    """Returns the values that a rank saves."""
+    local = {path: to_local_shards(value, index, rank) for index, (path, value) in enumerate(state.items())}
+    return {path: value for path, value in local.items() if value.owned}
+
+
+def _is_sharded(local: LocalShards | PlainValue) -> bool:
+    return isinstance(local, LocalShards) and [shard.tensor.shape for shard in local.shards] != [local.shape]
+
+
+def _payload(folder: str, name: str, values: Mapping[KeyPath, LocalShards | PlainValue]) -> Payload:
+    paths = {_key(path): path for path in values}
+    owned = {
+        _key(path): local.content if isinstance(local, PlainValue) else local
+        for path, local in values.items()
+    }
     plan = replace(create_default_local_save_plan(owned, is_coordinator=True), planner_data=paths)
     content = [_look_up(owned, item.index) for item in plan.items]
-    name = (PurePosixPath(folder) / f"__{rank}_0.distcp").as_posix()
-    return Payload(name, content, partial(write, plan, rank), finish)
+    return Payload((PurePosixPath(folder) / name).as_posix(), content, partial(write, plan), finish)
 
 
 def _key(path: Iterable[Any]) -> str:
@@ -128,17 +149,17 @@ class _Writer(FileSystemWriter):
         return StorageMeta()
 
 
-def write(plan: SavePlan, rank: int, content: list[Any], path: Path) -> Report:
+def write(plan: SavePlan, content: list[Any], path: Path) -> Report:
     """Writes the file of one rank, with shared memory once, and returns the report for the metadata."""
     by_index = {item.index: value for item, value in zip(plan.items, content, strict=True)}
     first: dict[Any, MetadataIndex] = {}
     stored_as = {index: first.setdefault(memory_of(value), index) for index, value in by_index.items()}
     items = [item for item in plan.items if stored_as[item.index] == item.index]
     writer = _Writer(path.parent)
-    plans = [SavePlan([])] * rank + [SavePlan(items)]  # the number of a plan names its file
-    plan_of_rank = writer.prepare_global_plan(plans)[rank]
+    (own,) = writer.prepare_global_plan([SavePlan(items)])
+    own = replace(own, storage_data=replace(own.storage_data, prefix=path.name.removesuffix(f"0{SUFFIX}")))
     try:
-        results = writer.write_data(plan_of_rank, _ContentPlanner(by_index)).wait()
+        results = writer.write_data(own, _ContentPlanner(by_index)).wait()
     except RuntimeError as error:  # torch raises it where the disk is full
         raise OSError(f"{path} could not be written: {error}") from error
     infos = {result.index: result.storage_data for result in results}
