@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -25,11 +25,6 @@ if TYPE_CHECKING:  # they take half a second to import
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 """Offsets in the whole tensor, and sizes."""
-
-_LAYOUTS: WeakKeyDictionary[Any, dict[Any, tuple[list[Shape], bool]]] = WeakKeyDictionary()
-"""Offsets of the shards on this rank and whether a mesh has a rank, by the mesh and the layout of a DTensor.
-
-Many tensors have the same layout, and torch computes the offsets with tensors."""
 
 
 @dataclass(frozen=True)
@@ -130,18 +125,32 @@ def _local_tensor(value: DTensor) -> Tensor:
 def _of_distributed(value: DTensor, position: int, first: int) -> LocalShards:
     mesh, local = value.device_mesh, _local_tensor(value)
     coordinate = tuple(mesh.get_coordinate() or [0] * mesh.ndim)
-    known = _LAYOUTS.setdefault(mesh, {})
-    layout = coordinate, value.placements, value.shape, first
-    if layout not in known:
-        chunks = value.__create_chunk_list__() if local.numel() else []  # type: ignore[no-untyped-call]
-        known[layout] = [tuple(chunk.offsets) for chunk in chunks], bool((mesh.mesh == first).any())
-    offsets, has_first = known[layout]
-    owned = has_first and all(  # other meshes of the run have replicas
+    offsets = _offsets(mesh, coordinate, value.placements, value.shape, local.shape)
+    owned = _has_rank(mesh, first) and all(  # other meshes of the run have replicas
         coordinate[dim] == position % mesh.size(dim)
         for dim, placement in enumerate(value.placements)
         if placement.is_replicate()
     )
     return LocalShards(tuple(value.shape), value.dtype, tuple(Shard(at, local) for at in offsets), owned)
+
+
+@lru_cache(maxsize=1024)  # many tensors have the same layout, and torch computes the offsets with tensors
+def _offsets(
+    mesh: Any, coordinate: Shape, placements: Any, shape: torch.Size, local_shape: torch.Size
+) -> list[Shape]:
+    """Returns the offsets of the shards at a coordinate, which is that of this rank."""
+    from torch.distributed.tensor import DTensor
+
+    local, whole = (torch.empty(sizes, device="meta") for sizes in (local_shape, shape))
+    stride = whole.stride()
+    like = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    chunks = like.__create_chunk_list__() if local.numel() else []  # type: ignore[no-untyped-call]
+    return [tuple(chunk.offsets) for chunk in chunks]
+
+
+@lru_cache(maxsize=1024)
+def _has_rank(mesh: Any, rank: int) -> bool:
+    return bool((mesh.mesh == rank).any())
 
 
 def to_tensor(value: Any, like: Any = None, *, copies: bool = False) -> Any:

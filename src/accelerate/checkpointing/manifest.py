@@ -35,7 +35,7 @@ CLOCK_TICK_NS = 2 * 10**9  # the coarsest clock of a file system
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Returns the memory map of a file that is not empty. Changes are not written to the file."""
+    """Returns the memory map of a file that is not empty, to which changes are not written."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 

@@ -84,7 +84,7 @@ def shards_read(part: Part, reader: CheckpointReader) -> set[str]:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What this rank reads from a folder of shards."""
+    """Items that this rank reads from a folder of shards, and the object that loads them."""
 
     sharded: ShardedState
     index: ShardIndex
