@@ -37,7 +37,7 @@ from accelerate.base import (
 )
 from accelerate.checkpointing import compatibility
 from accelerate.checkpointing.changes import Change, Stage, no_change
-from accelerate.checkpointing.manifest import checksum_of
+from accelerate.checkpointing.manifest import MapFile, checksum_of
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
 from accelerate.nested import honor_mapping, honor_type, recursively_apply
@@ -71,6 +71,8 @@ class CheckpointReader:
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load_state_dict` of models
     names: Collection[str] | None = None  # files of its manifest; None for a checkpoint without one
     is_fast: bool = False  # whether it is in the fast tier, with the files that the ranks of this node read
+    map_file: MapFile | None = None  # returns the memory map of a file of the fast tier
+    plans: dict[str, Any] = field(default_factory=dict)  # `ShardPlan` of each folder, from `shards_read`
     requested: set[str] = field(default_factory=set)  # names that parts have looked for
     confirm: Callable[[], None] = lambda: None  # raises if another save has replaced the folder
 
