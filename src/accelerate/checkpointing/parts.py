@@ -241,12 +241,51 @@ class OptimizerPart:
             getattr(self.owner, "check_state", partial(compatibility.check_optimizer, self.owner))(state)
 
         def apply() -> None:
+            own = state
+            if isinstance(self.owner, torch.optim.Optimizer):  # not one whose states have another layout
+                own = _in_live_tensors(self.owner, state, is_mapped=reader.is_fast)
             with reader.error_context(self.name, kind):
-                self.owner.load_state_dict(state)
+                self.owner.load_state_dict(own)
 
         needs_all_ranks = getattr(self.owner, "needs_all_ranks", False)
         stage = Stage.COLLECTIVE if needs_all_ranks else Stage.LOCAL
         return Change(apply, f"{kind} ({self.name})", stage)
+
+
+@torch.no_grad()
+def _in_live_tensors(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is_mapped: bool
+) -> Mapping[str, Any]:
+    """Returns a state dict whose values are copied to the tensors that the optimizer has.
+
+    Other tensors are new ones, or those of the state dict, which may not be kept if they are views of a file.
+    """
+    plain = compatibility.find_plain_optimizer(optimizer)
+    if plain is None:
+        return state
+    numbers = (number for group in state[compatibility.GROUPS] for number in group[compatibility.PARAMETERS])
+    parameters = (parameter for group in plain.param_groups for parameter in group["params"])
+    by_number = dict(zip(numbers, parameters, strict=True))
+
+    def fill(number: Any, values: Any) -> Any:
+        parameter = by_number.get(number)
+        if parameter is None or not isinstance(values, Mapping):
+            return values
+        live = plain.state.get(parameter) or {}
+        copies = is_mapped and parameter.is_cpu
+        return {key: _in_live_tensor(live.get(key), value, copies) for key, value in values.items()}
+
+    states = {number: fill(number, values) for number, values in state[compatibility.STATE].items()}
+    return {**state, compatibility.STATE: states}
+
+
+def _in_live_tensor(live: Any, value: Any, copies: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    is_same = type(live) is Tensor and (live.shape, live.dtype) == (value.shape, value.dtype)
+    if is_same and live.layout == value.layout == torch.strided:
+        return live.copy_(value)
+    return value.clone() if copies else value
 
 
 def _write_custom(content: Any, path: Path) -> None:
