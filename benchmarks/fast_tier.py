@@ -6,24 +6,29 @@ counted. The state is that of one rank, because a rank copies only what it write
 
 from __future__ import annotations
 
+import os
 import shutil
+import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.multiprocessing as mp
+from torch import nn
 from torch.utils.data import DataLoader
 
-from accelerate import Accelerator
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.nested import iterate_tensors
+from accelerate.ops import is_dtensor
 from accelerate.utils import ProjectConfiguration
 from pairing import Pair, report
 
-ROUNDS = 9
+ROUNDS, NODES = 9, 2
 MATRICES, SIDE = 120, 1024  # 4 MiB each, three times: weights and two moments of Adam
 BLOCKED_BUDGET, RESTORE_BUDGET, RESTORE_SECONDS = 1.3, 1.5, 0.3
 
@@ -53,53 +58,92 @@ def compare(
     return Pair(name, *best, statistics.median((own - fixed) / raw for raw, own in pairs), budget)
 
 
+class Run:
+    """Run with a recent checkpoint, and the state of this rank."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        project = ProjectConfiguration(fast_dir=str(folder), fast_every=1)
+        self.accelerator = Accelerator(cpu=True, project_config=project, **options)
+        layers = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(MATRICES)))
+        data = DataLoader(torch.zeros(10**6, 1), batch_size=1)  # type: ignore[arg-type]
+        model = self.accelerator.prepare(layers)
+        self.optimizer, loader = self.accelerator.prepare(torch.optim.Adam(model.parameters()), data)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.batches = iter(loader)
+        next(self.batches)
+        self.optimizer.step()
+        tensors = iterate_tensors([model.state_dict(), self.optimizer.state_dict()])
+        self.state = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
+        self.copies = [torch.empty_like(tensor) for tensor in self.state]
+        self.size = f"{sum(tensor.nbytes for tensor in self.state) / 1e6:.0f} MB"
+
+    def copy(self) -> None:
+        for target, source in zip(self.copies, self.state, strict=True):
+            target.copy_(source)
+
+    def step(self) -> None:
+        """Takes a step that is not timed."""
+        self.accelerator.wait_for_checkpoint()
+        self.optimizer.num_updates += 1
+
+    def loading(self, name: str) -> Pair:
+        """Measures how long loading takes, which all ranks begin together."""
+
+        def begin() -> None:
+            self.accelerator.wait_for_checkpoint()
+            self.accelerator.wait_for_everyone()
+
+        begin()
+        work = f"loading {name} of {self.size}, less {RESTORE_SECONDS} s, over a copy in memory"
+        return compare(work, self.copy, self.accelerator.load_state, begin, RESTORE_BUDGET, RESTORE_SECONDS)
+
+
+def measure_one_process(folder: Path) -> list[Pair]:
+    run = Run(folder)
+    blocked = compare(
+        f"training blocked by a recent checkpoint of {run.size}, over a copy in memory",
+        run.copy,
+        lambda: next(run.batches),  # saves before it reads on
+        run.step,
+        BLOCKED_BUDGET,
+    )
+    pairs = [blocked, run.loading("it")]
+    run.accelerator.end_training()
+    return pairs
+
+
+def measure_rank(rank: int, port: int, folder: Path, answers: Any) -> None:
+    """Measures loading shards on one of two nodes with one rank each."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(NODES))
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
+    torch.set_num_threads(1)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    run = Run(folder / f"node_{rank}", fsdp_plugin=plugin)
+    next(run.batches)
+    answers.put(run.loading("the shards of each of two ranks under FSDP 2,"))
+    run.accelerator.end_training()
+
+
+def measure_two_nodes(folder: Path) -> Pair:
+    answers = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(measure_rank, (free_port(), folder, answers), NODES)
+    return max((answers.get() for _ in range(NODES)), key=lambda pair: pair.figure)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def main() -> int:
+    sys.path.insert(0, str(Path(__file__).parent))
     # /dev/shm is memory; other systems have no folder of this kind, and measure a local disk.
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     try:
-        accelerator = Accelerator(
-            cpu=True, project_config=ProjectConfiguration(fast_dir=str(folder), fast_every=1)
-        )
-        layers = nn.ModuleList(nn.Linear(SIDE, SIDE, bias=False) for _ in range(MATRICES))
-        data = DataLoader(torch.zeros(10**6, 1), batch_size=1)  # type: ignore[arg-type]
-        model, optimizer, loader = accelerator.prepare(layers, torch.optim.Adam(layers.parameters()), data)
-        for parameter in model.parameters():
-            parameter.grad = torch.randn_like(parameter)
-        batches = iter(loader)
-        next(batches)
-        optimizer.step()
-        state: list[Tensor] = [*iterate_tensors([model.state_dict(), optimizer.state_dict()])]
-        copies = [torch.empty_like(tensor) for tensor in state]
-
-        def copy() -> None:
-            for target, source in zip(copies, state, strict=True):
-                target.copy_(source)
-
-        def step() -> None:
-            """Takes a step that is not timed."""
-            accelerator.wait_for_checkpoint()
-            optimizer.num_updates += 1
-
-        size = sum(tensor.nbytes for tensor in state) / 1e6
-        pairs = [
-            compare(
-                f"training blocked by a recent checkpoint of {size:.0f} MB, over a copy in memory",
-                copy,
-                lambda: next(batches),  # saves before it reads on
-                step,
-                BLOCKED_BUDGET,
-            ),
-            compare(
-                f"loading it, less {RESTORE_SECONDS} s, over a copy in memory",
-                copy,
-                accelerator.load_state,
-                accelerator.wait_for_checkpoint,
-                RESTORE_BUDGET,
-                RESTORE_SECONDS,
-            ),
-        ]
-        accelerator.end_training()
+        pairs = [measure_two_nodes(folder / "two"), *measure_one_process(folder / "one")]
         return report(pairs, "Recent checkpoints in memory.")
     finally:
         shutil.rmtree(folder)

@@ -73,7 +73,7 @@ class AverageShards:
         stored = {str(path[1]): index.stored(path) for path in index.paths}
         names = _saved_names(self.average, stored, index.folder)
         shards = self.average.shards()
-        return {(ROOT, names[name]): shards[name].allocate() for name in names if name in shards}
+        return {(ROOT, names[name]): shards[name].without_memory() for name in names if name in shards}
 
     def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
         return Change(partial(self._load, values), f"average of {type(self.average.model).__name__}")

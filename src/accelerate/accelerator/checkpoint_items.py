@@ -123,11 +123,14 @@ def _take_shards(runtime: Runtime, staging: Staging) -> list[Payload]:
     optimizers = [
         strategy.optimizer_shards(optimizer, prepared.models).state() for optimizer in prepared.optimizers
     ]
-    return [
-        shard_files.payload(checkpointing.folder_of(root, index), rank, state)
+    files = [
+        (checkpointing.folder_of(root, index), rank, state)
         for root, states in ((checkpointing.MODEL, models), (checkpointing.OPTIMIZER, optimizers))
         for index, state in enumerate(states)
     ]
+    if staging.request.is_generation:  # nodes hold the files of some ranks
+        return [payload for own in files for payload in shard_files.payloads(*own)]
+    return [shard_files.payload(*own) for own in files]
 
 
 def _call_hooks(runtime: Runtime, weights: list[dict[str, Any]], staging: Staging) -> None:

@@ -263,8 +263,10 @@ class Accelerator(ProcessControl):
         with strategy.preparing(bundle):
             bundle.replace(kind.LOADER, self.prepare_data_loader)
             bundle.replace(kind.MODEL, self.prepare_model)
-            options = {} if whole_matrices is None else {"whole_matrices": whole_matrices}
-            bundle.replace(kind.OPTIMIZER, partial(self.prepare_optimizer, **options))
+            prepare_optimizer: Any = self.prepare_optimizer  # clients replace it by one without the option
+            if whole_matrices is not None:
+                prepare_optimizer = partial(prepare_optimizer, whole_matrices=whole_matrices)
+            bundle.replace(kind.OPTIMIZER, prepare_optimizer)
             bundle.replace(kind.SCHEDULER, lambda scheduler, _: self.prepare_scheduler(scheduler))
         strategy.plan_matrices()
         if bundle.models:

@@ -12,6 +12,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,12 +164,13 @@ class FastSaves(BatchObserver):
     # Loading
 
     def candidates(
-        self, durable: Iterator[checkpointing.CheckpointSource]
+        self, durable: Iterator[checkpointing.CheckpointSource], reader: checkpointing.CheckpointReader
     ) -> Iterator[checkpointing.CheckpointSource]:
         """Yields the generations and durable checkpoints, the newest first.
 
         Args:
             durable: Sources of the durable checkpoints.
+            reader: Reader with the options of the load.
         """
         self.wait()
         generations, num_durable = checkpointing.find_generations(self._tier), self._count_durable()
@@ -175,9 +178,9 @@ class FastSaves(BatchObserver):
             common = self._runtime.recovery.held_by_all([generation.state for generation in generations])
             generations = [generation for generation in generations if generation.state in common]
         recent = [generation for generation in generations if generation.next_durable >= num_durable]
-        yield from self._open(recent)
+        yield from self._open(recent, reader)
         yield from durable
-        yield from self._open([generation for generation in generations if generation not in recent])
+        yield from self._open([generation for generation in generations if generation not in recent], reader)
 
     def _count_durable(self) -> int:
         """Returns a number above those of all durable checkpoints."""
@@ -186,22 +189,25 @@ class FastSaves(BatchObserver):
         return int(tier.consensus.decide("accelerator.load_state", own, max, tier.timeout))
 
     def _open(
-        self, generations: Sequence[checkpointing.Generation]
+        self, generations: Sequence[checkpointing.Generation], reader: checkpointing.CheckpointReader
     ) -> Iterator[checkpointing.CheckpointSource]:
         for generation in generations:
             yield from checkpointing.open_generation(
-                self._tier, generation, self._runtime.state.topology, self._shards_read
+                self._tier, generation, self._runtime.state.topology, partial(self._shards_read, reader)
             )
 
-    def _shards_read(self, folder: Path) -> list[str]:
-        """Returns the names of the files of shards that this rank reads from a folder."""
-        read = checkpointing.manifest.read(folder, whole=True)
-        reader = checkpointing.CheckpointReader(folder, names=read.files, is_fast=True)
+    def _shards_read(
+        self, options: checkpointing.CheckpointReader, folder: Path, plans: dict[str, Any]
+    ) -> list[str]:
+        """Returns the names of the files of shards that this rank reads, and adds the plans to a dict."""
+        names = checkpointing.manifest.read(folder, whole=True).files
+        own = {} if self._runtime.checkpoints.load_hooks else plans  # a hook may change the models
+        reader = replace(options, folder=folder, names=names, is_fast=True, plans=own)
         try:
             return sorted(accelerator.checkpoint_items.shards_read(self._runtime, reader))
         except Exception as error:  # raised again when the files are read
             logger.debug(f"{folder}: {describe(error)}")
-            return []
+            return [name for name in names if name.endswith(checkpointing.SHARDS)]
 
     def go_on_after(self, updates: int) -> None:
         """Counts steps from a checkpoint that was loaded."""

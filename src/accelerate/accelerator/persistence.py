@@ -125,23 +125,15 @@ class RunCheckpoints:
         runtime, began = self._runtime, time.perf_counter()
         checkpointing.loading.check_policy(world_size_policy)
         runtime.checkpoints.background.wait()
-        options = dict(load_model_func_kwargs)
-        device = checkpointing.read_device(options.pop("map_location", None))
+        model_kwargs = dict(load_model_func_kwargs)
+        device = checkpointing.read_device(model_kwargs.pop("map_location", None))
+        options = checkpointing.CheckpointReader(Path(), device, dict(load_kwargs or {}), model_kwargs)
         skipped: list[tuple[checkpointing.CheckpointSource, CheckpointError]] = []
         cause: CheckpointError | None = None
-        for source in self._candidates(input_dir):
-            names = None if source.manifest is None else source.manifest.files
-            load = checkpointing.CheckpointReader(
-                source.folder,
-                device,
-                dict(load_kwargs or {}),
-                options,
-                names,
-                source.is_fast,
-                confirm=source.confirm,
-            )
+        for source in self._candidates(input_dir, options):
+            reader = source.reader(options)
             try:
-                changes, progress = self._read(source, load, world_size_policy)
+                changes, progress = self._read(source, reader, world_size_policy)
             except checkpointing.loading.WorldSizeError:
                 raise
             except CheckpointError as error:
@@ -250,7 +242,9 @@ class RunCheckpoints:
             },
         )
 
-    def _candidates(self, input_dir: Folder | None) -> Iterator[checkpointing.CheckpointSource]:
+    def _candidates(
+        self, input_dir: Folder | None, reader: checkpointing.CheckpointReader
+    ) -> Iterator[checkpointing.CheckpointSource]:
         runtime, project = self._runtime, self._runtime.request.project
         session = runtime.checkpoints
         run = session.consensus, runtime.state.topology, session.timeout
@@ -261,7 +255,7 @@ class RunCheckpoints:
             durable = checkpointing.loading.open_newest(_numbered_folder(project), *run)
         elif self._fast is None:
             raise _no_folder("load_state", "load from", "input_dir")
-        return durable if self._fast is None else self._fast.candidates(durable)
+        return durable if self._fast is None else self._fast.candidates(durable, reader)
 
     def _read(
         self, source: checkpointing.CheckpointSource, options: checkpointing.CheckpointReader, policy: str

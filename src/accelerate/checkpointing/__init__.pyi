@@ -43,6 +43,7 @@ from accelerate.checkpointing.folder import (
     remove as remove,
 )
 from accelerate.checkpointing.generations import (
+    SHARDS as SHARDS,
     Generation as Generation,
     find_generations as find_generations,
     next_number as next_number,
@@ -62,10 +63,10 @@ from accelerate.checkpointing.local_shards import (
     PlainValue as PlainValue,
     Shape as Shape,
     Shard as Shard,
-    allocate_target as allocate_target,
     boxes_of_range as boxes_of_range,
     shards_of_range as shards_of_range,
     single_shard as single_shard,
+    target_of as target_of,
     to_local_shards as to_local_shards,
     to_tensor as to_tensor,
 )

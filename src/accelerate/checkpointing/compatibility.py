@@ -119,7 +119,7 @@ def check_optimizer(owner: Any, state: Any) -> None:
     optimizer with its own code to load a state is not verified.
     """
     check_form(state)
-    optimizer = _find_plain_optimizer(owner)
+    optimizer = find_plain_optimizer(owner)
     if optimizer is None or any(is_lazy(parameter) for parameter in _parameters(optimizer)):
         return
     trial = _copy_without_values(optimizer)
@@ -137,7 +137,7 @@ def check_optimizer(owner: Any, state: Any) -> None:
         )
 
 
-def _find_plain_optimizer(owner: Any) -> torch.optim.Optimizer | None:
+def find_plain_optimizer(owner: Any) -> torch.optim.Optimizer | None:
     """Returns the optimizer in wrappers of this package, or None if it has its own code to load a state."""
     while type(owner).__module__.startswith("accelerate."):
         owner = vars(owner).get("optimizer")

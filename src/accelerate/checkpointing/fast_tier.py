@@ -249,7 +249,7 @@ class GenerationSaver(Saver):
             Payload(
                 payload.name,
                 (folder / payload.name).open("rb"),
-                partial(_copy_file, self._reports.get(str(Path(payload.name).parent))),
+                partial(_copy_file, self._reports.get(payload.name)),
                 payload.finish,
             )
             for payload in self._payloads

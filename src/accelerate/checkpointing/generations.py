@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -34,6 +35,8 @@ SOURCE_OF_SEEDS = 0
 
 Origins: TypeAlias = dict[tuple[int, str], int]
 """Node that has sent a file, by the node that has received it and the name of the file."""
+ShardsReadFrom: TypeAlias = Callable[[Path, dict[str, Any]], Collection[str]]
+"""Function of a checkpoint and a dictionary, to which it adds the plans for the folders of shards."""
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,7 @@ def open_generation(
     tier: FastTier,
     generation: Generation,
     topology: Topology,
-    shards_read_from: Callable[[Path], Collection[str]],
+    shards_read_from: ShardsReadFrom,
 ) -> Iterator[CheckpointSource]:
     """Yields a generation when all nodes have the files that they read, and again if some were damaged.
 
@@ -174,21 +177,20 @@ def open_generation(
         tier: The fast tier.
         generation: The generation.
         topology: Topology of this rank.
-        shards_read_from: Returns the names of the files of shards that this rank reads from a folder.
+        shards_read_from: Returns the names of the files of shards that this rank reads.
     """
     folder = tier.nodes.folder / retention.name_of(generation.number)
     held = [dict(sizes) for sizes in generation.held]
     origins: Origins = {}
     while True:
-        if fault := _collect(tier, replace(generation, held=held), folder, shards_read_from, origins):
-            yield CheckpointSource(folder, tier.consensus, topology, fault)
+        plans: dict[str, Any] = {}
+        shards_read = partial(shards_read_from, folder, plans)
+        try:
+            verified = _collect(tier, replace(generation, held=held), folder, shards_read, origins)
+        except CheckpointError as error:
+            yield CheckpointSource(folder, tier.consensus, topology, str(error))
             return
-        source = CheckpointSource(
-            folder,
-            tier.consensus,
-            topology,
-            verified=_share(tier.nodes, sorted(held[tier.nodes.own].keys() - {manifest.NAME})),
-        )
+        source = CheckpointSource(folder, tier.consensus, topology, verified=verified, plans=plans)
         yield source
         damaged = _remove_damaged(tier, folder, held)
         if not damaged:
@@ -204,21 +206,25 @@ def _collect(
     tier: FastTier,
     generation: Generation,
     folder: Path,
-    shards_read_from: Callable[[Path], Collection[str]],
+    shards_read: Callable[[], Collection[str]],
     origins: Origins,
-) -> str:
-    """Sends each node the files that its ranks read, and returns why this is not possible, or ""."""
+) -> list[str]:
+    """Sends each node the files that its ranks read, and returns those of them that this rank verifies.
+
+    Raises:
+        CheckpointError: A node lacks a file that its ranks read.
+    """
     if generation.missing:
-        return f"no node that is left holds {', '.join(generation.missing)}"
-    nodes = range(len(generation.held))
-    common = [_common_names(tier.nodes, generation, node) for node in nodes]
-    if fault := _fetch(tier, generation, folder, common, origins):
-        return fault
-    if all(sizes.keys() >= set(generation.names) for sizes in generation.held):
-        return ""
-    names = tier.consensus.decide(CALL, sorted(shards_read_from(folder)), list, tier.timeout)
-    needed = [sorted({name for rank in ranks for name in names[rank]}) for ranks in tier.nodes.ranks]
-    return _fetch(tier, generation, folder, needed, origins)
+        raise CheckpointError(f"no node that is left holds {', '.join(generation.missing)}")
+    nodes, own = tier.nodes, tier.nodes.own
+    common = [_common_names(nodes, generation, node) for node in range(len(generation.held))]
+    _fetch(tier, generation, folder, common, origins)
+    shards = tier.consensus.decide(CALL, sorted(shards_read()), list, tier.timeout)
+    needed = [sorted({name for rank in ranks for name in shards[rank]}) for ranks in nodes.ranks]
+    _fetch(tier, generation, folder, needed, origins)
+    first = {name: rank for rank in reversed(nodes.ranks[own]) for name in shards[rank]}
+    own_shards = [name for name, rank in first.items() if rank == nodes.rank]
+    return [*_share(nodes, [name for name in common[own] if name != manifest.NAME]), *own_shards]
 
 
 def _common_names(nodes: Nodes, generation: Generation, node: int) -> list[str]:
@@ -234,8 +240,8 @@ def _fetch(
     folder: Path,
     needed: Sequence[Sequence[str]],
     origins: Origins,
-) -> str:
-    """Sends each node the files that it needs and does not hold, and returns why this failed, or ""."""
+) -> None:
+    """Sends each node the files that it needs and does not hold."""
     nodes, transfers = tier.nodes, []
     for node, names in enumerate(needed):
         lacking = [name for name in names if name not in generation.held[node]]
@@ -247,14 +253,13 @@ def _fetch(
             transfers.append((node, Transfer(name, generation.held[holder][name], source, target)))
             origins[node, name] = holder
     if not transfers:
-        return ""
+        return
     files = [transfer for _, transfer in transfers]
     failures = exchange(files, tier.group, folder, folder, tier.consensus, CALL)
     if any(failures):
-        return "; ".join(dict.fromkeys(filter(None, failures)))
+        raise CheckpointError("; ".join(dict.fromkeys(filter(None, failures))))
     for node, transfer in transfers:
         generation.held[node][transfer.name] = transfer.size
-    return ""
 
 
 def _share(nodes: Nodes, names: Sequence[str]) -> list[str]:

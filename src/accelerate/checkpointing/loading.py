@@ -11,7 +11,8 @@ import re
 import socket
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -76,6 +77,7 @@ class CheckpointSource:
         is_last: bool = True,  # whether it is not read again if it was replaced
         verified: Sequence[str]
         | None = None,  # files that this rank verifies; None for its share of all files
+        plans: dict[str, Any] | None = None,  # of folders of shards, by name, as in `CheckpointReader`
     ) -> None:
         self.folder = folder
         self.manifest: Manifest | None = None  # None for other software, or if it is damaged
@@ -85,6 +87,9 @@ class CheckpointSource:
         self._is_last = is_last
         self._verified = verified
         self._faults: list[Future[list[str]]] = []
+        # The files of the fast tier are in memory and never change: they are mapped once, verified and read.
+        self._plans = plans or {}
+        self._map_file = None if verified is None else cache(manifest.map_file)
         self._stamp = manifest.stamp(folder)
         self._is_gone = False
         if fault:
@@ -114,6 +119,19 @@ class CheckpointSource:
     @property
     def is_readable(self) -> bool:
         return not self._fault
+
+    def reader(self, options: CheckpointReader) -> CheckpointReader:
+        """Returns a reader of this checkpoint with the options of another one."""
+        return replace(
+            options,
+            folder=self.folder,
+            names=None if self.manifest is None else self.manifest.files,
+            is_fast=self.is_fast,
+            map_file=self._map_file,
+            plans=self._plans,
+            requested=set(),
+            confirm=self.confirm,
+        )
 
     def confirm(self) -> None:
         """Raises if another save has replaced the checkpoint since it was opened."""
@@ -165,7 +183,15 @@ class CheckpointSource:
         expect(sum(read.files[name].size for name in names))
         pool = ThreadPoolExecutor(THREADS, "accelerate-verify", **for_threads())
         self._faults = [
-            pool.submit(manifest.problems, self.folder, read, [name], deep=True) for name in names
+            pool.submit(
+                manifest.problems,
+                self.folder,
+                read,
+                [name],
+                deep=True,
+                map_file=self._map_file or manifest.map_file,
+            )
+            for name in names
         ]
         pool.shutdown(wait=False)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,12 +43,13 @@ class LocalShards:
     dtype: torch.dtype
     shards: tuple[Shard, ...]
     owned: bool = True  # whether this rank saves them, which one of the ranks with the same shards does
+    is_private: bool = False  # whether other ranks do not read them
 
-    def allocate(self, dtype: torch.dtype | None = None) -> LocalShards:
-        """Returns shards of the same boxes with uninitialized memory on the CPU."""
+    def without_memory(self, dtype: torch.dtype | None = None) -> LocalShards:
+        """Returns shards of the same boxes on the meta device, for which `shard_files.read` finds memory."""
         kind = self.dtype if dtype is None else dtype
         shards = tuple(
-            Shard(shard.offsets, torch.empty(shard.tensor.shape, dtype=kind, device="cpu"))
+            Shard(shard.offsets, torch.empty(shard.tensor.shape, dtype=kind, device="meta"))
             for shard in self.shards
         )
         return LocalShards(self.shape, kind, shards, self.owned)
@@ -77,6 +79,7 @@ class PlainValue:
 
     content: Any
     owned: bool = True
+    is_private: bool = False
 
 
 def write_item(
@@ -117,34 +120,59 @@ def single_shard(tensor: Tensor, owned: bool = True) -> LocalShards:
 
 
 def _local_tensor(value: DTensor) -> Tensor:
-    return value.detach().to_local()  # type: ignore[no-any-return, attr-defined]
+    with torch.no_grad():  # without an autograd function, which takes most of the time
+        return value.to_local().detach()
 
 
 def _of_distributed(value: DTensor, position: int, first: int) -> LocalShards:
     mesh, local = value.device_mesh, _local_tensor(value)
-    coordinate = mesh.get_coordinate() or [0] * mesh.ndim
-    owned = bool((mesh.mesh == first).any()) and all(  # other meshes of the run have replicas
+    coordinate = tuple(mesh.get_coordinate() or [0] * mesh.ndim)
+    offsets = _offsets(mesh, coordinate, value.placements, value.shape, local.shape)
+    owned = _has_rank(mesh, first) and all(  # other meshes of the run have replicas
         coordinate[dim] == position % mesh.size(dim)
         for dim, placement in enumerate(value.placements)
         if placement.is_replicate()
     )
-    chunks = value.__create_chunk_list__() if local.numel() else []  # type: ignore[no-untyped-call]
-    shards = tuple(Shard(tuple(chunk.offsets), local) for chunk in chunks)
-    return LocalShards(tuple(value.shape), value.dtype, shards, owned)
+    return LocalShards(tuple(value.shape), value.dtype, tuple(Shard(at, local) for at in offsets), owned)
 
 
-def to_tensor(value: Any, like: Any = None) -> Any:
-    """Returns the tensor of local shards, distributed as `like`, or any other value unchanged."""
+@lru_cache(maxsize=1024)  # many tensors have the same layout, and torch computes the offsets with tensors
+def _offsets(
+    mesh: Any, coordinate: Shape, placements: Any, shape: torch.Size, local_shape: torch.Size
+) -> list[Shape]:
+    """Returns the offsets of the shards at a coordinate, which is that of this rank."""
+    from torch.distributed.tensor import DTensor
+
+    local, whole = (torch.empty(sizes, device="meta") for sizes in (local_shape, shape))
+    stride = whole.stride()
+    like = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    chunks = like.__create_chunk_list__() if local.numel() else []  # type: ignore[no-untyped-call]
+    return [tuple(chunk.offsets) for chunk in chunks]
+
+
+@lru_cache(maxsize=1024)
+def _has_rank(mesh: Any, rank: int) -> bool:
+    return bool((mesh.mesh == rank).any())
+
+
+def to_tensor(value: Any, like: Any = None, *, copies: bool = False) -> Any:
+    """Returns the tensor of local shards, distributed as `like`, or any other value unchanged.
+
+    Args:
+        value: Local shards, or any other value.
+        like: Tensor with the layout of the result.
+        copies: Whether the result has memory of its own. Otherwise it may have that of the shards.
+    """
     if not isinstance(value, LocalShards):
         return value
     if not is_dtensor(like) or tuple(like.shape) != value.shape:
-        return value.shards[0].tensor
+        return value.shards[0].tensor.clone() if copies else value.shards[0].tensor
     local = _local_tensor(like)
     own = value.shards[0].tensor if value.shards else torch.empty(local.shape, dtype=value.dtype)
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        own.to(local.device),
+        own.to(local.device, copy=copies),
         like.device_mesh,
         like.placements,
         run_check=False,
@@ -153,17 +181,31 @@ def to_tensor(value: Any, like: Any = None) -> Any:
     )
 
 
-def allocate_target(stored: Tensor | None, live: Any = None) -> LocalShards | None:
-    """Returns CPU memory into which a stored tensor is read, or None for a value that is not a tensor.
+def copy_into(live: Any, value: Any) -> bool:
+    """Copies local shards into a tensor, and returns False if it has another shape, dtype or layout."""
+    own = to_local_shards(live, 0, 0)
+    if not isinstance(value, LocalShards) or not isinstance(own, LocalShards):
+        return False
+    pairs = list(zip(own.shards, value.shards, strict=False))
+    is_same = (own.shape, own.dtype, len(own.shards)) == (value.shape, value.dtype, len(value.shards))
+    if not is_same or any(target.offsets != read.offsets for target, read in pairs):
+        return False
+    for target, read in pairs:
+        target.tensor.copy_(read.tensor)
+    return True
 
-    Only the shards of this rank are allocated if the live tensor has the same shape as the stored one.
+
+def target_of(stored: Tensor | None, live: Any = None) -> LocalShards | None:
+    """Returns the shards of a stored tensor that this rank reads, or None for a value that is not a tensor.
+
+    They are on the meta device, and those of the live tensor if it has the same shape as the stored one.
     """
     if stored is None:
         return None
     local = to_local_shards(live, 0, 0)
     if isinstance(local, LocalShards) and local.shape == tuple(stored.shape):
-        return local.allocate(stored.dtype)
-    return single_shard(torch.empty_like(stored, device="cpu"))
+        return local.without_memory(stored.dtype)
+    return single_shard(stored)
 
 
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

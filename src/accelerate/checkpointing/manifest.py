@@ -13,6 +13,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -31,6 +32,16 @@ PROJECT = "project"  # key in `run` of the folder of the project
 NEXT_DURABLE = "next_durable"  # key in `run` of the number of the next durable checkpoint
 _SEAL = "seal"
 CLOCK_TICK_NS = 2 * 10**9  # the coarsest clock of a file system
+
+
+def map_file(path: Path) -> mmap.mmap:
+    """Returns the memory map of a file that is not empty, to which changes are not written."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+
+
+MapFile = Callable[[Path], mmap.mmap]
+"""Function that returns the memory map of a file."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +151,12 @@ def renew(folder: Path) -> None:
 
 
 def problems(
-    folder: Path, manifest: Manifest, names: Iterable[str] | None = None, *, deep: bool
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str] | None = None,
+    *,
+    deep: bool,
+    map_file: MapFile = map_file,
 ) -> list[str]:
     """Returns one line for each file that is missing or differs from its record.
 
@@ -149,20 +165,21 @@ def problems(
         manifest: Its manifest.
         names: Files to verify. None for all.
         deep: Whether checksums are compared, and not only sizes.
+        map_file: Returns the content of a file.
     """
-    lines = (
-        _problem(folder, manifest.files[name], deep) for name in (manifest.files if names is None else names)
-    )
+    records = (manifest.files[name] for name in (manifest.files if names is None else names))
+    mismatch = partial(_mismatch, folder, map_file if deep else None)
+    lines = (_problem(record, mismatch) for record in records)
     return [problem for problem in lines if problem]
 
 
-def _problem(folder: Path, record: FileRecord, deep: bool) -> str:
+def _problem(record: FileRecord, mismatch: Callable[[FileRecord], str]) -> str:
     """Compares a file with its records in all folders of the save, one of which it must equal."""
-    problem = _mismatch(folder, record, deep)
-    return problem if all(_mismatch(folder, each, deep) for each in record.others) else ""
+    problem = mismatch(record)
+    return problem if all(mismatch(each) for each in record.others) else ""
 
 
-def _mismatch(folder: Path, record: FileRecord, deep: bool) -> str:
+def _mismatch(folder: Path, map_file: MapFile | None, record: FileRecord) -> str:
     path, name = folder / record.name, record.name if record.name.isprintable() else repr(record.name)
     try:
         if not path.is_file():
@@ -170,7 +187,7 @@ def _mismatch(folder: Path, record: FileRecord, deep: bool) -> str:
         size = path.stat().st_size
         if size != record.size:
             return f"{name} has {size} bytes instead of {record.size}: it is cut off, or another file"
-        if deep and measure(path)[1] != record.checksum:
+        if map_file is not None and measure(path, map_file)[1] != record.checksum:
             return f"{name} does not fit its checksum: it is damaged, or another file"
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         return f"{name} cannot be read: {error}"
@@ -346,23 +363,19 @@ def seal(folder: Path, name: str, rank: int = 0) -> FileRecord:
     return FileRecord(name, size, checksum, rank)
 
 
-def measure(path: Path) -> tuple[int, str]:
+def measure(path: Path, map_file: MapFile = map_file) -> tuple[int, str]:
     """Returns the size and the checksum of a file."""
     import xxhash
 
-    digest = xxhash.xxh3_64()
-    with path.open("rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size:
-            with (
-                mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as mapped,
-                memoryview(mapped) as view,
-            ):
-                for start in range(0, size, _STRIDE):
-                    with view[start : start + _STRIDE] as part:
-                        digest.update(part)
-                        advance(len(part))
-    return size, digest.hexdigest()
+    digest, size = xxhash.xxh3_64(), path.stat().st_size
+    if not size:
+        return 0, digest.hexdigest()
+    with memoryview(map_file(path)) as view:
+        for start in range(0, len(view), _STRIDE):
+            with view[start : start + _STRIDE] as part:
+                digest.update(part)
+                advance(len(part))
+        return len(view), digest.hexdigest()
 
 
 def checksum_of(data: bytes) -> str:

@@ -37,7 +37,7 @@ from accelerate.base import (
 )
 from accelerate.checkpointing import compatibility
 from accelerate.checkpointing.changes import Change, Stage, no_change
-from accelerate.checkpointing.manifest import checksum_of
+from accelerate.checkpointing.manifest import MapFile, checksum_of
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
 from accelerate.nested import honor_mapping, honor_type, recursively_apply
@@ -71,6 +71,8 @@ class CheckpointReader:
     model_kwargs: Mapping[str, Any] = field(default_factory=dict)  # arguments of `load_state_dict` of models
     names: Collection[str] | None = None  # files of its manifest; None for a checkpoint without one
     is_fast: bool = False  # whether it is in the fast tier, with the files that the ranks of this node read
+    map_file: MapFile | None = None  # returns the memory map of a file of the fast tier
+    plans: dict[str, Any] = field(default_factory=dict)  # `ShardPlan` of each folder, from `shards_read`
     requested: set[str] = field(default_factory=set)  # names that parts have looked for
     confirm: Callable[[], None] = lambda: None  # raises if another save has replaced the folder
 
@@ -239,12 +241,51 @@ class OptimizerPart:
             getattr(self.owner, "check_state", partial(compatibility.check_optimizer, self.owner))(state)
 
         def apply() -> None:
+            own = state
+            if isinstance(self.owner, torch.optim.Optimizer):  # not one whose states have another layout
+                own = _in_live_tensors(self.owner, state, is_mapped=reader.is_fast)
             with reader.error_context(self.name, kind):
-                self.owner.load_state_dict(state)
+                self.owner.load_state_dict(own)
 
         needs_all_ranks = getattr(self.owner, "needs_all_ranks", False)
         stage = Stage.COLLECTIVE if needs_all_ranks else Stage.LOCAL
         return Change(apply, f"{kind} ({self.name})", stage)
+
+
+@torch.no_grad()
+def _in_live_tensors(
+    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is_mapped: bool
+) -> Mapping[str, Any]:
+    """Returns a state dict whose values are copied to the tensors that the optimizer has.
+
+    Other tensors are new ones, or those of the state dict, which may not be kept if they are views of a file.
+    """
+    plain = compatibility.find_plain_optimizer(optimizer)
+    if plain is None:
+        return state
+    numbers = (number for group in state[compatibility.GROUPS] for number in group[compatibility.PARAMETERS])
+    parameters = (parameter for group in plain.param_groups for parameter in group["params"])
+    by_number = dict(zip(numbers, parameters, strict=True))
+
+    def fill(number: Any, values: Any) -> Any:
+        parameter = by_number.get(number)
+        if parameter is None or not isinstance(values, Mapping):
+            return values
+        live = plain.state.get(parameter) or {}
+        copies = is_mapped and parameter.is_cpu
+        return {key: _in_live_tensor(live.get(key), value, copies) for key, value in values.items()}
+
+    states = {number: fill(number, values) for number, values in state[compatibility.STATE].items()}
+    return {**state, compatibility.STATE: states}
+
+
+def _in_live_tensor(live: Any, value: Any, copies: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    is_same = type(live) is Tensor and (live.shape, live.dtype) == (value.shape, value.dtype)
+    if is_same and live.layout == value.layout == torch.strided:
+        return live.copy_(value)
+    return value.clone() if copies else value
 
 
 def _write_custom(content: Any, path: Path) -> None:

@@ -187,7 +187,7 @@ class Saver:
         path.parent.mkdir(parents=True, exist_ok=True)
         report = payload.write(payload.content, path)
         if payload.finish is not None:
-            self._reports[str(Path(payload.name).parent)] = report
+            self._reports[payload.name] = report
         return seal(self.staging.folder, payload.name, self._consensus.rank)
 
     def commit(self, blocked: float | None = None) -> Path:
@@ -284,10 +284,10 @@ class Saver:
         Folders on several nodes get the same manifest: copied into one folder, they are one checkpoint.
         """
         folder, request = self.staging.folder, self.staging.request
-        for payload in self._payloads:
-            if payload.finish is not None:
-                shards = str(Path(payload.name).parent)
-                payload.finish(folder / shards, [summary["reports"][shards] for summary in summaries])
+        finishes = {Path(own.name).parent: own.finish for own in self._payloads if own.finish is not None}
+        reports = [report for summary in summaries for report in summary["reports"].items()]
+        for shards, finish in finishes.items():
+            finish(folder / shards, [report for name, report in reports if Path(name).parent == shards])
         if request.has_manifest:
             self._write_manifest(summaries, created)
         self.staging.staging_folder.publish()

@@ -187,10 +187,24 @@ class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Unpickler that finds only the classes of DCP's metadata, and fills each of their instances once."""
 
     def __init__(self, content: bytes) -> None:
-        super().__init__(io.BytesIO(content))
+        file = io.BytesIO(content)
+        super().__init__(file)
+        self.read, self.readline = file.read, file.readline
+        self.stack: list[Any] = []
+        self.append, self.metastack = self.stack.append, list[Any]()
         self._allowed = _allowed_globals()
         self._empty: dict[int, Any] = {}  # instances without a state, by their ids
         self._depths: dict[int, tuple[int, Any]] = {}  # depths of tuples with tuples in them, by their ids
+
+    def load(self) -> Any:
+        """Returns the object, and reads the content without a buffer for each frame."""
+        read, dispatch = self.read, self.dispatch
+        while (operation := read(1)[0]) != pickle.STOP[0]:
+            dispatch[operation](self)
+        return self.stack.pop()
+
+    def load_frame(self) -> None:
+        self.read(8)
 
     def load_newobj(self) -> None:
         super().load_newobj()
@@ -204,12 +218,12 @@ class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def limit_depth(self) -> None:
         """Refuses a tuple on top of the stack that is nested too deeply."""
         built = self.stack[-1]
-        depths = (self._depths.get(id(item), (1,))[0] for item in built if type(item) is tuple)
-        depth = 1 + max(depths, default=0)
+        if tuple not in map(type, built):
+            return
+        depth = 1 + max(self._depths.get(id(item), (1,))[0] for item in built if type(item) is tuple)
         if depth > MAX_DEPTH:
             _refuse(f"more than {MAX_DEPTH} tuples in each other")
-        if depth > 1:
-            self._depths[id(built)] = depth, built
+        self._depths[id(built)] = depth, built
 
     dispatch = _Operations(
         {getattr(pickle, name)[0]: _PythonUnpickler.dispatch[getattr(pickle, name)[0]] for name in OPERATIONS}
@@ -218,7 +232,7 @@ class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
         operation[0]: _with_limit(_PythonUnpickler.dispatch[operation[0]])
         for operation in (pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3)
     }
-    dispatch |= {pickle.NEWOBJ[0]: load_newobj, pickle.BUILD[0]: load_build}
+    dispatch |= {pickle.NEWOBJ[0]: load_newobj, pickle.BUILD[0]: load_build, pickle.FRAME[0]: load_frame}
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(value := vars(torch).get(name), (torch.dtype, torch.layout)):

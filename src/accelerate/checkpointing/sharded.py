@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from accelerate.base import FSDP_MODEL_NAME, OPTIMIZER_NAME, CheckpointError, listed
@@ -23,13 +24,15 @@ from accelerate.checkpointing.compatibility import (
     Names,
     check_optimizer,
     check_weights,
+    find_plain_optimizer,
     parameter_numbers,
 )
 from accelerate.checkpointing.local_shards import (
     LocalShards,
     PlainValue,
-    allocate_target,
+    copy_into,
     single_shard,
+    target_of,
     to_tensor,
 )
 from accelerate.checkpointing.parts import CheckpointReader, Part, Payload, fill
@@ -55,7 +58,7 @@ class ShardedState(Protocol):
         """Returns live tensors, local shards and other values by their paths."""
 
     def targets(self, index: ShardIndex, reader: CheckpointReader) -> dict[KeyPath, LocalShards | None]:
-        """Returns memory for all tensors that this rank reads, and None for other values."""
+        """Returns the shards of all tensors that this rank reads, and None for other values."""
 
     def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
         """Returns the change of the object to values that were read."""
@@ -82,26 +85,37 @@ def shards_read(part: Part, reader: CheckpointReader) -> set[str]:
     """Returns the names of the files of shards that a part reads, which need not be in the folder yet."""
     if not isinstance(part, ShardsOrFilePart) or not reader.has(f"{part.folder}/{shard_index.NAME}"):
         return set()
+    reader.plans[part.folder] = plan = _plan(part.folder, part.make_sharded(), reader)
+    return {f"{part.folder}/{name}" for name in plan.items}
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Items that this rank reads from a folder of shards, and the object that loads them."""
+
+    sharded: ShardedState
+    index: ShardIndex
+    targets: Mapping[KeyPath, LocalShards | None]
+    items: Mapping[str, Sequence[Any]]  # by file
+
+
+def _plan(folder: str, sharded: ShardedState, reader: CheckpointReader) -> ShardPlan:
     from accelerate.checkpointing import shard_files  # imports DCP, which takes most of a second
 
-    sharded = part.make_sharded()
-    index = _read_index(part.folder, sharded, reader)
-    return {f"{part.folder}/{name}" for name in shard_files.files_read(index, sharded.targets(index, reader))}
-
-
-def _read_index(folder: str, sharded: ShardedState, reader: CheckpointReader) -> ShardIndex:
     trusted = reader.load_kwargs.get("weights_only") is False
     index = shard_index.read(reader.folder / folder, sharded.root, trusted=trusted)
-    return replace(index, has_all_files=not reader.is_fast)
+    index = replace(index, has_all_files=not reader.is_fast)
+    targets = sharded.targets(index, reader)
+    return ShardPlan(sharded, index, targets, shard_files.items_by_file(index, targets))
 
 
 def read_shards(folder: str, sharded: ShardedState, reader: CheckpointReader) -> Change:
     """Reads the shards that this rank needs, and returns the change of the object."""
     from accelerate.checkpointing import shard_files  # imports DCP, which takes most of a second
 
-    index = _read_index(folder, sharded, reader)
-    values = shard_files.read(index, sharded.targets(index, reader), reader.load_kwargs)
-    return sharded.plan(values, reader)
+    plan: ShardPlan = reader.plans.get(folder) or _plan(folder, sharded, reader)
+    values = shard_files.read(plan.index, plan.targets, reader.load_kwargs, reader.map_file, plan.items)
+    return plan.sharded.plan(values, reader)
 
 
 @dataclass(frozen=True)
@@ -121,9 +135,7 @@ class ModuleShards:
         check_weights(
             by_name, stored, index.folder, self.module, strict=reader.model_kwargs.get("strict", True)
         )
-        return {
-            path: allocate_target(stored[path[1]], value) for path, value in live.items() if path[1] in stored
-        }
+        return {path: target_of(stored[path[1]], value) for path, value in live.items() if path[1] in stored}
 
     def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
         def apply() -> None:
@@ -176,21 +188,18 @@ class OptimizerShards:
         refuse_other_optimizer(index, numbers, len(self.names), self.optimizer)
         index = index.without(self._names_by_owner()[1])
         return {
-            path: allocate_target(
-                index.stored(path), parameters[numbers[path[2]]] if path[1] == STATE else None
-            )
+            path: target_of(index.stored(path), parameters[numbers[path[2]]] if path[1] == STATE else None)
             for path in index.paths
         }
 
     def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
-        numbers, parameters = parameter_numbers(self.names), self._parameters()
+        numbers = parameter_numbers(self.names)
         states: dict[int, dict[str, Any]] = {}
         for path, value in values.items():
             if path[1] == STATE:
-                number = numbers[path[2]]
-                states.setdefault(number, {})[path[3]] = to_tensor(value, parameters[number])
+                states.setdefault(numbers[path[2]], {})[path[3]] = value
         groups = loaded_groups(self.optimizer, values, numbers)
-        return optimizer_change(self.optimizer, states, groups, reader)
+        return optimizer_change(self.optimizer, states, groups, reader, self._parameters())
 
     def _parameters(self) -> list[Tensor | None]:
         """Returns the parameters, or None for those whose states are not distributed like them."""
@@ -201,8 +210,10 @@ class OptimizerShards:
 
 
 def _whole(value: Any) -> LocalShards | PlainValue:
-    """Returns a value that is only on this rank, which saves it."""
-    return single_shard(value.detach()) if isinstance(value, Tensor) else PlainValue(value)
+    """Returns a value that is only on this rank, which saves and reads it."""
+    if not isinstance(value, Tensor):
+        return PlainValue(value, is_private=True)
+    return replace(single_shard(value.detach()), is_private=True)
 
 
 def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
@@ -299,15 +310,56 @@ def loaded_groups(
 
 
 def optimizer_change(
-    optimizer: Any, states: Mapping[int, Any], groups: Sequence[Mapping[str, Any]], reader: CheckpointReader
+    optimizer: Any,
+    states: Mapping[int, Any],
+    groups: Sequence[Mapping[str, Any]],
+    reader: CheckpointReader,
+    like: Sequence[Tensor | None] | None = None,
 ) -> Change:
-    """Returns the change of an optimizer to states, by the numbers of its parameters, and groups."""
-    state = {STATE: dict(states), GROUPS: [dict(group) for group in groups]}
-    with reader.error_context(OPTIMIZER, _class_name(optimizer)):
-        check_optimizer(optimizer, state)
+    """Returns the change of an optimizer to states, by the numbers of its parameters, and groups.
+
+    Tensors are copied into those that the optimizer has, if these have the same layout.
+    """
+    kind = _class_name(optimizer)
+    without_values = {
+        number: {key: _on_meta(value) for key, value in values.items()} for number, values in states.items()
+    }
+    with reader.error_context(OPTIMIZER, kind):
+        check_optimizer(optimizer, {STATE: without_values, GROUPS: list(groups)})
 
     def apply() -> None:
-        with reader.error_context(OPTIMIZER, _class_name(optimizer)):
-            optimizer.load_state_dict(state)
+        filled = _fill_states(optimizer, states, like, copies=reader.map_file is not None)
+        with reader.error_context(OPTIMIZER, kind):
+            optimizer.load_state_dict({STATE: filled, GROUPS: list(groups)})
 
-    return Change(apply, f"{_class_name(optimizer)} ({OPTIMIZER})")
+    return Change(apply, f"{kind} ({OPTIMIZER})")
+
+
+def _on_meta(value: Any) -> Any:
+    """Returns a tensor with the shape and dtype of local shards, or any other value unchanged."""
+    is_tensor = isinstance(value, LocalShards)
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
+
+
+@torch.no_grad()
+def _fill_states(
+    optimizer: Any,
+    states: Mapping[int, Mapping[str, Any]],
+    like: Sequence[Tensor | None] | None,
+    *,
+    copies: bool,
+) -> dict[int, dict[str, Any]]:
+    """Returns states in the tensors that the optimizer has, or in new ones if these have another layout."""
+    plain = find_plain_optimizer(optimizer)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    filled: dict[int, dict[str, Any]] = {}
+    for number, values in states.items():
+        live = None if plain is None else plain.state.get(parameters[number])
+        tensors = live if isinstance(live, Mapping) else {}
+        filled[number] = {
+            key: tensors[key]
+            if copy_into(tensors.get(key), value)
+            else to_tensor(value, (parameters if like is None else like)[number], copies=copies)
+            for key, value in values.items()
+        }
+    return filled

@@ -33,6 +33,8 @@ class StagingMemory:
 
     def __init__(self) -> None:
         self._buffers: dict[tuple[torch.dtype, bool], Tensor] = {}
+        self._layout: list[tuple[torch.dtype, bool, torch.Size]] = []
+        self._parts: list[Tensor] = []  # of the buffers, one for each tensor of the layout
 
     def stage(self, payloads: Sequence[Payload]) -> list[Payload]:
         """Copies the content of files to CPU memory, where it is valid until the next call."""
@@ -44,25 +46,36 @@ class StagingMemory:
             elif tensor.layout != torch.strided or tensor.is_quantized:
                 copies[id(tensor)] = tensor.detach().cpu().clone()
             else:
-                identity = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-                same = identity if tensor.numel() else id(tensor)
-                buffered.setdefault((tensor.dtype, not tensor.is_cpu, same), []).append(tensor)
-        self._allocate([(key[:2], tensors[0].numel()) for key, tensors in buffered.items()])
-        starts = dict.fromkeys(self._buffers, 0)
-        for (dtype, is_pinned, _), tensors in buffered.items():
-            source, start = tensors[0].detach(), starts[dtype, is_pinned]
-            starts[dtype, is_pinned] = end = start + source.numel()
-            # A storage of its own, because `torch.save` writes the whole storage of a tensor.
-            storage = self._buffers[dtype, is_pinned].untyped_storage()[
-                start * source.itemsize : end * source.itemsize
-            ]
-            staged = torch.empty(0, dtype=dtype).set_(storage).view(source.shape)
-            copies |= dict.fromkeys(map(id, tensors), staged.copy_(source, non_blocking=True))
+                memory = tensor.data_ptr() if tensor.numel() else len(buffered)
+                key = (tensor.dtype, not tensor.is_cpu, tensor.device, memory, tensor.shape, tensor.stride())
+                buffered.setdefault(key, []).append(tensor)
+        sources = [tensors[0].detach() for tensors in buffered.values()]
+        self._divide([(source.dtype, not source.is_cpu, source.shape) for source in sources])
+        if sources:
+            torch._foreach_copy_(self._parts, sources, non_blocking=True)
+        for part, tensors in zip(self._parts, buffered.values(), strict=True):
+            copies |= dict.fromkeys(map(id, tensors), part)
         devices = {tensor.device for tensors in buffered.values() for tensor in tensors}
         for device in devices:
             if not of_device(device).is_host:
                 torch.get_device_module(device).synchronize(device)
         return [replace(payload, content=copy.deepcopy(payload.content, copies)) for payload in payloads]
+
+    def _divide(self, layout: list[tuple[torch.dtype, bool, torch.Size]]) -> None:
+        """Divides the buffers into one part for each tensor, unless the last save had the same layout."""
+        if layout == self._layout:
+            return
+        self._layout, self._parts = layout, []
+        self._allocate([((dtype, is_pinned), shape.numel()) for dtype, is_pinned, shape in layout])
+        starts = dict.fromkeys(self._buffers, 0)
+        for dtype, is_pinned, shape in layout:
+            start = starts[dtype, is_pinned]
+            starts[dtype, is_pinned] = end = start + shape.numel()
+            # A storage of its own, because `torch.save` writes the whole storage of a tensor.
+            storage = self._buffers[dtype, is_pinned].untyped_storage()[
+                start * dtype.itemsize : end * dtype.itemsize
+            ]
+            self._parts.append(torch.empty(0, dtype=dtype).set_(storage).view(shape))
 
     def _allocate(self, parts: Sequence[tuple[tuple[torch.dtype, bool], int]]) -> None:
         """Replaces the buffers that are too small for the parts, and those that no part needs."""

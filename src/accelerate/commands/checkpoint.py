@@ -165,14 +165,12 @@ def _read_file(path: Path) -> Any:
     For the metadata file of shards, these are the values of all shards. A file with objects that could run
     code is an `OpaqueFile`, too.
     """
-    from accelerate.checkpointing import allocate_target, measure, shard_files, shard_index, to_tensor
+    from accelerate.checkpointing import measure, shard_files, shard_index, target_of, to_tensor
     from accelerate.weights import read_safetensors, read_torch, refused_globals
 
     if path.name == shard_index.NAME:
         index = shard_index.read(path.parent, "")
-        values = shard_files.read(
-            index, {name: allocate_target(index.stored(name)) for name in index.paths}, {}
-        )
+        values = shard_files.read(index, {name: target_of(index.stored(name)) for name in index.paths}, {})
         return {key: to_tensor(values[name]) for name, key in index.paths.items()}
     if path.suffix == ".safetensors":
         return read_safetensors(path)

@@ -374,12 +374,13 @@ def test_an_evaluation_with_averages_saves_no_recent_checkpoint(tmp_path: Path) 
     data: Any = torch.zeros(8, 4)
     loader = accelerator.prepare(DataLoader(data, batch_size=2))
     ema = accelerator.average(model)
+    batches = iter(loader)
+    next(batches)
     step(accelerator, model, optimizer)
     with ema.applied():
-        assert len(list(loader)) == 4
+        next(batches)
     assert not list(tmp_path.rglob("manifest.json"))
-    for _ in loader:
-        step(accelerator, model, optimizer)
+    assert len(list(batches)) == 2
     accelerator.wait_for_checkpoint()
     assert list(tmp_path.rglob("averages.safetensors"))
     before = averaged(ema)

@@ -27,9 +27,8 @@ def prepared() -> tuple[Any, nn.Module, Any]:
 
 
 def names(accelerator: Any, common: bool = True) -> list[str]:
-    staging: Any = SimpleNamespace(
-        is_common=common, is_owner=True, folder=Path("x"), request=SimpleNamespace(target="x")
-    )
+    request = SimpleNamespace(target="x", is_generation=False)
+    staging: Any = SimpleNamespace(is_common=common, is_owner=True, folder=Path("x"), request=request)
     return [payload.name for payload in checkpoint_items.collect(accelerator._runtime, staging, 0, True)]
 
 

@@ -20,6 +20,7 @@ from accelerate.checkpointing import (
     GeneratorsPart,
     LoaderPart,
     ModelPart,
+    OptimizerPart,
     Part,
     Payload,
     StatePart,
@@ -308,3 +309,26 @@ def test_no_file_can_run_code(tmp_path: Path, name: str, legacy: bool) -> None:
     with pytest.raises(CheckpointError, match=rf"{name} (holds a `\w+\.mkdir`|cannot be read)"):
         part.read(CheckpointReader(tmp_path, names=os.listdir(tmp_path)))
     assert not (tmp_path / "trap").exists()
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
+
+
+def test_an_optimizer_keeps_its_tensors_and_gets_none_that_are_views_of_a_file(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.1) for _ in range(2)]
+    for _ in range(2):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizers[0].step()
+    part = OptimizerPart("optimizer.bin", optimizers[0])
+    (payload,) = part.collect()
+    payload.write(payload.content, tmp_path / payload.name)
+    saved, live = [value.clone() for value in moments(optimizers[0])], moments(optimizers[0])
+    optimizers[0].step()
+    for optimizer in optimizers:  # the second one has no state yet
+        reader = CheckpointReader(tmp_path, is_fast=True)
+        OptimizerPart("optimizer.bin", optimizer).read(reader).apply()
+        assert all(map(torch.equal, moments(optimizer), saved))
+        assert not any(value.untyped_storage().filename for value in moments(optimizer))
+    assert all(own is before for own, before in zip(moments(optimizers[0]), live, strict=True))

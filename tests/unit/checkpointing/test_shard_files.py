@@ -15,6 +15,7 @@ from accelerate.base import CheckpointError
 from accelerate.checkpointing import (
     LocalShards,
     Shard,
+    manifest,
     shard_files,
     shard_index,
     single_shard,
@@ -55,17 +56,58 @@ def folder(tmp_path: Path, tensor: Tensor) -> Path:
     return tmp_path / "shards"
 
 
+@pytest.mark.parametrize("map_file", [None, manifest.map_file], ids=["read", "mapped"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_any_number_of_ranks_reads_its_shards(folder: Path, tensor: Tensor, ranks: int) -> None:
+def test_any_number_of_ranks_reads_its_shards(
+    folder: Path, tensor: Tensor, ranks: int, map_file: manifest.MapFile | None
+) -> None:
     found = shard_index.read(folder, "model")
     for rank in range(ranks):
-        target = part(tensor, rank, ranks).allocate()
+        target = part(tensor, rank, ranks).without_memory()
         values = shard_files.read(
-            found, {WEIGHT: target, NAME: None, STEP: single_shard(torch.empty(()))}, {}
+            found, {WEIGHT: target, NAME: None, STEP: single_shard(torch.empty(()))}, {}, map_file
         )
         assert torch.equal(values[WEIGHT].shards[0].tensor, tensor.chunk(ranks)[rank])
         assert values[NAME] == "a"
         assert values[STEP].shards[0].tensor == 3.0
+
+
+def test_shards_without_memory_are_views_of_a_mapped_file(tmp_path: Path) -> None:
+    tensors = {("model", name): torch.rand(4, 3) for name in "abc"}
+    odd = {("model", "t"): torch.rand(3, 4).t(), ("model", "n"): torch.rand(4, 3, dtype=torch.float64)}
+    save(tmp_path / "shards", torch.zeros(3, 3), 1, {**tensors, **odd})
+    maps: list[Any] = []
+
+    def map_file(path: Path) -> Any:
+        maps.append(manifest.map_file(path))
+        return maps[-1]
+
+    found = shard_index.read(tmp_path / "shards", "model")
+    targets = {path: single_shard(value).without_memory() for path, value in {**tensors, **odd}.items()}
+    values = shard_files.read(found, targets, {}, map_file)
+    read = {path: value.shards[0].tensor for path, value in values.items()}
+    assert all(torch.equal(read[path], value) for path, value in {**tensors, **odd}.items())
+    first = torch.frombuffer(maps[0], dtype=torch.uint8).data_ptr()
+    is_view = {path[1]: 0 < tensor.data_ptr() - first < len(maps[0]) for path, tensor in read.items()}
+    assert is_view == {"a": False, "b": True, "c": True, "t": False, "n": False}  # torch reads the first one
+
+
+def test_values_that_all_ranks_read_have_a_file_of_their_own(tmp_path: Path, tensor: Tensor) -> None:
+    reports, names = [], []
+    for rank in range(2):
+        state = {WEIGHT: part(tensor, rank, 2), NAME: "a", STEP: torch.tensor(3.0)}
+        for own in shard_files.payloads("", rank, state):
+            names.append(own.name)
+            reports.append(own.write(own.content, tmp_path / own.name))
+    shard_files.finish(tmp_path, reports)
+    assert names == ["__0_values_0.distcp", "__0_0.distcp", "__1_0.distcp"]
+    found = shard_index.read(tmp_path, "model")
+    targets = {WEIGHT: part(tensor, 1, 2).without_memory(), NAME: None, STEP: single_shard(torch.empty(()))}
+    assert set(shard_files.items_by_file(found, targets)) == {"__0_values_0.distcp", "__1_0.distcp"}
+    values = shard_files.read(found, targets, {})
+    assert torch.equal(values[WEIGHT].shards[0].tensor, tensor[5:])
+    assert (values[NAME], values[STEP].shards[0].tensor) == ("a", 3.0)
+    test_torch_reads_it(tmp_path, tensor)
 
 
 def test_columns_are_read_of_what_was_saved_in_rows(folder: Path, tensor: Tensor) -> None:
@@ -110,9 +152,7 @@ def test_a_missing_shard_is_named(folder: Path, tensor: Tensor) -> None:
     (folder / "__1_0.distcp").unlink()
     with pytest.raises(CheckpointError, match=r"^shards/__1_0\.distcp is missing$"):
         read_all(folder, tensor)
-    first = part(tensor, 0, 3).allocate()
     shard_files.read(shard_index.read(folder, "model"), {STEP: single_shard(torch.empty(()))}, {})
-    assert first.shards[0].tensor.shape == (4, 3)
 
 
 def test_a_shard_that_is_cut_off_is_named(folder: Path, tensor: Tensor) -> None:

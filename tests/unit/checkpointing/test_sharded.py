@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from accelerate.checkpointing import (
     folder_of,
     group_paths,
     in_order,
+    manifest,
     no_change,
     read_shards,
     shard_files,
@@ -174,6 +176,33 @@ def test_an_optimizer_is_loaded_in_any_order_of_its_parameters(tmp_path: Path) -
         new = other.state[getattr(other_model, name)]
         assert set(new) == {"step", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(new[key], old[key]) for key in old)
+
+
+def test_a_mapped_state_is_copied_into_the_tensors_of_an_optimizer(tmp_path: Path) -> None:
+    model, optimizer = stepped()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    maps: list[Any] = []
+
+    def map_file(path: Path) -> Any:
+        maps.append(manifest.map_file(path))
+        return maps[-1]
+
+    reader = replace(save(tmp_path, owner_of(optimizer)), map_file=map_file)
+    live = optimizer.state[model.weight]["exp_avg"]
+    expected = live.clone()
+    live.zero_()
+    change = read_shards("optimizer_0", owner_of(optimizer), reader)
+    assert live.sum() == 0  # nothing is changed yet
+    change.apply()
+    assert optimizer.state[model.weight]["exp_avg"] is live
+    assert torch.equal(live, expected)
+    other_model, other = stepped()
+    read_shards("optimizer_0", owner_of(other), reader).apply()
+    del change
+    assert torch.equal(other.state[other_model.weight]["exp_avg"], expected)
+    for mapped in maps:
+        mapped.close()  # raises if a tensor is a view of it
 
 
 def test_the_state_of_another_optimizer_is_refused(tmp_path: Path) -> None:

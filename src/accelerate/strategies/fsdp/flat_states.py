@@ -278,7 +278,7 @@ class FlatOptimizerShards:
 
     def _target(self, key: KeyPath, local: LocalRange | None, stored: Tensor | None) -> LocalShards | None:
         if stored is None or local is None or local.shape != tuple(stored.shape) or key[3] == "step":
-            return checkpointing.allocate_target(stored)
+            return checkpointing.target_of(stored)
         flat = (id(local.stepped), key[3])
         if flat not in self._read:
             self._read[flat] = torch.zeros(local.total, dtype=stored.dtype)
