@@ -405,6 +405,43 @@ def test_parameters_are_added_and_frozen_in_training(run: Run, layout: str) -> N
     assert sum(num_states for _, num_states in results) >= 4
 
 
+class Failing(torch.optim.SGD):
+    """Optimizer whose second step raises an error on one rank, after the update."""
+
+    whole_matrices = True
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        super().step()
+        if self.num_steps == 2 and os.environ["RANK"] == "1":
+            raise ArithmeticError
+
+
+def fail_in_a_step(layout: str) -> tuple[list[str], bool]:
+    accelerator = accelerator_of(layout)
+    plain, model = Net(layout), Net(layout)
+    reference = Failing(plain.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, Failing(model.parameters(), lr=0.1))
+    failed = False
+    for number in range(3):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        for stepped, net in ((reference, plain), (optimizer, model)):
+            net(rows).square().mean().backward()
+            try:
+                stepped.step()
+            except ArithmeticError:
+                failed = True
+            stepped.zero_grad()
+    whole, expected = accelerator.get_state_dict(model), plain.state_dict()
+    return [name for name in whole if not torch.equal(whole[name], expected[name])], failed
+
+
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp2", marks=slow)])
+def test_ranks_stay_equal_if_the_step_of_one_fails(run: Run, layout: str) -> None:
+    assert run(fail_in_a_step, layout) == [([], False), ([], True)]
+
+
 def refuse() -> list[str]:
     accelerator, model, (muon, _), _ = prepared("ddp", "muon")
     texts = []
@@ -417,16 +454,19 @@ def refuse() -> list[str]:
         with pytest.raises(StateError) as error:
             muon.step(**options)
         texts.append(str(error.value))
-    return texts
+    with pytest.raises(StateError) as direct:
+        muon.optimizer.step()
+    return [*texts, str(direct.value)]
 
 
 @slow
 def test_steps_that_not_all_ranks_take_are_refused(run: Run) -> None:
-    for local, outer, closure, joined in run(refuse):
+    for local, outer, closure, joined, direct in run(refuse):
         assert "Prepare the optimizer with whole_matrices=False" in local
         assert outer == local.replace("LocalSGD", "DiLoCo")
         assert "Call step() without it" in closure
         assert "Use even_batches or windows()" in joined
+        assert "Call step() of the optimizer that prepare() returned" in direct
 
 
 def refuse_flat() -> list[str]:

@@ -66,6 +66,8 @@ class MatrixOwners:
         self._parameters: dict[str, Tensor] = {}
         self._matrices: dict[str, Matrix] = {}
         self._own: list[Matrix] = []
+        self._is_stepping = False
+        optimizer.optimizer.register_step_pre_hook(self._refuse_other_steps)
 
     # Owners
 
@@ -136,11 +138,24 @@ class MatrixOwners:
         whole: dict[str, Tensor] = {}
         for bucket in buckets:
             self._receive(bucket, whole)
-        with self._in_place_of_parameters(whole):
-            result = take_step()
-        for bucket in buckets:
-            self._send(bucket, whole)
+        try:
+            with self._in_place_of_parameters(whole):
+                result = take_step()
+        except Exception:
+            # Other ranks wait for the values, and replicas stay equal if the program catches the exception.
+            self._send_all(buckets, whole)
+            raise
+        self._send_all(buckets, whole)
         return result
+
+    def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raises an error if a program calls `step` of the optimizer that it has passed to `prepare`."""
+        if not self._is_stepping:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare(), so "
+                "each rank would step parameters whose states are on other ranks. Call step() of the optimizer "
+                "that prepare() returned."
+            )
 
     def _receive(self, bucket: Sequence[Matrix], whole: dict[str, Tensor]) -> None:
         """Adds the matrices of this rank, with their gradients, to `whole`."""
@@ -185,6 +200,7 @@ class MatrixOwners:
         swaps = [(self._parameters[key], _matrices_of(leaf, splits)) for key, leaf in whole.items()]
         stepped.update((id(parameter), leaves) for parameter, leaves in swaps)
         before = [{name: group[name] for name in _BY_PARAMETER if name in group} for group in groups]
+        self._is_stepping = True
         try:
             for group in groups:
                 parts = [stepped.get(id(parameter), [parameter]) for parameter in group["params"]]
@@ -196,10 +212,15 @@ class MatrixOwners:
                 _divide_state(state, parameter, leaves)
             yield
         finally:
+            self._is_stepping = False
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
             for parameter, leaves in swaps:
                 _join_state(state, parameter, leaves)
+
+    def _send_all(self, buckets: Sequence[Sequence[Matrix]], whole: Mapping[str, Tensor]) -> None:
+        for bucket in buckets:
+            self._send(bucket, whole)
 
     def _send(self, bucket: Sequence[Matrix], whole: Mapping[str, Tensor]) -> None:
         """Updates the parameters of all ranks to the values of the owners."""
