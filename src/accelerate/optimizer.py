@@ -179,7 +179,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of the inner optimizer, with its tensors on the device of their parameters."""
+        """Loads the state of the inner optimizer, with its tensors on the device of their parameters.
+
+        Raises:
+            StateError: The optimizer steps whole matrices, and the state dict has only those of another rank.
+        """
+        if self.matrix_owners is not None:
+            self.matrix_owners.check_states(state_dict)
         self.optimizer.load_state_dict(state_dict)
         if self.matrix_owners is not None:
             self.matrix_owners.drop_states()

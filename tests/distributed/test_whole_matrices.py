@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -456,17 +457,25 @@ def refuse() -> list[str]:
         texts.append(str(error.value))
     with pytest.raises(StateError) as direct:
         muon.optimizer.step()
-    return [*texts, str(direct.value)]
+    muon.is_joined = False
+    model(torch.ones(4, 6)).sum().backward()
+    muon.step()
+    saved = [muon.state_dict()]
+    dist.broadcast_object_list(saved, 0)
+    with pytest.raises(StateError) if dist.get_rank() else nullcontext() as foreign:
+        muon.load_state_dict(saved[0])
+    return [*texts, str(direct.value), str(foreign and foreign.value)]
 
 
 @slow
 def test_steps_that_not_all_ranks_take_are_refused(run: Run) -> None:
-    for local, outer, closure, joined, direct in run(refuse):
+    for rank, (local, outer, closure, joined, direct, foreign) in enumerate(run(refuse)):
         assert "Prepare the optimizer with whole_matrices=False" in local
         assert outer == local.replace("LocalSGD", "DiLoCo")
         assert "Call step() without it" in closure
         assert "Use even_batches or windows()" in joined
         assert "Call step() of the optimizer that prepare() returned" in direct
+        assert ("states of matrices that ranks [0] own" in foreign) == (rank == 1)
 
 
 def refuse_flat() -> list[str]:

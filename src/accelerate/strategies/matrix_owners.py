@@ -104,6 +104,20 @@ class MatrixOwners:
         by_id = {id(p): self._matrices[key].owner for key, p in self._parameters.items()}
         return [by_id.get(id(parameter)) for parameter in self.optimizer.parameters()]
 
+    def check_states(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises an error for a state dict that another rank has returned, which has no states for this one."""
+        rank, owners = current_transport().rank, self.owners()
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        found = {owner for key, owner in zip(keys, owners, strict=False) if key in state_dict["state"]}
+        if rank in owners and rank not in found and found - {None}:
+            name = type(self.optimizer.optimizer).__name__
+            raise StateError(
+                f"The state dict of {name} has states of matrices that ranks {sorted(found - {None})} own, and "
+                f"none of the {owners.count(rank)} that rank {rank} owns. {name}.state_dict() on a rank has the "
+                "states of this rank. Save with accelerator.save_state(), save and load a file on each rank, "
+                "or prepare the optimizer with whole_matrices=False."
+            )
+
     def drop_states(self) -> None:
         """Removes the states of parameters that other ranks own."""
         state, rank = self.optimizer.state, current_transport().rank
