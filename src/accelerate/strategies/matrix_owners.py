@@ -105,17 +105,18 @@ class MatrixOwners:
         return [by_id.get(id(parameter)) for parameter in self.optimizer.parameters()]
 
     def check_states(self, state_dict: Mapping[str, Any]) -> None:
-        """Raises an error for a state dict that another rank has returned, which has no states for this one."""
+        """Raises an error for a state dict that another rank has returned, without states for this one."""
         rank, owners = current_transport().rank, self.owners()
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        found = {owner for key, owner in zip(keys, owners, strict=False) if key in state_dict["state"]}
-        if rank in owners and rank not in found and found - {None}:
+        pairs = zip(keys, owners, strict=False)
+        found = {owner for key, owner in pairs if owner is not None and key in state_dict["state"]}
+        if rank in owners and found and rank not in found:
             name = type(self.optimizer.optimizer).__name__
             raise StateError(
-                f"The state dict of {name} has states of matrices that ranks {sorted(found - {None})} own, and "
-                f"none of the {owners.count(rank)} that rank {rank} owns. {name}.state_dict() on a rank has the "
-                "states of this rank. Save with accelerator.save_state(), save and load a file on each rank, "
-                "or prepare the optimizer with whole_matrices=False."
+                f"The state dict of {name} has states of matrices that ranks {sorted(found)} own, "
+                f"and none of the {owners.count(rank)} that rank {rank} owns. {name}.state_dict() on a rank "
+                "has the states of this rank. Save with accelerator.save_state(), save and load a file on "
+                "each rank, or prepare the optimizer with whole_matrices=False."
             )
 
     def drop_states(self) -> None:
@@ -166,9 +167,9 @@ class MatrixOwners:
         """Raises an error if a program calls `step` of the optimizer that it has passed to `prepare`."""
         if not self._is_stepping:
             raise StateError(
-                f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare(), so "
-                "each rank would step parameters whose states are on other ranks. Call step() of the optimizer "
-                "that prepare() returned."
+                f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare, "
+                "so each rank would step parameters whose states are on other ranks. Call step() of the "
+                "optimizer that prepare() returned."
             )
 
     def _receive(self, bucket: Sequence[Matrix], whole: dict[str, Tensor]) -> None:
