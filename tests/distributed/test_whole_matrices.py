@@ -406,6 +406,30 @@ def test_parameters_are_added_and_frozen_in_training(run: Run, layout: str) -> N
     assert sum(num_states for _, num_states in results) >= 4
 
 
+def resume_with_an_added_group(layout: str) -> bool:
+    weights = []
+    for number in range(2):
+        accelerator = accelerator_of(layout)
+        net = Net(layout)
+        model, muon = accelerator.prepare(net, torch.optim.Muon([net.enter.weight], lr=0.1))
+        muon.add_param_group({"params": [accelerator.unwrap_model(model).small.weight]})
+        for step in (0, 1) if number == 0 else (1,):
+            if step == 1 and number == 1:
+                accelerator.load_state("checkpoint")
+            model(torch.ones(4, 6) + step).square().mean().backward()
+            muon.step()
+            model.zero_grad()
+            if step == 0:
+                accelerator.save_state("checkpoint")
+        weights.append(copy.deepcopy(accelerator.get_state_dict(model)))
+    return all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=slow)])
+def test_a_run_resumes_after_a_group_is_added(run: Run, layout: str) -> None:
+    assert run(resume_with_an_added_group, layout) == [True, True]
+
+
 class Failing(torch.optim.SGD):
     """Optimizer whose second step raises an error on one rank, after the update."""
 
