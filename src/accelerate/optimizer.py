@@ -179,13 +179,24 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.optimizer.add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state of the inner optimizer, with its tensors on the device of their parameters."""
+        """Loads the state of the inner optimizer, with its tensors on the device of their parameters.
+
+        Raises:
+            StateError: The optimizer steps whole matrices, and the state dict has only those of another rank.
+        """
+        if self.matrix_owners is not None:
+            self.matrix_owners.check_states(state_dict)
         self.optimizer.load_state_dict(state_dict)
         if self.matrix_owners is not None:
             self.matrix_owners.drop_states()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state dict of the inner optimizer, in its own format."""
+        """Returns the state dict of the inner optimizer, in its own format.
+
+        With whole matrices it has the states of the matrices that this rank owns.
+        """
+        if self.matrix_owners is not None:
+            self.matrix_owners.warn_of_part()
         return self.optimizer.state_dict()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from accelerate.utils import ExpertParallelConfig, PipelineConfig
 
 Run = Callable[..., list[Any]]
 WHOLE, SHARDS = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
+CPU = not hasattr(torch, "sim")
 slow = pytest.mark.slow
 needs_pipelines = pytest.mark.skipif(is_torch_version("<", "2.13"), reason="pipelines need torch 2.13")
 
@@ -138,7 +141,7 @@ def accelerator_of(layout: str, kind: str = WHOLE, **options: Any) -> Accelerato
             auto_wrap_policy="transformer_based_wrap",
             cpu_offload="offloaded" in words,
         )
-    return Accelerator(cpu=True, parallelism_config=ParallelismConfig(**mesh) if mesh else None, **options)
+    return Accelerator(cpu=CPU, parallelism_config=ParallelismConfig(**mesh) if mesh else None, **options)
 
 
 def optimizers_of(name: str, model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -177,7 +180,9 @@ def prepared(
 ) -> Any:
     accelerator = accelerator_of(layout, kind)
     model = Net(net or layout, dtype)
-    reference = copy.deepcopy(model)
+    reference = copy.deepcopy(model).to(accelerator.device)
+    if model.leave.weight is model.enter.weight:
+        reference.leave.weight = reference.enter.weight  # some devices get new parameters
     if layout == "sharded before":
         for block in model.blocks:
             fully_shard(block)
@@ -192,7 +197,7 @@ def set_gradients(accelerator: Any, model: Any, values: dict[str, Tensor]) -> No
     model.zero_grad()
     for name, parameter in named_parameters(accelerator.unwrap_model(model)).items():
         if name in values:
-            parameter.grad = distribute_like(values[name].clone(), parameter)
+            parameter.grad = distribute_like(values[name].to(parameter.device, copy=True), parameter)
 
 
 def train(layout: str, name: str, dtype: torch.dtype, num_steps: int = 4) -> Any:
@@ -209,7 +214,7 @@ def train(layout: str, name: str, dtype: torch.dtype, num_steps: int = 4) -> Any
     for _, values in zip(range(num_steps), gradients(reference), strict=False):
         set_gradients(accelerator, model, values)
         for key, parameter in reference.named_parameters():
-            parameter.grad = values[key].clone() if key in values else None
+            parameter.grad = values[key].to(parameter.device, copy=True) if key in values else None
         calls.clear()
         for optimizer in optimizers:
             optimizer.step()
@@ -222,7 +227,7 @@ def train(layout: str, name: str, dtype: torch.dtype, num_steps: int = 4) -> Any
     dist.all_to_all_single = exchange
     whole = accelerator.get_state_dict(model)
     expected = reference.state_dict()
-    wrong = [name for name, value in whole.items() if not torch.equal(value, expected[name])]
+    wrong = [name for name, value in whole.items() if not torch.equal(value.cpu(), expected[name].cpu())]
     num_states = len(plain[0].state) - sum(len(experts) - 1 for _, experts in batches)
     return wrong, counts, len(optimizers[0].state), num_states, len(whole)
 
@@ -274,6 +279,10 @@ def step(accelerator: Any, model: Any, optimizers: list[Any], values: dict[str, 
         optimizer.step()
 
 
+def whole_weights(accelerator: Any, model: Any) -> dict[str, Tensor]:
+    return {name: value.to("cpu", copy=True) for name, value in accelerator.get_state_dict(model).items()}
+
+
 def resume(layout: str, name: str, kind: str) -> Any:
     accelerator, model, optimizers, reference = prepared(layout, name, kind)
     values = [value for _, value in zip(range(5), gradients(reference), strict=False)]
@@ -284,7 +293,7 @@ def resume(layout: str, name: str, kind: str) -> Any:
     for _ in range(2):
         for value in values[3:]:
             step(accelerator, model, optimizers, value)
-        weights.append(copy.deepcopy(accelerator.get_state_dict(model)))
+        weights.append(whole_weights(accelerator, model))
         accelerator.load_state("checkpoint")
     equal = all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
     return equal, str(Path("checkpoint").resolve()), weights[0], sum(len(o.state) for o in optimizers)
@@ -297,7 +306,7 @@ def continue_in(layout: str, name: str, kind: str, net: str, folder: str) -> Any
     for number, value in zip(range(5), gradients(reference), strict=False):
         if number >= 3:
             step(accelerator, model, optimizers, value)
-    return accelerator.get_state_dict(model), num_states
+    return whole_weights(accelerator, model), num_states
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -364,6 +373,7 @@ def train_loop(layout: str) -> Any:
     return [name for name in whole if not torch.equal(whole[name], expected[name])], changed
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=slow)])
 def test_a_training_loop_equals_that_of_one_process(run: Run, layout: str) -> None:
     for wrong, has_changed in run(train_loop, layout):
@@ -398,11 +408,75 @@ def change_parameters(layout: str) -> Any:
     return [name for name in whole if not torch.equal(whole[name], expected[name])], len(optimizer.state)
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=slow)])
 def test_parameters_are_added_and_frozen_in_training(run: Run, layout: str) -> None:
     results = run(change_parameters, layout)
     assert [wrong for wrong, _ in results] == [[], []]
     assert sum(num_states for _, num_states in results) >= 4
+
+
+def resume_with_an_added_group(layout: str) -> bool:
+    weights = []
+    for number in range(2):
+        accelerator = accelerator_of(layout)
+        net = Net(layout)
+        model, muon = accelerator.prepare(net, torch.optim.Muon([net.enter.weight], lr=0.1))
+        muon.add_param_group({"params": [accelerator.unwrap_model(model).small.weight]})
+        for step in (0, 1) if number == 0 else (1,):
+            if step == 1 and number == 1:
+                accelerator.load_state("checkpoint")
+            model(torch.ones(4, 6) + step).square().mean().backward()
+            muon.step()
+            model.zero_grad()
+            if step == 0:
+                accelerator.save_state("checkpoint")
+        weights.append(copy.deepcopy(accelerator.get_state_dict(model)))
+    return all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("layout", ["fsdp2", pytest.param("ddp", marks=slow)])
+def test_a_run_resumes_after_a_group_is_added(run: Run, layout: str) -> None:
+    assert run(resume_with_an_added_group, layout) == [True, True]
+
+
+class Failing(torch.optim.SGD):
+    """Optimizer whose second step raises an error on one rank, after the update."""
+
+    whole_matrices = True
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.num_steps += 1
+        super().step()
+        if self.num_steps == 2 and os.environ["RANK"] == "1":
+            raise ArithmeticError
+
+
+def fail_in_a_step(layout: str) -> tuple[list[str], bool]:
+    accelerator = accelerator_of(layout)
+    plain, model = Net(layout), Net(layout)
+    reference = Failing(plain.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, Failing(model.parameters(), lr=0.1))
+    failed = False
+    for number in range(3):
+        rows = torch.randn(4, 6, generator=torch.Generator().manual_seed(number))
+        for stepped, net in ((reference, plain), (optimizer, model)):
+            net(rows).square().mean().backward()
+            try:
+                stepped.step()
+            except ArithmeticError:
+                failed = True
+            stepped.zero_grad()
+    whole, expected = accelerator.get_state_dict(model), plain.state_dict()
+    return [name for name in whole if not torch.equal(whole[name], expected[name])], failed
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp2", marks=slow)])
+def test_ranks_stay_equal_if_the_step_of_one_fails(run: Run, layout: str) -> None:
+    assert run(fail_in_a_step, layout) == [([], False), ([], True)]
 
 
 def refuse() -> list[str]:
@@ -417,16 +491,33 @@ def refuse() -> list[str]:
         with pytest.raises(StateError) as error:
             muon.step(**options)
         texts.append(str(error.value))
-    return texts
+    with pytest.raises(StateError) as direct:
+        muon.optimizer.step()
+    muon.is_joined = False
+    model(torch.ones(4, 6)).sum().backward()
+    muon.step()
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("accelerate.strategies.matrix_owners").addHandler(handler)
+    saved = [muon.state_dict()]
+    accelerator.save_state("checkpoint")
+    assert [" matrices, those that this rank owns" in line for line in lines] == [True]
+    dist.broadcast_object_list(saved, 0)
+    with pytest.raises(StateError) if dist.get_rank() else nullcontext() as foreign:
+        muon.load_state_dict(saved[0])
+    return [*texts, str(direct.value), str(foreign and foreign.value)]
 
 
 @slow
 def test_steps_that_not_all_ranks_take_are_refused(run: Run) -> None:
-    for local, outer, closure, joined in run(refuse):
+    for rank, (local, outer, closure, joined, direct, foreign) in enumerate(run(refuse)):
         assert "Prepare the optimizer with whole_matrices=False" in local
         assert outer == local.replace("LocalSGD", "DiLoCo")
         assert "Call step() without it" in closure
         assert "Use even_batches or windows()" in joined
+        assert "Call step() of the optimizer that prepare() returned" in direct
+        assert ("states of matrices that ranks [0] own" in foreign) == (rank == 1)
 
 
 def refuse_flat() -> list[str]:

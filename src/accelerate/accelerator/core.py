@@ -257,16 +257,18 @@ class Accelerator(ProcessControl):
             raise wrong_value("device_placement", device_placement, reason, fix)
         strategy, bundle = self._runtime.strategy, strategies.Bundle(args, device_placement)
         axis, kind = strategy.axes.sequence, strategies.Kind
+        if whole_matrices is not None and not bundle.new(kind.OPTIMIZER):
+            reason = "none of the objects is an optimizer that is not prepared yet"
+            raise wrong_value("whole_matrices", whole_matrices, reason, "Pass it with the optimizer")
         strategy.check(bundle)
         if axis.splits_buffers:
             self._prepare_cp(*bundle.objects)
         with strategy.preparing(bundle):
             bundle.replace(kind.LOADER, self.prepare_data_loader)
             bundle.replace(kind.MODEL, self.prepare_model)
-            prepare_optimizer: Any = self.prepare_optimizer  # clients replace it by one without the option
-            if whole_matrices is not None:
-                prepare_optimizer = partial(prepare_optimizer, whole_matrices=whole_matrices)
-            bundle.replace(kind.OPTIMIZER, prepare_optimizer)
+            # Methods of clients in place of prepare_optimizer may not have the argument.
+            requested: Any = {} if whole_matrices is None else {"whole_matrices": whole_matrices}
+            bundle.replace(kind.OPTIMIZER, partial(self.prepare_optimizer, **requested))
             bundle.replace(kind.SCHEDULER, lambda scheduler, _: self.prepare_scheduler(scheduler))
         strategy.plan_matrices()
         if bundle.models:

@@ -288,7 +288,7 @@ def loaded_groups(
         values: All values that were read, by their paths.
         numbers: Number of each parameter by each of its names.
     """
-    live = optimizer.state_dict()[GROUPS]
+    live = getattr(optimizer, "optimizer", optimizer).state_dict()[GROUPS]
     loaded: list[dict[str, Any]] = [{} for _ in live]
     for path, value in values.items():
         if path[1] == GROUPS:

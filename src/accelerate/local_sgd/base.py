@@ -48,9 +48,9 @@ class LocalSGD:
     def __init__(
         self, accelerator: Accelerator, model: torch.nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
-        if local_sgd_steps < 1:
+        if local_sgd_steps < 1 or local_sgd_steps != int(local_sgd_steps):
             reason = "not an interval"
-            raise wrong_value("local_sgd_steps", local_sgd_steps, reason, "Give at least 1")
+            raise wrong_value("local_sgd_steps", local_sgd_steps, reason, "Give an integer of at least 1")
         self.enabled = enabled and accelerator.use_distributed
         if self.enabled and not accelerator._runtime.strategy.holds_whole_models:
             raise PreparationError(

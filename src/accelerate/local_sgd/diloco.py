@@ -177,6 +177,14 @@ class DiLoCo(LocalSGD):
             raise StateError("applied() blocks cannot be nested. Leave the outer block first.")
         buckets = [bucket for fragment in self.fragments for bucket in fragment.buckets]
         kept = [local.clone() for bucket in buckets for local in bucket.locals]
+        own = set(map(id, self.parameters)) if self.enabled else set()
+        optimizers = [
+            optimizer
+            for optimizer in self.accelerator._runtime.prepared.optimizers
+            if not own.isdisjoint(map(id, optimizer.parameters()))
+        ]
+        for optimizer in optimizers:
+            optimizer.observers = (*optimizer.observers, self)
         self.is_applied = True
         try:
             torch.clear_autocast_cache()  # it holds casts of the weights
@@ -188,6 +196,15 @@ class DiLoCo(LocalSGD):
             for local, before in zip((x for each in buckets for x in each.locals), kept, strict=True):
                 local.copy_(before)
             self.is_applied = False
+            for optimizer in optimizers:
+                optimizer.observers = tuple(each for each in optimizer.observers if each is not self)
+
+    def before_step(self, optimizer: Any) -> None:
+        """Raises an error for a step inside of `applied`, whose result would be lost at its end."""
+        raise StateError(
+            f"optimizer.step() inside of applied() would train the global parameters of "
+            f"{type(self.model).__name__}, which are replaced at its end. Leave the block before the step."
+        )
 
     # Exchanges
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from accelerate import checkpointing, strategies
-from accelerate.base import CheckpointError, listed
+from accelerate.base import CheckpointError, StateError, listed
 from accelerate.checkpointing import Change, CheckpointReader, Payload, Stage
 
 
@@ -40,6 +40,8 @@ class RankState:
         return [Payload(self._name_of(self._runtime.state.process_index), state)]
 
     def read(self, reader: CheckpointReader) -> Change:
+        if self.owner.is_applied:
+            raise StateError("load_state() inside of applied() of DiLoCo: leave the block before the load.")
         name = self.file_read(reader)
         if name is None:
             return checkpointing.no_change

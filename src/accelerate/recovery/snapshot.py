@@ -25,7 +25,7 @@ def capture(prepared: Prepared, scaler: Any) -> dict[str, Any]:
     """Returns the state of the prepared objects on this rank, with shards in place of DTensors."""
     return {
         "models": [_to_shards(dict(model.state_dict(keep_vars=True))) for model in prepared.models],
-        "optimizers": [_to_shards(optimizer.state_dict()) for optimizer in prepared.optimizers],
+        "optimizers": [_to_shards(optimizer.optimizer.state_dict()) for optimizer in prepared.optimizers],
         "updates": [optimizer.num_updates for optimizer in prepared.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),

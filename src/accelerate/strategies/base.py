@@ -359,19 +359,24 @@ class Strategy:
             torch_private.unscale_shards(scaler)
         return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
 
-    def own_matrices(self, optimizer: AcceleratedOptimizer, requested: bool | None) -> None:
+    def own_matrices(self, optimizer: AcceleratedOptimizer, requested: object) -> None:
         """Lets each rank step some parameters of an optimizer as a whole, if the optimizer needs that.
 
         Args:
             optimizer: A prepared optimizer.
-            requested: Whether it needs whole matrices. None is the default of its class.
+            requested: Whether it needs whole matrices, as True or False. None is the default of its class.
         """
+        if requested is not None and not isinstance(requested, bool):
+            reason = "it is for all optimizers of the call"
+            fix = "Pass True, False or None, and prepare other optimizers in a call of their own"
+            raise wrong_value("whole_matrices", requested, reason, fix)
         needed = needs_whole_matrices(optimizer.optimizer) if requested is None else requested
         is_plain = self.context.topology.size == 1 and not has_batches(optimizer.optimizer)
         if not needed or is_plain or optimizer.matrix_owners is not None:
             return
         if self.has_plain_weights and not self.flattens_parameters:
-            optimizer.matrix_owners = MatrixOwners(optimizer, self.state.parameter_keys)
+            is_expected = requested is True or not self.holds_whole_models
+            optimizer.matrix_owners = MatrixOwners(optimizer, self.state.parameter_keys, is_expected)
         elif requested or self.flattens_parameters:
             raise PreparationError(
                 f"{type(optimizer.optimizer).__name__} needs whole matrices, and {type(self).__name__} "

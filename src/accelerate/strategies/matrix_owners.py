@@ -16,11 +16,14 @@ from torch import Tensor, nn
 
 from accelerate.base import PreparationError, StateError
 from accelerate.checkpointing import Box, LocalShards, to_local_shards
+from accelerate.logging import get_logger
 from accelerate.ops import current_transport, is_dtensor
 from accelerate.strategies.matrix_plan import LocalBox, Matrix, by_dtype, plan_owners
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
+
+logger = get_logger(__name__)
 
 OPTION = "whole_matrices"
 """Attribute of optimizers that need whole matrices, and option of groups whose parameters are exempt."""
@@ -55,10 +58,15 @@ class MatrixOwners:
     Args:
         optimizer: The optimizer. `param_groups` has the parameters of the model between steps.
         keys_of: Returns the keys of the parameters of each group, which are equal on all ranks.
+        is_expected: Whether a program expects that `state_dict` on a rank has only the states of this rank,
+            because it has requested whole matrices or shards the model.
     """
 
     def __init__(
-        self, optimizer: AcceleratedOptimizer, keys_of: Callable[[Any], Sequence[Sequence[str]]]
+        self,
+        optimizer: AcceleratedOptimizer,
+        keys_of: Callable[[Any], Sequence[Sequence[str]]],
+        is_expected: bool,
     ) -> None:
         self.optimizer = optimizer
         self._keys_of = keys_of
@@ -66,6 +74,9 @@ class MatrixOwners:
         self._parameters: dict[str, Tensor] = {}
         self._matrices: dict[str, Matrix] = {}
         self._own: list[Matrix] = []
+        self._is_expected = is_expected
+        self._is_stepping = False
+        optimizer.optimizer.register_step_pre_hook(self._refuse_other_steps)
 
     # Owners
 
@@ -102,6 +113,33 @@ class MatrixOwners:
         by_id = {id(p): self._matrices[key].owner for key, p in self._parameters.items()}
         return [by_id.get(id(parameter)) for parameter in self.optimizer.parameters()]
 
+    def warn_of_part(self) -> None:
+        """Logs a warning once that a state dict on this rank has the states of some matrices only."""
+        if self._is_expected:
+            return
+        name, owners = type(self.optimizer.optimizer).__name__, self.owners()
+        logger.warning_once(
+            f"{name}.state_dict() has the states of {owners.count(current_transport().rank)} of "
+            f"{len(owners) - owners.count(None)} matrices, those that this rank owns, and "
+            f"{name}.load_state_dict() needs all of them. Save with accelerator.save_state(), or give each "
+            f"rank all states: set whole_matrices=False in prepare(), or as an attribute of the optimizer."
+        )
+
+    def check_states(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises an error for a state dict that another rank has returned, without states for this one."""
+        rank, owners = current_transport().rank, self.owners()
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]
+        pairs = zip(keys, owners, strict=False)
+        found = {owner for key, owner in pairs if owner is not None and key in state_dict["state"]}
+        if rank in owners and found and rank not in found:
+            name = type(self.optimizer.optimizer).__name__
+            raise StateError(
+                f"The state dict of {name} has states of matrices that ranks {sorted(found)} own, "
+                f"and none of the {owners.count(rank)} that rank {rank} owns. {name}.state_dict() on a rank "
+                "has the states of this rank. Save with accelerator.save_state(), save and load a file on "
+                "each rank, or prepare the optimizer with whole_matrices=False."
+            )
+
     def drop_states(self) -> None:
         """Removes the states of parameters that other ranks own."""
         state, rank = self.optimizer.state, current_transport().rank
@@ -136,11 +174,24 @@ class MatrixOwners:
         whole: dict[str, Tensor] = {}
         for bucket in buckets:
             self._receive(bucket, whole)
-        with self._in_place_of_parameters(whole):
-            result = take_step()
-        for bucket in buckets:
-            self._send(bucket, whole)
+        try:
+            with self._in_place_of_parameters(whole):
+                result = take_step()
+        except Exception:
+            # Other ranks wait for the values, and replicas stay equal if the program catches the exception.
+            self._send_all(buckets, whole)
+            raise
+        self._send_all(buckets, whole)
         return result
+
+    def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """Raises an error if a program calls `step` of the optimizer that it has passed to `prepare`."""
+        if not self._is_stepping:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare, "
+                "so each rank would step parameters whose states are on other ranks. Call step() of the "
+                "optimizer that prepare() returned."
+            )
 
     def _receive(self, bucket: Sequence[Matrix], whole: dict[str, Tensor]) -> None:
         """Adds the matrices of this rank, with their gradients, to `whole`."""
@@ -185,6 +236,7 @@ class MatrixOwners:
         swaps = [(self._parameters[key], _matrices_of(leaf, splits)) for key, leaf in whole.items()]
         stepped.update((id(parameter), leaves) for parameter, leaves in swaps)
         before = [{name: group[name] for name in _BY_PARAMETER if name in group} for group in groups]
+        self._is_stepping = True
         try:
             for group in groups:
                 parts = [stepped.get(id(parameter), [parameter]) for parameter in group["params"]]
@@ -196,10 +248,15 @@ class MatrixOwners:
                 _divide_state(state, parameter, leaves)
             yield
         finally:
+            self._is_stepping = False
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
             for parameter, leaves in swaps:
                 _join_state(state, parameter, leaves)
+
+    def _send_all(self, buckets: Sequence[Sequence[Matrix]], whole: Mapping[str, Tensor]) -> None:
+        for bucket in buckets:
+            self._send(bucket, whole)
 
     def _send(self, bucket: Sequence[Matrix], whole: Mapping[str, Tensor]) -> None:
         """Updates the parameters of all ranks to the values of the owners."""

@@ -122,7 +122,7 @@ class StrategyState:
         return [self._gathered(each) if gather and owned_states(each) else each for each in optimizers]
 
     def _gathered(self, optimizer: Any) -> GatheredOptimizer:
-        whole = gather_owned_states(optimizer, optimizer.state_dict(), self.keeps_whole_states)
+        whole = gather_owned_states(optimizer, optimizer.optimizer.state_dict(), self.keeps_whole_states)
         return GatheredOptimizer(optimizer, whole)
 
     # Shards

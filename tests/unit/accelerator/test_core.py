@@ -93,6 +93,18 @@ def test_a_scheduler_follows_its_own_optimizer_only() -> None:
     assert prepared_scheduler.optimizers == [prepared_second]
 
 
+def test_wrong_whole_matrices_are_refused() -> None:
+    model, optimizer, _, _ = training_objects()
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigurationError, match="it is for all optimizers of the call"):
+        accelerator.prepare(model, optimizer, whole_matrices=[True])  # type: ignore[call-overload]
+    with pytest.raises(ConfigurationError, match="none of the objects is an optimizer that is not prepared"):
+        accelerator.prepare(model, whole_matrices=True)
+    optimizer = accelerator.prepare(optimizer, whole_matrices=True)
+    with pytest.raises(ConfigurationError, match="none of the objects is an optimizer that is not prepared"):
+        accelerator.prepare(optimizer, whole_matrices=False)
+
+
 def test_device_placement_must_fit() -> None:
     with pytest.raises(ConfigurationError, match="1 entries for 2 objects"):
         Accelerator(cpu=True).prepare("a", "b", device_placement=[True])

@@ -97,7 +97,8 @@ def test_split_models_are_refused(strategy: type[Strategy]) -> None:
         LocalSGD(accelerator, torch.nn.Linear(1, 1), 1)
 
 
-def test_an_interval_of_zero_steps_is_refused() -> None:
+@pytest.mark.parametrize("steps", [0, 2.5])
+def test_intervals_that_are_no_number_of_steps_are_refused(steps: Any) -> None:
     accelerator: Any = FakeAccelerator()
-    with pytest.raises(ValueError, match="local_sgd_steps=0"):
-        LocalSGD(accelerator, torch.nn.Linear(1, 1), 0)
+    with pytest.raises(ValueError, match=f"local_sgd_steps={steps}"):
+        LocalSGD(accelerator, torch.nn.Linear(1, 1), steps)

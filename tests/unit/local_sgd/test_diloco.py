@@ -127,7 +127,13 @@ def test_global_parameters_are_applied_and_the_weights_are_restored(tmp_path: Pa
                 pass
             with pytest.raises(StateError, match="leave the block before the save"):
                 accelerator.save_state(tmp_path / "checkpoint")
+            with pytest.raises(StateError, match="would train the global parameters of Sequential"):
+                optimizer.step()
+        accelerator.save_state(tmp_path / "checkpoint")
+        with diloco.applied(), pytest.raises((StateError, CheckpointError), match="before the load"):
+            accelerator.load_state(tmp_path / "checkpoint")
         assert all(map(torch.equal, model.parameters(), own))
+        assert optimizer.observers == ()
         assert not torch.equal(own[0], diloco.globals[0])
         assert torch.equal(read_safetensors(tmp_path / "model.safetensors")["0.weight"], diloco.globals[0])
     assert all(map(torch.equal, model.parameters(), diloco.globals))
