@@ -137,6 +137,13 @@ def check_optimizer(owner: Any, state: Any) -> None:
         )
 
 
+def class_name(optimizer: Any) -> str:
+    """Returns the name of the class of an optimizer, which may be in wrappers of this package."""
+    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return type(optimizer).__name__
+
+
 def find_plain_optimizer(owner: Any) -> torch.optim.Optimizer | None:
     """Returns the optimizer in wrappers of this package, or None if it has its own code to load a state."""
     while type(owner).__module__.startswith("accelerate."):

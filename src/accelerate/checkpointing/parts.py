@@ -233,7 +233,7 @@ class OptimizerPart:
         return [Payload(self.name, self.owner.state_dict())] if writes_common else []
 
     def read(self, reader: CheckpointReader) -> Change:
-        kind = type(getattr(self.owner, "optimizer", self.owner)).__name__
+        kind = compatibility.class_name(self.owner)
         state = reader.read(self.name, reader.device)
         with reader.error_context(self.name, kind):
             compatibility.check_form(state)

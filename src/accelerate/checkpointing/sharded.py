@@ -24,6 +24,7 @@ from accelerate.checkpointing.compatibility import (
     Names,
     check_optimizer,
     check_weights,
+    class_name,
     find_plain_optimizer,
     parameter_numbers,
 )
@@ -242,7 +243,7 @@ def refuse_unnamed_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     unknown = [str(key) for key in state[STATE] if not isinstance(key, int)]
     if unknown:
         raise CheckpointError(
-            f"{_class_name(optimizer)} holds state that belongs to no parameter ({listed(unknown)}), which a "
+            f"{class_name(optimizer)} holds state that belongs to no parameter ({listed(unknown)}), which a "
             "sharded run cannot save. Keep it in param_groups or in the state of a parameter, or use another "
             "optimizer."
         )
@@ -257,20 +258,16 @@ def refuse_other_optimizer(index: ShardIndex, known: Container[str], groups: int
     unknown = {str(path[2]) for path in index.paths if path[1] == STATE and path[2] not in known}
     if unknown:
         raise CheckpointError(
-            f"{index.folder} does not fit this {_class_name(optimizer)}: it does not step "
+            f"{index.folder} does not fit this {class_name(optimizer)}: it does not step "
             f"{listed(sorted(unknown))}. Prepare the models and optimizers in the order in which they were "
             "saved."
         )
     saved = {path[2] for path in index.paths if path[1] == GROUPS}
     if saved != set(range(groups)):
         raise CheckpointError(
-            f"{index.folder} holds {len(saved)} groups of parameters, and this {_class_name(optimizer)} has "
+            f"{index.folder} holds {len(saved)} groups of parameters, and this {class_name(optimizer)} has "
             f"{groups}."
         )
-
-
-def _class_name(optimizer: Any) -> str:
-    return type(getattr(optimizer, "optimizer", optimizer)).__name__
 
 
 def _is_path_in_optimizer(path: KeyPath) -> bool:
@@ -320,7 +317,7 @@ def optimizer_change(
 
     Tensors are copied into those that the optimizer has, if these have the same layout.
     """
-    kind = _class_name(optimizer)
+    kind = class_name(optimizer)
     without_values = {
         number: {key: _on_meta(value) for key, value in values.items()} for number, values in states.items()
     }

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from accelerate.accelerator import Accelerator
-from accelerate.base import PreparationError, wrong_value
+from accelerate.base import PreparationError, StateError, wrong_value
 from accelerate.checkpointing import Part
 from accelerate.local_sgd.states import RankState
 
@@ -66,6 +66,10 @@ class LocalSGD:
             self._register()
 
     def __enter__(self: Self) -> Self:
+        if self.model_sync_obj is not None:
+            raise StateError(
+                f"Blocks of one {type(self).__name__} cannot be nested. Leave the outer block first."
+            )
         if self.enabled and self.accelerator.use_distributed:
             self._refuse_owners()
         if self.enabled:

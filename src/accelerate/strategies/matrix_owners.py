@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,7 @@ logger = get_logger(__name__)
 
 OPTION = "whole_matrices"
 """Attribute of optimizers that need whole matrices, and option of groups whose parameters are exempt."""
+_stepping: set[int] = set()  # ids of optimizers whose prepared ones take a step
 _BY_PARAMETER = ("params", "param_names")  # entries of a group with one value for each parameter
 
 
@@ -75,8 +78,7 @@ class MatrixOwners:
         self._matrices: dict[str, Matrix] = {}
         self._own: list[Matrix] = []
         self._is_expected = is_expected
-        self._is_stepping = False
-        optimizer.optimizer.register_step_pre_hook(self._refuse_other_steps)
+        optimizer.optimizer.register_step_pre_hook(partial(_refuse_other_steps, ref(optimizer)))
 
     # Owners
 
@@ -184,15 +186,6 @@ class MatrixOwners:
         self._send_all(buckets, whole)
         return result
 
-    def _refuse_other_steps(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Raises an error if a program calls `step` of the optimizer that it has passed to `prepare`."""
-        if not self._is_stepping:
-            raise StateError(
-                f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare, "
-                "so each rank would step parameters whose states are on other ranks. Call step() of the "
-                "optimizer that prepare() returned."
-            )
-
     def _receive(self, bucket: Sequence[Matrix], whole: dict[str, Tensor]) -> None:
         """Adds the matrices of this rank, with their gradients, to `whole`."""
         rank, packets = current_transport().rank, _Packets()
@@ -236,7 +229,7 @@ class MatrixOwners:
         swaps = [(self._parameters[key], _matrices_of(leaf, splits)) for key, leaf in whole.items()]
         stepped.update((id(parameter), leaves) for parameter, leaves in swaps)
         before = [{name: group[name] for name in _BY_PARAMETER if name in group} for group in groups]
-        self._is_stepping = True
+        _stepping.add(id(self.optimizer.optimizer))
         try:
             for group in groups:
                 parts = [stepped.get(id(parameter), [parameter]) for parameter in group["params"]]
@@ -248,7 +241,7 @@ class MatrixOwners:
                 _divide_state(state, parameter, leaves)
             yield
         finally:
-            self._is_stepping = False
+            _stepping.discard(id(self.optimizer.optimizer))
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
             for parameter, leaves in swaps:
@@ -273,6 +266,16 @@ class MatrixOwners:
                 packets.receive(matrix.owner, _local(self._parameters[matrix.key]))
         if any(matrix.copies for matrix in bucket):
             packets.exchange(bucket[0].dtype)
+
+
+def _refuse_other_steps(prepared: ref[AcceleratedOptimizer], optimizer: Any, *_: Any) -> None:
+    """Raises an error if a program calls `step` of the optimizer that it has passed to `prepare`."""
+    if prepared() is not None and id(optimizer) not in _stepping:
+        raise StateError(
+            f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare, so "
+            "each rank would step parameters whose states are on other ranks. Call step() of the optimizer "
+            "that prepare() returned."
+        )
 
 
 def describe_steps(optimizer: AcceleratedOptimizer, size: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from accelerate.accelerator import Accelerator
-from accelerate.base import DistributedType
+from accelerate.base import DistributedType, StateError
 from accelerate.local_sgd import LocalSGD
 from accelerate.strategies import DataParallel, Strategy, TensorParallel
 from accelerate.strategies.deepspeed import DeepSpeed
@@ -102,3 +102,10 @@ def test_intervals_that_are_no_number_of_steps_are_refused(steps: Any) -> None:
     accelerator: Any = FakeAccelerator()
     with pytest.raises(ValueError, match=f"local_sgd_steps={steps}"):
         LocalSGD(accelerator, torch.nn.Linear(1, 1), steps)
+
+
+def test_blocks_cannot_be_nested() -> None:
+    accelerator: Any = FakeAccelerator()
+    local_sgd = LocalSGD(accelerator, torch.nn.Linear(1, 1), 2)
+    with local_sgd, pytest.raises(StateError, match="cannot be nested"), local_sgd:
+        pass
