@@ -29,7 +29,7 @@ logger = get_logger(__name__)
 
 OPTION = "whole_matrices"
 """Attribute of optimizers that need whole matrices, and option of groups whose parameters are exempt."""
-_stepping: set[int] = set()  # ids of optimizers whose prepared ones take a step
+_STEPPING_MARK = "_accelerate_is_stepping"  # attribute of an optimizer while its prepared one takes a step
 _BY_PARAMETER = ("params", "param_names")  # entries of a group with one value for each parameter
 
 
@@ -229,7 +229,7 @@ class MatrixOwners:
         swaps = [(self._parameters[key], _matrices_of(leaf, splits)) for key, leaf in whole.items()]
         stepped.update((id(parameter), leaves) for parameter, leaves in swaps)
         before = [{name: group[name] for name in _BY_PARAMETER if name in group} for group in groups]
-        _stepping.add(id(self.optimizer.optimizer))
+        setattr(self.optimizer.optimizer, _STEPPING_MARK, True)
         try:
             for group in groups:
                 parts = [stepped.get(id(parameter), [parameter]) for parameter in group["params"]]
@@ -241,7 +241,7 @@ class MatrixOwners:
                 _divide_state(state, parameter, leaves)
             yield
         finally:
-            _stepping.discard(id(self.optimizer.optimizer))
+            delattr(self.optimizer.optimizer, _STEPPING_MARK)
             for group, values in zip(groups, before, strict=True):
                 group.update(values)
             for parameter, leaves in swaps:
@@ -270,7 +270,7 @@ class MatrixOwners:
 
 def _refuse_other_steps(prepared: ref[AcceleratedOptimizer], optimizer: Any, *_: Any) -> None:
     """Raises an error if a program calls `step` of the optimizer that it has passed to `prepare`."""
-    if prepared() is not None and id(optimizer) not in _stepping:
+    if prepared() is not None and not hasattr(optimizer, _STEPPING_MARK):
         raise StateError(
             f"{type(optimizer).__name__}.step() was called on the optimizer that was passed to prepare, so "
             "each rank would step parameters whose states are on other ranks. Call step() of the optimizer "
