@@ -35,19 +35,14 @@ _BY_PARAMETER = ("params", "param_names")  # entries of a group with one value f
 
 def needs_whole_matrices(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer is torch's Muon, or declares that it needs whole matrices."""
-    return getattr(optimizer, OPTION, _is_muon(optimizer)) is True
+    return getattr(optimizer, OPTION, isinstance(optimizer, torch.optim.Muon)) is True
 
 
 def has_batches(optimizer: torch.optim.Optimizer) -> bool:
     """Returns whether an optimizer is torch's Muon and has batches of matrices, which it refuses to step."""
-    return _is_muon(optimizer) and any(
+    return isinstance(optimizer, torch.optim.Muon) and any(
         p.ndim == 3 for group in optimizer.param_groups for p in group["params"]
     )
-
-
-def _is_muon(optimizer: torch.optim.Optimizer) -> bool:
-    muon = getattr(torch.optim, "Muon", None)  # new in torch 2.9
-    return muon is not None and isinstance(optimizer, muon)
 
 
 def _is_elementwise(group: Mapping[str, Any]) -> bool:
@@ -224,7 +219,7 @@ class MatrixOwners:
     def _in_place_of_parameters(self, whole: Mapping[str, Tensor]) -> Iterator[None]:
         """Replaces the parameters of the inner optimizer by the matrices of this rank inside the block."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
-        splits = _is_muon(self.optimizer.optimizer)
+        splits = isinstance(self.optimizer.optimizer, torch.optim.Muon)
         stepped: dict[int, list[Tensor]] = {id(parameter): [] for parameter in self._parameters.values()}
         swaps = [(self._parameters[key], _matrices_of(leaf, splits)) for key, leaf in whole.items()]
         stepped.update((id(parameter), leaves) for parameter, leaves in swaps)
