@@ -108,7 +108,7 @@ class Transport:
         """
         if self.size == 1:
             return tensor
-        parts = [as_supported(part).clone() for part in tensor.detach().cpu().split(list(sent))]
+        parts = [as_supported(part).clone() for part in torch.split(tensor.detach().cpu(), list(sent))]
         own = [ranks[self.rank] for ranks in self.gather_object(parts)]
         return torch.cat(own).view(tensor.dtype).to(tensor.device)
 

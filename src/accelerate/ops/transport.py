@@ -148,8 +148,8 @@ class TorchTransport(Transport):
         result = local.new_empty(sum(received))
         outgoing, incoming = as_supported(local), as_supported(result)
         scale = local.itemsize // outgoing.itemsize
-        counts = ([scale * count for count in side] for side in (received, sent))
-        dist.all_to_all_single(incoming, outgoing, *counts)
+        counts, own_counts = ([scale * count for count in side] for side in (received, sent))
+        dist.all_to_all_single(incoming, outgoing, counts, own_counts)
         return result.to(tensor.device)
 
     def barrier(self) -> None:
