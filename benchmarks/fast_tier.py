@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,6 +25,7 @@ from accelerate.nested import iterate_tensors
 from accelerate.ops import is_dtensor
 from accelerate.utils import ProjectConfiguration
 from pairing import Pair, report
+from ranks import start
 
 ROUNDS, NODES = 9, 2
 MATRICES, SIDE = 120, 1024  # 4 MiB each, three times: weights and two moments of Adam
@@ -113,28 +112,20 @@ def measure_one_process(folder: Path) -> list[Pair]:
     return pairs
 
 
-def measure_rank(rank: int, port: int, folder: Path, answers: Any) -> None:
+def measure_rank(folder: Path) -> Pair:
     """Measures loading shards on one of two nodes with one rank each."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(NODES))
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
-    torch.set_num_threads(1)
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=rank)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
     run = Run(folder / f"node_{rank}", fsdp_plugin=plugin)
     next(run.batches)
-    answers.put(run.loading("the shards of each of two ranks under FSDP 2,"))
+    pair = run.loading("the shards of each of two ranks under FSDP 2,")
     run.accelerator.end_training()
+    return pair
 
 
 def measure_two_nodes(folder: Path) -> Pair:
-    answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(measure_rank, (free_port(), folder, answers), NODES)
-    return max((answers.get() for _ in range(NODES)), key=lambda pair: pair.figure)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return max(start(measure_rank, NODES, folder), key=lambda pair: pair.figure)
 
 
 def main() -> int:
