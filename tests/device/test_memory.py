@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+from accelerate.checkpointing import Payload, StagingMemory
 from accelerate.data_loader import prepare_data_loader
 from accelerate.tracking import read_snapshot, take_snapshot
 from accelerate.utils import find_executable_batch_size
@@ -84,6 +85,21 @@ def test_tensors_that_are_copied_through_pinned_memory_are_whole(late: str) -> N
         made.append((target, expected))
     for target, expected in made:
         assert torch.equal(target.cpu(), expected)
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_staged_tensors_are_complete(late: str) -> None:
+    memory = StagingMemory()
+    for number in range(3):
+        tensors = {"a": torch.randn(1000), "b": torch.arange(number, number + 500)}
+        content = {"state": [tensor.to(HERE) for tensor in tensors.values()], "step": number}
+        sim.set_late(late)
+        (staged,) = memory.stage([Payload("x", content)])
+        for tensor in content["state"]:
+            tensor.zero_()
+        assert staged.content["step"] == number
+        for copied, expected in zip(staged.content["state"], tensors.values(), strict=True):
+            assert torch.equal(copied, expected)
 
 
 @pytest.mark.usefixtures("small_chunks", "states")
