@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accelerate.devices import hardware_table, of_device
+from accelerate.devices import of_device
 
 NUM_BUFFERS, CHUNK_BYTES = 2, 16 * 2**20
 """Number and bytes of the buffers of pinned memory."""
@@ -67,7 +67,5 @@ class PinnedBuffers:
 
 def stream_module(device: torch.device) -> Any:
     """Returns the torch module of a device, or None if its copies do not run in streams."""
-    if device.type == "meta" or of_device(device).is_host:
-        return None
-    module = hardware_table.named(device.type).torch_module()
+    module = None if of_device(device).is_host else getattr(torch, device.type, None)
     return module if hasattr(module, "Stream") else None
