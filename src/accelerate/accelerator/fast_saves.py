@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,8 @@ class FastSaves(BatchObserver):
         checkpointing.find_generations(self._tier)  # raises for those of another project
         self._tier.number = checkpointing.next_number(self._tier)
         self._num_found = self._count_durable()
+        if runtime.strategy.state.saves_shards:  # no save or load waits for the import of DCP
+            import_module("accelerate.checkpointing.shard_files")
         services.put(BatchObserver, self)
 
     # Saving
