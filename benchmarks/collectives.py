@@ -6,17 +6,15 @@ is allocated each time, as the library has to: the figures compare what a user w
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from pairing import Pair, measure, report, time_round
+from ranks import start
 
 PROCESSES = 2
 MANY, FEW = 40, 4
@@ -147,17 +145,7 @@ def bookkeeping() -> list[Pair]:
     return pairs
 
 
-def run_rank(rank: int, port: int) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(PROCESSES),
-        LOCAL_WORLD_SIZE=str(PROCESSES),
-        ACCELERATE_USE_CPU="true",
-    )
-    torch.set_num_threads(1)
+def run_rank() -> int:
     from accelerate import PartialState
 
     state = PartialState()
@@ -166,21 +154,12 @@ def run_rank(rank: int, port: int) -> None:
     missed = report(pairs, "Collectives, two processes on the CPU") if state.is_main_process else 0
     state.wait_for_everyone()
     state.destroy_process_group()
-    sys.exit(min(missed, 1))
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return missed
 
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))
-    ranks = mp.spawn(run_rank, (free_port(),), PROCESSES, join=False)
-    for process in ranks.processes:
-        process.join()
-    return max(process.exitcode for process in ranks.processes)
+    return min(sum(start(run_rank, PROCESSES)), 1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Measure how long a recent checkpoint blocks training, and how long loading it takes.
 
-The figures are over one copy of the state in memory, of which the memory was used before. Wall-clock time is
+The figures are over one copy of the state in memory, of which the memory was used before. In new processes,
+which have no memory for states of optimizers yet, they are over a copy to new memory. Wall-clock time is
 counted. The state is that of one rank, because a rank copies only what it writes.
 """
 
@@ -8,29 +9,31 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin
 from accelerate.nested import iterate_tensors
-from accelerate.ops import is_dtensor
+from accelerate.ops import local_tensor
 from accelerate.utils import ProjectConfiguration
 from pairing import Pair, report
+from ranks import start
 
-ROUNDS, NODES = 9, 2
+ROUNDS, STARTS, NODES = 9, 3, 2
 MATRICES, SIDE = 120, 1024  # 4 MiB each, three times: weights and two moments of Adam
 BLOCKED_BUDGET, RESTORE_BUDGET, RESTORE_SECONDS = 1.3, 1.5, 0.3
+
+SHARDS = "the shards of each of two ranks under FSDP 2"
 
 
 def seconds(work: Callable[[], object]) -> float:
@@ -61,22 +64,28 @@ def compare(
 class Run:
     """Run with a recent checkpoint, and the state of this rank."""
 
-    def __init__(self, folder: Path, **options: Any) -> None:
+    def __init__(self, folder: Path, *, is_new: bool = True, **options: Any) -> None:
         project = ProjectConfiguration(fast_dir=str(folder), fast_every=1)
         self.accelerator = Accelerator(cpu=True, project_config=project, **options)
         layers = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(MATRICES)))
         data = DataLoader(torch.zeros(10**6, 1), batch_size=1)  # type: ignore[arg-type]
         model = self.accelerator.prepare(layers)
+        self.model = model
         self.optimizer, loader = self.accelerator.prepare(torch.optim.Adam(model.parameters()), data)
+        if not is_new:
+            return
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         self.batches = iter(loader)
         next(self.batches)
         self.optimizer.step()
-        tensors = iterate_tensors([model.state_dict(), self.optimizer.state_dict()])
-        self.state = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
+        self.state = self.local_state()
         self.copies = [torch.empty_like(tensor) for tensor in self.state]
         self.size = f"{sum(tensor.nbytes for tensor in self.state) / 1e6:.0f} MB"
+
+    def local_state(self) -> list[torch.Tensor]:
+        tensors = iterate_tensors([self.model.state_dict(), self.optimizer.state_dict()])
+        return [local_tensor(tensor) for tensor in tensors]
 
     def copy(self) -> None:
         for target, source in zip(self.copies, self.state, strict=True):
@@ -99,7 +108,7 @@ class Run:
         return compare(work, self.copy, self.accelerator.load_state, begin, RESTORE_BUDGET, RESTORE_SECONDS)
 
 
-def measure_one_process(folder: Path) -> list[Pair]:
+def save_and_load_again(folder: Path) -> list[Pair]:
     run = Run(folder)
     blocked = compare(
         f"training blocked by a recent checkpoint of {run.size}, over a copy in memory",
@@ -113,28 +122,57 @@ def measure_one_process(folder: Path) -> list[Pair]:
     return pairs
 
 
-def measure_rank(rank: int, port: int, folder: Path, answers: Any) -> None:
-    """Measures loading shards on one of two nodes with one rank each."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(NODES))
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=str(rank))
-    torch.set_num_threads(1)
+def run_of_node(folder: Path, **options: Any) -> Run:
+    """Returns the run of one rank, which is the only one on its node."""
+    rank = os.environ["RANK"]
+    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", GROUP_RANK=rank)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
-    run = Run(folder / f"node_{rank}", fsdp_plugin=plugin)
+    return Run(folder / f"node_{rank}", fsdp_plugin=plugin, **options)
+
+
+def load_shards_again(folder: Path) -> Pair:
+    run = run_of_node(folder)
     next(run.batches)
-    answers.put(run.loading("the shards of each of two ranks under FSDP 2,"))
+    pair = run.loading(SHARDS)
     run.accelerator.end_training()
+    return pair
 
 
-def measure_two_nodes(folder: Path) -> Pair:
-    answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(measure_rank, (free_port(), folder, answers), NODES)
-    return max((answers.get() for _ in range(NODES)), key=lambda pair: pair.figure)
+def load_once(run: Run) -> tuple[float, float]:
+    """Returns the seconds of a copy to new memory, and those of the first load of a process."""
+    run.accelerator.wait_for_everyone()
+    own = seconds(run.accelerator.load_state)
+    state, copies = run.local_state(), []
+    raw = seconds(lambda: copies.extend(tensor.clone() for tensor in state))
+    run.accelerator.end_training()
+    return raw, own
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def load_whole(folder: Path) -> tuple[float, float]:
+    return load_once(Run(folder, is_new=False))
+
+
+def load_shards(folder: Path) -> tuple[float, float]:
+    return load_once(run_of_node(folder, is_new=False))
+
+
+def measure_new_processes(name: str, load: Callable[..., Any], size: int, folder: Path) -> Pair:
+    """Measures the first load of each process, of ranks that start again."""
+    work = f"loading {name} in a new process, less {RESTORE_SECONDS} s, over a copy to new memory"
+    rounds = [max(start(load, size, folder), key=itemgetter(1)) for _ in range(STARTS)]
+    best = [min(column) for column in zip(*rounds, strict=True)]
+    figure = statistics.median((own - RESTORE_SECONDS) / raw for raw, own in rounds)
+    return Pair(work, *best, figure, RESTORE_BUDGET)
+
+
+def measure_one_process(folder: Path) -> list[Pair]:
+    [pairs] = start(save_and_load_again, 1, folder)
+    return [*pairs, measure_new_processes("it", load_whole, 1, folder)]
+
+
+def measure_two_nodes(folder: Path) -> list[Pair]:
+    again = max(start(load_shards_again, NODES, folder), key=lambda pair: pair.figure)
+    return [again, measure_new_processes(SHARDS, load_shards, NODES, folder)]
 
 
 def main() -> int:
@@ -143,7 +181,7 @@ def main() -> int:
     memory = Path("/dev/shm")
     folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
     try:
-        pairs = [measure_two_nodes(folder / "two"), *measure_one_process(folder / "one")]
+        pairs = [*measure_two_nodes(folder / "two"), *measure_one_process(folder / "one")]
         return report(pairs, "Recent checkpoints in memory.")
     finally:
         shutil.rmtree(folder)

@@ -9,19 +9,17 @@ process with most counts.
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 from torch._subclasses import FakeTensor
 
 from pairing import Pair, report
+from ranks import start
 
 UNITS = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Layer"]}
 ONE, TWO = {"fsdp_version": 1, **UNITS}, {"fsdp_version": 2, **UNITS}
@@ -104,17 +102,8 @@ def alone() -> tuple[int, ...]:
     return train(Plain())
 
 
-def run_rank(rank: int, port: int, way: str, answers: Any) -> None:
-    plugin, mesh, processes, _ = WAYS[way]
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(processes),
-        LOCAL_WORLD_SIZE=str(processes),
-    )
-    torch.set_num_threads(1)
+def run_rank(way: str) -> tuple[int, ...]:
+    plugin, mesh, *_ = WAYS[way]
     from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 
     accelerator = Accelerator(
@@ -122,23 +111,15 @@ def run_rank(rank: int, port: int, way: str, answers: Any) -> None:
         fsdp_plugin=FullyShardedDataParallelPlugin(**plugin),
         parallelism_config=None if mesh is None else ParallelismConfig(**mesh),
     )
-    answers.put(train(accelerator))
+    held = train(accelerator)
     accelerator.wait_for_everyone()
     accelerator.end_training()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return held
 
 
 def largest(way: str) -> tuple[int, ...]:
     """Train on the processes of a way; for each kind the bytes of the process that holds most."""
-    processes = WAYS[way][2]
-    answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, (free_port(), way, answers), processes)
-    return tuple(map(max, zip(*(answers.get() for _ in range(processes)), strict=True)))
+    return tuple(map(max, zip(*start(run_rank, WAYS[way][2], way), strict=True)))
 
 
 def main() -> int:

@@ -6,19 +6,15 @@ Processor time of rank 0 is counted, and the memory that rank 0 takes in additio
 from __future__ import annotations
 
 import ctypes
-import os
 import re
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 from pairing import Pair, measure, report
+from ranks import start
 
 PROCESSES, LAYERS, WIDTH, BUCKET = 2, 24, 256, 4 * 2**20
 REPETITIONS, ROUNDS = 1, 20
@@ -45,17 +41,8 @@ def peak_of(work: Callable[[], object]) -> int:
     return memory("VmHWM") - before
 
 
-def run_rank(rank: int, port: int, answers: Any) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(PROCESSES),
-        LOCAL_WORLD_SIZE=str(PROCESSES),
-    )
+def run_rank() -> tuple[Pair, int, int] | None:
     ctypes.CDLL(None).mallopt(-3, 2**17)  # M_MMAP_THRESHOLD: freed memory goes back to the system at once
-    torch.set_num_threads(1)
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(
@@ -84,19 +71,14 @@ def run_rank(rank: int, port: int, answers: Any) -> None:
         repetitions=REPETITIONS,
         rounds=ROUNDS,
     )
-    if rank == 0:
-        answers.put((pair, whole, peak))
+    is_first = accelerator.is_main_process
     accelerator.end_training()
+    return (pair, whole, peak) if is_first else None
 
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, (port, answers), PROCESSES)
-    pair, whole, peak = answers.get()
+    [(pair, whole, peak)] = start(run_rank, PROCESSES)
     pairs = [
         pair,
         Pair(

@@ -7,19 +7,17 @@ of the states of the rank that has most of them.
 
 from __future__ import annotations
 
-import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pairing import Pair, measure, report
+from ranks import start
 
 PROCESSES, LAYERS, WIDTH = 2, 4, 128
 REPETITIONS, ROUNDS = 3, 20
@@ -63,16 +61,7 @@ def prepare(accelerator: Any, **options: Any) -> Any:
     return muon
 
 
-def run_rank(rank: int, port: int, answers: Any) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(PROCESSES),
-        LOCAL_WORLD_SIZE=str(PROCESSES),
-    )
-    torch.set_num_threads(1)
+def run_rank() -> tuple[Pair, list[Any], list[int]] | None:
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, cpu_ram_efficient_loading=False)
@@ -94,19 +83,15 @@ def run_rank(rank: int, port: int, answers: Any) -> None:
     )
     held = sum(value.nbytes for state in ways[1].state.values() for value in state.values())
     states = accelerator.gather(torch.tensor([held])).tolist()
-    if rank == 0:
-        answers.put((pair, traffic, states))
+    is_first = accelerator.is_main_process
     accelerator.end_training()
+    return (pair, traffic, states) if is_first else None
 
 
 def main() -> int:
     sys.path.insert(0, str(Path(__file__).parent))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
-    answers = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(run_rank, (port, answers), PROCESSES)
-    pair, ((their_calls, their_bytes), (calls, received)), states = answers.get()
+    [(pair, traffic, states)] = start(run_rank, PROCESSES)
+    (their_calls, their_bytes), (calls, received) = traffic
     share = sum(states) / PROCESSES
     pairs = [
         pair,

@@ -19,6 +19,7 @@ from accelerate.base import as_builtin, wrong_value
 T = TypeVar("T")
 
 _PLAIN = (list, tuple, dict)
+_SCALARS = frozenset((type(None), bool, int, float, str, bytes))
 
 # Codes of dtypes that are sent to other ranks. The numbers are public.
 _FLOATS = (torch.float, torch.double, torch.half, torch.bfloat16)
@@ -184,11 +185,12 @@ def iterate_tensors(data: Any) -> Iterator[torch.Tensor]:
     """Yields the tensors of a structure in order."""
     if isinstance(data, torch.Tensor):
         yield data
-    elif isinstance(data, (tuple, list)):
-        for item in data:
-            yield from iterate_tensors(item)
-    elif isinstance(data, Mapping):
-        for item in data.values():
+        return
+    items = data if isinstance(data, (tuple, list)) else data.values() if isinstance(data, Mapping) else ()
+    for item in items:  # a generator for each leaf would take most of the time
+        if isinstance(item, torch.Tensor):
+            yield item
+        elif type(item) not in _SCALARS:
             yield from iterate_tensors(item)
 
 

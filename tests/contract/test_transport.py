@@ -105,6 +105,12 @@ def test_broadcast_returns_its_argument(transport: Transport, dtype: torch.dtype
     assert same(tensor, before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_to_all_keeps_every_dtype(transport: Transport, dtype: torch.dtype) -> None:
+    tensor = torch.tensor([0.0, 1.0, 2.0]).to(dtype)
+    assert same(transport.all_to_all(tensor, [3], [3]), tensor)
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (2, 0), (2, 3)], ids=str)
 def test_collectives_keep_any_shape(transport: Transport, shape: tuple[int, ...]) -> None:
     tensor = torch.ones(shape)

@@ -23,6 +23,7 @@ from accelerate.nested import send_to_device
 from accelerate.state import process_group
 from accelerate.strategies import Strategy, session
 from accelerate.strategies.fsdp import parameters as fsdp_parameters
+from accelerate.weights import PinnedBuffers, pinned
 
 pytestmark = pytest.mark.usefixtures("states")
 Run = Callable[..., list[Any]]
@@ -69,10 +70,10 @@ def model_left_on_the_cpu(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_pinned_buffer_for_all_weights(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(align, "CHUNK_BYTES", 3000)
-    patch.setattr(align, "STAGED_BYTES", 1024)
-    buffer = torch.empty(align.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
-    patch.setattr(StreamTransfer, "_free_buffer", lambda self: buffer)
+    patch.setattr(pinned, "CHUNK_BYTES", 3000)
+    patch.setattr(pinned, "STAGED_BYTES", 1024)
+    buffer = torch.empty(pinned.CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+    patch.setattr(PinnedBuffers, "_free_buffer", lambda self: buffer)
 
 
 def weights_kept_after_the_forward(patch: pytest.MonkeyPatch) -> None:
@@ -130,6 +131,10 @@ def prefetch(tmp_path: Path) -> None:
 
 def prefetch_from_disk(tmp_path: Path) -> None:
     test_memory.test_weights_on_the_disk(tmp_path, late="all")
+
+
+def load_a_checkpoint(tmp_path: Path) -> None:
+    test_memory.test_a_checkpoint_is_loaded_through_pinned_memory(tmp_path, late="all", is_fresh=False)
 
 
 def prefetch_ahead(tmp_path: Path) -> None:
@@ -216,6 +221,7 @@ FAULTS: list[tuple[Plant, Callable[[Path], None]]] = [
     (autocast_of_the_cpu, train_in_bf16),
     (infinite_gradients_stepped, skip_a_step),
     (one_pinned_buffer_for_all_weights, prefetch_from_disk),
+    (one_pinned_buffer_for_all_weights, load_a_checkpoint),
     (weights_kept_after_the_forward, device_map),
     (inputs_left_where_they_are, device_map),
     (batches_moved_on_a_stream_without_a_wait, load),

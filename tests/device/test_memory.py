@@ -14,10 +14,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, cpu_offload, cpu_offload_with_hook, disk_offload, dispatch_model
+from accelerate.checkpointing import Payload, StagingMemory
 from accelerate.data_loader import prepare_data_loader
-from accelerate.hooks import align
 from accelerate.tracking import read_snapshot, take_snapshot
 from accelerate.utils import find_executable_batch_size
+from accelerate.weights import PinnedBuffers, pinned
 
 HERE = torch.device("sim", 0)
 WIDTH, BLOCKS = 64, 8
@@ -42,8 +43,8 @@ def make_blocks() -> nn.Module:
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divides weights of a few kilobytes into chunks that are copied through pinned memory."""
-    monkeypatch.setattr(align, "CHUNK_BYTES", 3000)
-    monkeypatch.setattr(align, "STAGED_BYTES", 1024)
+    monkeypatch.setattr(pinned, "CHUNK_BYTES", 3000)
+    monkeypatch.setattr(pinned, "STAGED_BYTES", 1024)
 
 
 @pytest.mark.parametrize("late", LATE)
@@ -68,6 +69,65 @@ def test_weights_on_the_disk(tmp_path: Path, late: str) -> None:
     sim.set_late(late)
     for _ in range(4):
         torch.testing.assert_close(offloaded(x).cpu(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("small_chunks")
+@pytest.mark.parametrize("late", LATE)
+def test_tensors_that_are_copied_through_pinned_memory_are_whole(late: str) -> None:
+    buffers, made = PinnedBuffers(), []
+    sim.set_late(late)
+    for number in range(12):
+        dtype = (torch.float32, torch.bfloat16, torch.int64)[number % 3]
+        source = (100 * torch.randn(200 + 700 * number)).to(dtype)
+        expected, target = source.clone(), torch.zeros_like(source, device=HERE)
+        buffers.copy(target, source)
+        source.zero_()  # as the caller may free it
+        made.append((target, expected))
+    for target, expected in made:
+        assert torch.equal(target.cpu(), expected)
+
+
+@pytest.mark.parametrize("late", LATE)
+def test_staged_tensors_are_complete(late: str) -> None:
+    memory = StagingMemory()
+    for number in range(3):
+        tensors = {"a": torch.randn(1000), "b": torch.arange(number, number + 500)}
+        content = {"state": [tensor.to(HERE) for tensor in tensors.values()], "step": number}
+        sim.set_late(late)
+        (staged,) = memory.stage([Payload("x", content)])
+        for tensor in content["state"]:
+            tensor.zero_()
+        assert staged.content["step"] == number
+        for copied, expected in zip(staged.content["state"], tensors.values(), strict=True):
+            assert torch.equal(copied, expected)
+
+
+@pytest.mark.usefixtures("small_chunks", "states")
+@pytest.mark.parametrize("late", LATE)
+@pytest.mark.parametrize("is_fresh", [False, True])
+def test_a_checkpoint_is_loaded_through_pinned_memory(tmp_path: Path, late: str, is_fresh: bool) -> None:
+    sim.set_late(late)
+
+    def prepared() -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
+        accelerator = Accelerator()
+        model = make_blocks()
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def step(accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
+        accelerator.backward(model(torch.ones(4, WIDTH, device=HERE)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    run = prepared()
+    step(*run)
+    run[0].save_state(tmp_path / "saved")
+    expected = step(*run)
+    if is_fresh:
+        run = prepared()
+    run[0].load_state(tmp_path / "saved")
+    for own, right in zip(step(*run), expected, strict=True):
+        assert torch.equal(own, right)
 
 
 def test_a_model_over_two_devices_the_cpu_and_the_disk_under_a_limit(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from accelerate.nested import get_shape, iterate_tensors, listify, recursively_a
 from accelerate.ops import (
     CannotPadNestedTensorWarning,
     DistributedOperationException,
+    Transport,
     broadcast,
     broadcast_object_list,
     copy_tensor_to_devices,
@@ -141,6 +142,27 @@ def scatter_from_last() -> dict[str, Any]:
 def test_scatter(run: Run, processes: int) -> None:
     for index, result in enumerate(run(scatter_from_last, processes=processes)):
         assert result == {"filled": [[index, 7]], "kind": "TorchTransport"}
+
+
+def exchange_parts() -> list[list[list[float]]]:
+    sent = [(rank() + target) % 3 for target in range(size())]
+    received = [(rank() + source) % 3 for source in range(size())]
+    values = [10.0 * rank() + target for target, count in enumerate(sent) for _ in range(count)]
+    transport = current_transport()
+    answers = []
+    for exchange in (transport.all_to_all, partial(Transport.all_to_all, transport)):
+        results = [exchange(torch.tensor(values).to(dtype), sent, received) for dtype in DTYPES]
+        assert [result.dtype for result in results] == DTYPES
+        answers.append([plain(result) for result in results])
+    return answers
+
+
+def test_all_to_all(run: Run) -> None:
+    """The base class is the implementation of backends without this collective."""
+    for rank, answers in enumerate(run(exchange_parts, processes=3)):
+        values = [10.0 * source + rank for source in range(3) for _ in range((rank + source) % 3)]
+        expected = [plain(torch.tensor(values).to(dtype)) for dtype in DTYPES]
+        assert answers == [expected, expected]
 
 
 def combine_much() -> dict[str, Any]:

@@ -28,6 +28,7 @@ from accelerate.checkpointing import (
     Payload,
     ShardIndex,
     ShardsOrFilePart,
+    box_of,
 )
 from accelerate.ops import current_transport
 from accelerate.weights import drop_shared, read_safetensors, write_whole_tensors
@@ -129,9 +130,9 @@ class WholeAverage:
         @torch.no_grad()
         def apply() -> None:
             for name, own in self.average.shards().items():
-                whole = state[names[name]] if name in names else None
-                for shard in () if whole is None else own.shards:
-                    shard.tensor.copy_(_box_of(whole, shard.offsets, shard.tensor.shape))
+                for shard in own.shards if name in names else ():
+                    whole = state[names[name]]
+                    shard.tensor.copy_(box_of(whole, shard.offsets, shard.tensor.shape))
 
         return Change(apply, f"average of {type(self.average.model).__name__} ({self.name})")
 
@@ -163,16 +164,10 @@ def gather_whole(average: WeightAverage, *, keep: bool) -> dict[str, Tensor]:
                     part.copy_(shards[name].shards[index].tensor)
                 transport.broadcast(part, source)
                 if target is not None:
-                    _box_of(target, offsets, sizes).copy_(part)
+                    box_of(target, offsets, sizes).copy_(part)
         if target is not None:
             whole[name] = target
     return whole
-
-
-def _box_of(whole: Any, offsets: tuple[int, ...], sizes: Any) -> Tensor:
-    """Returns a view of a box of a tensor."""
-    box: Tensor = whole[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
-    return box
 
 
 def _saved_names(average: WeightAverage, stored: Mapping[str, Any], path: Path) -> dict[str, str]:

@@ -270,7 +270,7 @@ class Accelerator(ProcessControl):
             requested: Any = {} if whole_matrices is None else {"whole_matrices": whole_matrices}
             bundle.replace(kind.OPTIMIZER, partial(self.prepare_optimizer, **requested))
             bundle.replace(kind.SCHEDULER, lambda scheduler, _: self.prepare_scheduler(scheduler))
-        strategy.plan_matrices()
+        strategies.plan_matrices(strategy)
         if bundle.models:
             bundle.replace(kind.LOADER, lambda loader, _: axis.transform_loader(loader, bundle.models[0]))
         self._checkpoints.check_space()
@@ -404,7 +404,7 @@ class Accelerator(ProcessControl):
             return optimizer
         moves = self.device_placement if device_placement is None else device_placement
         prepared = self._runtime.strategy.wrap_optimizer(optimizer, to_device=moves)
-        self._runtime.strategy.own_matrices(prepared, whole_matrices)
+        strategies.own_matrices(self._runtime.strategy, prepared, whole_matrices)
         if self._recovery is not None:
             prepared.commit = self._recovery.commit
         self._optimizers.append(prepared)

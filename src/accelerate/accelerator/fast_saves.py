@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from accelerate.data_loader import BatchObserver
 from accelerate.logging import get_logger
 from accelerate.monitoring import SAVING
 from accelerate.nested import iterate_tensors
-from accelerate.ops import is_dtensor
+from accelerate.ops import local_tensor
 from accelerate.state import services, step_clock
 
 logger = get_logger(__name__)
@@ -79,6 +80,8 @@ class FastSaves(BatchObserver):
         checkpointing.find_generations(self._tier)  # raises for those of another project
         self._tier.number = checkpointing.next_number(self._tier)
         self._num_found = self._count_durable()
+        if runtime.strategy.state.saves_shards:  # no save or load waits for the import of DCP
+            import_module("accelerate.checkpointing.shard_files")
         services.put(BatchObserver, self)
 
     # Saving
@@ -249,13 +252,8 @@ def _tensors_of(model: nn.Module) -> Iterator[Tensor]:
 
 def _bytes_of(tensor: Tensor, is_sharded: bool) -> int:
     """Returns the bytes of a tensor, or of the shard on this rank."""
-    local = _local(tensor) if is_sharded else tensor
+    local = local_tensor(tensor) if is_sharded else tensor
     return local.numel() * local.element_size()
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local
 
 
 def _state_bytes(optimizer: torch.optim.Optimizer, is_sharded: bool) -> int:
@@ -287,7 +285,7 @@ def _state_bytes(optimizer: torch.optim.Optimizer, is_sharded: bool) -> int:
 
 def _empty(tensor: Tensor, is_sharded: bool) -> Tensor:
     """Returns a parameter with a gradient and without memory."""
-    like = _local(tensor) if is_sharded else tensor
+    like = local_tensor(tensor) if is_sharded else tensor
     parameter = nn.Parameter(torch.empty(like.shape, dtype=like.dtype, device="meta"), tensor.requires_grad)
     parameter.grad = torch.empty_like(parameter) if tensor.requires_grad else None
     return parameter

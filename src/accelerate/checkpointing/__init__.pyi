@@ -63,6 +63,7 @@ from accelerate.checkpointing.local_shards import (
     PlainValue as PlainValue,
     Shape as Shape,
     Shard as Shard,
+    box_of as box_of,
     boxes_of_range as boxes_of_range,
     shards_of_range as shards_of_range,
     single_shard as single_shard,

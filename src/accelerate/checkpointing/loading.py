@@ -89,7 +89,7 @@ class CheckpointSource:
         self._faults: list[Future[list[str]]] = []
         # The files of the fast tier are in memory and never change: they are mapped once, verified and read.
         self._plans = plans or {}
-        self._map_file = None if verified is None else cache(manifest.map_file)
+        self._map_file = None if verified is None else cache(manifest.map_writable)
         self._stamp = manifest.stamp(folder)
         self._is_gone = False
         if fault:

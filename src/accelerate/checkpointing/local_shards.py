@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -119,6 +119,11 @@ def single_shard(tensor: Tensor, owned: bool = True) -> LocalShards:
     return LocalShards(tuple(tensor.shape), tensor.dtype, (Shard((0,) * tensor.ndim, tensor),), owned)
 
 
+def box_of(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """Returns a view of a box of a tensor."""
+    return tensor[tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))]
+
+
 def _local_tensor(value: DTensor) -> Tensor:
     with torch.no_grad():  # without an autograd function, which takes most of the time
         return value.to_local().detach()
@@ -155,44 +160,32 @@ def _has_rank(mesh: Any, rank: int) -> bool:
     return bool((mesh.mesh == rank).any())
 
 
-def to_tensor(value: Any, like: Any = None, *, copies: bool = False) -> Any:
-    """Returns the tensor of local shards, distributed as `like`, or any other value unchanged.
+def to_tensor(value: Any, like: Any = None, move: Callable[[Tensor], Tensor] = lambda own: own) -> Any:
+    """Returns the tensor of local shards, distributed as `like`, and any other value unchanged.
 
     Args:
-        value: Local shards, or any other value.
+        value: Local shards, a plain tensor, or any other value.
         like: Tensor with the layout of the result.
-        copies: Whether the result has memory of its own. Otherwise it may have that of the shards.
+        move: Returns the tensor in whose memory the result is, from that of a shard.
     """
+    if isinstance(value, Tensor):
+        return move(value)
     if not isinstance(value, LocalShards):
         return value
     if not is_dtensor(like) or tuple(like.shape) != value.shape:
-        return value.shards[0].tensor.clone() if copies else value.shards[0].tensor
+        return move(value.shards[0].tensor)
     local = _local_tensor(like)
     own = value.shards[0].tensor if value.shards else torch.empty(local.shape, dtype=value.dtype)
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        own.to(local.device, copy=copies),
+        move(own).to(local.device),
         like.device_mesh,
         like.placements,
         run_check=False,
         shape=like.shape,
         stride=like.stride(),
     )
-
-
-def copy_into(live: Any, value: Any) -> bool:
-    """Copies local shards into a tensor, and returns False if it has another shape, dtype or layout."""
-    own = to_local_shards(live, 0, 0)
-    if not isinstance(value, LocalShards) or not isinstance(own, LocalShards):
-        return False
-    pairs = list(zip(own.shards, value.shards, strict=False))
-    is_same = (own.shape, own.dtype, len(own.shards)) == (value.shape, value.dtype, len(value.shards))
-    if not is_same or any(target.offsets != read.offsets for target, read in pairs):
-        return False
-    for target, read in pairs:
-        target.tensor.copy_(read.tensor)
-    return True
 
 
 def target_of(stored: Tensor | None, live: Any = None) -> LocalShards | None:

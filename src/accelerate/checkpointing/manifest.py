@@ -35,7 +35,16 @@ CLOCK_TICK_NS = 2 * 10**9  # the coarsest clock of a file system
 
 
 def map_file(path: Path) -> mmap.mmap:
-    """Returns the memory map of a file that is not empty, to which changes are not written."""
+    """Returns the read-only memory map of a file that is not empty, which may be larger than the memory."""
+    with path.open("rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+
+
+def map_writable(path: Path) -> mmap.mmap:
+    """Returns the memory map of a file that is not empty, to which changes are not written.
+
+    The kernel refuses it for a file that is larger than the memory.
+    """
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
 

@@ -37,6 +37,7 @@ from accelerate.base import (
 )
 from accelerate.checkpointing import compatibility
 from accelerate.checkpointing.changes import Change, Stage, no_change
+from accelerate.checkpointing.live_tensors import fill_states, fill_weights
 from accelerate.checkpointing.manifest import MapFile, checksum_of
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
@@ -243,7 +244,7 @@ class OptimizerPart:
         def apply() -> None:
             own = state
             if isinstance(self.owner, torch.optim.Optimizer):  # not one whose states have another layout
-                own = _in_live_tensors(self.owner, state, is_mapped=reader.is_fast)
+                own = _fill_whole_states(self.owner, state, is_mapped=reader.is_fast)
             with reader.error_context(self.name, kind):
                 self.owner.load_state_dict(own)
 
@@ -252,40 +253,13 @@ class OptimizerPart:
         return Change(apply, f"{kind} ({self.name})", stage)
 
 
-@torch.no_grad()
-def _in_live_tensors(
-    optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, is_mapped: bool
-) -> Mapping[str, Any]:
-    """Returns a state dict whose values are copied to the tensors that the optimizer has.
-
-    Other tensors are new ones, or those of the state dict, which may not be kept if they are views of a file.
-    """
-    plain = compatibility.find_plain_optimizer(optimizer)
-    if plain is None:
-        return state
+def _fill_whole_states(optimizer: Any, state: Mapping[str, Any], *, is_mapped: bool) -> dict[str, Any]:
+    """Returns a state dict with the tensors of the optimizer, into which its values are copied."""
     numbers = (number for group in state[compatibility.GROUPS] for number in group[compatibility.PARAMETERS])
-    parameters = (parameter for group in plain.param_groups for parameter in group["params"])
-    by_number = dict(zip(numbers, parameters, strict=True))
-
-    def fill(number: Any, values: Any) -> Any:
-        parameter = by_number.get(number)
-        if parameter is None or not isinstance(values, Mapping):
-            return values
-        live = plain.state.get(parameter) or {}
-        copies = is_mapped and parameter.is_cpu
-        return {key: _in_live_tensor(live.get(key), value, copies) for key, value in values.items()}
-
-    states = {number: fill(number, values) for number, values in state[compatibility.STATE].items()}
+    live = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = dict(zip(numbers, live, strict=False))  # `load_state_dict` refuses other numbers
+    states = fill_states(optimizer, state[compatibility.STATE], parameters, {}, is_mapped=is_mapped)
     return {**state, compatibility.STATE: states}
-
-
-def _in_live_tensor(live: Any, value: Any, copies: bool) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    is_same = type(live) is Tensor and (live.shape, live.dtype) == (value.shape, value.dtype)
-    if is_same and live.layout == value.layout == torch.strided:
-        return live.copy_(value)
-    return value.clone() if copies else value
 
 
 def _write_custom(content: Any, path: Path) -> None:
@@ -338,6 +312,9 @@ class ModelPart:
         model = self.model
 
         def fill_module(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+            if not reader.model_kwargs.get("assign"):
+                live = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
+                weights = fill_weights(module, dict(live), weights)
             fill(module, weights, path, reader.model_kwargs)
 
         def apply() -> None:

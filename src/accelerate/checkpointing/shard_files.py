@@ -43,7 +43,14 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from accelerate import torch_private
 from accelerate.base import AccelerateError, CheckpointError, describe, listed
-from accelerate.checkpointing.local_shards import LocalShards, PlainValue, Shard, to_local_shards, write_item
+from accelerate.checkpointing.local_shards import (
+    LocalShards,
+    PlainValue,
+    Shard,
+    box_of,
+    to_local_shards,
+    write_item,
+)
 from accelerate.checkpointing.manifest import MapFile
 from accelerate.checkpointing.parts import Payload
 from accelerate.checkpointing.shard_index import NAME, KeyPath, ShardIndex
@@ -248,11 +255,11 @@ class _TargetPlanner(DefaultLoadPlanner):
     def take(self, item: ReadItem, stored: Tensor) -> None:
         """Copies a part of a stored tensor into a shard, or makes a shard without memory a view of it."""
         shard = item.dest_index.fqn, tuple(item.dest_index.offset or ())
-        part, own = _narrow(stored, item.storage_offsets, item.lengths), self._tensors[shard]
+        part, own = box_of(stored, item.storage_offsets, item.lengths), self._tensors[shard]
         if own.is_meta and (own.shape, own.dtype) == (part.shape, part.dtype):
             self._tensors[shard] = part
         else:
-            _narrow(self.lookup_tensor(item.dest_index), item.dest_offsets, item.lengths).copy_(part)
+            box_of(self.lookup_tensor(item.dest_index), item.dest_offsets, item.lengths).copy_(part)
 
     def value(self, key: str) -> Any:
         """Returns the shards of a tensor that were read, or another value."""
@@ -260,10 +267,6 @@ class _TargetPlanner(DefaultLoadPlanner):
             return self._values[key]
         shards = tuple(Shard(shard.offsets, self._memory(key, shard.offsets)) for shard in target.shards)
         return replace(target, shards=shards)
-
-
-def _narrow(tensor: Tensor, offsets: Iterable[int], sizes: Iterable[int]) -> Tensor:
-    return tensor[tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))]
 
 
 class _TensorReader:

@@ -25,13 +25,12 @@ from accelerate.checkpointing.compatibility import (
     check_optimizer,
     check_weights,
     class_name,
-    find_plain_optimizer,
     parameter_numbers,
 )
+from accelerate.checkpointing.live_tensors import fill_states, fill_weights
 from accelerate.checkpointing.local_shards import (
     LocalShards,
     PlainValue,
-    copy_into,
     single_shard,
     target_of,
     to_tensor,
@@ -140,8 +139,9 @@ class ModuleShards:
 
     def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
         def apply() -> None:
-            live = self.state()
-            state = {path[1]: to_tensor(value, live.get(path)) for path, value in values.items()}
+            live = {str(path[1]): value for path, value in self.state().items()}
+            weights = fill_weights(self.module, live, {str(path[1]): value for path, value in values.items()})
+            state = {name: to_tensor(value, live.get(name)) for name, value in weights.items()}
             with reader.error_context(FSDP_MODEL_NAME, type(self.module).__name__):
                 fill(self.module, state, reader.folder / FSDP_MODEL_NAME, reader.model_kwargs)
 
@@ -325,7 +325,11 @@ def optimizer_change(
         check_optimizer(optimizer, {STATE: without_values, GROUPS: list(groups)})
 
     def apply() -> None:
-        filled = _fill_states(optimizer, states, like, copies=reader.map_file is not None)
+        live = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameters = dict(enumerate(live))
+        targets = parameters if like is None else dict(enumerate(like))
+        is_mapped = reader.map_file is not None
+        filled = fill_states(optimizer, states, parameters, targets, is_mapped=is_mapped)
         with reader.error_context(OPTIMIZER, kind):
             optimizer.load_state_dict({STATE: filled, GROUPS: list(groups)})
 
@@ -336,27 +340,3 @@ def _on_meta(value: Any) -> Any:
     """Returns a tensor with the shape and dtype of local shards, or any other value unchanged."""
     is_tensor = isinstance(value, LocalShards)
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if is_tensor else value
-
-
-@torch.no_grad()
-def _fill_states(
-    optimizer: Any,
-    states: Mapping[int, Mapping[str, Any]],
-    like: Sequence[Tensor | None] | None,
-    *,
-    copies: bool,
-) -> dict[int, dict[str, Any]]:
-    """Returns states in the tensors that the optimizer has, or in new ones if these have another layout."""
-    plain = find_plain_optimizer(optimizer)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    filled: dict[int, dict[str, Any]] = {}
-    for number, values in states.items():
-        live = None if plain is None else plain.state.get(parameters[number])
-        tensors = live if isinstance(live, Mapping) else {}
-        filled[number] = {
-            key: tensors[key]
-            if copy_into(tensors.get(key), value)
-            else to_tensor(value, (parameters if like is None else like)[number], copies=copies)
-            for key, value in values.items()
-        }
-    return filled

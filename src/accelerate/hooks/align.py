@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -13,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from accelerate.base import populate_pages
-from accelerate.devices import hardware_table, of_device
 from accelerate.hooks.base import Arguments, ModelHook, not_traced
 from accelerate.nested import find_device, send_to_device
 from accelerate.weights import (
     Device,
+    PinnedBuffers,
     drop_values,
     get_non_persistent_buffers,
     is_derived_parameter,
@@ -26,13 +25,10 @@ from accelerate.weights import (
     resolve_device,
     scales_name,
     set_module_tensor_to_device,
+    stream_module,
 )
 
 PAGE = 4096
-NUM_BUFFERS, CHUNK_BYTES = 2, 16 * 2**20
-"""Number and bytes of the buffers of pinned memory through which weights are copied."""
-STAGED_BYTES = 2**18
-"""Bytes of the smallest weight for which a copy through pinned memory is faster."""
 Copy = Callable[[Tensor, torch.device, torch.dtype], Tensor]
 """Function that copies a tensor to a device and converts it to a dtype, as `Tensor.to` does."""
 
@@ -66,7 +62,7 @@ class StreamTransfer(Transfer):
         self.device = device
         self.module = module
         self.stream = module.Stream(device=device)
-        self._buffers: deque[tuple[Tensor, Any]] = deque()  # with the events of their copies
+        self._buffers = PinnedBuffers()
 
     def fetch(self, block: AlignDevicesHook) -> Any:
         if not self._has_room(block.count_bytes()):
@@ -90,29 +86,11 @@ class StreamTransfer(Transfer):
     def _copy(self, values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Copies a tensor without synchronization of the device, and may return before the copy is complete.
 
-        Tensors in memory that is not pinned are copied in chunks through pinned memory. The copy of a chunk
-        to the device overlaps with the read of the next one by all threads of torch.
+        Tensors in memory that is not pinned are copied in chunks through pinned memory.
         """
-        is_plain = type(values) in (Tensor, nn.Parameter) and values.is_cpu and values.is_contiguous()
-        if not is_plain or values.nbytes < STAGED_BYTES or values.is_pinned():
+        if not self._buffers.accepts(values, device):
             return values.to(device, dtype, non_blocking=True)
-        target = torch.empty_like(values, device=device)
-        chunks, targets = (
-            torch.split(each.detach().reshape(-1).view(torch.uint8), CHUNK_BYTES) for each in (values, target)
-        )
-        for chunk, on_device in zip(chunks, targets, strict=True):
-            buffer = self._free_buffer()
-            on_device.copy_(buffer[: chunk.numel()].copy_(chunk), non_blocking=True)
-            self._buffers.append((buffer, self.stream.record_event()))
-        return target.to(dtype)
-
-    def _free_buffer(self) -> Tensor:
-        """Returns a new buffer, or the one whose copy began first after that copy is complete."""
-        if len(self._buffers) < NUM_BUFFERS:
-            return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
-        buffer, copied = self._buffers.popleft()
-        copied.synchronize()
-        return buffer
+        return self._buffers.to(values, device).to(dtype)
 
     def _has_room(self, num_bytes: int) -> bool:
         free = self.module.mem_get_info(self.device)[0]
@@ -122,11 +100,8 @@ class StreamTransfer(Transfer):
 
 def transfer_to(device: torch.device) -> Transfer:
     """Returns the transfer to a device, over a stream where its torch module supports streams."""
-    backend = of_device(device)
-    if backend.is_host or device.type == "meta":
-        return Transfer()
-    module = hardware_table.named(device.type).torch_module()
-    return StreamTransfer(device, module) if hasattr(module, "Stream") else Transfer()
+    module = stream_module(device)
+    return Transfer() if module is None else StreamTransfer(device, module)
 
 
 class Prefetcher:

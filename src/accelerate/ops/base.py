@@ -103,8 +103,14 @@ class Transport:
             tensor: 1-d tensor with the parts in rank order.
             sent: Number of elements for each rank.
             received: Number of elements from each rank.
+
+        This implementation gathers all parts on all ranks.
         """
-        return tensor
+        if self.size == 1:
+            return tensor
+        parts = [as_supported(part).clone() for part in torch.split(tensor.detach().cpu(), list(sent))]
+        own = [ranks[self.rank] for ranks in self.gather_object(parts)]
+        return torch.cat(own).view(tensor.dtype).to(tensor.device)
 
     def barrier(self) -> None:
         """Waits until all ranks have called this."""

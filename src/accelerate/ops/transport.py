@@ -146,7 +146,10 @@ class TorchTransport(Transport):
     def all_to_all(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         local = self._to_group_device(tensor)
         result = local.new_empty(sum(received))
-        dist.all_to_all_single(result, local, list(received), list(sent))
+        outgoing, incoming = as_supported(local), as_supported(result)
+        scale = local.itemsize // outgoing.itemsize
+        counts, own_counts = ([scale * count for count in side] for side in (received, sent))
+        dist.all_to_all_single(incoming, outgoing, counts, own_counts)
         return result.to(tensor.device)
 
     def barrier(self) -> None:

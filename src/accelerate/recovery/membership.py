@@ -21,7 +21,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from accelerate.base import RecoveryError, StateError, require
 from accelerate.devices import of_device
-from accelerate.ops import Transport
+from accelerate.ops import Transport, local_tensor
 
 CONNECT_TIMEOUT = timedelta(seconds=2)
 """Timeout of connections to the other members, which doubles after each attempt that fails. A member may have
@@ -156,7 +156,7 @@ class Membership:
     def send_from_first(self, members: Members, tensors: Iterable[Tensor]) -> bool:
         """Overwrites tensors with those of the first member, and returns whether no member has ended."""
         for tensor in tensors:
-            local = _local(tensor)
+            local = local_tensor(tensor)
             sent = local.contiguous() if members.index == 0 else torch.zeros_like(local).contiguous()
             data = sent.reshape(-1).view(torch.uint8).clone()
             if not self.sum(data):
@@ -232,8 +232,3 @@ def _open_store(group: Transport, host: str) -> tuple[Any, int]:
         store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
     port: int = group.broadcast_object(None if store is None else store.port)
     return store, port
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local

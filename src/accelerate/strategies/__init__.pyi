@@ -24,6 +24,10 @@ from accelerate.strategies.fsdp import (
     ReplicatedTensorParallel as ReplicatedTensorParallel,
     TensorParallel as TensorParallel,
 )
+from accelerate.strategies.matrix_owners import (
+    own_matrices as own_matrices,
+    plan_matrices as plan_matrices,
+)
 from accelerate.strategies.mistakes import (
     find_unrelated_optimizers as find_unrelated_optimizers,
     find_unstepped_models as find_unstepped_models,

@@ -35,12 +35,6 @@ from accelerate.strategies.fsdp import (
     reduction_in_replicas,
     units_of,
 )
-from accelerate.strategies.matrix_owners import (
-    MatrixOwners,
-    describe_steps,
-    has_batches,
-    needs_whole_matrices,
-)
 from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
@@ -358,44 +352,6 @@ class Strategy:
         ):
             torch_private.unscale_shards(scaler)
         return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
-
-    def own_matrices(self, optimizer: AcceleratedOptimizer, requested: object) -> None:
-        """Lets each rank step some parameters of an optimizer as a whole, if the optimizer needs that.
-
-        Args:
-            optimizer: A prepared optimizer.
-            requested: Whether it needs whole matrices, as True or False. None is the default of its class.
-        """
-        if requested is not None and not isinstance(requested, bool):
-            reason = "it is for all optimizers of the call"
-            fix = "Pass True, False or None, and prepare other optimizers in a call of their own"
-            raise wrong_value("whole_matrices", requested, reason, fix)
-        needed = needs_whole_matrices(optimizer.optimizer) if requested is None else requested
-        is_plain = self.context.topology.size == 1 and not has_batches(optimizer.optimizer)
-        if not needed or is_plain or optimizer.matrix_owners is not None:
-            return
-        if self.has_plain_weights and not self.flattens_parameters:
-            is_expected = requested is True or not self.holds_whole_models
-            optimizer.matrix_owners = MatrixOwners(optimizer, self.state.parameter_keys, is_expected)
-        elif requested or self.flattens_parameters:
-            raise PreparationError(
-                f"{type(optimizer.optimizer).__name__} needs whole matrices, and {type(self).__name__} "
-                "changes the layout of parameters. Use DistributedDataParallel, FSDP 2 (fsdp_version=2) or "
-                "parallelism_config. Pass whole_matrices=False to prepare() if it works on parts of them."
-            )
-
-    def plan_matrices(self) -> None:
-        """Chooses the ranks that own the matrices of optimizers, and prints their number once.
-
-        Called on all ranks, when objects are prepared.
-        """
-        optimizers = self.session.prepared.optimizers
-        planned = [
-            each for each in optimizers if each.matrix_owners is not None and each.matrix_owners.plan()
-        ]
-        topology = self.context.topology
-        for optimizer in optimizers if planned and topology.rank == 0 and topology.size > 1 else ():
-            print(describe_steps(optimizer, topology.size))
 
     def wrap_scheduler(
         self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool

@@ -7,6 +7,7 @@ states of a parameter are on its owner only.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,14 +17,15 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
-from accelerate.base import PreparationError, StateError
-from accelerate.checkpointing import Box, LocalShards, to_local_shards
+from accelerate.base import PreparationError, StateError, wrong_value
+from accelerate.checkpointing import Box, LocalShards, box_of, to_local_shards
 from accelerate.logging import get_logger
-from accelerate.ops import current_transport, is_dtensor
+from accelerate.ops import current_transport, is_dtensor, local_tensor
 from accelerate.strategies.matrix_plan import LocalBox, Matrix, by_dtype, plan_owners
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.strategies.base import Strategy
 
 logger = get_logger(__name__)
 
@@ -71,7 +73,7 @@ class MatrixOwners:
         self._trained: list[Tensor] = []
         self._parameters: dict[str, Tensor] = {}
         self._matrices: dict[str, Matrix] = {}
-        self._own: list[Matrix] = []
+        self._buckets: list[list[Matrix]] = []
         self._is_expected = is_expected
         optimizer.optimizer.register_step_pre_hook(partial(_refuse_other_steps, ref(optimizer)))
 
@@ -86,7 +88,7 @@ class MatrixOwners:
             Whether there were new parameters.
         """
         trained = [p for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad]
-        if len(trained) == len(self._trained) and all(map(_is, trained, self._trained)):
+        if len(trained) == len(self._trained) and all(map(operator.is_, trained, self._trained)):
             return False
         names = self._keys_of(self.optimizer)
         pairs = [
@@ -100,7 +102,7 @@ class MatrixOwners:
         ranks = transport.gather_object({key: _box_of(key, parameter) for key, parameter in pairs})
         known = {key: matrix.owner for key, matrix in self._matrices.items()}
         self._matrices = {matrix.key: matrix for matrix in plan_owners(ranks, known)}
-        self._own = [matrix for matrix in self._matrices.values() if matrix.owner == transport.rank]
+        self._buckets = by_dtype(self._matrices.values())
         self._parameters, self._trained = dict(pairs), trained
         self.drop_states()
         return bool(pairs)
@@ -167,20 +169,20 @@ class MatrixOwners:
                 "and join_uneven_inputs() lets ranks stop early. Use even_batches or windows()."
             )
         self.plan()
-        buckets = by_dtype(self._matrices.values())
         whole: dict[str, Tensor] = {}
-        for bucket in buckets:
+        for bucket in self._buckets:
             self._receive(bucket, whole)
         try:
             with self._in_place_of_parameters(whole):
                 result = take_step()
         except Exception:
             # Other ranks wait for the values, and replicas stay equal if the program catches the exception.
-            self._send_all(buckets, whole)
+            self._send_all(whole)
             raise
-        self._send_all(buckets, whole)
+        self._send_all(whole)
         return result
 
+    @torch.no_grad()
     def _receive(self, bucket: Sequence[Matrix], whole: dict[str, Tensor]) -> None:
         """Adds the matrices of this rank, with their gradients, to `whole`."""
         rank, packets = current_transport().rank, _Packets()
@@ -200,7 +202,7 @@ class MatrixOwners:
             )
             whole[key], has_gradient[key] = _leaf(value, gradient), []
             for source, box in matrix.sources:
-                targets = [_view(value, box), _view(gradient, box), value.new_empty(1)]
+                targets = [box_of(value, *box), box_of(gradient, *box), value.new_empty(1)]
                 has_gradient[key].append(targets[2])
                 if source == rank:
                     for target, own in zip(targets, _content(key, parameter), strict=True):
@@ -212,7 +214,7 @@ class MatrixOwners:
         for key, flags in has_gradient.items():
             parameter = self._parameters[key]
             # A rank with an empty shard does not know whether the parameter has a gradient.
-            if parameter.grad is None and not (_local(parameter).numel() == 0 and bool(sum(flags))):
+            if parameter.grad is None and not (local_tensor(parameter).numel() == 0 and bool(sum(flags))):
                 whole[key].grad = None
 
     @contextmanager
@@ -242,10 +244,11 @@ class MatrixOwners:
             for parameter, leaves in swaps:
                 _join_state(state, parameter, leaves)
 
-    def _send_all(self, buckets: Sequence[Sequence[Matrix]], whole: Mapping[str, Tensor]) -> None:
-        for bucket in buckets:
+    def _send_all(self, whole: Mapping[str, Tensor]) -> None:
+        for bucket in self._buckets:
             self._send(bucket, whole)
 
+    @torch.no_grad()
     def _send(self, bucket: Sequence[Matrix], whole: Mapping[str, Tensor]) -> None:
         """Updates the parameters of all ranks to the values of the owners."""
         rank, packets = current_transport().rank, _Packets()
@@ -253,12 +256,12 @@ class MatrixOwners:
             if matrix.owner == rank:
                 updated = whole[matrix.key].detach()
                 for target, box in matrix.copies:
-                    packets.send(target, _view(updated, box))
+                    packets.send(target, box_of(updated, *box))
                 for source, box in matrix.sources:
                     if source == rank:
-                        _copy(updated, box, _local(self._parameters[matrix.key]))
+                        _copy(updated, box, local_tensor(self._parameters[matrix.key]))
             elif any(target == rank for target, _ in matrix.copies):
-                packets.receive(matrix.owner, _local(self._parameters[matrix.key]))
+                packets.receive(matrix.owner, local_tensor(self._parameters[matrix.key]))
         if any(matrix.copies for matrix in bucket):
             packets.exchange(bucket[0].dtype)
 
@@ -273,7 +276,45 @@ def _refuse_other_steps(prepared: ref[AcceleratedOptimizer], optimizer: Any, *_:
         )
 
 
-def describe_steps(optimizer: AcceleratedOptimizer, size: int) -> str:
+def own_matrices(strategy: Strategy, optimizer: AcceleratedOptimizer, requested: object) -> None:
+    """Lets each rank step some parameters of an optimizer as a whole, if the optimizer needs that.
+
+    Args:
+        strategy: Strategy of the run.
+        optimizer: A prepared optimizer.
+        requested: Whether it needs whole matrices, as True or False. None is the default of its class.
+    """
+    if requested is not None and not isinstance(requested, bool):
+        reason = "it is for all optimizers of the call"
+        fix = "Pass True, False or None, and prepare other optimizers in a call of their own"
+        raise wrong_value("whole_matrices", requested, reason, fix)
+    needed = needs_whole_matrices(optimizer.optimizer) if requested is None else requested
+    is_plain = strategy.context.topology.size == 1 and not has_batches(optimizer.optimizer)
+    if not needed or is_plain or optimizer.matrix_owners is not None:
+        return
+    if strategy.has_plain_weights and not strategy.flattens_parameters:
+        is_expected = requested is True or not strategy.holds_whole_models
+        optimizer.matrix_owners = MatrixOwners(optimizer, strategy.state.parameter_keys, is_expected)
+    elif requested or strategy.flattens_parameters:
+        raise PreparationError(
+            f"{type(optimizer.optimizer).__name__} needs whole matrices, and {type(strategy).__name__} "
+            "changes the layout of parameters. Use DistributedDataParallel, FSDP 2 (fsdp_version=2) or "
+            "parallelism_config. Pass whole_matrices=False to prepare() if it works on parts of them."
+        )
+
+
+def plan_matrices(strategy: Strategy) -> None:
+    """Chooses the ranks that own the matrices of all optimizers of a run, and prints their number once.
+
+    Called on all ranks, when objects are prepared.
+    """
+    optimizers, topology = strategy.session.prepared.optimizers, strategy.context.topology
+    planned = [each for each in optimizers if each.matrix_owners is not None and each.matrix_owners.plan()]
+    for optimizer in optimizers if planned and topology.rank == 0 and topology.size > 1 else ():
+        print(_describe_steps(optimizer, topology.size))
+
+
+def _describe_steps(optimizer: AcceleratedOptimizer, size: int) -> str:
     """Returns a line about the parameters of an optimizer that its ranks step as a whole."""
     name = type(optimizer.optimizer).__name__
     owners = [] if optimizer.matrix_owners is None else optimizer.matrix_owners.owners()
@@ -313,7 +354,7 @@ class _Packets:
 
 def _content(key: str, parameter: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns a shard of a parameter, that of its gradient, and whether it has a gradient, as 0 or 1."""
-    shard, gradient = _local(parameter), _local_gradient(parameter)
+    shard, gradient = local_tensor(parameter), _local_gradient(parameter)
     if gradient is None:
         return shard, torch.zeros_like(shard), shard.new_zeros(1)
     if gradient.layout != torch.strided or gradient.dtype != shard.dtype:
@@ -329,7 +370,7 @@ def _as_leaf(parameter: Tensor) -> Tensor:
     """Returns a parameter that is whole on this rank, or a plain one that shares its memory."""
     if not is_dtensor(parameter):
         return parameter
-    return _leaf(_local(parameter), _local_gradient(parameter))
+    return _leaf(local_tensor(parameter), _local_gradient(parameter))
 
 
 def _leaf(value: Tensor, gradient: Tensor | None) -> nn.Parameter:
@@ -338,22 +379,17 @@ def _leaf(value: Tensor, gradient: Tensor | None) -> nn.Parameter:
     return leaf
 
 
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.detach().to_local() if is_dtensor(tensor) else tensor.detach()
-    return local
-
-
 def _local_gradient(parameter: Any) -> Tensor | None:
     """Returns the gradient of the shard of a parameter, which may be distributed in another way."""
     gradient = parameter.grad
     if is_dtensor(gradient) and gradient.placements != parameter.placements:
         gradient = gradient.redistribute(placements=parameter.placements)
-    return None if gradient is None else _local(gradient)
+    return None if gradient is None else local_tensor(gradient)
 
 
 def _copy(updated: Tensor, box: Box, shard: Tensor) -> None:
     """Copies a box of an updated matrix to the shard of its owner, unless they share memory."""
-    part = _view(updated, box)
+    part = box_of(updated, *box)
     if part.data_ptr() != shard.data_ptr():
         shard.copy_(part)
 
@@ -412,7 +448,7 @@ def _stack(values: Sequence[Any]) -> Any:
 
 def _box_of(key: str, parameter: Tensor) -> LocalBox:
     """Returns the box of a parameter on this rank, or raises an error for a parameter with several."""
-    local, shard = to_local_shards(parameter, 0, 0), _local(parameter)
+    local, shard = to_local_shards(parameter, 0, 0), local_tensor(parameter.detach())
     assert isinstance(local, LocalShards)
     boxes = [(each.offsets, tuple(shard.shape)) for each in local.shards if shard.numel()]
     if type(shard) is not Tensor or len(boxes) > 1:
@@ -421,15 +457,3 @@ def _box_of(key: str, parameter: Tensor) -> LocalBox:
             f"{len(boxes)} parts, and cannot be stepped as a whole. Pass whole_matrices=False to prepare()."
         )
     return LocalBox(local.shape, local.dtype, boxes[0] if boxes else None)
-
-
-def _view(whole: Tensor, box: Box) -> Tensor:
-    offsets, sizes = box
-    view: Tensor = whole[
-        tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
-    ]
-    return view
-
-
-def _is(a: object, b: object) -> bool:
-    return a is b

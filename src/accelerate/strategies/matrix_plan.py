@@ -46,14 +46,9 @@ class Matrix:
         """True if the owner has the whole parameter in one box."""
         return self.sources == ((self.owner, ((0,) * len(self.shape), self.shape)),)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
 
 def plan_owners(ranks: Sequence[Mapping[str, LocalBox]], known: Mapping[str, int]) -> list[Matrix]:
-    """Returns the matrices of an optimizer, which its ranks own in shares of about the same size.
+    """Returns the matrices of an optimizer with their owners, which own about the same number of bytes.
 
     Args:
         ranks: Boxes of each rank by the keys of parameters.

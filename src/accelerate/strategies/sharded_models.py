@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from accelerate import torch_private
 from accelerate.base import PreparationError
 from accelerate.data_loader import SHARED_AXES
-from accelerate.ops import current_transport
+from accelerate.ops import current_transport, local_tensor
 from accelerate.strategies.fsdp import local_gradients, units_of
 
 PIPELINE = "pp"
@@ -119,7 +119,7 @@ def sum_gradients(
     buckets: dict[tuple[torch.device, torch.dtype], list[list[nn.Parameter]]] = {}
     sizes: dict[tuple[torch.device, torch.dtype], float] = {}
     for parameter in parameters:
-        local = _local(parameter)
+        local = local_tensor(parameter)
         kind = local.device, local.dtype
         if sizes.get(kind, bucket_bytes) >= bucket_bytes:
             buckets.setdefault(kind, []).append([])
@@ -134,7 +134,7 @@ def sum_gradients(
 def _sum_bucket(
     parameters: Sequence[nn.Parameter], all_reduce: Callable[[Tensor], bool], divisor: int
 ) -> bool:
-    shards = [_local(p) if p.grad is None else _local(p.grad) for p in parameters]
+    shards = [local_tensor(p) if p.grad is None else local_tensor(p.grad) for p in parameters]
     exists = shards[0].new_tensor([p.grad is not None for p in parameters])
     parts = [
         (torch.zeros_like(shard) if p.grad is None else shard / divisor).reshape(-1)
@@ -149,12 +149,8 @@ def _sum_bucket(
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        _local(parameter.grad).copy_(total.view_as(shard))
+        local_tensor(parameter.grad).copy_(total.view_as(shard))
     return True
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -43,6 +43,7 @@ from accelerate.weights.modules import (
     retie_on_same_device as retie_on_same_device,
     retie_parameters as retie_parameters,
 )
+from accelerate.weights.pinned import PinnedBuffers as PinnedBuffers, stream_module as stream_module
 from accelerate.weights.placement import (
     INT4 as INT4,
     INT8 as INT8,

@@ -70,6 +70,18 @@ def test_damage_is_named(folder: Path, damage: object, deep: bool, problem: str)
     assert problem in "".join(found)
 
 
+def test_a_map_is_read_only_so_that_the_file_may_be_larger_than_the_memory(folder: Path) -> None:
+    with pytest.raises(TypeError):
+        manifest.map_file(folder / "model.safetensors")[0] = 1
+
+
+def test_changes_of_a_writable_map_are_not_written(folder: Path) -> None:
+    writable = manifest.map_writable(folder / "model.safetensors")
+    writable[0] = 1
+    assert writable[0] == 1
+    assert manifest.problems(folder, manifest.read(folder), deep=True) == []
+
+
 def test_only_the_named_files_are_checked(folder: Path) -> None:
     (folder / "empty.bin").unlink()
     assert manifest.problems(folder, manifest.read(folder), ["sub/deep.bin"], deep=True) == []

@@ -56,7 +56,7 @@ def folder(tmp_path: Path, tensor: Tensor) -> Path:
     return tmp_path / "shards"
 
 
-@pytest.mark.parametrize("map_file", [None, manifest.map_file], ids=["read", "mapped"])
+@pytest.mark.parametrize("map_file", [None, manifest.map_writable], ids=["read", "mapped"])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 def test_any_number_of_ranks_reads_its_shards(
     folder: Path, tensor: Tensor, ranks: int, map_file: manifest.MapFile | None
@@ -79,7 +79,7 @@ def test_shards_without_memory_are_views_of_a_mapped_file(tmp_path: Path) -> Non
     maps: list[Any] = []
 
     def map_file(path: Path) -> Any:
-        maps.append(manifest.map_file(path))
+        maps.append(manifest.map_writable(path))
         return maps[-1]
 
     found = shard_index.read(tmp_path / "shards", "model")

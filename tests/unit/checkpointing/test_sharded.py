@@ -185,7 +185,7 @@ def test_a_mapped_state_is_copied_into_the_tensors_of_an_optimizer(tmp_path: Pat
     maps: list[Any] = []
 
     def map_file(path: Path) -> Any:
-        maps.append(manifest.map_file(path))
+        maps.append(manifest.map_writable(path))
         return maps[-1]
 
     reader = replace(save(tmp_path, owner_of(optimizer)), map_file=map_file)

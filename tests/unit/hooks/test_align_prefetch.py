@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from accelerate.hooks import Prefetcher, StreamTransfer, Transfer, align, transfer_to
+from accelerate.hooks import Prefetcher, StreamTransfer, Transfer, transfer_to
 
 CPU = torch.device("cpu")
 
@@ -197,6 +197,5 @@ def test_accelerators_with_streams_copy_on_a_stream(monkeypatch: pytest.MonkeyPa
     assert type(transfer_to(CPU)) is Transfer
     assert type(transfer_to(torch.device("meta"))) is Transfer
     for module, kind in ((FakeModule(), StreamTransfer), (SimpleNamespace(), Transfer)):
-        backend = SimpleNamespace(torch_module=lambda module=module: module)
-        monkeypatch.setattr(align.hardware_table, "named", lambda name, backend=backend: backend)
+        monkeypatch.setattr(torch, "cuda", module)
         assert type(transfer_to(torch.device("cuda", 0))) is kind
