@@ -1,4 +1,4 @@
-"""Private attributes of gradient scalers, optimizers and schedulers."""
+"""Private attributes of gradients, gradient scalers, optimizers and schedulers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def in_place_version(gradient: Tensor) -> int:
+    """Returns how often a tensor, or the shard of a DTensor on this rank, was changed in place."""
+    local: Tensor = getattr(gradient, "_local_tensor", gradient)
+    return local._version
+
+
+def is_view(tensor: Tensor) -> bool:
+    """Returns whether a tensor is a view of another one."""
+    return tensor._is_view()
 
 
 def reset_unscaled(scaler: torch.amp.GradScaler) -> None:
