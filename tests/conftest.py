@@ -5,6 +5,7 @@ A test that builds a state, directly or through an `Accelerator`, uses the fixtu
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
@@ -44,6 +45,7 @@ class Watch(NamedTuple):
     list_all: Callable[[], set[Hashable]]
     patience: float = 0.0
     compare: Callable[[set[Hashable], set[Hashable]], set[Hashable]] = set.difference
+    name: Callable[[Any], object] = str
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -117,7 +119,7 @@ def list_left(watch: Watch, known: set[Hashable]) -> list[Hashable]:
 
 
 def describe(watch: Watch, left: list[Hashable]) -> str:
-    return f"{watch.kind}: {', '.join(map(str, left))}"
+    return f"{watch.kind}: {', '.join(str(watch.name(each)) for each in left)}"
 
 
 def list_variables() -> set[Hashable]:
@@ -131,9 +133,21 @@ def list_threads() -> set[Hashable]:
 
 
 def list_processes() -> set[Hashable]:
+    """The pids of the children of this process; psutil would read all processes of the machine for them."""
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     lasting = tracker._resource_tracker._pid if tracker else None  # Python keeps one for good
-    return {child for child in psutil.Process().children() if child.pid != lasting}
+    return child_pids() - {lasting}
+
+
+def child_pids() -> set[int]:
+    pids: set[int] = set()
+    try:
+        for task in os.listdir("/proc/self/task"):
+            with open(f"/proc/self/task/{task}/children") as file:
+                pids.update(map(int, file.read().split()))
+    except FileNotFoundError:  # another system, or a thread that has just ended
+        return {child.pid for child in psutil.Process().children()}
+    return pids
 
 
 def list_ports() -> set[Hashable]:
@@ -157,10 +171,19 @@ def restore_variables(variables: dict[str, str]) -> None:
     os.environ.update(variables)
 
 
-def kill_processes(processes: set[Any]) -> None:
-    for process in processes:
-        process.kill()
-        process.wait()
+def name_process(pid: int) -> str:
+    try:
+        return str(psutil.Process(pid))
+    except psutil.NoSuchProcess:
+        return f"pid {pid}, which has just ended"
+
+
+def kill_processes(pids: set[Any]) -> None:
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            process.kill()
+            process.wait()
 
 
 def find_states() -> list[tuple[str, Any]]:
@@ -179,7 +202,7 @@ def reset_states() -> None:
         process_group.close_group()
 
 
-PROCESSES = Watch("child processes", list_processes, PATIENCE)
+PROCESSES = Watch("child processes", list_processes, PATIENCE, name=name_process)
 WATCHES = (
     Watch("environment variables", list_variables, compare=set.symmetric_difference),
     Watch("threads", list_threads, PATIENCE),
