@@ -38,6 +38,7 @@ class HeldGradients:
         self._has_stepped = False  # `step` was called in this micro-batch
         self._is_apart = False  # later gradients are not added to those that are held
         self._is_untouched = True  # no backward pass has begun since `_look`
+        self._is_last = False
         self._was_kept = False  # `zero_grad` was called after a backward pass of this micro-batch
 
     @property
@@ -45,21 +46,22 @@ class HeldGradients:
         """Gradient of the window by parameter, which may not be the `grad` of the parameter."""
         return self._held
 
-    def begin(self, parameters: Iterable[Tensor], *, is_first: bool) -> None:
+    def begin(self, parameters: Iterable[Tensor], *, is_first: bool, is_last: bool) -> None:
         """Begins a micro-batch.
 
         Args:
             parameters: Parameters of the optimizer.
             is_first: Whether it is the first one of the window.
+            is_last: Whether it is the last one.
         """
         parameters = list(parameters)
-        self._was_kept = False
+        self._was_kept, self._is_last = False, is_last
         if is_first:
             if self._has_contributed:
                 logger.warning_once(
-                    "step() of an optimizer was called in micro-batches of a window, and not in its last one, so "
-                    "their gradients were not used. Call it in each micro-batch, or count the windows of each model "
-                    "with an accumulate(model) of its own."
+                    "step() of an optimizer was called in micro-batches of a window, and not in its last "
+                    "one, so their gradients were not used. Call it in each micro-batch, or count windows "
+                    "of each model with an accumulate(model) of its own."
                 )
             self._held, self._is_apart, self._has_contributed = {}, False, False
         elif not self._is_apart:
@@ -87,7 +89,12 @@ class HeldGradients:
                 self._held[parameter] = gradient.clone() if torch_private.is_view(gradient) else gradient
                 parameter.grad = None
             self._is_apart = True
-            self._unreduced = [(g, torch_private.in_place_version(g)) for g in self._find_unreduced()]
+            self._unreduced = [(gradient, _version(gradient)) for gradient in self._find_unreduced()]
+
+    def end_backward(self, parameters: Iterable[Tensor]) -> None:
+        """Ends a backward pass, whose gradients are kept even if `Module.zero_grad` removes them."""
+        if not self._is_apart:
+            self._hold(parameters)
 
     def zero_grad(self, parameters: Iterable[Tensor], clear: Callable[[], None]) -> None:
         """Removes the gradients that do not belong to the window.
@@ -109,6 +116,9 @@ class HeldGradients:
             self._restore() if self._held else clear()
         else:
             self._was_kept = True
+            if self._is_last:  # the step is left out, and its gradients are dropped
+                clear()
+                self._held = {}
         self._look(parameters)
 
     def contribute(self, parameters: Iterable[Tensor]) -> None:
@@ -125,8 +135,8 @@ class HeldGradients:
         self._refuse_kept(list(parameters))
         if self._join() and self._replicas > 1:
             raise StateError(
-                "Gradients of a window were removed in its last micro-batch, or belong to a backward pass after "
-                "the step of the micro-batch before, and could not be averaged over the ranks. Call "
+                "Gradients of a window were removed in its last micro-batch, or belong to a backward pass "
+                "after the step of the micro-batch before, and could not be averaged over the ranks. Call "
                 "optimizer.zero_grad() before the backward pass, and accelerator.backward(loss) in place of "
                 "loss.backward()."
             )
@@ -135,7 +145,7 @@ class HeldGradients:
         self._held = {p: p.grad for p in parameters if p.grad is not None}
 
     def _restore(self) -> bool:
-        """Sets the gradients that are held again where a caller has removed them, and returns whether one was."""
+        """Sets the gradients that are held where they were removed, and returns whether one was."""
         removed = [p for p in self._held if p.grad is None and p.requires_grad]
         for parameter in removed:
             parameter.grad = self._held[parameter]
@@ -174,7 +184,7 @@ class HeldGradients:
             _refuse_between()
 
     def _refuse_zeros(self) -> None:
-        """Raises if the gradients of the micro-batches before have been set to zero in place since `_look`."""
+        """Raises if the gradients of the micro-batches before were set to zero in place since `_look`."""
         if not self._is_untouched:
             return
         self._is_untouched = False
@@ -183,8 +193,8 @@ class HeldGradients:
         if changed and not any(bool(gradient.any()) for gradient in changed):
             raise StateError(
                 "The gradients of a window were set to zero before its last micro-batch, by "
-                "model.zero_grad(set_to_none=False) or in place. Call optimizer.zero_grad(), which keeps those of "
-                "the micro-batches before."
+                "model.zero_grad(set_to_none=False) or in place. Call optimizer.zero_grad(), which keeps "
+                "those of the micro-batches before."
             )
 
     def _refuse_unreduced(self) -> None:
@@ -206,8 +216,8 @@ def _version(gradient: Tensor | None) -> int:
 
 def _refuse_between() -> NoReturn:
     raise StateError(
-        "zero_grad() was called between two backward passes of one micro-batch, of which plain torch drops the "
-        "first. In a window of several micro-batches its gradients cannot be separated from those of the "
+        "zero_grad() was called between two backward passes of one micro-batch, of which plain torch drops "
+        "the first. In a window of several micro-batches its gradients cannot be separated from those of the "
         "micro-batches before. Detach the tensors that connect the first loss to these parameters "
         "(`fakes.detach()`), or call zero_grad() before the first backward pass."
     )
@@ -215,8 +225,8 @@ def _refuse_between() -> NoReturn:
 
 def _refuse_mixed() -> NoReturn:
     raise StateError(
-        "A backward pass after optimizer.step() has added gradients of another loss to those of the window, and "
-        "FSDP keeps their sum where zero_grad() cannot separate them. Freeze the parameters of this optimizer in "
-        "that pass with requires_grad_(False), or use "
+        "A backward pass after optimizer.step() has added gradients of another loss to those of the window, "
+        "and FSDP keeps their sum where zero_grad() cannot separate them. Freeze the parameters of this "
+        "optimizer in that pass with requires_grad_(False), or use "
         "GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)."
     )

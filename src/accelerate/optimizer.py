@@ -75,7 +75,7 @@ def are_finite(gradients: Iterable[torch.Tensor | None]) -> bool:
 
 @cache
 def _optimizers_with_one_call() -> frozenset[type]:
-    """Returns the optimizers of torch that call a closure once in each step, before they update parameters."""
+    """Returns the optimizers of torch that call a closure once in each step, before the update."""
     optimizers = (value for value in vars(torch.optim).values() if isinstance(value, type))
     return frozenset(optimizers) - {torch.optim.LBFGS}
 
@@ -247,8 +247,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             synchronization it is that of the closure.
 
         Raises:
-            ConfigurationError: A closure is passed in a micro-batch without synchronization, and the optimizer
-                may call it several times in a step.
+            ConfigurationError: A closure is passed in a micro-batch without synchronization, and the
+                optimizer may call it several times in a step.
         """
         if not self.gradient_state.sync_gradients:
             return self._accumulate(closure)
@@ -270,7 +270,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             step_clock.end_step(before, id(self), self.num_updates - num_updates, self.num_updates)
 
     def _accumulate(self, closure: Callable[[], Any] | None) -> Any:
-        """Keeps the gradients of a micro-batch without synchronization, which those of the next are added to."""
+        """Keeps the gradients of a micro-batch without synchronization for the next ones."""
         result = None
         if closure is not None:
             # Closures share the variables of the loop, so that of an earlier batch cannot be called later.

@@ -143,25 +143,34 @@ class Accumulation:
             current.position = 0
         gradients._set_sync_gradients(is_last)
         if not (is_first and is_last):
-            self.begin_window(models, is_first=is_first)
+            self.begin_window(models, is_first=is_first, is_last=is_last)
 
-    def begin_window(self, models: Sequence[nn.Module] = (), *, is_first: bool) -> None:
-        """Begins a micro-batch in a window of several, whose gradients prepared optimizers hold until its end.
+    def begin_window(
+        self, models: Sequence[nn.Module] = (), *, is_first: bool = False, is_last: bool = False
+    ) -> None:
+        """Begins a micro-batch in a window of several, whose gradients are held until its end.
 
         Args:
             models: The models that are trained, or none for all of them.
             is_first: Whether it is the first micro-batch of the window.
+            is_last: Whether it is the last one.
         """
         for optimizer in self._optimizers_of(models):
             if optimizer.held is None:
                 find_unreduced = partial(_unreduced_gradients, self.prepared.models, optimizer)
                 optimizer.held = HeldGradients(self._num_summed(), find_unreduced)
-            optimizer.held.begin(optimizer.parameters(), is_first=is_first)
+            optimizer.held.begin(optimizer.parameters(), is_first=is_first, is_last=is_last)
         if self._watch is None and models:
             handle = watch_unprepared_steps(self.gradients, self.prepared, models)
             self._watch = weakref.finalize(self, handle.remove)
         elif is_first and self._watch is not None:
             self._watch()
+
+    def end_backward(self) -> None:
+        """Ends a backward pass."""
+        for optimizer in self.prepared.optimizers:
+            if optimizer.held is not None:
+                optimizer.held.end_backward(optimizer.parameters())
 
     def release(self, models: Sequence[nn.Module]) -> None:
         """Ends a window of models without a step, in which their gradients are dropped."""
@@ -179,7 +188,7 @@ class Accumulation:
                 yield optimizer
 
     def _num_summed(self) -> int:
-        """Returns the number of ranks and replica groups over which gradients are summed in the last micro-batch."""
+        """Returns the number of ranks, over all replica groups, whose gradients the last micro-batch sums."""
         return self.strategy.replicas * (1 if self.recovery is None else self.recovery.num_replicas)
 
     def begin_backward(self) -> None:

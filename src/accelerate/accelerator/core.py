@@ -546,8 +546,8 @@ class Accelerator(ProcessControl):
 
         Gradients add up until then. The last batch of a loader always steps, so that no gradient remains. The
         body of the loop stays that of one micro-batch: `step` does nothing before the last micro-batch, and
-        `zero_grad` keeps what the micro-batches before have contributed, in any order of the calls. Micro-batches
-        are counted for each set of models.
+        `zero_grad` keeps what the micro-batches before have contributed, in any order of the calls.
+        Micro-batches are counted for each set of models.
 
         With `num_items`, losses are sums, and gradients are those of the mean over all items of the window,
         on all ranks, and do not depend on the distribution of items: they are equal to those of one big
@@ -601,6 +601,7 @@ class Accelerator(ProcessControl):
             loss = self._accumulation.scale(loss)
         if not [optimizer for optimizer in self._optimizers if optimizer.steps_in_backward]:
             self._runtime.backward(loss, **kwargs)
+            self._accumulation.end_backward()
             if self._recovery is not None:
                 self._recovery.sum_gradients()
             return
@@ -645,6 +646,7 @@ class Accelerator(ProcessControl):
             accumulation.scale,
             is_sum=accumulation.weighting is not None,
         )
+        accumulation.end_backward()
         if step_clock.wanted:
             step_clock.keep("loss", local_scalar(loss))
         return loss
@@ -695,8 +697,8 @@ class Accelerator(ProcessControl):
     ) -> torch.Tensor:
         """Scales gradients so that their total norm is at most `max_norm`.
 
-        Called on all ranks, before `step`. In a micro-batch without synchronization, gradients are not complete,
-        and it returns the norm of those on this rank without clipping.
+        Called on all ranks, before `step`. In a micro-batch without synchronization, gradients are not
+        complete, and it returns the norm of those on this rank without clipping.
 
         Args:
             parameters: Tensors with gradients, of prepared models.

@@ -10,8 +10,8 @@ class DrivingLoader:
     """Loader that delivers a batch before each micro-batch of a set of models.
 
     A loop may read several loaders: `zip` of two, a short one that is started again, one for an evaluation
-    whose iterator is kept. Those that do not deliver a batch before each micro-batch do not drive the loop. Of
-    several that do, the one that has driven it before is kept, and otherwise the outermost is chosen.
+    whose iterator is kept. Those that do not deliver a batch before each micro-batch do not drive the loop.
+    Of several that do, the one that has driven it before is kept, and otherwise the outermost is chosen.
 
     Attributes:
         loader: The loader, or None if no loader is read.

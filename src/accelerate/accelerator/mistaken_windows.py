@@ -17,7 +17,7 @@ from accelerate.strategies import Prepared, parameter_ids
 logger = get_logger(__name__)
 
 NUM_SHORT_STEPS = 2
-"""Number of successive steps of too few micro-batches that are a mistake, because the last step of a pass may be."""
+"""Number of successive steps of too few micro-batches that are a mistake, unlike one at the end of a pass."""
 
 
 class UndividedSteps:
@@ -43,9 +43,9 @@ class UndividedSteps:
         self._num_losses += 1
         if self._num_short >= NUM_SHORT_STEPS:
             logger.warning(
-                f"backward() divides the loss by gradient_accumulation_steps={num_steps}, and the optimizer steps "
-                "after fewer micro-batches, so its gradients are too small. Put the body of the loop into `with "
-                "accelerator.accumulate(model):`, or use gradient_accumulation_steps=1."
+                f"backward() divides the loss by gradient_accumulation_steps={num_steps}, and the optimizer "
+                "steps after fewer micro-batches, so its gradients are too small. Put the body of the loop "
+                "into `with accelerator.accumulate(model):`, or use gradient_accumulation_steps=1."
             )
 
 
@@ -70,9 +70,9 @@ def watch_unprepared_steps(
             return
         known.add(optimizer)
         logger.warning(
-            f"{type(optimizer).__name__} was not passed to accelerator.prepare(), so it steps in each micro-batch "
-            "and not only at the end of each window of accumulate(). Prepare it, or call its step() and "
-            "zero_grad() if accelerator.sync_gradients is True."
+            f"{type(optimizer).__name__} was not passed to accelerator.prepare(), so it steps in each "
+            "micro-batch and not only at the end of each window of accumulate(). Prepare it, or call its "
+            "step() and zero_grad() if accelerator.sync_gradients is True."
         )
 
     return register_optimizer_step_pre_hook(check)

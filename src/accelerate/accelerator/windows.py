@@ -126,7 +126,7 @@ class Window:
         data_loader.set_batch_metadata(self._reader.loader, metadata)
         self._accumulation.gradients._set_sync_gradients(is_last)
         if self._length > 1:
-            self._accumulation.begin_window(self._models, is_first=is_first)
+            self._accumulation.begin_window(self._models, is_first=is_first, is_last=is_last)
         return batch
 
     def scale(self, loss: Tensor) -> Tensor:

@@ -82,7 +82,7 @@ class Recovery:
         replica: Index of this replica group.
         members: Replica groups of the last step, or None before the first one.
         in_pass: Whether a pass for training is read.
-        begin_window: Called with `is_first` in each micro-batch of a step with several.
+        begin_window: Called with `is_first` and `is_last` in each micro-batch of a step with several.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ class Recovery:
         is_first = self._gradients.sync_gradients  # the micro-batch before was the last of its step
         self._gradients._set_sync_gradients(is_last)
         if self.begin_window is not None and not (is_first and is_last):
-            self.begin_window(is_first=is_first)
+            self.begin_window(is_first=is_first, is_last=is_last)
 
     def sum_gradients(self) -> None:
         """Adds up the gradients of all members, after the last micro-batch of this replica group."""
