@@ -17,6 +17,7 @@ from torch import Tensor
 from accelerate import torch_private
 from accelerate.base import StateError
 from accelerate.logging import get_logger
+from accelerate.ops import local_tensor
 
 logger = get_logger(__name__)
 
@@ -93,8 +94,8 @@ class HeldGradients:
 
     def end_backward(self, parameters: Iterable[Tensor]) -> None:
         """Ends a backward pass, whose gradients are kept even if `Module.zero_grad` removes them."""
-        if not self._is_apart:
-            self._hold(parameters)
+        if not self._is_apart:  # gradients from before the window are not held
+            self._hold(p for p in parameters if p in self._held or self._has_changed([p]))
 
     def zero_grad(self, parameters: Iterable[Tensor], clear: Callable[[], None]) -> None:
         """Removes the gradients that do not belong to the window.
@@ -163,7 +164,7 @@ class HeldGradients:
         return bool(self._held)
 
     def _is_cleared(self) -> bool:
-        return all(parameter.grad is None for parameter in self._held)
+        return bool(self._held) and all(parameter.grad is None for parameter in self._held)
 
     def _look(self, parameters: Iterable[Tensor]) -> None:
         self._is_untouched = True
@@ -171,13 +172,7 @@ class HeldGradients:
 
     def _has_changed(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether a backward pass has added gradients since `_look`."""
-        for parameter in parameters:
-            gradient, version = self._seen.get(parameter, _NONE)
-            if parameter.grad is not None and (
-                parameter.grad is not gradient or _version(parameter.grad) != version
-            ):
-                return True
-        return False
+        return any(p.grad is not None and _differs(p.grad, *self._seen.get(p, _NONE)) for p in parameters)
 
     def _refuse_kept(self, parameters: Iterable[Tensor]) -> None:
         if self._was_kept and self._has_changed(parameters):
@@ -210,8 +205,16 @@ class HeldGradients:
 _NONE: tuple[None, int] = (None, 0)
 
 
+def _differs(gradient: Tensor, before: Tensor | None, version: int) -> bool:
+    """Returns whether a gradient is not the one before, which had a version then."""
+    if gradient is before or before is None or gradient.is_sparse or before.is_sparse:
+        return gradient is not before or _version(gradient) != version
+    # A forward of DistributedDataParallel may move gradients into other buckets.
+    return not torch.equal(local_tensor(gradient), local_tensor(before))
+
+
 def _version(gradient: Tensor | None) -> int:
-    return 0 if gradient is None else torch_private.in_place_version(gradient)
+    return 0 if gradient is None else torch_private.in_place_version(local_tensor(gradient))
 
 
 def _refuse_between() -> NoReturn:

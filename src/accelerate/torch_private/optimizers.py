@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 
-def in_place_version(gradient: Tensor) -> int:
-    """Returns how often a tensor, or the shard of a DTensor on this rank, was changed in place."""
-    local: Tensor = getattr(gradient, "_local_tensor", gradient)
-    return local._version
+def in_place_version(tensor: Tensor) -> int:
+    """Returns how often a tensor was changed in place."""
+    return tensor._version
 
 
 def is_view(tensor: Tensor) -> bool:
