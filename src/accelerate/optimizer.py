@@ -222,7 +222,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         """
         clear = partial(self.optimizer.zero_grad, set_to_none is None or set_to_none)
         if self.held is not None:
-            self.held.zero_grad(self.parameters(), clear)
+            self.held.zero_grad(clear)
         elif self.gradient_state.sync_gradients:
             clear()
 
@@ -285,14 +285,14 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 result = closure()
         if self.held is not None:
-            self.held.contribute(self.parameters())
+            self.held.contribute()
         return result
 
     def _complete(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends the window after its last backward pass, which may be that of a closure."""
         result = None if closure is None else closure()
         if self.held is not None:
-            self.held.complete(self.parameters())
+            self.held.complete()
             self.held = None
         return result
 

@@ -79,6 +79,7 @@ class Accumulation:
         self.is_joined = False
         self._step = 0  # as set by the user or by a checkpoint
         self._sets: dict[Hashable, MicroBatches] = {}
+        self._trained: dict[tuple[nn.Module, ...], list[AcceleratedOptimizer]] = {}  # of the current windows
         self._undivided = UndividedSteps(prepared)
         self._watch: weakref.finalize[..., Any] | None = None  # of the first window of several micro-batches
         if recovery is not None:
@@ -155,7 +156,10 @@ class Accumulation:
             is_first: Whether it is the first micro-batch of the window.
             is_last: Whether it is the last one.
         """
-        for optimizer in self._optimizers_of(models):
+        key = tuple(models)
+        if is_first or key not in self._trained:
+            self._trained[key] = list(self._optimizers_of(models))
+        for optimizer in self._trained[key]:
             if optimizer.held is None:
                 find_unreduced = partial(_unreduced_gradients, self.prepared.models, optimizer)
                 optimizer.held = HeldGradients(self._num_summed(), find_unreduced)
@@ -170,7 +174,7 @@ class Accumulation:
         """Ends a backward pass."""
         for optimizer in self.prepared.optimizers:
             if optimizer.held is not None:
-                optimizer.held.end_backward(optimizer.parameters())
+                optimizer.held.end_backward()
 
     def release(self, models: Sequence[nn.Module]) -> None:
         """Ends a window of models without a step, in which their gradients are dropped."""
@@ -249,7 +253,7 @@ class Accumulation:
 
     def _held(self) -> Mapping[Tensor, Tensor]:
         held = (optimizer.held for optimizer in self.prepared.optimizers if optimizer.held is not None)
-        return {parameter: gradient for each in held for parameter, gradient in each.gradients.items()}
+        return {parameter: gradient for each in held for parameter, gradient in each.gradients}
 
     def _check_items(self, current: MicroBatches, num_items: Any) -> None:
         """Raises an error for a micro-batch that does not fit into its window."""
@@ -304,6 +308,7 @@ class Accumulation:
         """Begins with the first micro-batch of a window."""
         self.weighting = None
         self.step = 0
+        self._trained.clear()
         for optimizer in self.prepared.optimizers:
             optimizer.held = None
 

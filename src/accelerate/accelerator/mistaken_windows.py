@@ -66,7 +66,11 @@ def watch_unprepared_steps(
     known = weakref.WeakSet(getattr(optimizer, "optimizer", optimizer) for optimizer in prepared.optimizers)
 
     def check(optimizer: Any, args: Any, kwargs: Any) -> None:
-        if gradients.sync_gradients or optimizer in known or trained.isdisjoint(parameter_ids([optimizer])):
+        if (
+            vars(gradients).get("sync_gradients", True)
+            or optimizer in known
+            or trained.isdisjoint(parameter_ids([optimizer]))
+        ):
             return
         known.add(optimizer)
         logger.warning(

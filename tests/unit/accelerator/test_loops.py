@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 
 pytestmark = pytest.mark.usefixtures("states")
 
-SAMPLES, BATCH = 22, 2
+SAMPLES, BATCH = 14, 2
 ORDERS = (
     *("fbcsZ", "Zfbcs", "fZbcs", "fbcsz", "zfbcs", "fzbcs", "fbcsZz"),
     *("fbcSZ", "ZfbcS", "fbcsG", "fbcSG", "ZfbcsZ", "zZfbcsz", "fbcSz"),
@@ -107,15 +107,14 @@ def trained(body: str, steps: int, way: str = "accumulate") -> Tensor:
 @pytest.mark.parametrize("way", ["accumulate", "items", "windows"])
 def test_the_order_of_calls_does_not_change_the_updates(way: str) -> None:
     wrong = []
-    for steps in (1, 2, 4):
-        for clip in (None, 0.05):
-            # `accumulate` divides the losses of the last, shorter window as those of all others.
-            right = expected(lambda n, steps=steps: steps, clip, divides_by_size=way != "accumulate")
-            for order in ORDERS:
-                body = order if clip else order.replace("c", "")
-                found = trained(body, steps, way)
-                if not torch.allclose(found, right, rtol=0, atol=1e-12):
-                    wrong.append((steps, clip, body, float((found - right).abs().max())))
+    for steps, clip in ((2, None), (4, 0.05)):
+        # `accumulate` divides the losses of the last, shorter window as those of all others.
+        right = expected(lambda n, steps=steps: steps, clip, divides_by_size=way != "accumulate")
+        for order in ORDERS:
+            body = order if clip else order.replace("c", "")
+            found = trained(body, steps, way)
+            if not torch.allclose(found, right, rtol=0, atol=1e-12):
+                wrong.append((steps, clip, body, float((found - right).abs().max())))
     assert not wrong
 
 
@@ -307,7 +306,7 @@ def test_the_last_batch_may_be_divided_into_micro_batches() -> None:
 
 @pytest.mark.parametrize("way", ["accumulate", "windows"])
 def test_the_number_of_steps_may_change_between_windows(way: str) -> None:
-    sizes = [2, 3, 3, 1, 1, 1, 2, 3, 3, 1, 1, 1]
+    sizes = [2, 3, 1, 1, 2, 3, 1, 1]
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=sizes[0])
     model = new_model()
     model, optimizer, loader = accelerator.prepare(model, sgd(model), new_loader())
