@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
 
 import torch
 
 from accelerate import torch_private
-from accelerate.base import DistributedType as DistributedType, is_lomo_available as is_lomo_available
+from accelerate.base import (
+    DistributedType as DistributedType,
+    is_lomo_available as is_lomo_available,
+    wrong_value,
+)
 from accelerate.devices import is_torch_xla_available as is_torch_xla_available
+from accelerate.held_gradients import HeldGradients
 from accelerate.logging import get_logger
 from accelerate.nested import honor_type as honor_type, recursively_apply
 from accelerate.ops import reduce
@@ -68,6 +73,13 @@ def are_finite(gradients: Iterable[torch.Tensor | None]) -> bool:
     return not local or bool(torch.nn.utils.get_total_norm(local, float("inf")).isfinite())
 
 
+@cache
+def _optimizers_with_one_call() -> frozenset[type]:
+    """Returns the optimizers of torch that call a closure once in each step, before the update."""
+    optimizers = (value for value in vars(torch.optim).values() if isinstance(value, type))
+    return frozenset(optimizers) - {torch.optim.LBFGS}
+
+
 def steps_in_backward(optimizer: Any) -> bool:
     """Returns whether an optimizer updates parameters during backward and has no step (LOMO)."""
     return callable(getattr(optimizer, "fused_backward", None))
@@ -101,6 +113,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     commit: Callable[[], bool] | None = None
     """Returns whether the replica groups take a step, in a run with several of them."""
+
+    held: HeldGradients | None = None
+    """Gradients of the current window, if it has several micro-batches."""
 
     observers: tuple[Any, ...] = ()
     """Averages of weights, whose `before_step` and `after_update` are called with this optimizer."""
@@ -200,13 +215,16 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return self.optimizer.state_dict()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
-        """Clears gradients, except in accumulation steps without synchronization.
+        """Clears gradients, except for those that micro-batches have accumulated for the next step.
 
         Args:
             set_to_none: Whether gradients are set to None, as by default, or filled with zeros.
         """
-        if self.gradient_state.sync_gradients:
-            self.optimizer.zero_grad(set_to_none is None or set_to_none)
+        clear = partial(self.optimizer.zero_grad, set_to_none is None or set_to_none)
+        if self.held is not None:
+            self.held.zero_grad(clear)
+        elif self.gradient_state.sync_gradients:
+            clear()
 
     def train(self) -> None:
         """Sets the training mode of optimizers that have one, such as schedule-free optimizers."""
@@ -225,10 +243,20 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             closure: Function that reevaluates the model and returns the loss, for optimizers that need it.
 
         Returns:
-            The result of the step of the inner optimizer, or None if it was skipped.
+            The result of the step of the inner optimizer, or None if it was skipped. In a micro-batch without
+            synchronization it is that of the closure.
+
+        Raises:
+            ConfigurationError: A closure is passed in a micro-batch without synchronization, and the
+                optimizer may call it several times in a step.
         """
         if not self.gradient_state.sync_gradients:
-            return None
+            return self._accumulate(closure)
+        if self.held is not None:
+            if closure is None:
+                self._complete()
+            else:
+                closure = partial(self._complete, closure)
         before, num_updates = step_clock.begin_step(), self.num_updates
         try:
             for observer in self.observers:
@@ -240,6 +268,33 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             return result
         finally:
             step_clock.end_step(before, id(self), self.num_updates - num_updates, self.num_updates)
+
+    def _accumulate(self, closure: Callable[[], Any] | None) -> Any:
+        """Keeps the gradients of a micro-batch without synchronization for the next ones."""
+        result = None
+        if closure is not None:
+            # Closures share the variables of the loop, so that of an earlier batch cannot be called later.
+            if type(self.optimizer) not in _optimizers_with_one_call():
+                reason = (
+                    "the optimizer may call it several times, and each call has the data of one micro-batch"
+                )
+                fix = (
+                    "Use gradient_accumulation_steps=1, and sum the losses of several batches in the closure"
+                )
+                raise wrong_value("closure", type(self.optimizer).__name__, reason, fix)
+            with torch.enable_grad():
+                result = closure()
+        if self.held is not None:
+            self.held.contribute()
+        return result
+
+    def _complete(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Ends the window after its last backward pass, which may be that of a closure."""
+        result = None if closure is None else closure()
+        if self.held is not None:
+            self.held.complete()
+            self.held = None
+        return result
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
         if self.commit is not None and not self.commit():
@@ -318,7 +373,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in (*_SCALER_ATTRIBUTES, "update_scaler", "observers", "matrix_owners"):
+        for name in (*_SCALER_ATTRIBUTES, "update_scaler", "observers", "matrix_owners", "held"):
             state.pop(name, None)
         return state
 

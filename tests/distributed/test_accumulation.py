@@ -12,7 +12,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.base import StateError
+from accelerate.state import AcceleratorState
 from accelerate.utils import (
+    DistributedDataParallelKwargs,
     FullyShardedDataParallelPlugin,
     GradientAccumulationPlugin,
     GradScalerKwargs,
@@ -297,3 +299,105 @@ def windows_of_fsdp2(folder: str) -> list[list[float]]:
 def test_fsdp2_weighs_and_drops_gradients_that_were_not_reduced_yet(run: Run, tmp_path: Path) -> None:
     for found in run(windows_of_fsdp2, str(tmp_path / "checkpoint")):
         assert found == [pytest.approx([1.0] * 6)] * 3
+
+
+ORDERS = ("fbsG", "fbsZ", "Zfbs", "fZbs", "zfbs", "fbsz", "fbSZ", "fbsZz")
+"""Statements of a loop body: f forward, b backward, s step, Z optimizer.zero_grad, z model.zero_grad.
+
+S and G are step and zero_grad where gradients are synchronized.
+"""
+WAYS_TO_TRAIN: dict[str, Callable[[], dict[str, Any]]] = {
+    "ddp": dict,
+    "views": lambda: {"kwargs_handlers": [DistributedDataParallelKwargs(gradient_as_bucket_view=True)]},
+    "fsdp2": lambda: {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2)},
+}
+STEPS = 2
+
+
+def loss_of(models: list[Any], number: int, inputs: torch.Tensor) -> torch.Tensor:
+    """The loss of a model, of which that of the second one has gradients for the first one, too."""
+    if not number:
+        return models[0](inputs).sin().mean()
+    return models[1](models[0](inputs)).square().mean()
+
+
+def new_models(count: int) -> list[Any]:
+    torch.manual_seed(0)
+    return [torch.nn.Linear(3, 3).double() for _ in range(count)]
+
+
+def new_inputs(world: int) -> torch.Tensor:
+    return torch.randn(10 * world, 3, generator=torch.Generator().manual_seed(0)).double()
+
+
+def momentum(model: torch.nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def train_plain(count: int, world: int) -> torch.Tensor:
+    """Weights of plain torch on the batches of all ranks, with each optimizer on its own loss."""
+    models = new_models(count)
+    optimizers = [momentum(model) for model in models]
+    sums: dict[torch.Tensor, torch.Tensor] = {}
+    for index, batch in enumerate(new_inputs(world).split(2 * world), 1):
+        for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            own = list(model.parameters())
+            gradients = torch.autograd.grad(loss_of(models, number, batch) / STEPS, own)
+            sums |= {p: sums.get(p, 0) + gradient for p, gradient in zip(own, gradients, strict=True)}
+            if index % STEPS == 0 or index == 5:
+                for p in own:
+                    p.grad = sums.pop(p)
+                optimizer.step()
+    return torch.cat([p.detach().flatten() for model in models for p in model.parameters()])
+
+
+def train_in_order(way: str, order: str, count: int, **fields: Any) -> torch.Tensor:
+    plugin = GradientAccumulationPlugin(num_steps=STEPS, **fields)
+    accelerator = Accelerator(gradient_accumulation_plugin=plugin, **WAYS_TO_TRAIN[way]())
+    models = new_models(count)
+    optimizers: list[Any] = [momentum(model) for model in models]
+    loader: Any = DataLoader(new_inputs(accelerator.num_processes), batch_size=2)
+    *models, loader = accelerator.prepare(*models, *optimizers, loader)
+    models, optimizers = models[:count], models[count:]
+    for inputs in loader:
+        with accelerator.accumulate(*models):
+            for number, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                loss = inputs
+                for statement in order:
+                    if statement == "f":
+                        loss = loss_of(models, number, inputs)
+                    elif statement == "b":
+                        accelerator.backward(loss)
+                    elif statement == "z":
+                        model.zero_grad()
+                    elif statement == "s" or (statement == "S" and accelerator.sync_gradients):
+                        optimizer.step()
+                    elif statement == "Z" or (statement == "G" and accelerator.sync_gradients):
+                        optimizer.zero_grad()
+    weights = [p.detach() for model in models for p in model.parameters()]
+    AcceleratorState._reset_state(True)
+    return torch.cat([getattr(p, "full_tensor", lambda p=p: p)().flatten() for p in weights])
+
+
+def differences_by_order(world: int) -> list[tuple[Any, ...]]:
+    wrong: list[tuple[Any, ...]] = []
+    cases = [(way, order, 1) for way in WAYS_TO_TRAIN for order in ORDERS]
+    cases += [(way, order, 2) for way in ("ddp", "views") for order in ("Zfbs", "zfbs")]
+    for way, order, count in cases:
+        for early in (False, True) if way == "fsdp2" or count == 2 else (False,):
+            try:
+                found = train_in_order(way, order, count, sync_each_batch=early)
+            except StateError as error:
+                wrong.append((way, order, count, early, str(error)))
+                AcceleratorState._reset_state(True)
+                continue
+            difference = float((found - train_plain(count, world)).abs().max())
+            if difference > 1e-12:
+                wrong.append((way, order, count, early, difference))
+    with pytest.raises(StateError, match="FSDP keeps their sum"):
+        train_in_order("fsdp2", "Zfbs", 2)
+    return wrong
+
+
+def test_the_order_of_calls_does_not_change_the_updates_of_several_ranks(run: Run) -> None:
+    assert run(differences_by_order, 2, timeout=120) == [[], []]

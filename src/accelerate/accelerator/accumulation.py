@@ -6,23 +6,51 @@ from one optimizer step to the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
 
 from accelerate import data_loader, strategies, torch_private
+from accelerate.accelerator.driving_loader import DrivingLoader
+from accelerate.accelerator.mistaken_windows import UndividedSteps, watch_unprepared_steps
 from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, drop_gradients, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
+from accelerate.held_gradients import HeldGradients
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState, mesh_sizes
 
 if TYPE_CHECKING:
     from accelerate.recovery import Recovery
 
 
+@dataclass(eq=False)
+class MicroBatches:
+    """Position in the windows of a set of models that are trained together.
+
+    Attributes:
+        step: Number of micro-batches since the end of the last pass over a loader.
+        position: Number of micro-batches in the current window, 0 after its last one.
+        num_steps: Number of micro-batches of the current window, unless the loader ends before.
+        items: Weighting of the losses of the current window if items are counted.
+        driver: Loader that ends the last window of its pass.
+    """
+
+    step: int = 0
+    position: int = 0
+    num_steps: int = 1
+    items: ItemWeighting | None = None
+    driver: DrivingLoader = field(default_factory=DrivingLoader)
+
+
 class Accumulation:
     """Position within a window, and the scale of its losses.
+
+    Windows are counted for each set of models that is passed to `accumulate`.
 
     Args:
         strategy: Strategy whose `no_sync` keeps gradients local.
@@ -31,7 +59,7 @@ class Accumulation:
         recovery: Replica groups of the run, whose loaders say which micro-batch synchronizes gradients.
 
     Attributes:
-        step: Number of micro-batches since the end of the last pass over a loader.
+        current: Position of the models whose micro-batch has begun last, or None before the first one.
         weighting: Weighting of the losses in a window whose items are counted, and None otherwise, when the
             micro-batches of a window have equal weights.
         is_joined: Whether ranks may have different numbers of batches now.
@@ -46,10 +74,26 @@ class Accumulation:
     ) -> None:
         self.strategy, self.gradients, self.prepared = strategy, gradients, prepared
         self.recovery = recovery
-        self.step = 0
+        self.current: MicroBatches | None = None
         self.weighting: LossWeighting | None = None
         self.is_joined = False
-        self._items = ItemWeighting(strategy.replicas, self.num_copies)
+        self._step = 0  # as set by the user or by a checkpoint
+        self._sets: dict[Hashable, MicroBatches] = {}
+        self._trained: dict[tuple[nn.Module, ...], list[AcceleratedOptimizer]] = {}  # of the current windows
+        self._undivided = UndividedSteps(prepared)
+        self._watch: weakref.finalize[..., Any] | None = None  # of the first window of several micro-batches
+        if recovery is not None:
+            recovery.begin_window = self.begin_window
+
+    @property
+    def step(self) -> int:
+        """Number of micro-batches since the end of the last pass over a loader."""
+        return self._step if self.current is None else self.current.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._sets.clear()
+        self.current, self._step = None, step
 
     def accumulate(self, models: Sequence[nn.Module], num_items: Any = None) -> AbstractContextManager[Any]:
         """Begins a micro-batch, and returns its context manager.
@@ -58,29 +102,104 @@ class Accumulation:
             models: Models whose gradients are not synchronized before the last micro-batch, or none.
             num_items: Number of items on this rank, or None for equal weights.
         """
-        if num_items is not None and self.recovery is not None:
-            reason = "the items of a step are not known when replica groups repeat it"
-            raise wrong_value("num_items", num_items, reason, "Return the mean loss, or leave --replicas out")
-        if num_items is not None or self.weighting is not None:
-            return self._accumulate_items(models, num_items)
-        self.advance()
+        if self.recovery is not None:
+            if num_items is not None:
+                reason = "the items of a step are not known when replica groups repeat it"
+                fix = "Return the mean loss, or leave --replicas out"
+                raise wrong_value("num_items", num_items, reason, fix)
+            if self.recovery.in_pass:
+                return sync_context(self, self.gradients.sync_gradients, models)
+        key = tuple(models) if len(models) < 2 else frozenset(models)
+        current = self._sets.get(key)
+        if current is None:
+            current = self._sets[key] = MicroBatches(self._step, self._step % self.gradients.num_steps)
+        self.current = current
+        if num_items is not None or current.items is not None or self.weighting is not None:
+            self._check_items(current, num_items)
+        if num_items is not None:
+            return self._accumulate_items(current, models, num_items)
+        self.weighting = None
+        self.advance(models)
         return sync_context(self, self.gradients.sync_gradients, models)
 
-    def advance(self) -> None:
-        """Begins a micro-batch, and sets whether it synchronizes gradients."""
-        gradients = self.gradients
-        if self.recovery is not None and self.recovery.in_pass:
-            return
+    def advance(self, models: Sequence[nn.Module]) -> None:
+        """Begins a micro-batch of the current models, and sets whether it synchronizes gradients."""
+        gradients, current = self.gradients, self.current
+        assert current is not None
+        ends_pass = current.driver.begin_micro_batch(gradients.dataloader_references[1:])
         part = self.step_part()
+        is_first = current.position == 0
+        if is_first:
+            current.num_steps = gradients.num_steps
+        current.position += 1
         if part is not None:
-            self.step = 0 if part.is_last else self.step + 1
-            gradients._set_sync_gradients(part.is_last)
-        elif gradients.sync_with_dataloader and gradients.end_of_dataloader:
-            self.step = 0
-            gradients._set_sync_gradients(True)
+            is_last = part.is_last
+            current.step = 0 if is_last else current.step + 1
+        elif gradients.sync_with_dataloader and ends_pass:
+            is_last, current.step = True, 0
         else:
-            self.step += 1
-            gradients._set_sync_gradients(self.step % gradients.num_steps == 0)
+            is_last = current.position >= current.num_steps
+            current.step += 1
+        if is_last:
+            current.position = 0
+        gradients._set_sync_gradients(is_last)
+        if not (is_first and is_last):
+            self.begin_window(models, is_first=is_first, is_last=is_last)
+
+    def begin_window(
+        self, models: Sequence[nn.Module] = (), *, is_first: bool = False, is_last: bool = False
+    ) -> None:
+        """Begins a micro-batch in a window of several, whose gradients are held until its end.
+
+        Args:
+            models: The models that are trained, or none for all of them.
+            is_first: Whether it is the first micro-batch of the window.
+            is_last: Whether it is the last one.
+        """
+        key = tuple(models)
+        if is_first or key not in self._trained:
+            self._trained[key] = list(self._optimizers_of(models))
+        for optimizer in self._trained[key]:
+            if optimizer.held is None:
+                find_unreduced = partial(_unreduced_gradients, self.prepared.models, optimizer)
+                optimizer.held = HeldGradients(self._num_summed(), find_unreduced)
+            optimizer.held.begin(optimizer.parameters(), is_first=is_first, is_last=is_last)
+        if self._watch is None and models:
+            handle = watch_unprepared_steps(self.gradients, self.prepared, models)
+            self._watch = weakref.finalize(self, handle.remove)
+        elif is_first and self._watch is not None:
+            self._watch()
+
+    def end_backward(self) -> None:
+        """Ends a backward pass."""
+        for optimizer in self.prepared.optimizers:
+            if optimizer.held is not None:
+                optimizer.held.end_backward()
+
+    def release(self, models: Sequence[nn.Module]) -> None:
+        """Ends a window of models without a step, in which their gradients are dropped."""
+        for optimizer in self._optimizers_of(models):
+            optimizer.held = None
+
+    def _optimizers_of(self, models: Sequence[nn.Module]) -> Iterator[AcceleratedOptimizer]:
+        """Yields the optimizers of models, or of all for none, whose gradients are accumulated in `grad`."""
+        if not self.strategy.holds_gradients:
+            return
+        models = models or self.prepared.models
+        own = {id(parameter) for model in models for parameter in model.parameters()}
+        for optimizer in self.prepared.optimizers:
+            if not optimizer.steps_in_backward and not own.isdisjoint(map(id, optimizer.parameters())):
+                yield optimizer
+
+    def _num_summed(self) -> int:
+        """Returns the number of ranks, over all replica groups, whose gradients the last micro-batch sums."""
+        return self.strategy.replicas * (1 if self.recovery is None else self.recovery.num_replicas)
+
+    def begin_backward(self) -> None:
+        """Begins a backward pass, before the loss is scaled."""
+        for optimizer in self.prepared.optimizers:
+            if optimizer.held is not None:
+                optimizer.held.begin_backward()
 
     def step_part(self) -> data_loader.StepPart | None:
         """Returns the part of this rank in a global batch of a constant size, or None without such a size.
@@ -91,7 +210,9 @@ class Accumulation:
         size = self.gradients.global_batch_size
         if size is None:
             return None
-        loader = self.gradients.active_dataloader
+        driver = None if self.current is None else self.current.driver.loader
+        is_read = any(driver is loader for loader in self.gradients.dataloader_references[1:])
+        loader = driver if is_read else self.gradients.active_dataloader
         part: data_loader.StepPart | None = getattr(loader, "step_part", None)
         return _refuse_loader(loader, size) if part is None else part
 
@@ -106,32 +227,49 @@ class Accumulation:
         sizes = mesh_sizes(self.strategy.loader_mesh)
         return sizes.get("tp", 1) * sizes.get("pp", 1)
 
-    def _accumulate_items(self, models: Sequence[nn.Module], num_items: Any) -> AbstractContextManager[Any]:
-        begins_window = self.gradients.sync_gradients  # the micro-batch before was the last of its window
-        self._check_items(begins_window, num_items)
+    def _accumulate_items(
+        self, current: MicroBatches, models: Sequence[nn.Module], num_items: Any
+    ) -> AbstractContextManager[Any]:
         is_on_device = isinstance(num_items, Tensor) and not num_items.is_cpu
         items = num_items if is_on_device else read_items(num_items)
-        if self.is_filler:
-            items = 0.0
-        if begins_window:
-            self._items.begin()
-        self.advance()
-        self._items.add(items, models or self.prepared.models)
-        self.weighting = self._items
+        if current.items is None:
+            current.items = ItemWeighting(self.strategy.replicas, self.num_copies, self._held)
+        if current.position == 0:
+            current.items.begin()
+        self.advance(models)
+        current.items.add(0.0 if self.is_filler else items, models or self.prepared.models)
+        self.weighting = current.items
         context = sync_context(self, self.gradients.sync_gradients, models)
         if not self.gradients.sync_gradients:
             return context
-        self._items.complete()
+        current.items.complete()
         contexts = ExitStack()
-        contexts.callback(self._end_window)
+        contexts.callback(self._end_items)
         contexts.enter_context(context)
         return contexts
 
-    def _end_window(self) -> None:
+    def _end_items(self) -> None:
         self.weighting = None
 
-    def _check_items(self, begins_window: bool, num_items: Any) -> None:
+    def _held(self) -> Mapping[Tensor, Tensor]:
+        held = (optimizer.held for optimizer in self.prepared.optimizers if optimizer.held is not None)
+        return {parameter: gradient for each in held for parameter, gradient in each.gradients}
+
+    def _check_items(self, current: MicroBatches, num_items: Any) -> None:
         """Raises an error for a micro-batch that does not fit into its window."""
+        if self.weighting is not None and not isinstance(self.weighting, ItemWeighting):
+            raise StateError(
+                "accumulate() was called inside a window of windows(), which accumulates already. Leave it "
+                "out."
+            )
+        if current.position and (num_items is None) != (current.items is None):
+            raise StateError(
+                "accumulate() was called with num_items in some micro-batches of a window and without in "
+                "others, so losses cannot be weighted. Pass num_items in all of them or in none."
+            )
+        if num_items is None:
+            current.items = None
+            return
         if not self.strategy.holds_gradients:
             raise ConfigurationError(
                 "accumulate(num_items=...) rescales gradients when the last batch is known, and in this "
@@ -142,16 +280,6 @@ class Accumulation:
             raise ConfigurationError(
                 "accumulate(num_items=...) sums items over all processes, and inside join_uneven_inputs some "
                 "may have no batch left. Use windows(), which ends on all processes together."
-            )
-        if self.weighting is not None and self.weighting is not self._items:
-            raise StateError(
-                "accumulate() was called inside a window of windows(), which accumulates already. Leave it "
-                "out."
-            )
-        if num_items is None or (not begins_window and self.weighting is None):
-            raise StateError(
-                "accumulate() was called with num_items in some micro-batches of a window and without in "
-                "others, so losses cannot be weighted. Pass num_items in all of them or in none."
             )
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -168,13 +296,21 @@ class Accumulation:
                     "micro-batches of a step. Call backward() and optimizer.step() inside accumulate()."
                 )
             return loss * part.weight
-        steps = self.gradients.num_steps
-        return loss if steps == 1 else loss / steps
+        current = self.current
+        steps = self.gradients.num_steps if current is None else current.num_steps
+        if steps == 1:
+            return loss
+        if current is None and (self.recovery is None or not self.recovery.in_pass):
+            self._undivided.count_loss(steps)
+        return loss / steps
 
     def reset(self) -> None:
         """Begins with the first micro-batch of a window."""
         self.weighting = None
         self.step = 0
+        self._trained.clear()
+        for optimizer in self.prepared.optimizers:
+            optimizer.held = None
 
     def drop_gradients(self) -> None:
         """Removes the gradients of an unfinished window, except for those that an engine holds."""
@@ -183,11 +319,19 @@ class Accumulation:
             return
         drop_gradients(self.prepared.models)
         for optimizer in self.prepared.optimizers:
+            optimizer.held = None
             optimizer.gradients_unscaled = False
             for parameter in optimizer.parameters():
                 parameter.grad = None
         if self.strategy.precision.scaler is not None:
             torch_private.reset_unscaled(self.strategy.precision.scaler)
+
+
+def _unreduced_gradients(models: Sequence[nn.Module], optimizer: AcceleratedOptimizer) -> list[Tensor]:
+    """Returns the gradients of the parameters of an optimizer that FSDP 2 has not reduced yet."""
+    ids = set(map(id, optimizer.parameters()))
+    own = [model for model in models if not ids.isdisjoint(map(id, model.parameters()))]
+    return [gradient for model in own for gradient in torch_private.unreduced_gradients(model)]
 
 
 def _refuse_loader(loader: Any, global_batch_size: int) -> NoReturn:

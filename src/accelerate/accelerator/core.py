@@ -6,6 +6,7 @@ windows), `RunCheckpoints`, `Trackers`. The parts of the run that do not change 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -543,7 +544,10 @@ class Accelerator(ProcessControl):
     def accumulate(self, *models: nn.Module, num_items: Any = None) -> AbstractContextManager[Any]:
         """Returns the context manager of one micro-batch, of which every n-th one steps the optimizers.
 
-        Gradients add up until then. The last batch of a loader always steps, so that no gradient remains.
+        Gradients add up until then. The last batch of a loader always steps, so that no gradient remains. The
+        body of the loop stays that of one micro-batch: `step` does nothing before the last micro-batch, and
+        `zero_grad` keeps what the micro-batches before have contributed, in any order of the calls.
+        Micro-batches are counted for each set of models.
 
         With `num_items`, losses are sums, and gradients are those of the mean over all items of the window,
         on all ranks, and do not depend on the distribution of items: they are equal to those of one big
@@ -592,10 +596,12 @@ class Accelerator(ProcessControl):
         if step_clock.wanted:
             step_clock.keep("loss", local_scalar(loss))
         learning_rate = kwargs.pop("learning_rate", None)
+        self._accumulation.begin_backward()
         if kwargs.pop("scale_wrt_gas", None) is not False:
             loss = self._accumulation.scale(loss)
         if not [optimizer for optimizer in self._optimizers if optimizer.steps_in_backward]:
             self._runtime.backward(loss, **kwargs)
+            self._accumulation.end_backward()
             if self._recovery is not None:
                 self._recovery.sum_gradients()
             return
@@ -631,6 +637,7 @@ class Accelerator(ProcessControl):
                 of the losses of its samples.
         """
         accumulation = self._accumulation
+        accumulation.begin_backward()
         loss = self._runtime.strategy.forward_backward(
             model,
             batch,
@@ -639,6 +646,7 @@ class Accelerator(ProcessControl):
             accumulation.scale,
             is_sum=accumulation.weighting is not None,
         )
+        accumulation.end_backward()
         if step_clock.wanted:
             step_clock.keep("loss", local_scalar(loss))
         return loss
@@ -689,7 +697,8 @@ class Accelerator(ProcessControl):
     ) -> torch.Tensor:
         """Scales gradients so that their total norm is at most `max_norm`.
 
-        Called on all ranks, before `step`.
+        Called on all ranks, before `step`. In a micro-batch without synchronization, gradients are not
+        complete, and it returns the norm of those on this rank without clipping.
 
         Args:
             parameters: Tensors with gradients, of prepared models.
@@ -700,6 +709,7 @@ class Accelerator(ProcessControl):
             The norm before clipping as a 0-d tensor. It is NaN if an engine (DeepSpeed, Megatron-LM) clips
             and has not taken a step yet.
         """
+        max_norm = max_norm if self.sync_gradients else math.inf
         parameters, scale = self._unscaled(parameters)
         norm = self._runtime.strategy.clip_grad_norm(parameters, max_norm * scale, norm_type)
         norm = norm if scale == 1 else norm / scale
@@ -710,10 +720,14 @@ class Accelerator(ProcessControl):
     def clip_grad_value_(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """Clamps each gradient element to the range from `-clip_value` to `clip_value`, before `step`.
 
+        In a micro-batch without synchronization, gradients are not complete, and it does nothing.
+
         Args:
             parameters: Tensors with gradients, of prepared models.
             clip_value: Largest absolute value.
         """
+        if not self.sync_gradients:
+            return
         parameters, scale = self._unscaled(parameters)
         self._runtime.strategy.clip_grad_value(parameters, clip_value * scale)
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, Protocol
 
@@ -35,10 +35,16 @@ class ItemWeighting:
     Args:
         replicas: Number of ranks whose gradients the backward pass averages.
         num_copies: Returns the number of ranks that count the same items.
+        held: Returns the gradients of the window by parameter, which may not be the `grad` of the parameter.
     """
 
-    def __init__(self, replicas: int, num_copies: Callable[[], int] = lambda: 1) -> None:
-        self._replicas, self._num_copies = replicas, num_copies
+    def __init__(
+        self,
+        replicas: int,
+        num_copies: Callable[[], int] = lambda: 1,
+        held: Callable[[], Mapping[Tensor, Tensor]] = dict,
+    ) -> None:
+        self._replicas, self._num_copies, self._held = replicas, num_copies, held
         self._factor = 1.0  # always equal on all ranks, which may exchange gradients in each batch
         self.begin()
 
@@ -74,7 +80,7 @@ class ItemWeighting:
             step_clock.items += total / self._num_copies()
             factor = factor_of(total, self._replicas)
             if len(self._items) > 1:
-                rescale_gradients(self._models.values(), factor / self._factor)
+                rescale_gradients(self._models.values(), factor / self._factor, self._held())
             self._factor = factor
         return loss * self._factor
 
@@ -116,13 +122,22 @@ def sum_items(values: Sequence[Any]) -> float:
     return sum(map(read_items, values))
 
 
-def rescale_gradients(models: Collection[nn.Module], factor: float) -> None:
-    """Multiplies the gradients of models by a factor, in place, and those of shared parameters once."""
+def rescale_gradients(
+    models: Collection[nn.Module], factor: float, held: Mapping[Tensor, Tensor] | None = None
+) -> None:
+    """Multiplies the gradients of models by a factor, in place, and those of shared parameters once.
+
+    Args:
+        models: The models.
+        factor: The factor.
+        held: Further gradients of some parameters, which may be the same tensors.
+    """
     if factor == 1.0:
         return
     parameters = {id(p): p for model in models for p in model.parameters()}
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
     gradients += [gradient for model in models for gradient in torch_private.unreduced_gradients(model)]
+    gradients += [gradient for parameter, gradient in (held or {}).items() if id(parameter) in parameters]
     gradients = list({id(gradient): gradient for gradient in gradients}.values())  # some units are unsharded
     with torch.no_grad():
         # torch does not multiply a list of DTensors and plain tensors

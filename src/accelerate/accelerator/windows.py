@@ -116,6 +116,7 @@ class Window:
             self.close()
 
     def _next_batch(self) -> Any:
+        is_first = len(self._batches) == self._length
         batch, metadata = self._batches.popleft()
         is_last = not self._batches
         if is_last:
@@ -124,6 +125,8 @@ class Window:
             self._reader.read_ahead()
         data_loader.set_batch_metadata(self._reader.loader, metadata)
         self._accumulation.gradients._set_sync_gradients(is_last)
+        if self._length > 1:
+            self._accumulation.begin_window(self._models, is_first=is_first, is_last=is_last)
         return batch
 
     def scale(self, loss: Tensor) -> Tensor:
@@ -138,6 +141,7 @@ class Window:
             self._batches.clear()
             accumulation.gradients._set_sync_gradients(False)
             if self._is_begun and accumulation.strategy.holds_gradients:
+                accumulation.release(self._models)
                 drop_gradients(self._models)
             elif self._is_begun:
                 logger.warning(
@@ -160,6 +164,8 @@ class _WindowReader:
         self.loader: Any = None
         self._latest: data_loader.BatchMetadata = {}
         self._ahead: tuple[_Batches, ops.AsyncReduction] | None = None
+        self._num_steps = 0  # as set when the window ahead was read
+        self._returned: _Batches = deque()  # batches that are read, and not in a window yet
         self._goes_on = True
 
     def read_ahead(self) -> None:
@@ -185,6 +191,10 @@ class _WindowReader:
 
     def take(self) -> tuple[_Batches, float] | None:
         """Returns the batches of this rank and the items of all ranks in the next window, or None."""
+        if self._ahead is not None and self._num_steps != self._gradients.num_steps:
+            (batches, reduction), self._ahead = self._ahead, None
+            reduction.wait()
+            self._returned.extendleft(reversed(batches))
         self.read_ahead()
         if self._ahead is None:
             return None
@@ -210,17 +220,22 @@ class _WindowReader:
     def _read(self) -> tuple[_Batches, bool]:
         """Returns the batches of a window, and whether another window may follow."""
         batches: _Batches = deque()
+        self._num_steps = self._gradients.num_steps
         data_loader.set_batch_metadata(self.loader, self._latest)  # the loader continues its counts from here
         while True:
-            with data_loader.observer_paused():
-                batch = next(self._source, _END)
-            if batch is _END:
-                return batches, False
-            if self.loader is None:
-                active = self._gradients.active_dataloader
-                self.loader = None if active is self._outer else active
-            self._latest = data_loader.get_batch_metadata(self.loader)
-            batches.append((batch, self._latest))
+            if self._returned:
+                batches.append(self._returned.popleft())
+                data_loader.set_batch_metadata(self.loader, batches[-1][1])
+            else:
+                with data_loader.observer_paused():
+                    batch = next(self._source, _END)
+                if batch is _END:
+                    return batches, False
+                if self.loader is None:
+                    active = self._gradients.active_dataloader
+                    self.loader = None if active is self._outer else active
+                self._latest = data_loader.get_batch_metadata(self.loader)
+                batches.append((batch, self._latest))
             if self.loader is not None and self.loader.end_of_dataloader:
                 return batches, False
             part = self._accumulation.step_part()

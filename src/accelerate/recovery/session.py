@@ -82,6 +82,7 @@ class Recovery:
         replica: Index of this replica group.
         members: Replica groups of the last step, or None before the first one.
         in_pass: Whether a pass for training is read.
+        begin_window: Called with `is_first` and `is_last` in each micro-batch of a step with several.
     """
 
     def __init__(
@@ -97,6 +98,7 @@ class Recovery:
         self.num_replicas, self.replica = run.replicas, run.replica
         self.members: Members | None = None
         self.in_pass = False
+        self.begin_window: Callable[..., None] | None = None
         self._loss_scale = 1.0
         self._membership: Membership | None = None
         self._loader: RecoveryLoader | None = None
@@ -278,7 +280,10 @@ class Recovery:
         self._loss_scale = loss_scale
         digest = hashlib.blake2b(repr((self.seed, *number)).encode(), digest_size=8).digest()
         rng.set_seed(int.from_bytes(digest, "little") % 2**31 + current_transport().rank)
+        is_first = self._gradients.sync_gradients  # the micro-batch before was the last of its step
         self._gradients._set_sync_gradients(is_last)
+        if self.begin_window is not None and not (is_first and is_last):
+            self.begin_window(is_first=is_first, is_last=is_last)
 
     def sum_gradients(self) -> None:
         """Adds up the gradients of all members, after the last micro-batch of this replica group."""

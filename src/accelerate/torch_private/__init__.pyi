@@ -55,6 +55,9 @@ from accelerate.torch_private.names import (
 )
 from accelerate.torch_private.optimizers import (
     allow_fp16_gradients as allow_fp16_gradients,
+    in_place_version as in_place_version,
+    in_place_versions as in_place_versions,
+    is_view as is_view,
     reset_unscaled as reset_unscaled,
     set_scheduler_optimizer as set_scheduler_optimizer,
     step_replaced as step_replaced,

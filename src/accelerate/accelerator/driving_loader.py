@@ -1,0 +1,56 @@
+"""Loader that drives a training loop, among all loaders that are being read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+class DrivingLoader:
+    """Loader that delivers a batch before each micro-batch of a set of models.
+
+    A loop may read several loaders: `zip` of two, a short one that is started again, one for an evaluation
+    whose iterator is kept. Those that do not deliver a batch before each micro-batch do not drive the loop.
+    Of several that do, the one that has driven it before is kept, and otherwise the outermost is chosen.
+
+    Attributes:
+        loader: The loader, or None if no loader is read.
+    """
+
+    def __init__(self) -> None:
+        self.loader: Any = None
+        self._positions: dict[int, tuple[Any, Any]] = {}  # of all loaders in the micro-batch before
+        self._batch: tuple[Any, ...] = ()
+        self._calls = self._calls_before = 0  # micro-batches of this batch, and of the batch before
+
+    def begin_micro_batch(self, loaders: Sequence[Any]) -> bool:
+        """Finds the loader, and returns whether the micro-batch that begins is the last one of its pass.
+
+        A batch may be divided into several micro-batches. The last batch has as many as the one before.
+
+        Args:
+            loaders: The loaders that are being read, the outermost first.
+        """
+        self.loader = loader = self._find(loaders)
+        if loader is None:
+            return False
+        batch = (id(loader), *_position(loader))
+        if batch != self._batch:
+            self._batch, self._calls_before, self._calls = batch, self._calls, 0
+        self._calls += 1
+        return bool(loader.end_of_dataloader) and self._calls >= self._calls_before
+
+    def _find(self, loaders: Sequence[Any]) -> Any:
+        if len(loaders) < 2:
+            return loaders[0] if loaders else None
+        before, self._positions = self._positions, {id(loader): _position(loader) for loader in loaders}
+        delivered = [loader for loader in loaders if self._positions[id(loader)] != before.get(id(loader))]
+        candidates = delivered or loaders
+        if any(loader is self.loader for loader in candidates):
+            return self.loader
+        return next((loader for loader in candidates if not loader.end_of_dataloader), candidates[0])
+
+
+def _position(loader: Any) -> tuple[Any, Any]:
+    """Returns the pass of a loader and the number of batches that it has delivered in it."""
+    return getattr(loader, "iteration", None), getattr(getattr(loader, "position", None), "seen", None)

@@ -1,0 +1,261 @@
+"""Gradients that an optimizer has accumulated in a window of several micro-batches.
+
+A window is the micro-batches of one optimizer step. `Accumulation` creates these objects for windows of
+several micro-batches, and a prepared optimizer asks its object in `zero_grad` and `step`. The body of a loop
+runs once for each micro-batch, so its `zero_grad` and `step` are called in each of them. Gradients that a
+micro-batch has contributed by its `step` are kept until the step at the end of the window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from accelerate import torch_private
+from accelerate.base import StateError
+from accelerate.logging import get_logger
+from accelerate.ops import local_tensor
+
+logger = get_logger(__name__)
+
+
+class HeldGradients:
+    """Gradients of an optimizer in an unfinished window.
+
+    Args:
+        replicas: Number of ranks whose gradients are averaged in the last micro-batch.
+        find_unreduced: Returns gradients of the parameters that are not in their `grad` yet (FSDP 2).
+    """
+
+    def __init__(self, replicas: int, find_unreduced: Callable[[], list[Tensor]]) -> None:
+        self._replicas, self._find_unreduced = replicas, find_unreduced
+        self._parameters: list[Tensor] = []
+        self._held: list[Tensor | None] = []  # gradients of the window
+        self._seen: list[Tensor | None] = []  # gradients in `grad` when no backward pass had changed them
+        self._versions: list[int] = []  # of those
+        self._unreduced: list[tuple[Tensor, int]] = []
+        self._is_untouched = True  # no backward pass has begun since `_look`
+        self._has_contributed = False  # `step` was called in this window
+        self._has_stepped = False  # `step` was called in this micro-batch
+        self._is_apart = False  # later gradients are not added to those that are held
+        self._is_first = self._is_last = False
+        self._was_kept = False  # `zero_grad` was called after a backward pass of this micro-batch
+
+    @property
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each parameter with its gradient of the window, which may not be its `grad`."""
+        return ((p, held) for p, held in zip(self._parameters, self._held, strict=True) if held is not None)
+
+    def begin(self, parameters: Iterable[Tensor], *, is_first: bool, is_last: bool) -> None:
+        """Begins a micro-batch.
+
+        Args:
+            parameters: Parameters of the optimizer.
+            is_first: Whether it is the first one of the window.
+            is_last: Whether it is the last one.
+        """
+        self._set_parameters(list(parameters))
+        self._is_first, self._is_last, self._was_kept = is_first, is_last, False
+        if is_first:
+            self._warn_of_unused()
+            self._held = [None] * len(self._parameters)
+            self._is_apart = self._has_contributed = False
+            self._look()
+        elif not (self._is_apart or self._has_stepped) and (self._restore() or self._has_new()):
+            self._hold()  # no `step` was called in the micro-batch before
+        self._has_stepped = self._is_apart
+
+    def begin_backward(self) -> None:
+        """Begins a backward pass, whose gradients are added to those that are held.
+
+        After the `step` of a micro-batch the gradients are complete, and those of another loss are kept apart
+        until `zero_grad` removes them.
+        """
+        if self._has_stepped and not self._is_cleared():
+            self._set_apart()
+            return
+        self._refuse_zeros()
+        if self._restore() and not self._has_stepped and self._has_new():
+            _refuse_between()  # the caller has removed them after an earlier pass of this micro-batch
+        self._has_stepped = self._is_apart = self._is_untouched = False
+
+    def end_backward(self) -> None:
+        """Ends a backward pass, whose gradients are held even if `Module.zero_grad` removes them."""
+        if self._is_apart:
+            return
+        if not self._is_first:
+            self._held = [p.grad for p in self._parameters]
+            return
+        entries = zip(self._parameters, self._held, self._seen, self._versions, strict=True)
+        self._held = [  # without gradients from before the window
+            p.grad if held is not None or _differs(p.grad, seen, version) else None
+            for p, held, seen, version in entries
+        ]
+
+    def zero_grad(self, clear: Callable[[], None]) -> None:
+        """Removes the gradients that do not belong to the window.
+
+        Args:
+            clear: Clears all gradients, which is called if the window has none yet.
+        """
+        if self._is_apart:
+            self._refuse_unreduced()
+            for parameter, held in zip(self._parameters, self._held, strict=True):
+                parameter.grad = held
+            self._look()
+        elif not self._has_stepped and self._has_new():
+            self._was_kept = True
+            if self._is_last:  # the step is left out, and its gradients are dropped
+                clear()
+                self._held = [None] * len(self._parameters)
+            self._look()
+        elif not any(held is not None for held in self._held):
+            clear()
+            self._look()
+        self._has_stepped = self._is_apart = False
+
+    def contribute(self) -> None:
+        """Keeps the gradients of a micro-batch, in the `step` of one that is not the last."""
+        self._refuse_kept()
+        self._join()
+        self._hold()
+        self._has_stepped = self._has_contributed = True
+
+    def complete(self) -> None:
+        """Adds the gradients that are held, in the `step` of the last micro-batch."""
+        self._refuse_kept()
+        if self._join() and self._replicas > 1:
+            raise StateError(
+                "Gradients of a window were removed in its last micro-batch, or belong to a backward pass "
+                "after the step of the micro-batch before, and could not be averaged over the ranks. Call "
+                "optimizer.zero_grad() before the backward pass, and accelerator.backward(loss) in place of "
+                "loss.backward()."
+            )
+
+    def _set_parameters(self, parameters: list[Tensor]) -> None:
+        """Sets the parameters, to which a group may have been added."""
+        if len(parameters) != len(self._parameters):
+            held = dict(self.gradients)
+            seen = zip(self._seen, self._versions, strict=True)
+            known = dict(zip(self._parameters, seen, strict=False))
+            self._held = [held.get(p) for p in parameters]
+            self._seen = [known.get(p, (None, 0))[0] for p in parameters]
+            self._versions = [known.get(p, (None, 0))[1] for p in parameters]
+        self._parameters = parameters
+
+    def _look(self) -> None:
+        self._seen = [p.grad for p in self._parameters]
+        self._versions = torch_private.in_place_versions(self._seen)
+        self._is_untouched = True
+
+    def _hold(self) -> None:
+        self._look()
+        self._held = self._seen
+
+    def _set_apart(self) -> None:
+        """Takes the gradients that are held out of `grad`, to which a backward pass would add others."""
+        if self._is_apart:
+            return
+        # DistributedDataParallel writes the next gradients into the memory of its own views.
+        self._held = [
+            held.clone() if held is not None and torch_private.is_view(held) else held for held in self._held
+        ]
+        for parameter, _ in self.gradients:
+            parameter.grad = None
+        self._is_apart = True
+        unreduced = self._find_unreduced()
+        self._unreduced = list(zip(unreduced, torch_private.in_place_versions(unreduced), strict=True))
+
+    def _restore(self) -> bool:
+        """Sets the gradients that are held where they were removed, and returns whether one was."""
+        removed = [(p, held) for p, held in self.gradients if p.grad is None and p.requires_grad]
+        for parameter, held in removed:
+            parameter.grad = held
+        return bool(removed)
+
+    def _join(self) -> bool:
+        """Adds the gradients that are held to those of `grad` that lack them, and returns whether any did."""
+        if not self._is_apart:
+            return self._restore()
+        self._is_apart = False
+        has_joined = False
+        with torch.no_grad():
+            for parameter, held in self.gradients:
+                later = parameter.grad
+                parameter.grad = held if later is None else held + later
+                has_joined = True
+        return has_joined
+
+    def _is_cleared(self) -> bool:
+        """Returns whether a caller has removed the gradients that are held."""
+        removed = [p.grad is None for p, _ in self.gradients]
+        return bool(removed) and all(removed)
+
+    def _has_new(self) -> bool:
+        """Returns whether gradients have been added or changed since `_look`."""
+        entries = zip(self._parameters, self._seen, self._versions, strict=True)
+        return any(p.grad is not None and _differs(p.grad, seen, version) for p, seen, version in entries)
+
+    def _warn_of_unused(self) -> None:
+        if self._has_contributed:
+            logger.warning_once(
+                "step() of an optimizer was called in micro-batches of a window, and not in its last one, so "
+                "their gradients were not used. Call it in each micro-batch, or count windows of each model "
+                "with an accumulate(model) of its own."
+            )
+
+    def _refuse_kept(self) -> None:
+        if self._was_kept and self._has_new():
+            _refuse_between()
+
+    def _refuse_zeros(self) -> None:
+        """Raises if the gradients of the micro-batches before were set to zero in place since `_look`."""
+        if not self._is_untouched:
+            return
+        entries = zip(self._parameters, self._held, self._seen, self._versions, strict=True)
+        changed = [
+            held
+            for p, held, seen, version in entries
+            if held is not None and p.grad is held is seen and _differs(p.grad, seen, version)
+        ]
+        if changed and not any(bool(gradient.any()) for gradient in changed):
+            raise StateError(
+                "The gradients of a window were set to zero before its last micro-batch, by "
+                "model.zero_grad(set_to_none=False) or in place. Call optimizer.zero_grad(), which keeps "
+                "those of the micro-batches before."
+            )
+
+    def _refuse_unreduced(self) -> None:
+        known = {id(gradient): version for gradient, version in self._unreduced}
+        own = {id(parameter.grad) for parameter in self._parameters}
+        unreduced = [gradient for gradient in self._find_unreduced() if id(gradient) not in own]
+        versions = torch_private.in_place_versions(unreduced)
+        if any(v != known.get(id(gradient)) for gradient, v in zip(unreduced, versions, strict=True)):
+            raise StateError(
+                "A backward pass after optimizer.step() has added gradients of another loss to those of the "
+                "window, and FSDP keeps their sum where zero_grad() cannot separate them. Freeze the "
+                "parameters of this optimizer in that pass with requires_grad_(False), or use "
+                "GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)."
+            )
+
+
+def _differs(gradient: Tensor | None, before: Tensor | None, version: int) -> bool:
+    """Returns whether a gradient is not the one before, which had a version then."""
+    if gradient is before:
+        return gradient is not None and torch_private.in_place_version(gradient) != version
+    if gradient is None or before is None or gradient.is_sparse or before.is_sparse:
+        return True
+    # A forward of DistributedDataParallel may move gradients into other buckets.
+    return not torch.equal(local_tensor(gradient), local_tensor(before))
+
+
+def _refuse_between() -> NoReturn:
+    raise StateError(
+        "zero_grad() was called between two backward passes of one micro-batch, of which plain torch drops "
+        "the first. In a window of several micro-batches its gradients cannot be separated from those of the "
+        "micro-batches before. Detach the tensors that connect the first loss to these parameters "
+        "(`fakes.detach()`), or call zero_grad() before the first backward pass."
+    )
