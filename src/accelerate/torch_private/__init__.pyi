@@ -55,6 +55,7 @@ from accelerate.torch_private.names import (
 )
 from accelerate.torch_private.optimizers import (
     allow_fp16_gradients as allow_fp16_gradients,
+    found_inf as found_inf,
     in_place_version as in_place_version,
     in_place_versions as in_place_versions,
     is_view as is_view,
