@@ -116,6 +116,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     num_updates: int = 0
     """Number of updates of the parameters, including those before a resume of the run."""
 
+    last_pass: int = 0
+    """`GradientState.current_pass` in the last call of `step`."""
+
     num_skipped: int = 0
     """Number of updates that `skip_nonfinite_updates` has skipped because gradients were not finite."""
 
@@ -262,6 +265,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ConfigurationError: A closure is passed in a micro-batch without synchronization, and the
                 optimizer may call it several times in a step.
         """
+        self.last_pass = self.gradient_state.current_pass
         if not self.gradient_state.sync_gradients:
             return self._accumulate(closure)
         if self.held is not None:

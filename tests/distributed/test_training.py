@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.base import ConfigurationError
+from accelerate.plugins import GradientAccumulationPlugin
 from accelerate.utils import extract_model_from_parallel
 
 SAMPLES, BATCH = 48, 4
@@ -326,6 +327,39 @@ def schedule_pace(policy: bool | str) -> float:
 @pytest.mark.parametrize(("policy", "rate"), [(True, 0.25), ("per_update", 0.5)])
 def test_a_schedule_steps_per_process_or_per_update(run: Run, policy: bool | str, rate: float) -> None:
     assert run(schedule_pace, policy) == [rate, rate]
+
+
+def schedules_by_epoch() -> tuple[list[float], list[float]]:
+    """Learning rates of epochs that end inside a window, by a schedule of epochs and by one of a metric."""
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    )
+    models, optimizers = [network(), network()], []
+    for model in models:
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    by_epoch = torch.optim.lr_scheduler.StepLR(optimizers[0], 2, gamma=0.5)
+    by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], factor=0.5, patience=1)
+    loader = DataLoader(dataset(), batch_size=8)  # three batches on each of two ranks
+    loader, by_epoch, by_metric = accelerator.prepare(loader, by_epoch, by_metric)
+    models, optimizers = (list(accelerator.prepare(*each)) for each in (models, optimizers))
+    rates = []
+    for _ in range(4):
+        rates.append([optimizer.param_groups[0]["lr"] for optimizer in optimizers])
+        for inputs, targets in loader:
+            with accelerator.accumulate(*models):
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        by_epoch.step()
+        by_metric.step(1.0)
+    first, second = zip(*rates, strict=True)
+    return list(first), list(second)
+
+
+def test_a_schedule_by_epoch_steps_once_an_epoch(run: Run) -> None:
+    expected = ([0.1, 0.1, 0.05, 0.05], [0.1, 0.1, 0.1, 0.05])
+    assert run(schedules_by_epoch) == [expected, expected]
 
 
 def wrap_once() -> dict[str, bool]:

@@ -211,9 +211,11 @@ FUSED = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
     "with an argument": lambda p: ScaledByItself(p, lr=0.1),
-    "with a scheduler": lambda p: torch.optim.lr_scheduler.LambdaLR(  # which replaces the step
-        torch.optim.SGD(p, lr=0.1, fused=True), lambda _: 1.0
-    ).optimizer,
+    "with a scheduler": lambda p: (
+        torch.optim.lr_scheduler.LambdaLR(  # which replaces the step
+            torch.optim.SGD(p, lr=0.1, fused=True), lambda _: 1.0
+        ).optimizer
+    ),
 }
 
 

@@ -410,6 +410,7 @@ class Accelerator(ProcessControl):
             prepared.commit = self._recovery.commit
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.set_optimizers(self._optimizers)
+        self._runtime.strategy.assign_optimizers()
         return prepared  # type: ignore[return-value]  # it forwards the attributes of `optimizer`
 
     def prepare_scheduler(self, scheduler: A) -> A:

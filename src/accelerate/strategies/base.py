@@ -357,18 +357,27 @@ class Strategy:
         self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
     ) -> AcceleratedScheduler:
         """Returns the scheduler in a wrapper that steps when its optimizers do."""
-        inner = getattr(scheduler, "optimizer", None)
-        prepared = self.session.prepared.optimizers
-        owners = [optimizer for optimizer in prepared if _is_or_wraps(optimizer, inner)]
         wrapped = AcceleratedScheduler(
             scheduler,
-            owners or list(prepared),
+            self._optimizers_of(scheduler) or list(self.session.prepared.optimizers),
             step_with_optimizer=step_with_optimizer,
             split_batches=split_batches,
         )
         topology = self.context.topology
         wrapped.num_processes, _ = data_groups(self.loader_mesh, topology.size, topology.rank)
         return wrapped
+
+    def assign_optimizers(self) -> None:
+        """Sets the optimizers of schedulers that were prepared before their optimizers."""
+        for scheduler in self.session.prepared.schedulers:
+            own = self._optimizers_of(scheduler.scheduler)
+            if own and own != scheduler.optimizers and not scheduler.belongs_to_engine:
+                scheduler.optimizers = own
+                scheduler.record_call()
+
+    def _optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
+        inner = getattr(scheduler, "optimizer", None)
+        return [each for each in self.session.prepared.optimizers if _is_or_wraps(each, inner)]
 
     def place(self, model: nn.Module) -> None:
         """Moves a model to the device of this process.

@@ -34,9 +34,9 @@ def reset_unscaled(scaler: torch.amp.GradScaler) -> None:
 def found_inf(optimizer: Any, scaler: torch.amp.GradScaler | None) -> bool:
     """Returns whether an optimizer that handles infinite gradients itself has left out its step.
 
-    Called after the step, which a GradScaler always calls for such an optimizer. The scaler sets the attribute
-    `found_inf` of the optimizer during the call, or passes itself as an argument. The values are then read
-    from its states. Returns False for other optimizers, which it does not call in this case.
+    Called after the step, which a GradScaler always calls for such an optimizer. During the call the scaler
+    sets the attribute `found_inf` of the optimizer. If it passes itself as an argument instead, the values
+    are read from its states. Returns False for other optimizers, which it does not call in this case.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
