@@ -35,7 +35,7 @@ from accelerate.strategies.fsdp import (
     reduction_in_replicas,
     units_of,
 )
-from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
+from accelerate.strategies.mistakes import find_held_loaders, find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
@@ -169,6 +169,15 @@ class Strategy:
         stepped = parameter_ids([*prepared.optimizers, *bundle.optimizers]) if is_single else None
         for message in find_unrelated_optimizers(new_optimizers, models, stepped) if models else []:
             logger.warning(message)
+
+    def check_others(self, objects: Sequence[Any]) -> None:
+        """Logs a warning if objects that are not prepared have loaders, and several ranks read them."""
+        if not objects or self.context.request.dataloader_config.already_sharded:
+            return
+        topology = self.context.topology
+        if data_groups(self.loader_mesh, topology.size, topology.rank)[0] > 1:
+            for message in find_held_loaders(objects):
+                logger.warning(message)
 
     def _free(self, model: nn.Module) -> None:
         """Frees units that a forward has left gathered, and records the shards of their parameters."""

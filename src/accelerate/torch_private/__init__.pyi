@@ -28,6 +28,7 @@ from accelerate.torch_private.loaders import (
     loader_tasks as loader_tasks,
     loader_workers as loader_workers,
     requested_samples as requested_samples,
+    sources_of as sources_of,
     wrap_indices as wrap_indices,
 )
 from accelerate.torch_private.modules import (
