@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, TypeVar
 
 import torch
@@ -49,13 +49,16 @@ def patch_optimizer_step(
 ) -> Callable[..., Any]:
     """Returns `method` with a wrapper that sets `_accelerate_step_called` of `accelerated_optimizer`.
 
-    A gradient scaler calls the step of its optimizer only if all gradients are finite. The attribute shows
-    whether it did.
+    A gradient scaler calls the step of its optimizer only if all gradients are finite, unless the optimizer
+    checks that itself, as fused optimizers do. The attribute shows whether parameters were updated.
     """
 
+    @wraps(method)  # a scaler reads the signature
     def patched_step(*args: Any, **kwargs: Any) -> Any:
-        accelerated_optimizer._accelerate_step_called = True
-        return method(*args, **kwargs)
+        result = method(*args, **kwargs)
+        found = torch_private.found_inf(accelerated_optimizer.optimizer, accelerated_optimizer.scaler)
+        accelerated_optimizer._accelerate_step_called = not found
+        return result
 
     return patched_step
 
@@ -80,6 +83,17 @@ def _optimizers_with_one_call() -> frozenset[type]:
     return frozenset(optimizers) - {torch.optim.LBFGS}
 
 
+def _set_mode(optimizer: Any, name: str) -> None:
+    """Calls `train` or `eval` of the outermost optimizer that has it, below any number of wrappers."""
+    visited: list[Any] = []
+    while optimizer is not None and not any(optimizer is wrapper for wrapper in visited):
+        if callable(method := getattr(optimizer, name, None)):
+            method()
+            return
+        visited.append(optimizer)
+        optimizer = getattr(optimizer, "optimizer", None)
+
+
 def steps_in_backward(optimizer: Any) -> bool:
     """Returns whether an optimizer updates parameters during backward and has no step (LOMO)."""
     return callable(getattr(optimizer, "fused_backward", None))
@@ -101,6 +115,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     num_updates: int = 0
     """Number of updates of the parameters, including those before a resume of the run."""
+
+    last_pass: int = 0
+    """`GradientState.current_pass` in the last call of `step`."""
 
     num_skipped: int = 0
     """Number of updates that `skip_nonfinite_updates` has skipped because gradients were not finite."""
@@ -228,13 +245,11 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def train(self) -> None:
         """Sets the training mode of optimizers that have one, such as schedule-free optimizers."""
-        if callable(train := getattr(self.optimizer, "train", None)):
-            train()
+        _set_mode(self.optimizer, "train")
 
     def eval(self) -> None:
         """Sets the evaluation mode of optimizers that have one, such as schedule-free optimizers."""
-        if callable(evaluate := getattr(self.optimizer, "eval", None)):
-            evaluate()
+        _set_mode(self.optimizer, "eval")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Updates the parameters, except in accumulation steps without synchronization.
@@ -250,6 +265,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ConfigurationError: A closure is passed in a micro-batch without synchronization, and the
                 optimizer may call it several times in a step.
         """
+        self.last_pass = self.gradient_state.current_pass
         if not self.gradient_state.sync_gradients:
             return self._accumulate(closure)
         if self.held is not None:
@@ -321,7 +337,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def _scaled_step(self, closure: Callable[[], Any] | None) -> Any:
         scaler: torch.amp.GradScaler = self.scaler  # type: ignore[assignment]
-        step: Callable[..., Any] = partial(self._update, self._optimizer_patched_step_method)
+        step: Callable[..., Any] = self._optimizer_patched_step_method
+        if self.matrix_owners is not None:
+            step = partial(self._update, step)
         original = self._optimizer_original_step_method
         must_skip = self.skips_nonfinite and self._must_skip()
         if must_skip:

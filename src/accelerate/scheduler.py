@@ -22,7 +22,8 @@ ROUNDING = 1e-6
 StepPolicy = Literal["per_update"] | bool
 """Policy of steps.
 
-True steps once per process and update, "per_update" once per update, and False in each call.
+True steps once per process and update, "per_update" once per update, and False in each call. A call by epoch
+is one step with each policy.
 """
 
 
@@ -86,12 +87,19 @@ class AcceleratedScheduler:
     split between the processes (`split_batches`), or if the schedule counts updates
     (`step_with_optimizer="per_update"`).
 
+    A schedule by epoch has as many epochs on any number of processes. So a call is one step of the inner
+    scheduler, also within an accumulation window, if it has an argument (a metric or an epoch), or if it
+    follows more than one update, or the end of the pass over a loader in which the optimizer stepped.
+
     Args:
         scheduler: Scheduler of `torch.optim.lr_scheduler`, or any object with `step`.
         optimizers: Prepared optimizers of the scheduler. If one of them skips its step, the scheduler does
             not step.
         step_with_optimizer: True, "per_update", or False to step in each call of `step`.
         split_batches: Whether each process gets a part of a batch instead of a whole batch.
+
+    Attributes:
+        updates_at_call: Number of updates of each optimizer at the last call of `step`.
     """
 
     _is_accelerate_prepared = True  # other projects read it
@@ -115,6 +123,7 @@ class AcceleratedScheduler:
         self.gradient_state = GradientState()
         self.num_processes: int = AcceleratorState().num_processes
         self.total_steps: int | None = getattr(scheduler, "total_steps", None)
+        self.record_call()
         self._end_warning = _ScheduleEndWarning()
 
     @property
@@ -134,17 +143,55 @@ class AcceleratedScheduler:
         if not self.step_with_optimizer:
             self.scheduler.step(*args, **kwargs)
             return
-        if not self.gradient_state.sync_gradients:
+        is_by_epoch = self._is_by_epoch()
+        self.record_call()
+        if any(value is not None for value in (*args, *kwargs.values())):
+            self.scheduler.step(*args, **kwargs)
             return
-        if any(optimizer.step_was_skipped for optimizer in self.optimizers):
+        if not is_by_epoch and (self._was_skipped() or not self.gradient_state.sync_gradients):
             return
-        steps = self.steps_per_update
+        steps = 1 if is_by_epoch else self.steps_per_update
         if steps > 1:
             self._end_warning.check(self.scheduler, self.optimizers, steps)
         for _ in range(steps):
             if self.total_steps is not None and self.scheduler.last_epoch >= self.total_steps:
                 return  # OneCycleLR raises an error after its end, which N steps per update may reach
             self.scheduler.step(*args, **kwargs)
+
+    def record_call(self, updates: Sequence[int] | None = None) -> None:
+        """Sets `updates_at_call`, from which the next call of `step` counts updates.
+
+        Args:
+            updates: The numbers in a checkpoint. By default they are those of this moment.
+        """
+        self.updates_at_call = list(updates or ()) or [optimizer.num_updates for optimizer in self.optimizers]
+        self._passes_at_call = [optimizer.last_pass for optimizer in self.optimizers]
+
+    def _was_skipped(self) -> bool:
+        return any(optimizer.step_was_skipped for optimizer in self.optimizers)
+
+    def _is_by_epoch(self) -> bool:
+        """Returns whether the optimizers have stepped more than once since the last call, or in a whole pass.
+
+        Of several optimizers, the one with the fewest steps counts, so that a scheduler of a GAN, whose
+        optimizers take turns, is not regarded as one by epoch. The number of updates alone does not show
+        that an epoch of one update has ended, but the end of its pass does.
+        """
+        num_updates = [
+            now.num_updates - before
+            for now, before in zip(self.optimizers, self.updates_at_call, strict=False)
+        ]
+        num_steps = [
+            number + optimizer.step_was_skipped  # an update, and then one that was skipped
+            for optimizer, number in zip(self.optimizers, num_updates, strict=False)
+            if number
+        ]
+        if min(num_steps, default=0) > 1:
+            return True
+        if self._was_skipped() or self.gradient_state.in_dataloader:
+            return False
+        passes = zip(self.optimizers, self._passes_at_call, strict=False)
+        return any(optimizer.last_pass not in (0, before) for optimizer, before in passes)
 
     def get_last_lr(self) -> Any:
         """Returns the last learning rate of each parameter group."""

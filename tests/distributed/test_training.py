@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration, DistributedDataParallelKwargs
 from accelerate.base import ConfigurationError
+from accelerate.plugins import GradientAccumulationPlugin
 from accelerate.utils import extract_model_from_parallel
 
 SAMPLES, BATCH = 48, 4
@@ -290,6 +291,31 @@ def test_what_was_not_prepared_is_left_out_of_a_join(run: Run) -> None:
         assert len(lines) == (2 if batches == 2 else 0)  # the main process, once for each list
 
 
+def prepare_held_loaders() -> list[str]:
+    """What is logged for objects that `prepare` returns unchanged."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate.strategies").addHandler(handler)
+    try:
+        accelerator, loader = Accelerator(), DataLoader(dataset(), batch_size=4)
+        prepared = accelerator.prepare(loader)
+        accelerator.prepare([1, 2], "text", enumerate(prepared), {"train": prepared})
+        held = zip(loader, [1], strict=False)
+        assert accelerator.prepare(held, [loader]) == (held, [loader])
+    finally:
+        logging.getLogger("accelerate.strategies").removeHandler(handler)
+    return lines
+
+
+def test_loaders_that_are_not_prepared_are_named_on_several_ranks(run: Run) -> None:
+    first, others = run(prepare_held_loaders)
+    assert len(first) == 1
+    assert "prepare() returns objects of type zip, list unchanged" in first[0]
+    assert others == []
+    assert run(prepare_held_loaders, processes=1) == [[]]
+
+
 def skip_together() -> tuple[bool, list[torch.Tensor], float]:
     """One rank's gradients overflow in float16: DDP hands the infinity to all, so all skip."""
     accelerator = Accelerator(mixed_precision="fp16")
@@ -328,6 +354,39 @@ def test_a_schedule_steps_per_process_or_per_update(run: Run, policy: bool | str
     assert run(schedule_pace, policy) == [rate, rate]
 
 
+def schedules_by_epoch() -> tuple[list[float], list[float]]:
+    """Learning rates of epochs that end inside a window, by a schedule of epochs and by one of a metric."""
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_with_dataloader=False)
+    )
+    models, optimizers = [network(), network()], []
+    for model in models:
+        optimizers.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    by_epoch = torch.optim.lr_scheduler.StepLR(optimizers[0], 2, gamma=0.5)
+    by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], factor=0.5, patience=1)
+    loader = DataLoader(dataset(), batch_size=8)  # three batches on each of two ranks
+    loader, by_epoch, by_metric = accelerator.prepare(loader, by_epoch, by_metric)
+    models, optimizers = (list(accelerator.prepare(*each)) for each in (models, optimizers))
+    rates = []
+    for _ in range(4):
+        rates.append([optimizer.param_groups[0]["lr"] for optimizer in optimizers])
+        for inputs, targets in loader:
+            with accelerator.accumulate(*models):
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                    optimizer.step()
+                    optimizer.zero_grad()
+        by_epoch.step()
+        by_metric.step(1.0)
+    first, second = zip(*rates, strict=True)
+    return list(first), list(second)
+
+
+def test_a_schedule_by_epoch_steps_once_an_epoch(run: Run) -> None:
+    expected = ([0.1, 0.1, 0.05, 0.05], [0.1, 0.1, 0.1, 0.05])
+    assert run(schedules_by_epoch) == [expected, expected]
+
+
 def wrap_once() -> dict[str, bool]:
     accelerator = Accelerator(kwargs_handlers=[DistributedDataParallelKwargs(static_graph=True)])
     model = network()
@@ -348,6 +407,57 @@ def wrap_once() -> dict[str, bool]:
 def test_models_are_wrapped_once_and_can_be_unwrapped(run: Run) -> None:
     for facts in run(wrap_once):
         assert all(facts.values()), facts
+
+
+class Scoring(torch.nn.Sequential):
+    """Network with a method and an attribute beside its forward."""
+
+    threshold = 0.5
+
+    def score(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self(inputs) * 2
+
+
+def freeze_and_score() -> list[str]:
+    """Errors of methods of the network, and of layers that are frozen while a run trains, until one works."""
+    texts = []
+    for handlers in ([], [DistributedDataParallelKwargs(find_unused_parameters=True)]):
+        accelerator = Accelerator(kwargs_handlers=handlers)
+        inner = Scoring(torch.nn.Linear(6, 8), torch.nn.Linear(8, 1))
+        model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), lr=0.1))
+        for name in ("score", "threshold", "nothing"):
+            assert not hasattr(model, name)
+            try:
+                getattr(model, name)
+            except AttributeError as error:
+                texts.append(str(error))
+        for step in range(4):
+            inner[0].requires_grad_(step < 1)
+            try:
+                accelerator.backward(model(torch.full((1, 6), float(accelerator.process_index))).sum())
+            except RuntimeError as error:
+                texts.append(f"{type(error).__name__} in step {step}: {error}")
+                break
+            optimizer.step()
+            optimizer.zero_grad()
+    (weight,) = accelerator.gather(inner[1].weight.detach()[None]).unique(dim=0)
+    assert torch.equal(weight, inner[1].weight)
+    copied = pickle.loads(pickle.dumps(model))
+    assert type(copied) is type(model)
+    return texts
+
+
+def test_errors_of_replicas_name_the_fix(run: Run) -> None:
+    for score, threshold, nothing, frozen, *others in run(freeze_and_score):
+        assert score.startswith("'DistributedDataParallel' object has no attribute 'score', which")
+        assert "the prepared Scoring has. Use accelerator.unwrap_model(model).score." in score
+        assert "unwrap_model(model).threshold" in threshold
+        assert nothing == "'DistributedDataParallel' object has no attribute 'nothing'"
+        assert frozen.startswith(
+            "StateError in step 2: Parameters had no gradient in the backward pass before"
+        )
+        assert "DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator" in frozen
+        assert others == [score, threshold, nothing]  # the fix trains
 
 
 def raise_a_flag() -> list[bool]:

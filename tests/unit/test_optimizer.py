@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from accelerate.optimizer import AcceleratedOptimizer, move_to_device, patch_optimizer_step
+from accelerate.precision import ScaledPrecision
 from accelerate.state import AcceleratorState, GradientState
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -178,6 +179,122 @@ def test_each_scaled_step_is_checked_for_overflow() -> None:
         optimizer.zero_grad()
     assert skipped == [False, True, False, True]
     assert optimizer.num_updates == 2
+
+
+class ScaledByItself(torch.optim.SGD):
+    """Reads the scale from a gradient scaler that it gets as an argument, as some fused optimizers do."""
+
+    _step_supports_amp_scaling = True
+
+    def step(self, closure=None, grad_scaler=None):  # type: ignore[no-untyped-def]
+        grad_scaler.unscale_(self)
+        states = grad_scaler._per_optimizer_states[id(self)]
+        if not any(states["found_inf_per_device"].values()):
+            super().step(closure)
+
+
+class Calls:
+    """Counts the calls of an observer of updates."""
+
+    num_updates = 0
+
+    def before_step(self, optimizer: AcceleratedOptimizer) -> None:
+        """Does nothing."""
+
+    def after_update(self, optimizer: AcceleratedOptimizer) -> None:
+        self.num_updates += 1
+
+
+FUSED = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
+    "with an argument": lambda p: ScaledByItself(p, lr=0.1),
+    "with a scheduler": lambda p: (
+        torch.optim.lr_scheduler.LambdaLR(  # which replaces the step
+            torch.optim.SGD(p, lr=0.1, fused=True), lambda _: 1.0
+        ).optimizer
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:GradScaler is going to stop passing itself:FutureWarning")
+def test_a_fused_optimizer_that_leaves_out_its_step_has_skipped_it() -> None:
+    AcceleratorState(cpu=True, mixed_precision="no", _from_accelerator=True)
+    failures = []
+    for name, build in FUSED.items():
+        for unscaled in (False, True) if name != "with an argument" else (False,):
+            scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+            model, calls = torch.nn.Linear(2, 1), Calls()
+            optimizer = AcceleratedOptimizer(build(model.parameters()), scaler=scaler)
+            optimizer.observers = (calls,)
+            skipped, moved = [], []
+            for value in (float("inf"), 1.0, float("nan"), 1.0):
+                before = model.weight.detach().clone()
+                scaler.scale(model(torch.full((1, 2), value)).sum()).backward()
+                if unscaled:
+                    scaler.unscale_(optimizer.optimizer)
+                optimizer.step()
+                skipped.append(optimizer.step_was_skipped)
+                moved.append(not torch.equal(before, model.weight))
+                optimizer.zero_grad()
+            seen = (skipped, moved, optimizer.num_updates, calls.num_updates, scaler.get_scale())
+            if seen != ([True, False, True, False], [False, True, False, True], 2, 2, 1.0):
+                failures.append((name, unscaled, *seen))
+    assert not failures
+
+
+def test_fused_optimizers_with_one_scaler_are_skipped_each_for_itself() -> None:
+    AcceleratorState(cpu=True, mixed_precision="no", _from_accelerator=True)
+    precision = ScaledPrecision("fp16", "cpu", torch.amp.GradScaler("cpu", init_scale=4.0))
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    optimizers = [
+        AcceleratedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, fused=is_fused), scaler=precision.scaler
+        )
+        for model, is_fused in zip(models, (True, False), strict=True)
+    ]
+    precision.set_optimizers(optimizers)
+    skipped = []
+    for values in ((float("inf"), 1.0), (1.0, float("inf")), (1.0, 1.0)):
+        loss = sum(
+            model(torch.full((1, 2), value)).sum() for model, value in zip(models, values, strict=True)
+        )
+        precision.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+        skipped.append([optimizer.step_was_skipped for optimizer in optimizers])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert skipped == [[True, False], [False, True], [False, False]]
+    assert [optimizer.num_updates for optimizer in optimizers] == [2, 2]
+
+
+class Wrapper:
+    """Wrapper of an optimizer with the attribute `optimizer` alone."""
+
+    def __init__(self, optimizer: object) -> None:
+        self.optimizer = optimizer
+
+
+def test_train_and_eval_reach_an_optimizer_behind_wrappers() -> None:
+    _, optimizer = make()
+    inner, called = optimizer.optimizer, []
+    inner.train = lambda: called.append("train")  # type: ignore[attr-defined]
+    inner.eval = lambda: called.append("eval")  # type: ignore[attr-defined]
+    for depth in range(3):
+        optimizer.train()
+        optimizer.eval()
+        assert called == ["train", "eval"] * (depth + 1)
+        optimizer.optimizer = Wrapper(optimizer.optimizer)  # type: ignore[assignment]
+
+
+def test_train_ends_at_a_wrapper_of_itself() -> None:
+    _, optimizer = make()
+    optimizer.optimizer = wrapper = Wrapper(None)  # type: ignore[assignment]
+    wrapper.optimizer = wrapper
+    optimizer.train()
 
 
 class Owners:

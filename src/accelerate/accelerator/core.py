@@ -262,6 +262,7 @@ class Accelerator(ProcessControl):
             reason = "none of the objects is an optimizer that is not prepared yet"
             raise wrong_value("whole_matrices", whole_matrices, reason, "Pass it with the optimizer")
         strategy.check(bundle)
+        strategy.check_others(bundle.of(kind.OTHER))
         if axis.splits_buffers:
             self._prepare_cp(*bundle.objects)
         with strategy.preparing(bundle):
@@ -410,6 +411,7 @@ class Accelerator(ProcessControl):
             prepared.commit = self._recovery.commit
         self._optimizers.append(prepared)
         self._runtime.strategy.precision.set_optimizers(self._optimizers)
+        self._runtime.strategy.assign_optimizers()
         return prepared  # type: ignore[return-value]  # it forwards the attributes of `optimizer`
 
     def prepare_scheduler(self, scheduler: A) -> A:

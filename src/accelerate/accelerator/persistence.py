@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +237,7 @@ class RunCheckpoints:
                 "sync_gradients": gradients.sync_gradients,
                 "num_steps": gradients.num_steps,
                 "updates": [optimizer.num_updates for optimizer in runtime.prepared.optimizers],
+                "updates_at_call": [scheduler.updates_at_call for scheduler in runtime.prepared.schedulers],
                 "gradient_order": [
                     runtime.strategy.state.gradient_order(model) for model in runtime.prepared.models
                 ],
@@ -284,6 +286,9 @@ class RunCheckpoints:
             runtime.gradient_state._set_sync_gradients(progress.sync_gradients)
         for optimizer, updates in zip(runtime.prepared.optimizers, progress.updates, strict=False):
             optimizer.num_updates = updates
+        for scheduler, calls in zip_longest(runtime.prepared.schedulers, progress.updates_at_call):
+            if scheduler is not None:
+                scheduler.record_call(calls)
         self._accumulation.drop_gradients()
         step_clock.restart_numbers()
         step = max(progress.updates, default=0)

@@ -358,6 +358,7 @@ class RunProgress:
     sync_gradients: bool | None = None  # whether the last step updated the parameters
     updates: list[int] = field(default_factory=list)  # of each optimizer
     gradient_order: list[list[int]] = field(default_factory=list)  # of each model, from its strategy
+    updates_at_call: list[list[int]] = field(default_factory=list)  # of each scheduler
 
 
 def read_progress(source: CheckpointSource, reader: CheckpointReader) -> RunProgress:
@@ -365,9 +366,8 @@ def read_progress(source: CheckpointSource, reader: CheckpointReader) -> RunProg
     if source.manifest is not None:
         run = source.manifest.run
         sync_gradients = run.get("sync_gradients", True)
-        return RunProgress(
-            source.manifest.step, sync_gradients, run.get("updates", []), run.get("gradient_order", [])
-        )
+        lists = (run.get(name, []) for name in ("updates", "gradient_order", "updates_at_call"))
+        return RunProgress(source.manifest.step, sync_gradients, *lists)
     name = GeneratorsPart(0).name
     states = reader.read(name) if reader.has(name) else {}
     step = states.get("step") if isinstance(states, Mapping) else None

@@ -262,6 +262,10 @@ _RECORD = {
     ),
     "rank": _COUNT,
 }
+_LISTS_OF_COUNTS = FieldRule(
+    "a list of lists of whole numbers of 0 or more",
+    lambda value: isinstance(value, list) and all(map(_are_counts, value)),
+)
 _RUN = {
     TIER: _TEXT,
     PROJECT: FieldRule("text", lambda value: isinstance(value, str)),
@@ -272,10 +276,8 @@ _RUN = {
     "sync_gradients": FieldRule("true or false", lambda value: isinstance(value, bool)),
     "num_steps": _COUNT,
     "updates": FieldRule("a list of whole numbers of 0 or more", _are_counts),
-    "gradient_order": FieldRule(
-        "a list of lists of whole numbers of 0 or more",
-        lambda value: isinstance(value, list) and all(map(_are_counts, value)),
-    ),
+    "updates_at_call": _LISTS_OF_COUNTS,
+    "gradient_order": _LISTS_OF_COUNTS,
     SAVE: _TEXT,
     FOLDERS_OF_SAVE: FieldRule(
         "a list of JSON objects of file names and records",

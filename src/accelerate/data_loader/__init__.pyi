@@ -76,6 +76,7 @@ from accelerate.data_loader.prepare import (
     get_sampler as get_sampler,
     prepare_data_loader as prepare_data_loader,
 )
+from accelerate.data_loader.rank_aware import has_own_shard as has_own_shard
 from accelerate.data_loader.reading import (
     BatchObserver as BatchObserver,
     LastMark as LastMark,

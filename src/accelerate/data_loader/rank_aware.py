@@ -92,6 +92,11 @@ def find_rank_attributes(owners: Iterable[Any]) -> list[RankAttributes]:
     return found
 
 
+def has_own_shard(index_sampler: Any, dataset: Any) -> bool:
+    """Returns whether a sampler or dataset of a loader has the number of ranks and its rank."""
+    return bool(find_rank_attributes([*nested_samplers(index_sampler), *nested_datasets(dataset)]))
+
+
 def match_ranks(loader: DataLoader[Any], groups: int, group: int, transport: Transport | None) -> str | None:
     """Returns the reason why a loader is rank-aware in this run, or None if it is not known to be.
 

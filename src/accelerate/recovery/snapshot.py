@@ -28,6 +28,7 @@ def capture(prepared: Prepared, scaler: Any) -> dict[str, Any]:
         "optimizers": [_to_shards(optimizer.optimizer.state_dict()) for optimizer in prepared.optimizers],
         "updates": [optimizer.num_updates for optimizer in prepared.optimizers],
         "schedulers": [scheduler.state_dict() for scheduler in prepared.schedulers],
+        "updates_at_call": [scheduler.updates_at_call for scheduler in prepared.schedulers],
         "scaler": None if scaler is None else scaler.state_dict(),
         "custom": [obj.state_dict() for obj in prepared.custom],
         "averages": [average.tensors() for average in prepared.averages],
@@ -51,6 +52,8 @@ def apply(state: Mapping[str, Any], prepared: Prepared, scaler: Any) -> None:
         optimizer.num_updates = updates
     for scheduler, saved in zip(prepared.schedulers, state["schedulers"], strict=True):
         scheduler.load_state_dict(saved)
+    for scheduler, updates in zip(prepared.schedulers, state["updates_at_call"], strict=True):
+        scheduler.record_call(updates)
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
     for obj, saved in zip(prepared.custom, state["custom"], strict=True):

@@ -36,6 +36,7 @@ class GradientState(SharedState):
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
     _dataloader_references_ref: list[Reference | None]
+    _num_passes: int
     _is_xla_gradients_synced: bool
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
@@ -44,6 +45,7 @@ class GradientState(SharedState):
             self.__dict__.update(
                 sync_gradients=True,
                 _dataloader_references_ref=[None],
+                _num_passes=0,
                 plugin_kwargs={"num_steps": 1},
                 _is_xla_gradients_synced=False,
             )
@@ -80,6 +82,11 @@ class GradientState(SharedState):
     def in_dataloader(self) -> bool:
         """True while a prepared loader is being read."""
         return self.active_dataloader is not None
+
+    @property
+    def current_pass(self) -> int:
+        """Number of passes over prepared loaders that have begun, or 0 while no loader is being read."""
+        return self._num_passes if self.in_dataloader else 0
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -124,6 +131,7 @@ class GradientState(SharedState):
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Registers a loader, which is active until it is removed or garbage collected."""
+        self._num_passes += 1
         references = self._dataloader_references_ref
         references.append(weakref.ref(dataloader, lambda dead: _discard(references, dead)))
 

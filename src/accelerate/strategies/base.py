@@ -35,7 +35,7 @@ from accelerate.strategies.fsdp import (
     reduction_in_replicas,
     units_of,
 )
-from accelerate.strategies.mistakes import find_unrelated_optimizers, find_unstepped_models
+from accelerate.strategies.mistakes import find_held_loaders, find_unrelated_optimizers, find_unstepped_models
 from accelerate.strategies.request import Context, RunRequest
 from accelerate.strategies.state import StrategyState
 from accelerate.weights import move_module
@@ -169,6 +169,15 @@ class Strategy:
         stepped = parameter_ids([*prepared.optimizers, *bundle.optimizers]) if is_single else None
         for message in find_unrelated_optimizers(new_optimizers, models, stepped) if models else []:
             logger.warning(message)
+
+    def check_others(self, objects: Sequence[Any]) -> None:
+        """Logs a warning if objects that are not prepared have loaders, and several ranks read them."""
+        if not objects or self.context.request.dataloader_config.already_sharded:
+            return
+        topology = self.context.topology
+        if data_groups(self.loader_mesh, topology.size, topology.rank)[0] > 1:
+            for message in find_held_loaders(objects):
+                logger.warning(message)
 
     def _free(self, model: nn.Module) -> None:
         """Frees units that a forward has left gathered, and records the shards of their parameters."""
@@ -357,18 +366,27 @@ class Strategy:
         self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
     ) -> AcceleratedScheduler:
         """Returns the scheduler in a wrapper that steps when its optimizers do."""
-        inner = getattr(scheduler, "optimizer", None)
-        prepared = self.session.prepared.optimizers
-        owners = [optimizer for optimizer in prepared if _is_or_wraps(optimizer, inner)]
         wrapped = AcceleratedScheduler(
             scheduler,
-            owners or list(prepared),
+            self._optimizers_of(scheduler) or list(self.session.prepared.optimizers),
             step_with_optimizer=step_with_optimizer,
             split_batches=split_batches,
         )
         topology = self.context.topology
         wrapped.num_processes, _ = data_groups(self.loader_mesh, topology.size, topology.rank)
         return wrapped
+
+    def assign_optimizers(self) -> None:
+        """Sets the optimizers of schedulers that were prepared before their optimizers."""
+        for scheduler in self.session.prepared.schedulers:
+            own = self._optimizers_of(scheduler.scheduler)
+            if own and own != scheduler.optimizers and not scheduler.belongs_to_engine:
+                scheduler.optimizers = own
+                scheduler.record_call()
+
+    def _optimizers_of(self, scheduler: Any) -> list[AcceleratedOptimizer]:
+        inner = getattr(scheduler, "optimizer", None)
+        return [each for each in self.session.prepared.optimizers if _is_or_wraps(each, inner)]
 
     def place(self, model: nn.Module) -> None:
         """Moves a model to the device of this process.

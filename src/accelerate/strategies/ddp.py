@@ -41,6 +41,7 @@ from accelerate.strategies.fsdp import (
     named_parameters,
     send_from_main,
 )
+from accelerate.strategies.replica import DistributedDataParallel as ExplainedReplica
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
@@ -239,7 +240,7 @@ class DataParallel(Strategy):
         handler = self.context.request.ddp or DistributedDataParallelKwargs()
         index = self.context.device.index
         devices = {} if index is None else {"device_ids": [index], "output_device": index}
-        replica = DistributedDataParallel(model, **devices, **handler.to_kwargs())
+        replica = ExplainedReplica(model, **devices, **handler.to_kwargs())
         handler.register_comm_hook(replica)
         return self.compile(replica)
 

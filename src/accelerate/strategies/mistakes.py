@@ -5,13 +5,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import gc
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from accelerate import torch_private
 from accelerate.base import listed
-from accelerate.strategies.bundle import parameter_ids
+from accelerate.data_loader import has_own_shard
+from accelerate.strategies.bundle import is_prepared, parameter_ids
+
+_PACKAGE = __name__.partition(".")[0]
+_MOST_OBJECTS = 1000
+"""Number of objects in an argument of `prepare` among which loaders are searched."""
 
 
 def find_unstepped_models(models: Iterable[nn.Module], optimizers: Sequence[Any]) -> list[str]:
@@ -57,6 +66,63 @@ def find_unrelated_optimizers(
         for optimizer in optimizers
         if (ids := parameter_ids([optimizer])) and not ids & known
     ]
+
+
+def find_held_loaders(objects: Iterable[Any]) -> list[str]:
+    """Returns a warning if iterators or containers have loaders of torch, which `prepare` does not find.
+
+    Args:
+        objects: Objects that `prepare` returns unchanged.
+    """
+    names = list(dict.fromkeys(type(obj).__name__ for obj in objects if _holds_loader(obj)))
+    if not names:
+        return []
+    return [
+        f"prepare() returns objects of type {listed(names)} unchanged, and all ranks read the same batches "
+        "of the DataLoader in them. Pass the DataLoader itself to `prepare`, and build the iterator or "
+        "container from the loader that it returns."
+    ]
+
+
+def _holds_loader(obj: Any) -> bool:
+    """Returns whether an object has a loader or an iterator of one that is neither prepared nor sharded."""
+    visited, waiting = dict[int, Any](), [obj]
+    while waiting and len(visited) < _MOST_OBJECTS:
+        current = waiting.pop(0)
+        if id(current) in visited or is_prepared(current):
+            continue
+        visited[id(current)] = current
+        if not isinstance(current, (DataLoader, torch_private.LoaderIterator)):
+            waiting += islice(_parts(current), _MOST_OBJECTS)
+        elif not has_own_shard(*torch_private.sources_of(current)):
+            return True
+    return False
+
+
+def _parts(obj: Any) -> Iterable[Any]:
+    """Returns the objects that an iterable refers to, and none for other objects."""
+    kind = type(obj)
+    is_iterable = hasattr(kind, "__iter__") or hasattr(kind, "__next__")
+    if not is_iterable or isinstance(obj, (Tensor, nn.Module, str, bytes, type)):
+        return ()
+    if isinstance(obj, dict):
+        return obj.values()
+    if isinstance(obj, (list, tuple, set, frozenset)):
+        return obj
+    if isinstance(obj, Generator):
+        return _variables(obj)
+    # Iterators of zip and itertools have no attributes, and that of a prepared loader reads torch's.
+    return () if kind.__module__.startswith(f"{_PACKAGE}.") else gc.get_referents(obj)
+
+
+def _variables(generator: Any) -> list[Any]:
+    """Returns the variables of a generator, loaders among its globals, and the iterator that it reads."""
+    frame = getattr(generator, "gi_frame", None)
+    if frame is None or frame.f_globals.get("__name__", "").startswith(f"{_PACKAGE}."):
+        return []
+    names = generator.gi_code.co_names
+    known = [value for name in names if isinstance(value := frame.f_globals.get(name), DataLoader)]
+    return [*frame.f_locals.values(), generator.gi_yieldfrom, *known]
 
 
 def _registered_tensors(model: nn.Module) -> Iterator[Tensor]:

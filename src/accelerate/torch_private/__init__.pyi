@@ -28,6 +28,7 @@ from accelerate.torch_private.loaders import (
     loader_tasks as loader_tasks,
     loader_workers as loader_workers,
     requested_samples as requested_samples,
+    sources_of as sources_of,
     wrap_indices as wrap_indices,
 )
 from accelerate.torch_private.modules import (
@@ -55,6 +56,7 @@ from accelerate.torch_private.names import (
 )
 from accelerate.torch_private.optimizers import (
     allow_fp16_gradients as allow_fp16_gradients,
+    found_inf as found_inf,
     in_place_version as in_place_version,
     in_place_versions as in_place_versions,
     is_view as is_view,

@@ -25,6 +25,12 @@ def wrap_indices(iterator: Any, wrap: Callable[[Any], Any]) -> Any:
     return iterator._sampler_iter
 
 
+def sources_of(loader: Any) -> tuple[Any, Any]:
+    """Returns the index sampler and the dataset of a DataLoader or of an iterator of one."""
+    dataset = getattr(loader, "dataset", None)
+    return getattr(loader, "_index_sampler", None), getattr(loader, "_dataset", dataset)
+
+
 def loader_workers(iterator: Any) -> Any:
     """Returns the worker processes of an iterator of a DataLoader, for hang reports."""
     return getattr(iterator, "_workers", ())

@@ -169,6 +169,11 @@ NAMES: dict[str, PrivateName] = {
         "Whether an optimizer uses foreach kernels by default, which need more memory.",
         lambda: lambda params, differentiable, use_fused: (False, False),
     ),
+    "LoaderIterator": PrivateName(
+        "torch.utils.data.dataloader:_BaseDataLoaderIter",
+        "The iterator of a DataLoader, which `prepare` recognizes in objects that it does not prepare.",
+        lambda: type(None),
+    ),
     "SingleProcessIterator": PrivateName(
         "torch.utils.data.dataloader:_SingleProcessDataLoaderIter",
         "The iterator of a DataLoader without workers, from which indices can be read in advance.",

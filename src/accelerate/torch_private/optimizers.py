@@ -31,6 +31,22 @@ def reset_unscaled(scaler: torch.amp.GradScaler) -> None:
     scaler._per_optimizer_states.clear()
 
 
+def found_inf(optimizer: Any, scaler: torch.amp.GradScaler | None) -> bool:
+    """Returns whether an optimizer that handles infinite gradients itself has left out its step.
+
+    Called after the step, which a GradScaler always calls for such an optimizer. During the call the scaler
+    sets the attribute `found_inf` of the optimizer. If it passes itself as an argument instead, the values
+    are read from its states. Returns False for other optimizers, which it does not call in this case.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    found = getattr(optimizer, "found_inf", None)
+    if found is not None:
+        return bool(found)
+    states = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer), {})
+    return any(bool(value) for value in states.get("found_inf_per_device", {}).values())
+
+
 @contextmanager
 def step_replaced(optimizer: Any, step: Callable[..., Any], original: Callable[..., Any]) -> Iterator[None]:
     """Replaces the `step` of an optimizer inside the block, and sets it to `original` after the block.
