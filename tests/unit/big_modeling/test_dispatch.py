@@ -516,3 +516,36 @@ def test_removing_hooks_ties_weights_again(tmp_path: Path) -> None:
 def remove_after_another_hook(model: Tied) -> None:
     add_hook_to_module(model.head, ModelHook(), append=True)
     remove_hook_from_submodules(model)
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.inner = nn.Module()
+        self.inner.layer = nn.Linear(2, 2)
+        self.inner.register_buffer("steps", torch.ones(2), persistent=False)
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        lambda model, path: load_checkpoint_and_dispatch(
+            model, path, {"": "disk"}, offload_folder=path / "a"
+        ),
+        lambda model, path: load_checkpoint_and_dispatch(
+            model, path, {"first": "disk", "inner": "cpu"}, offload_folder=path / "b", offload_buffers=True
+        ),
+        lambda model, path: cpu_offload(model, "cpu", state_dict=WithBuffer().state_dict()),
+        lambda model, path: disk_offload(
+            load_checkpoint_and_dispatch(model, path), path / "d", "cpu", offload_buffers=True
+        ),
+    ],
+    ids=["disk", "disk and cpu", "cpu_offload", "disk_offload"],
+)
+def test_a_buffer_without_values_is_named_before_the_forward(offload: Any, tmp_path: Path) -> None:
+    save_file(WithBuffer().state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights(include_buffers=True):
+        model = WithBuffer()
+    with pytest.raises(ConfigurationError, match=r"inner\.steps have no values.*include_buffers=False"):
+        offload(model, tmp_path)
