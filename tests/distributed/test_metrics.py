@@ -288,6 +288,85 @@ def test_values_that_are_not_per_sample_are_gathered_fully_with_one_warning(run:
     assert warnings == 1
 
 
+@torch.no_grad()
+def gather_objects() -> list[dict[str, Any]]:
+    """Objects of 7 samples, of which the last batch of rank 1 has one and one as padding."""
+    accelerator = Accelerator()
+    loader = accelerator.prepare(DataLoader(torch.arange(7), batch_size=2))  # type: ignore[arg-type]
+    gathered: list[dict[str, Any]] = []
+    for batch in loader:
+        numbers = batch.tolist()
+        boxes = [{"boxes": torch.full((number + 1, 4), number)} for number in numbers]
+        names = [str(number) for number in numbers]
+        named = [{**box, "name": name} for box, name in zip(boxes, names, strict=True)]
+        trees = {
+            "objects": boxes,
+            "objects with other values": named,
+            "tuple of lists": (boxes, names),
+            "tuple of tensors and lists": (batch, names, torch.tensor(float(accelerator.process_index))),
+            "dictionary of lists": {"names": names, "boxes": (boxes,)},
+        }
+        requested = {"rows": batch, "tensors": list(batch), "objects, on request": boxes}
+        gathered.append({name: accelerator.gather_for_metrics(tree) for name, tree in trees.items()})
+        for name, tree in requested.items():
+            gathered[-1][name] = accelerator.gather_for_metrics(tree, use_gather_object=True)
+    return gathered
+
+
+def test_objects_and_structures_of_them_are_gathered_once(run: Run) -> None:
+    for gathered in run(gather_objects):
+        for numbers, found in zip(([0, 1, 2, 3], [4, 5, 6]), gathered, strict=True):
+            names = [str(number) for number in numbers]
+            boxes = [{"boxes": torch.full((number + 1, 4), number)} for number in numbers]
+            named = [{**box, "name": name} for box, name in zip(boxes, names, strict=True)]
+            expected = {
+                "objects": boxes,
+                "objects with other values": named,
+                "tuple of lists": (boxes, names),
+                "tuple of tensors and lists": (torch.tensor(numbers), names, torch.tensor([0.0, 1.0])),
+                "dictionary of lists": {"names": names, "boxes": (boxes,)},
+                "rows": list(torch.tensor(numbers)),
+                "tensors": list(torch.tensor(numbers)),
+                "objects, on request": boxes,
+            }
+            assert {name: str(value) for name, value in expected.items()} == {
+                name: str(value) for name, value in found.items()
+            }
+
+
+@torch.no_grad()
+def gather_of_two_loaders() -> tuple[list[list[int]], list[list[int]], str]:
+    """Two loaders in one loop, and one beside the loop over another one."""
+    accelerator = Accelerator()
+    first, second = accelerator.prepare(
+        DataLoader(torch.arange(8), batch_size=2),  # type: ignore[arg-type]
+        DataLoader(torch.arange(5), batch_size=2),  # type: ignore[arg-type]
+    )
+    zipped: list[list[int]] = [[], []]
+    for batch, other in zip(first, second, strict=True):
+        zipped[0] += accelerator.gather_for_metrics((batch * 2, batch))[1].tolist()
+        zipped[1] += accelerator.gather_for_metrics((other * 2, other.view(-1, 1)[:, 0]))[1].tolist()
+    beside: list[list[int]] = [[], []]
+    evaluation = iter(second)
+    for batch in first:
+        other = next(evaluation)
+        beside[1] += accelerator.gather_for_metrics({"y": other})["y"].tolist()
+        beside[0] += accelerator.gather_for_metrics({"y": batch})["y"].tolist()
+    message = ""
+    for pair in zip(first, second, strict=True):
+        try:
+            accelerator.gather_for_metrics(pair)
+        except RuntimeError as error:
+            message = str(error)
+    return zipped, beside, message
+
+
+def test_data_is_cut_by_the_loader_that_it_is_from(run: Run) -> None:
+    for zipped, beside, message in run(gather_of_two_loaders):
+        assert zipped == beside == [list(range(8)), list(range(5))]
+        assert "Gather the outputs of each loader in a call of its own" in message
+
+
 def gather_by_chance() -> list[list[float]]:
     """Two classes on both ranks, and by chance two samples on one of them."""
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=False))

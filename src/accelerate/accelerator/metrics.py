@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 
 from accelerate import devices, ops
+from accelerate.accelerator import batch_owner
 from accelerate.base import StateError, wrong_value
 from accelerate.logging import get_logger
 from accelerate.nested import contains_tensor, recursively_apply
@@ -29,9 +30,9 @@ _Counts = tuple[int, ...]
 
 def gather_for_metrics(gradients: GradientState, data: Any, use_gather_object: bool) -> Any:
     """Returns the samples of all ranks without padding, see `Accelerator.gather_for_metrics`."""
-    loader = gradients.active_dataloader
+    loader = batch_owner.find_loader(gradients, data)
     if ops.current_transport().size == 1:
-        return _last_samples(data, loader)
+        return _last_samples(data, loader, use_gather_object)
     return _gather_samples(data, loader, use_gather_object)
 
 
@@ -57,37 +58,92 @@ def weighted_mean(value: T, weight: Any) -> T:
 
 def _gather_samples(data: Any, loader: Any, as_objects: bool) -> Any:
     """Gathers the samples of the current batch of a loader, without padding."""
-    as_objects = as_objects or not contains_tensor(data)
     counts = None if loader is None else _counts_of(loader)
-    if counts is None:
-        return ops.gather_object(data) if as_objects else ops.gather(data)
     if as_objects:
+        is_rows = isinstance(data, torch.Tensor) and data.ndim
+        return _gather_objects(list(data) if is_rows else data, counts, loader)
+    leaves, has_others = _leaves_of(data), not _is_of_tensors(data)
+    if leaves is None or (has_others and isinstance(data, list)):
         return _gather_objects(data, counts, loader)
-    return _gather_tensors(ops.to_full_tensors(data), counts, loader)
+    if loader is not None and any(isinstance(leaf, list) for leaf in leaves):
+        valid = _agree([_valid_rows(_num_rows(leaf), counts, loader) for leaf in leaves])
+        if all(valid[i] for i, leaf in enumerate(leaves) if isinstance(leaf, list)):
+            order = iter(valid)
+            return recursively_apply(lambda leaf: _gather_leaf(leaf, next(order)), data, test_type=_is_leaf)
+    if has_others:
+        return _gather_objects(data, counts, loader)
+    return ops.gather(data) if counts is None else _gather_tensors(ops.to_full_tensors(data), counts, loader)
 
 
-def _last_samples(data: Any, loader: Any) -> Any:
+def _last_samples(data: Any, loader: Any, as_objects: bool) -> Any:
     """Returns the samples of a short batch, of values with as many rows as a full batch, on one process.
 
     Clients repeat the loss for each sample of a full batch, to weight batches by their number of samples.
     """
     if loader is None or loader.full_rows is None:
         return data
-    full, counts = loader.full_rows, loader.valid_counts
-    if counts is not None:
-        real = sum(counts)
-    else:  # the batch may have other rows than samples
-        real = loader.remainder if loader.end_of_dataloader and loader.remainder > 0 else full
+    full, real = loader.full_rows, batch_owner.num_real_rows(loader)
     if real >= full:
         return data
 
-    def is_repeated(length: int | None) -> bool:
+    def cut(leaf: Any) -> Any:
+        length = _num_rows(leaf)
         # The rows of the batch are samples, even if the length of the data is wrong.
-        return length == full and (counts is not None or length != loader.batch_rows)
+        is_repeated = length == full and (loader.valid_counts is not None or length != loader.batch_rows)
+        return leaf[:real] if is_repeated else leaf
 
-    if isinstance(data, (list, tuple)) and not contains_tensor(data):
-        return data[:real] if is_repeated(len(data)) else data
-    return recursively_apply(lambda leaf: leaf[:real] if is_repeated(_num_rows(leaf)) else leaf, data)
+    leaves = None if as_objects else _leaves_of(data)
+    lists = [leaf for leaf in leaves or () if isinstance(leaf, list)]
+    if lists and all(len(leaf) in (full, loader.batch_rows) for leaf in lists):
+        return recursively_apply(cut, data, test_type=_is_leaf)
+    if as_objects or not _is_of_tensors(data):
+        items = data if isinstance(data, (list, tuple)) else ()
+        values = [item for item in items if isinstance(item, (list, torch.Tensor))]
+        are_per_sample = loader.batch_rows in map(_num_rows, values)
+        return cut(data) if items and not are_per_sample else data
+    is_object_list = isinstance(data, list) and len(data) == loader.batch_rows
+    return data if is_object_list else recursively_apply(cut, data)
+
+
+# The structure of the data
+
+
+def _leaves_of(data: Any) -> list[Any] | None:
+    """Returns the tensors and the lists of objects in a structure, or None if there is another value.
+
+    Tuples, dictionaries, and lists that contain a tensor themselves belong to the structure.
+    """
+    if _is_leaf(data):
+        return [data]
+    if not isinstance(data, (list, tuple, Mapping)):
+        return None
+    leaves: list[Any] = []
+    for item in data.values() if isinstance(data, Mapping) else data:
+        inner = _leaves_of(item)
+        if inner is None:
+            return None
+        leaves += inner
+    return leaves
+
+
+def _is_leaf(item: Any) -> bool:
+    if isinstance(item, list):
+        return not any(isinstance(each, torch.Tensor) for each in item)
+    return isinstance(item, torch.Tensor)
+
+
+def _is_of_tensors(data: Any) -> bool:
+    """Returns whether a structure has tensors and no other values."""
+    return contains_tensor(data) and not _has_others(data)
+
+
+def _has_others(data: Any) -> bool:
+    if isinstance(data, (list, tuple, Mapping)):
+        return any(map(_has_others, data.values() if isinstance(data, Mapping) else data))
+    return not isinstance(data, torch.Tensor)
+
+
+# Gathering
 
 
 def _counts_of(loader: Any) -> _Counts | None:
@@ -117,7 +173,8 @@ def _gather_tensors(data: Any, counts: _Counts, loader: Any) -> Any:
     """Gathers tensors with rows for each sample without padding, and other tensors whole."""
     leaves: list[torch.Tensor] = []
     recursively_apply(leaves.append, data, error_on_other_type=True)
-    rows = _same_on_all([_rows_per_sample(_num_rows(leaf), counts, loader) for leaf in leaves])
+    agreed = _agree([_rows_per_sample(_num_rows(leaf), counts, loader) for leaf in leaves])
+    rows = [number or 0 for number in agreed]  # a number that ranks do not agree on is right by chance
     if not all(rows):
         _warn_not_per_sample(counts, loader.batch_rows)
     gathered: dict[int, Iterator[Any]] = {}
@@ -129,20 +186,43 @@ def _gather_tensors(data: Any, counts: _Counts, loader: Any) -> Any:
     return recursively_apply(lambda leaf: next(gathered[next(order)]), data)
 
 
-def _gather_objects(data: Any, counts: _Counts, loader: Any) -> Any:
+def _gather_objects(data: Any, counts: _Counts | None, loader: Any) -> Any:
     """Gathers a list with objects for each sample without padding, and other objects whole."""
+    if counts is None:
+        return ops.gather_object(data)
     length = len(data) if isinstance(data, (list, tuple)) else None
-    (number,) = _same_on_all([_rows_per_sample(length, counts, loader)])
+    (number,) = _agree([_rows_per_sample(length, counts, loader)])
     if number:
         return ops.gather_valid_objects(data, [count * number for count in counts])
     _warn_not_per_sample(counts, loader.batch_rows)
     return ops.gather_object(data)
 
 
-def _same_on_all(numbers: list[int]) -> list[int]:
-    """Returns the numbers that are equal on all ranks, and 0 for others, which may be right by chance."""
-    columns = zip(*ops.gather_object([numbers]), strict=True)
-    return [column[0] if len(set(column)) == 1 else 0 for column in columns]
+def _gather_leaf(leaf: Any, valid: list[int] | None) -> Any:
+    """Gathers the valid rows of a tensor, all of it if they are not known, or the valid items of a list."""
+    if valid is None:
+        return ops.gather(leaf)
+    if isinstance(leaf, list):
+        return ops.gather_valid_objects(leaf, valid)
+    return ops.gather_valid(ops.to_full_tensors(leaf), valid)
+
+
+def _valid_rows(length: int | None, counts: _Counts | None, loader: Any) -> list[int] | None:
+    """Returns the number of valid rows of each rank in a value per sample, and None for other values."""
+    if counts is None:
+        is_own = length and length == loader.batch_rows
+        return [length or 0] * ops.current_transport().size if is_own else None
+    number = _rows_per_sample(length, counts, loader)
+    return [count * number for count in counts] if number else None
+
+
+def _agree(values: list[T | None]) -> list[T | None]:
+    """Returns the values that are equal on all ranks, and None for others."""
+    gathered = ops.gather_object([values])
+    if len({len(each) for each in gathered}) > 1:
+        return [None] * len(values)
+    columns = zip(*gathered, strict=True)
+    return [column[0] if all(value == column[0] for value in column) else None for column in columns]
 
 
 def _rows_per_sample(length: int | None, counts: _Counts, loader: Any) -> int:
@@ -161,8 +241,10 @@ def _rows_per_sample(length: int | None, counts: _Counts, loader: Any) -> int:
     return number if length >= count * number else 0
 
 
-def _num_rows(leaf: torch.Tensor) -> int | None:
-    return leaf.shape[0] if leaf.ndim else None
+def _num_rows(leaf: Any) -> int | None:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape[0] if leaf.ndim else None
+    return len(leaf)
 
 
 def _warn_not_per_sample(counts: _Counts, rows: int | None) -> None:

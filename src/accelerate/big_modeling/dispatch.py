@@ -56,6 +56,12 @@ PINNED_PART = 0.5
 """Maximum fraction of the free memory for pinned weights."""
 
 
+FIX_META = (
+    "Load the model first, as load_checkpoint_and_dispatch() does; build it with "
+    "include_buffers=False where they are buffers that no checkpoint holds."
+)
+
+
 def find_offloaded(
     model: nn.Module, device_map: Mapping[str, Any], offload_devices: Collection[str], offload_buffers: bool
 ) -> dict[str, str]:
@@ -93,6 +99,20 @@ def keep_in_memory(
             by_memory[key] = on_cpu.pin_memory() if pin and not on_cpu.is_pinned() else on_cpu
         values[name] = by_memory[key]
     return {**values, **_scales(model, names)}
+
+
+def check_resident(
+    model: nn.Module, offloaded: Collection[str], device_map: Mapping[str, Any], main: Device
+) -> None:
+    """Raises an error if tensors that are not offloaded have no values for the forward."""
+    devices = {device_key(target): target for target in device_map.values()}
+    resident = {name: tensor for name, tensor in all_tensors(model).items() if name not in offloaded}
+    on_main = (CPU, DISK)
+    for key, target in devices.items():
+        device = main if key in on_main else target
+        tensors = {n: t for n, t in resident.items() if device_key(mapped_device(n, device_map)) == key}
+        if resolve_device(device).type != "meta":
+            check_values(tensors, f"move to {device}", FIX_META)
 
 
 def _scales(model: nn.Module, names: Collection[str]) -> dict[str, Tensor]:
@@ -166,9 +186,7 @@ def move_whole(model: nn.Module, target: Any) -> None:
     tensors = all_tensors(model)
     device = resolve_device(target)
     if device.type != "meta":
-        fix = "Load the model first, as load_checkpoint_and_dispatch() does; build it with "
-        fix += "include_buffers=False where they are buffers that no checkpoint holds."
-        check_values(tensors, f"move to {target}", fix)
+        check_values(tensors, f"move to {target}", FIX_META)
     if any(tensor.device != device for tensor in tensors.values()):
         move_module(model, device)
 
@@ -261,6 +279,7 @@ def dispatch_model(
     in_memory = keep_in_memory(model, [name for name in weights if weights[name] == CPU], state_dict, main)
     on_disk = [name for name in weights if weights[name] == DISK]
     index = keep_on_disk(model, on_disk, offload_dir, offload_index, tied, device_map)
+    check_resident(model, weights, device_map, main)
     loader = OffloadedWeightsLoader(in_memory, offload_dir, index)
     offload = {name: device_key(target) in offload_devices for name, target in device_map.items()}
     attach_align_device_hook_on_blocks(
@@ -300,6 +319,7 @@ def cpu_offload(
     main = _device_of(model) if execution_device is None else execution_device
     names = list(find_offloaded(model, {"": CPU}, {CPU}, offload_buffers))
     weights = OffloadedWeightsLoader(keep_in_memory(model, names, state_dict, main))
+    check_resident(model, names, {"": CPU}, main)
     return _attach_all(model, main, weights, offload_buffers, preload_module_classes)
 
 
@@ -346,6 +366,7 @@ def disk_offload(
     main = _device_of(model) if execution_device is None else execution_device
     names = list(find_offloaded(model, {"": DISK}, {DISK}, offload_buffers))
     index = keep_on_disk(model, names, offload_dir, None, find_tied_parameters(model), {"": DISK})
+    check_resident(model, names, {"": DISK}, main)
     weights = OffloadedWeightsLoader(save_folder=offload_dir, index=index)
     return _attach_all(model, main, weights, offload_buffers, preload_module_classes)
 

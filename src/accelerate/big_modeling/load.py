@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from accelerate.base import (
     ConfigurationError,
@@ -93,17 +97,69 @@ def init_on_device(device: Device, include_buffers: bool | None = None) -> Itera
             yield
         return
 
-    def move(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.device == target:
-            return None  # torch keeps the parameter, so that a shared one stays shared
-        moved: nn.Parameter = replacement_for(parameter, parameter.detach().to(target))  # type: ignore[assignment]
-        return moved
-
-    handle = register_module_parameter_registration_hook(move)  # type: ignore[arg-type]  # it may return None
+    moves = ParameterMoves(target)
+    handles = (
+        register_module_parameter_registration_hook(moves.move),  # type: ignore[arg-type]  # may return None
+        register_module_module_registration_hook(moves.keep),
+    )
     try:
         yield
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
+
+
+class ParameterMoves:
+    """Moves of parameters to a device when they are registered in a module, which keep tied ones tied.
+
+    Modules that are created outside of the context keep their tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._moved: dict[int, _Moved] = {}  # by the identity of the parameter and of the moved one
+        self._kept: dict[int, weakref.ref[nn.Parameter]] = {}  # parameters of modules from outside
+
+    def move(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        """Returns the parameter on the device, or None if the module shall keep the parameter itself."""
+        if parameter is None or (id(parameter) in self._kept and self._kept[id(parameter)]() is parameter):
+            return None
+        record = self._find(parameter)
+        result = record and record.moved()
+        if record is None or result is None:
+            if parameter.device == self._device:
+                return None
+            result = cast("nn.Parameter", replacement_for(parameter, parameter.detach().to(self._device)))
+            record = _Moved(weakref.ref(parameter), weakref.ref(result))
+            self._moved[id(parameter)] = self._moved[id(result)] = record
+        record.entries.append((weakref.ref(module), name))
+        return result
+
+    def keep(self, module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        """Keeps the parameters of a submodule from outside, also where they have been moved already."""
+        for parameter in () if submodule is None else submodule.parameters():
+            if parameter.device == self._device:
+                continue
+            self._kept[id(parameter)] = weakref.ref(parameter)
+            record = self._find(parameter)
+            for reference, key in () if record is None else record.entries:
+                owner = reference()
+                if owner is not None and owner._parameters.get(key) is record.moved():  # type: ignore[union-attr]
+                    owner._parameters[key] = parameter
+
+    def _find(self, parameter: nn.Parameter) -> _Moved | None:
+        record = self._moved.get(id(parameter))
+        is_own = record and (record.original() is parameter or record.moved() is parameter)
+        return record if is_own else None
+
+
+@dataclass
+class _Moved:
+    """A parameter that was moved, and the entries of modules that have the moved one."""
+
+    original: weakref.ref[nn.Parameter]
+    moved: weakref.ref[nn.Parameter]
+    entries: list[tuple[weakref.ref[nn.Module], str]] = field(default_factory=list)
 
 
 def check_options(model: nn.Module, options: LoadOptions) -> None:

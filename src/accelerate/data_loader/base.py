@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from time import perf_counter_ns
 from typing import TYPE_CHECKING, Any, cast
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -35,7 +36,7 @@ else:
 _TORCH_SETTINGS = frozenset(inspect.signature(DataLoader).parameters)
 _ORDER_SETTINGS = {"dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"}
 _MISSING = object()
-_NOT_COPIED = ("gradient_state", "_channel", "iterator")
+_NOT_COPIED = ("gradient_state", "_channel", "iterator", "latest_batch")
 
 BatchMetadata = dict[str, Any]
 """The attributes of a loader that describe the batch just yielded."""
@@ -65,6 +66,9 @@ class DataLoaderStateMixin:
             `global_batch_size`.
         rows_per_sample: The number of rows that the collate function makes of each sample, by the first batch
             of the pass. 0 if the number differs between samples.
+        latest_batch: The batch just yielded, until the next one is read.
+        began_at: The time at which the pass began, in nanoseconds of `time.perf_counter_ns`.
+        read_at: The time at which the batch was yielded.
     """
 
     end_of_dataloader: bool = False
@@ -74,6 +78,9 @@ class DataLoaderStateMixin:
     full_rows: int | None = None
     step_part: StepPart | None = None
     rows_per_sample: int = 1
+    latest_batch: Any = None
+    began_at: int = 0
+    read_at: int = 0
     gradient_state: GradientState
 
     @property
@@ -93,6 +100,8 @@ class DataLoaderStateMixin:
         self.valid_counts = self.batch_rows = self.step_part = None
         self.full_rows = getattr(self, "nominal_rows", None)
         self.rows_per_sample = 1
+        self.latest_batch = None
+        self.began_at = perf_counter_ns()
 
     def set_counts(self, counts: Counts | None, rows: int | None) -> None:
         """Sets `valid_counts` and `batch_rows` for the batch that this rank yields next."""

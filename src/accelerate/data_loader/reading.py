@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
+from time import perf_counter_ns
 from typing import Any, TypeVar
 
 import torch
@@ -160,10 +161,13 @@ def yield_batches(
             if move is not None:
                 batch = move(batch)
             step_clock.begin_forward(rows or 0)
+            loader.latest_batch, loader.read_at = batch, perf_counter_ns()
             yield batch
+            loader.latest_batch = None
             end_batch(loader, begin.steps)
             number += 1
     finally:
+        loader.latest_batch = None
         step_clock.end_pass(begin)
 
 

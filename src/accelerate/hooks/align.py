@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -158,10 +159,45 @@ class Prefetcher:
 
 
 META = torch.device("meta")
+TIE = "_accelerate_tie"
+"""Attribute of a tensor with its `Tie`."""
 Tensors = dict[str, Any]
 Shared = dict[int, dict[torch.device, Tensor]]
 TYPES_WITHOUT_DEVICE = (int, float, bool, str, type(None))
 """Types of arguments that have no device."""
+
+
+class Tie:
+    """Identity of a tensor while its entries are offloaded, the same for all entries of a tied tensor.
+
+    Entries that different hooks offload are tied again when the hooks are removed.
+    """
+
+    __slots__ = ("num_slots", "restored")
+
+    def __init__(self) -> None:
+        self.num_slots = 0  # slots that are offloaded
+        self.restored: weakref.ref[Tensor] | None = None  # the tensor of the entries that have one again
+
+    def __reduce__(self) -> Any:  # a copy of the model has other tensors
+        return Tie, ()
+
+    def restore(self, tensor: Tensor) -> None:
+        """Records the tensor of a slot that is no longer offloaded."""
+        self.restored = weakref.ref(tensor)
+        self.num_slots -= 1
+        if self.num_slots > 0:
+            tensor.__dict__[TIE] = self
+        else:
+            tensor.__dict__.pop(TIE, None)
+
+
+def tie_of(tensor: Tensor) -> Tie:
+    """Returns the `Tie` of a tensor for a slot that is offloaded now."""
+    tie: Tie = tensor.__dict__.setdefault(TIE, Tie())
+    tie.num_slots += 1
+    tie.restored = None
+    return tie
 
 
 @dataclass
@@ -175,6 +211,7 @@ class Slot:
     name: str  # name of the values in `weights_map`
     original_device: torch.device
     empty: Tensor  # meta tensor between forwards, with dtype and `requires_grad`
+    tie: Tie
     tied: list[tuple[Tensors, str]] = field(default_factory=list)  # other entries with the same parameter
     filled: Tensor | None = None  # tensor with the values, reused if they stay in memory
     address: int | None = None  # of the reused values
@@ -215,6 +252,15 @@ class Slot:
         self.address = None
         self.filled = self._make(values, device)
         self._put(self.filled)
+
+    def restore(self) -> None:
+        """Fills the slot for good, with the tensor of the entries that were tied to it and are filled."""
+        tied = self.tie.restored and self.tie.restored()
+        if tied is None or is_derived_parameter(self.empty):
+            self.fill(self.read(self.original_device), self.original_device)
+        else:
+            self._put(tied)
+        self.tie.restore(self.tensors[self.key])
 
     def clear(self) -> None:
         """Replaces the values by the meta tensor."""
@@ -266,7 +312,9 @@ def find_slots(
                 elif id(tensor) in slots:
                     slots[id(tensor)].tied.append((tensors, key))
                 else:
-                    slots[id(tensor)] = Slot(owner, tensors, key, source, name, tensor.device, tensor)
+                    slots[id(tensor)] = Slot(
+                        *(owner, tensors, key, source, name, tensor.device, tensor), tie_of(tensor)
+                    )
     return list(slots.values()), resident
 
 
@@ -337,7 +385,7 @@ class AlignDevicesHook(ModelHook):
     def detach_hook(self, module: nn.Module) -> nn.Module:
         for slot in self.slots:
             if slot.original_device.type != "meta" and (self.is_loaded or slot.is_empty()):
-                slot.fill(slot.read(slot.original_device), slot.original_device)
+                slot.restore()
         if self.block is not None:  # the hook of the block may remain
             removed = {id(slot) for slot in self.slots}
             self.block.slots = [slot for slot in self.block.slots if id(slot) not in removed]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, StateError
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -95,6 +96,104 @@ class WrongLength(IterableDataset[torch.Tensor]):
 def test_rows_of_the_last_batch_are_not_cut(loader: Any, rows: int) -> None:
     accelerator = Accelerator(cpu=True)
     assert sum(len(accelerator.gather_for_metrics(batch)) for batch in accelerator.prepare(loader)) == rows
+
+
+OBJECTS: dict[str, tuple[Any, bool, Any]] = {
+    "objects with as many rows as a full batch": ([torch.ones(2, 4)], False, 1),
+    "objects, on request": ([torch.ones(2, 4)], True, 1),
+    "dictionaries": ([{"boxes": torch.ones(2, 4)}], False, 1),
+    "dictionaries with other values": ([{"boxes": torch.ones(2, 4), "name": "a"}], False, 1),
+    "lists": ([[torch.ones(2, 4)]], False, 1),
+    "a tuple of lists": (([{"boxes": torch.ones(2, 4)}], ["a"]), False, 2),
+    "a tuple of tensors and lists, on request": ((torch.ones(1), ["a"]), True, 2),
+    "a tuple of tensors and lists": ((torch.ones(1), ["a"]), False, 2),
+    "a dictionary of lists": ({"boxes": [{"x": torch.ones(2, 4)}], "n": torch.ones(1)}, False, 2),
+    "repeated objects": ([{"loss": torch.ones(2, 4)}] * 2, True, [{"loss": torch.ones(2, 4)}]),
+    "repeated objects in a tuple": (([{"x": 1}] * 2, torch.ones(2)), False, ([{"x": 1}], torch.ones(1))),
+}
+
+
+def test_objects_with_tensors_are_not_cut() -> None:
+    """The last batch has one of two samples."""
+    accelerator = Accelerator(cpu=True)
+    loader = accelerator.prepare(DataLoader(torch.arange(3.0), batch_size=2))  # type: ignore[arg-type]
+    wrong = {}
+    for number, _ in enumerate(loader):
+        for name, (data, as_objects, expected) in OBJECTS.items():
+            gathered = accelerator.gather_for_metrics(data, use_gather_object=as_objects)
+            whole = data if number == 0 or isinstance(expected, int) else expected
+            if str(gathered) != str(whole):
+                wrong[number, name] = gathered
+    assert not wrong
+
+
+def test_data_is_cut_by_the_loader_that_it_is_from() -> None:
+    accelerator = Accelerator(cpu=True)
+    first, second = accelerator.prepare(
+        DataLoader(torch.arange(8.0), batch_size=4),  # type: ignore[arg-type]
+        DataLoader(torch.arange(6.0), batch_size=4),  # type: ignore[arg-type]
+    )
+    gathered: list[list[int]] = [[], [], []]
+    for batch, other in zip(first, second, strict=True):
+        results = [(batch.sum().repeat(4), batch), (other.sum().repeat(4), other), torch.ones(len(batch))]
+        for lengths, data in zip(gathered, results, strict=True):
+            lengths.append(len(accelerator.gather_for_metrics(data)[0 if isinstance(data, tuple) else ...]))
+    assert gathered == [[4, 4], [4, 2], [4, 4]]
+
+    gathered = [[], []]
+    evaluation = iter(second)
+    for batch in first:
+        gathered[0].append(
+            len(accelerator.gather_for_metrics(batch.sum().repeat(4) + batch.view(2, 2)[0, 0]))
+        )
+        other = next(evaluation)
+        gathered[1].append(
+            len(accelerator.gather_for_metrics({"loss": torch.ones(4), "y": other[1:]})["loss"])
+        )
+    assert gathered == [[4, 4], [4, 2]]
+
+
+def test_samples_of_two_loaders_with_different_padding_are_refused() -> None:
+    accelerator = Accelerator(cpu=True)
+    loaders = accelerator.prepare(
+        DataLoader(torch.arange(8.0), batch_size=4),  # type: ignore[arg-type]
+        DataLoader(torch.arange(6.0), batch_size=4),  # type: ignore[arg-type]
+    )
+    pairs = zip(*loaders, strict=True)
+    assert len(accelerator.gather_for_metrics(next(pairs))[0]) == 4
+    with pytest.raises(StateError, match="Gather the outputs of each loader in a call of its own"):
+        accelerator.gather_for_metrics(next(pairs))
+
+
+def test_data_that_may_be_of_two_loaders_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    accelerator = Accelerator(cpu=True)
+    training, evaluation = accelerator.prepare(
+        DataLoader(torch.arange(7.0), batch_size=4),  # type: ignore[arg-type]
+        DataLoader(torch.arange(6.0), batch_size=4),  # type: ignore[arg-type]
+    )
+    for _ in training:  # a loop inside another one
+        losses = [accelerator.gather_for_metrics(batch.mean().repeat(4)) for batch in evaluation]
+        assert sum(map(len, losses)) == 6
+    for _ in zip(training, evaluation, strict=True):
+        for rows in (1, 2, 3):
+            accelerator.gather_for_metrics(torch.ones(rows))
+        accelerator.gather_for_metrics(torch.tensor(1.0))
+    assert not caplog.records
+    for _ in zip(training, evaluation, strict=True):
+        accelerator.gather_for_metrics(torch.ones(4))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_loader_forgets_its_batch() -> None:
+    accelerator = Accelerator(cpu=True)
+    loader: Any = accelerator.prepare(DataLoader(torch.arange(8.0), batch_size=4))  # type: ignore[arg-type]
+    for batch in loader:
+        assert loader.latest_batch is batch
+        assert copy.copy(loader).latest_batch is None
+    assert loader.latest_batch is None
+    for _ in loader:
+        break
+    assert loader.latest_batch is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import logging
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ from accelerate.hooks import (
     SequentialHook,
     add_hook_to_module,
     get_state_dict_offloaded_model,
+    remove_hook_from_module,
     remove_hook_from_submodules,
 )
 
@@ -460,3 +463,89 @@ def test_a_small_budget(files: Path, plain: Net) -> None:
 def test_an_unknown_device_map_is_refused(files: Path) -> None:
     with pytest.raises(ConfigurationError, match="device_map='best'"):
         load_checkpoint_and_dispatch(empty(), files / "safe", "best")
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.middle = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.head(self.middle(self.embedding(tokens)))
+        return logits
+
+
+def dispatch_all(model: nn.Module, folder: Path) -> nn.Module:
+    device_map = {"embedding": "disk", "middle": "cpu", "head": "disk"}
+    return dispatch_model(model, device_map, main_device="cpu", offload_dir=folder)
+
+
+def test_removing_hooks_ties_weights_again(tmp_path: Path) -> None:
+    tokens = torch.tensor([1, 2])
+    offloads: dict[str, Callable[[nn.Module], nn.Module]] = {
+        "cpu_offload": lambda model: cpu_offload(model, "cpu"),
+        "disk_offload": lambda model: disk_offload(model, tmp_path / "disk", "cpu"),
+        "dispatch_model": lambda model: dispatch_all(model, tmp_path / "map"),
+    }
+    removals: dict[str, Callable[[Any], object]] = {
+        "at once": remove_hook_from_submodules,
+        "recursively": lambda model: remove_hook_from_module(model, recurse=True),
+        "head first": lambda model: [remove_hook_from_submodules(part) for part in (model.head, model)],
+        "of a copy": lambda model: remove_hook_from_submodules(model),
+        "after another hook was added": remove_after_another_hook,
+    }
+    untied = []
+    for (name, offload), (way, remove) in itertools.product(offloads.items(), removals.items()):
+        model = Tied()
+        expected = model(tokens)
+        for _ in range(2):  # twice, because the tensors of the second time are others
+            offload(model)
+            assert torch.equal(model(tokens), expected)
+            if way == "of a copy":
+                model = copy.deepcopy(model)
+            remove(model)
+            assert torch.equal(model(tokens), expected)
+            if model.head.weight is not model.embedding.weight or vars(model.head.weight):
+                untied.append((name, way))
+    assert not untied
+
+
+def remove_after_another_hook(model: Tied) -> None:
+    add_hook_to_module(model.head, ModelHook(), append=True)
+    remove_hook_from_submodules(model)
+
+
+class WithBuffer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        self.inner = nn.Module()
+        self.inner.layer = nn.Linear(2, 2)
+        self.inner.register_buffer("steps", torch.ones(2), persistent=False)
+
+
+@pytest.mark.parametrize(
+    "offload",
+    [
+        lambda model, path: load_checkpoint_and_dispatch(
+            model, path, {"": "disk"}, offload_folder=path / "a"
+        ),
+        lambda model, path: load_checkpoint_and_dispatch(
+            model, path, {"first": "disk", "inner": "cpu"}, offload_folder=path / "b", offload_buffers=True
+        ),
+        lambda model, path: cpu_offload(model, "cpu", state_dict=WithBuffer().state_dict()),
+        lambda model, path: disk_offload(
+            load_checkpoint_and_dispatch(model, path), path / "d", "cpu", offload_buffers=True
+        ),
+    ],
+    ids=["disk", "disk and cpu", "cpu_offload", "disk_offload"],
+)
+def test_a_buffer_without_values_is_named_before_the_forward(offload: Any, tmp_path: Path) -> None:
+    save_file(WithBuffer().state_dict(), tmp_path / "model.safetensors")
+    with init_empty_weights(include_buffers=True):
+        model = WithBuffer()
+    with pytest.raises(ConfigurationError, match=r"inner\.steps have no values.*include_buffers=False"):
+        offload(model, tmp_path)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -67,3 +69,47 @@ def test_one_inside_the_other() -> None:
 def test_a_device_that_is_not_there() -> None:
     with pytest.raises(ConfigurationError, match="accelerators"), init_on_device(0):
         pass
+
+
+class Pair(nn.Module):
+    """Two layers without weights, to which the cases assign a parameter in different ways."""
+
+    def __init__(self, assign: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        assign(self)
+
+
+def test_parameters_that_are_registered_twice_stay_tied() -> None:
+    outside = nn.Parameter(torch.ones(2, 2))
+    layer = nn.Linear(2, 2, bias=False)
+
+    def share(pair: Any, parameter: nn.Parameter) -> None:
+        pair.first.weight = parameter
+        pair.second.weight = pair.first.weight
+        pair.second.weight = parameter
+
+    def register_layer_first(pair: Any) -> None:
+        pair.first = layer
+        pair.second.weight = layer.weight
+
+    def register_layer_last(pair: Any) -> None:
+        pair.second.weight = layer.weight
+        pair.first = layer
+
+    cases: dict[str, tuple[Callable[[Any], object], str]] = {
+        "from outside": (lambda pair: share(pair, outside), "meta"),
+        "created inside": (lambda pair: share(pair, nn.Parameter(torch.ones(2, 2))), "meta"),
+        "of a module from outside": (register_layer_first, "cpu"),
+        "of a module from outside, registered last": (register_layer_last, "cpu"),
+        "not shared": (lambda pair: None, "meta"),
+    }
+    wrong = {}
+    for name, (case, device) in cases.items():
+        with init_empty_weights():
+            pair = Pair(case)
+        is_tied = pair.first.weight is pair.second.weight
+        if is_tied == (name == "not shared") or pair.second.weight.device.type != device:
+            wrong[name] = (is_tied, pair.second.weight.device)
+    assert not wrong
+    assert (outside.device.type, layer.weight.device.type) == ("cpu", "cpu")

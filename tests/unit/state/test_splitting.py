@@ -97,6 +97,8 @@ class Rows:
         return len(self.rows)
 
     def select(self, indices: Any) -> Rows:
+        if isinstance(indices, range) and self.rows and indices.start >= len(self.rows):
+            raise IndexError(indices.start)
         return Rows([self.rows[index] for index in indices])
 
 
@@ -109,6 +111,11 @@ def test_datasets_are_selected_from() -> None:
     padded = [split_for_rank(rows, 3, rank, apply_padding=True).rows for rank in range(3)]
     assert padded == [[10, 11], [12, 12], [13, 13]]
     assert split_for_rank(Rows([7]), 2, 1, apply_padding=True).rows == [7]
+    for padding, expected in ((False, [[7], [], []]), (True, [[7]] * 3)):
+        assert [split_for_rank(Rows([7]), 3, rank, padding).rows for rank in range(3)] == expected
+        assert [split_for_rank(Rows([]), 3, rank, padding).rows for rank in range(3)] == [[]] * 3
+        named = [split_for_rank({"a": Rows([7])}, 3, rank, padding)["a"].rows for rank in range(3)]
+        assert named == expected
 
 
 def test_entries_of_different_length_are_refused() -> None:
