@@ -524,7 +524,8 @@ def _check_position(state: Any, stream: Any) -> None:
         try_on_cpu(start["global"])
     if "read" in stream:
         try_on_cpu(stream["read"])
-    drawn = [*state["generators"], *([] if start is None else start["generators"])]
+    at_start = [] if start is None else [state for state in start["generators"] if state is not None]
+    drawn = [*state["generators"], *at_start]
     if not all(isinstance(state, Tensor) and state.dtype == torch.uint8 for state in drawn):
         raise CheckpointError("it holds states of random generators that are none")
 
