@@ -325,7 +325,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             self._is_overflow = self._must_skip()
             if self._is_overflow:
                 return None
-        result = None if self.steps_in_backward else self._update(self.optimizer.step, closure)
+        arguments = () if closure is None else (closure,)  # some optimizers take no closure
+        result = None if self.steps_in_backward else self._update(self.optimizer.step, *arguments)
         self.num_updates += 1
         return result
 

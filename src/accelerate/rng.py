@@ -131,6 +131,11 @@ def capture_on_cpu() -> dict[str, Any]:
     return {name: get_state() for name, (get_state, _) in _HOST_GENERATORS.items()}
 
 
+def advance() -> None:
+    """Draws a number from each of the generators of Python, numpy and torch."""
+    random.random(), np.random.random(), torch.rand(())
+
+
 def capture() -> dict[str, Any]:
     """Returns the states of the generators of Python, numpy, torch and the device by name."""
     states = capture_on_cpu()

@@ -93,6 +93,22 @@ def test_step_returns_what_a_closure_computed() -> None:
     assert torch.is_tensor(optimizer.step(closure))
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_whose_step_takes_no_closure_steps(scaled: bool) -> None:
+    class Own(torch.optim.SGD):
+        def step(self) -> None:  # type: ignore[override]
+            super().step()
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
+    model, _ = make()
+    optimizer = AcceleratedOptimizer(Own(model.parameters(), lr=0.1), scaler=scaler)
+    before = model.weight.detach().clone()
+    loss = model(torch.ones(1, 2)).sum()
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+
+
 def test_train_and_eval_reach_optimizers_that_have_modes() -> None:
     _, optimizer = make()
     optimizer.train()

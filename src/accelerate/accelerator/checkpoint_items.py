@@ -49,6 +49,8 @@ def read(runtime: Runtime, source: CheckpointSource, reader: CheckpointReader, p
     models = list(runtime.prepared.models)
     for hook in runtime.checkpoints.load_hooks.values():
         hook(models, str(source.folder))
+    registered = [type(obj).__name__ for obj in runtime.prepared.custom]
+    checkpointing.loading.check_registered(reader, registered)
     plain, engines = _divide(runtime, models)
     parts: list[Part] = [
         *_others(runtime, resized=source.resized),  # objects of the user may refuse their states

@@ -118,7 +118,7 @@ def check_optimizer(owner: Any, state: Any) -> None:
     The optimizer loads the state into a copy that has its options, and parameters without values. An
     optimizer with its own code to load a state is not verified.
     """
-    check_form(state)
+    check_form(state, owner)
     optimizer = find_plain_optimizer(owner)
     if optimizer is None or any(is_lazy(parameter) for parameter in _parameters(optimizer)):
         return
@@ -126,7 +126,8 @@ def check_optimizer(owner: Any, state: Any) -> None:
     trial.load_state_dict(dict(state))
     if _is_torchs(optimizer):
         for index, group in enumerate(trial.param_groups):
-            if missing := [key for key in optimizer.defaults if key not in group]:
+            live = optimizer.param_groups[index]  # torch adds options to the defaults that no group has
+            if missing := [key for key in optimizer.defaults if key in live and key not in group]:
                 raise CheckpointError(f"Group {index} of the optimizer lacks {listed(missing)}.")
         if unknown := [str(key) for key in trial.state if not isinstance(key, Tensor)]:
             raise CheckpointError(f"There are states of parameters that it does not step: {listed(unknown)}.")
@@ -137,18 +138,21 @@ def check_optimizer(owner: Any, state: Any) -> None:
         )
 
 
+def inner_optimizer(owner: Any) -> Any:
+    """Returns the optimizer of the user in wrappers of this package."""
+    while type(owner).__module__.startswith("accelerate.") and hasattr(owner, "optimizer"):
+        owner = owner.optimizer
+    return owner
+
+
 def class_name(optimizer: Any) -> str:
     """Returns the name of the class of an optimizer, which may be in wrappers of this package."""
-    while type(optimizer).__module__.startswith("accelerate.") and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
-    return type(optimizer).__name__
+    return type(inner_optimizer(optimizer)).__name__
 
 
 def find_plain_optimizer(owner: Any) -> torch.optim.Optimizer | None:
     """Returns the optimizer in wrappers of this package, or None if it has its own code to load a state."""
-    while type(owner).__module__.startswith("accelerate."):
-        owner = vars(owner).get("optimizer")
-    base = torch.optim.Optimizer
+    owner, base = inner_optimizer(owner), torch.optim.Optimizer
     if not isinstance(owner, base):
         return None
     is_plain = type(owner).load_state_dict is base.load_state_dict and (
@@ -169,7 +173,7 @@ def _copy_without_values(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     """Returns an optimizer with the same groups, no state, and parameters on the meta device."""
     trial = object.__new__(type(optimizer))
     vars(trial).update(vars(optimizer))
-    trial.state = defaultdict(dict)
+    trial.state, trial.defaults = defaultdict(dict), dict(optimizer.defaults)
     trial.param_groups = [
         {**group, "params": [torch.empty(p.shape, dtype=p.dtype, device="meta") for p in group["params"]]}
         for group in optimizer.param_groups
@@ -202,21 +206,27 @@ def check_shapes(name: str, state: Mapping[str, Any], wanted: tuple[int, ...]) -
             )
 
 
-def check_form(state: Any) -> None:
-    """Raises for a value that is not a state dict of an optimizer."""
-    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+def has_form(state: Any) -> bool:
+    """Returns whether a value is a state dict in the form of `torch.optim.Optimizer`."""
+    groups = state.get(GROUPS) if isinstance(state, Mapping) else None
     has_groups = isinstance(groups, list) and all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups
+        isinstance(group, Mapping) and isinstance(group.get(PARAMETERS), list) for group in groups
     )
-    if not has_groups or not isinstance(state.get("state"), Mapping):
+    return has_groups and isinstance(state.get(STATE), Mapping)
+
+
+def check_form(state: Any, owner: Any = None) -> None:
+    """Raises for a value that is not a state dict of an optimizer, which may have a form of its own."""
+    is_own = getattr(type(inner_optimizer(owner)), "state_dict", None) is not torch.optim.Optimizer.state_dict
+    if not has_form(state) and (owner is None or not is_own):
         raise CheckpointError("it is no state of an optimizer: it needs 'state' and 'param_groups'")
 
 
 def in_order(state: Mapping[str, Any], names: Callable[[], Names] | None) -> Mapping[str, Any]:
     """Returns a state dict of an optimizer with numbers of parameters in place of their names."""
-    keys = [*state[STATE], *(parameter for group in state[GROUPS] for parameter in group[PARAMETERS])]
+    keys = [parameter for group in state[GROUPS] for parameter in group[PARAMETERS]]
     if names is None or not any(isinstance(key, str) for key in keys):
-        return state
+        return state  # keys of other text are states that belong to no parameter
     groups = names()
     numbers, count = parameter_numbers(groups), itertools.count()
     if unknown := sorted(str(name) for name in state[STATE] if name not in numbers):

@@ -40,11 +40,11 @@ VERIFY_TIMEOUT = 24 * 3600.0  # seconds
 
 THREADS = 4
 OBJECT_FILES = re.compile(
-    r"(?:model|pytorch_model|optimizer|scheduler|sampler|scaler|averages|diloco|local_sgd_\d+"
-    r"|custom_checkpoint)(?:_\d+)?\.\w+"
+    r"(?:model|pytorch_model|optimizer|scheduler|sampler|scaler|averages|diloco|local_sgd_\d+)(?:_\d+)?\.\w+"
     r"|(?:pytorch_model_fsdp|optimizer|averages)_\d+/\.metadata"
 )
-"""Names of files that belong to one object of the run each."""
+"""Names of files that belong to one prepared object of the run each."""
+CUSTOM_FILE = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 
 NO_FOLDER = "there is no such folder"
 ATTEMPTS = 5  # to read a checkpoint that saves replace at the same time
@@ -304,6 +304,23 @@ def check_source(source: CheckpointSource, size: int, policy: str) -> None:
     )
 
 
+def check_registered(reader: CheckpointReader, registered: Sequence[str]) -> None:
+    """Raises if a checkpoint has more registered objects than this run.
+
+    Args:
+        reader: Reader of the checkpoint.
+        registered: Names of the classes of the objects that this run has registered.
+    """
+    names = [path.name for path in reader.folder.glob("*.pkl")] if reader.names is None else reader.names
+    numbers = [int(match[1]) for name in names if (match := CUSTOM_FILE.fullmatch(name))]
+    if surplus := [number for number in sorted(numbers) if number >= len(registered)]:
+        raise CheckpointError(
+            f"{reader.folder} holds {listed([f'custom_checkpoint_{number}.pkl' for number in surplus])}, and "
+            f"this run has registered {len(registered)} objects ({listed(registered) or 'none'}): call "
+            "register_for_checkpointing with the same objects in the same order as the run that saved it."
+        )
+
+
 def announce_surplus(reader: CheckpointReader) -> None:
     """Warns of objects in a checkpoint that this run does not have."""
     surplus = sorted(
@@ -311,7 +328,7 @@ def announce_surplus(reader: CheckpointReader) -> None:
     )
     if surplus:
         logger.warning(
-            f"{reader.folder} holds {listed(surplus)}, and this run has prepared or registered no object for "
+            f"{reader.folder} holds {listed(surplus)}, and this run has prepared no object for "
             "it: it is not loaded. Prepare the same objects in the same order as the run that saved it."
         )
 

@@ -34,6 +34,7 @@ from accelerate.base import (
     as_builtin,
     describe,
     like,
+    listed,
 )
 from accelerate.checkpointing import compatibility
 from accelerate.checkpointing.changes import Change, Stage, no_change
@@ -48,7 +49,7 @@ from accelerate.weights import (
     missing_names,
     read_safetensors,
     read_torch,
-    refused_globals,
+    refused_values,
     write_torch,
     write_whole_tensors,
 )
@@ -132,6 +133,23 @@ class Payload:
     finish: Callable[[Path, Sequence[Any]], None] | None = None
 
 
+def write_state(kind: str, content: Any, path: Path) -> None:
+    """Writes the state of an object, and warns of values that `load_state` refuses to read."""
+    write_torch(content, path)
+    warn_of_refused(f"{kind} ({path.name})", refused_values(content))
+
+
+def warn_of_refused(owner: str, refused: Mapping[str, str]) -> None:
+    """Warns of values in the state of an object by their types, with their positions."""
+    if refused:
+        values = [f"a `{kind}` at {position}" for kind, position in refused.items()]
+        logger.warning_once(
+            f"The state of {owner} holds {listed(values)}. It is saved, but only "
+            'load_state(load_kwargs={"weights_only": False}) will read it, because such objects can run code '
+            "when they are loaded: let `state_dict` return tensors, numbers, text and plain containers."
+        )
+
+
 class Part(Protocol):
     """Object of a run that is saved and loaded."""
 
@@ -152,7 +170,6 @@ class StatePart:
 
     name: str
     owner: Any  # has `state_dict` and `load_state_dict`
-    write: Callable[[Any, Path], None] = write_torch
     may_lack: bool = False  # whether a checkpoint of other software may be without it
     distribute: Distribute | None = None  # for an object that may have DTensors
 
@@ -161,7 +178,8 @@ class StatePart:
             state = _gather_shards(run_on_all_ranks(self.owner.state_dict), keep=writes_common)
         elif writes_common:
             state = self.owner.state_dict()
-        return [Payload(self.name, state, self.write)] if writes_common else []
+        write = partial(write_state, type(self.owner).__name__)
+        return [Payload(self.name, state, write)] if writes_common else []
 
     def read(self, reader: CheckpointReader) -> Change:
         kind = type(self.owner).__name__
@@ -231,19 +249,23 @@ class OptimizerPart:
     names: Callable[[], compatibility.Names] | None = None
 
     def collect(self, writes_common: bool = True) -> list[Payload]:
-        return [Payload(self.name, self.owner.state_dict())] if writes_common else []
+        write = partial(write_state, compatibility.class_name(self.owner))
+        return [Payload(self.name, self.owner.state_dict(), write)] if writes_common else []
 
     def read(self, reader: CheckpointReader) -> Change:
         kind = compatibility.class_name(self.owner)
         state = reader.read(self.name, reader.device)
         with reader.error_context(self.name, kind):
-            compatibility.check_form(state)
-            state = compatibility.in_order(state, self.names)
-            getattr(self.owner, "check_state", partial(compatibility.check_optimizer, self.owner))(state)
+            compatibility.check_form(state, self.owner)
+            is_plain = compatibility.has_form(state)
+            if is_plain:
+                state = compatibility.in_order(state, self.names)
+                getattr(self.owner, "check_state", partial(compatibility.check_optimizer, self.owner))(state)
 
         def apply() -> None:
             own = state
-            if isinstance(self.owner, torch.optim.Optimizer):  # not one whose states have another layout
+            # Not an optimizer whose states have another layout or form.
+            if is_plain and isinstance(self.owner, torch.optim.Optimizer):
                 own = _fill_whole_states(self.owner, state, is_mapped=reader.is_fast)
             with reader.error_context(self.name, kind):
                 self.owner.load_state_dict(own)
@@ -260,17 +282,6 @@ def _fill_whole_states(optimizer: Any, state: Mapping[str, Any], *, is_mapped: b
     parameters = dict(zip(numbers, live, strict=False))  # `load_state_dict` refuses other numbers
     states = fill_states(optimizer, state[compatibility.STATE], parameters, {}, is_mapped=is_mapped)
     return {**state, compatibility.STATE: states}
-
-
-def _write_custom(content: Any, path: Path) -> None:
-    """Writes the state of an object of the user, and warns if `load_state` refuses to read it."""
-    write_torch(content, path)
-    if strange := refused_globals(path):
-        logger.warning_once(
-            f"The state of a registered object ({path.name}) holds {', '.join(strange)}. It is saved, but "
-            'only load_state(load_kwargs={"weights_only": False}) will read it: let `state_dict` return '
-            "tensors, numbers, text and plain containers."
-        )
 
 
 @dataclass(frozen=True)
@@ -462,7 +473,8 @@ class LoaderPart:
         state = resume.capture(self.loader) if writes_common else None
         stream = resume.capture_stream(self.loader)
         files = [(self.name, state), (self._stream_file(self.rank), stream or None)]
-        return [Payload(name, content) for name, content in files if content is not None]
+        write = partial(write_state, type(self.loader).__name__)
+        return [Payload(name, content, write) for name, content in files if content is not None]
 
     def read(self, reader: CheckpointReader) -> Change:
         if not resume.is_tracked(self.loader):
@@ -512,7 +524,8 @@ def _check_position(state: Any, stream: Any) -> None:
         try_on_cpu(start["global"])
     if "read" in stream:
         try_on_cpu(stream["read"])
-    drawn = [*state["generators"], *([] if start is None else start["generators"])]
+    at_start = [] if start is None else [state for state in start["generators"] if state is not None]
+    drawn = [*state["generators"], *at_start]
     if not all(isinstance(state, Tensor) and state.dtype == torch.uint8 for state in drawn):
         raise CheckpointError("it holds states of random generators that are none")
 
@@ -552,4 +565,4 @@ def custom_part(index: int, owner: Any, distribute: Distribute | None = None) ->
         owner: The object.
         distribute: Function for states with DTensors, which are then gathered on all ranks, or None.
     """
-    return StatePart(f"custom_checkpoint_{index}.pkl", owner, write=_write_custom, distribute=distribute)
+    return StatePart(f"custom_checkpoint_{index}.pkl", owner, distribute=distribute)

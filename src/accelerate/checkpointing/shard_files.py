@@ -52,9 +52,9 @@ from accelerate.checkpointing.local_shards import (
     write_item,
 )
 from accelerate.checkpointing.manifest import MapFile
-from accelerate.checkpointing.parts import Payload
+from accelerate.checkpointing.parts import Payload, warn_of_refused
 from accelerate.checkpointing.shard_index import NAME, KeyPath, ShardIndex
-from accelerate.weights import memory_of, read_torch
+from accelerate.weights import memory_of, read_torch, refused_values
 
 State = Mapping[KeyPath, Any]
 """Tensors, local shards of tensors, and other values by their paths."""
@@ -171,6 +171,8 @@ def write(plan: SavePlan, content: list[Any], path: Path) -> Report:
         results = writer.write_data(own, _ContentPlanner(by_index)).wait()
     except RuntimeError as error:  # torch raises it where the disk is full
         raise OSError(f"{path} could not be written: {error}") from error
+    others = {item.index.fqn: by_index[item.index] for item in items if item.type == WriteItemType.BYTE_IO}
+    warn_of_refused(path.parent.name, refused_values(others))
     infos = {result.index: result.storage_data for result in results}
     return [_report(plan.planner_data, item, infos[stored_as[item.index]]) for item in plan.items]
 

@@ -103,10 +103,19 @@ class Position:
             own_states = [generator.get_state() for generator in generators_of(loader)]
             self.start_states = {"global": rng.capture_on_cpu(), "generators": own_states}
             return lambda: None
-        now = rng.capture()
+        now, sampler = rng.capture(), loader.get_sampler()
         self.start_states = point.start_states
         restore_start(loader)
-        return lambda: rng.restore(now)
+        if all(state is not None for state in self.start_states["generators"]):
+            return lambda: rng.restore(now)
+        # A run of one process has begun the pass, and the sampler drew in its own way from torch's generator.
+        own, sampler.generator = sampler.generator, None
+
+        def order_is_drawn() -> None:
+            sampler.generator = own
+            rng.restore(now)
+
+        return order_is_drawn
 
     def end_resumed(self, offset: Offset, loader: Any) -> None:
         """Ends a pass that resumes after the last batch of an epoch."""
@@ -142,8 +151,9 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 
 
 def restore_start(loader: Any) -> None:
-    """Sets the random generators to their states at the start of the pass."""
+    """Sets the random generators to their states at the start of the pass, except one that was not there."""
     states = loader.position.start_states
     rng.restore(states["global"])
     for generator, state in zip(generators_of(loader), states["generators"], strict=True):
-        generator.set_state(state)
+        if state is not None:
+            generator.set_state(state)

@@ -9,16 +9,25 @@ indices that were used.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
-from accelerate import torch_private
+from accelerate import rng, torch_private
 from accelerate.base import CheckpointError
 from accelerate.data_loader.iterable_shard import ReadSegment, state_of_dataset, stream_with_state
-from accelerate.data_loader.permutation import ConstantMemorySampler
+from accelerate.data_loader.permutation import ConstantMemorySampler, SeedableRandomSampler
 from accelerate.data_loader.position import (
     Offset,
     Position,
@@ -26,9 +35,23 @@ from accelerate.data_loader.position import (
     generators_of as generators_of,
     is_tracked as is_tracked,
 )
+from accelerate.data_loader.rank_aware import plain_index
+from accelerate.data_loader.samplers import batch_samplers_of
 from accelerate.ops import current_transport
 
 VERSION = 1
+_COMPARED = 1000  # indices of an unknown sampler
+_DRAWS_AT_ONCE = frozenset(
+    {
+        SequentialSampler,
+        RandomSampler,
+        SubsetRandomSampler,
+        WeightedRandomSampler,
+        SeedableRandomSampler,
+        ConstantMemorySampler,
+    }
+)
+"""Samplers that draw from the generators of the process before their first index only."""
 
 
 def capture(loader: Any) -> dict[str, Any] | None:
@@ -79,8 +102,8 @@ def restore(loader: Any, state: Mapping[str, Any], streams: Mapping[str, Any] | 
     streams = streams or {}
     epoch, point = _decode(loader, state, streams)
     _refuse_other_sampler(loader, state)
-    has_workers = state.get("workers_epoch") is not None
-    start = _match_generators(loader, state["generators"], point.start_states, has_workers)
+    _refuse_order_drawn_while_read(loader, point)
+    start = _match_generators(loader, state["generators"], point.start_states)
     if state.get("seed") is not None and hasattr(sampler := loader.get_sampler(), "initial_seed"):
         sampler.initial_seed = state["seed"]
     loader.set_epoch(epoch)
@@ -154,13 +177,54 @@ def _refuse_other_sampler(loader: Any, state: Mapping[str, Any]) -> None:
     )
 
 
+def _refuse_order_drawn_while_read(loader: Any, point: ResumePoint) -> None:
+    """Raises an error within an epoch that another number of processes goes on with, if its order is lost.
+
+    A sampler may draw each index from the generators of the process when it is read. Its order depends on
+    what the training has drawn meanwhile.
+    """
+    sampler = list(batch_samplers_of(loader._index_sampler))[-1]
+    sampler = getattr(sampler, "sampler", sampler) if type(sampler) is BatchSampler else sampler
+    is_same = point.groups == loader.plan.groups or not point.offset.seen or point.is_over
+    if is_same or point.start_states is None or type(sampler) in _DRAWS_AT_ONCE:
+        return
+    if isinstance(loader.dataset, IterableDataset) or not _draws_while_read(
+        sampler, loader.dataset, point.start_states["global"]
+    ):
+        return
+    raise CheckpointError(
+        f"{loader!r} cannot go on in the middle of this epoch with another number of processes: "
+        f"{type(sampler).__name__} draws its indices one after another from the generator of the process, "
+        "which the training uses too. Let it draw the order when an epoch begins, or from a torch.Generator "
+        f"of its own; or go on with {point.groups} data-parallel groups until the end of the epoch."
+    )
+
+
+def _draws_while_read(sampler: Any, dataset: Any, states: dict[str, Any]) -> bool:
+    """Returns whether the order of a sampler changes if others draw random numbers while it is read."""
+    now, orders = rng.capture(), list[list[Any]]()
+    try:
+        for disturb in (lambda: None, rng.advance):
+            rng.restore(states)
+            own = iter(deepcopy(sampler, {id(dataset): dataset}))
+            orders.append([])
+            for index in islice(own, _COMPARED):
+                orders[-1].append(plain_index(index))
+                disturb()
+    except Exception:  # one that cannot be copied, or iterated here
+        return False
+    finally:
+        rng.restore(now)
+    return orders[0] != orders[1]
+
+
 def _match_generators(
-    loader: Any, own_states: list[torch.Tensor], start: Mapping[str, Any] | None, has_workers: bool
+    loader: Any, own_states: list[torch.Tensor], start: Mapping[str, Any] | None
 ) -> Mapping[str, Any] | None:
     """Sets the generators of a loader, and returns their states at the start of its epoch.
 
-    A shuffle without its own generator gets one when several processes shard its order. Between a run of one
-    process and a run of several, the states are converted from one case to the other.
+    A sampler without its own generator gets one when several processes shard its order. The state of that
+    generator is None at the start of an epoch that a run of one process has begun without it.
     """
     generators, sampler = generators_of(loader), loader.get_sampler()
     own = getattr(sampler, "generator", None)
@@ -172,7 +236,7 @@ def _match_generators(
         del generators[index]
         if start is not None:
             states = list(start["generators"])
-            states.insert(index, _state_of_plain_shuffle(start["global"]["torch"], has_workers))
+            states.insert(index, None)
             start = {**start, "generators": states}
     if len(generators) != len(own_states):
         raise CheckpointError(
@@ -182,19 +246,6 @@ def _match_generators(
     for generator, state in zip(generators, own_states, strict=True):
         generator.set_state(state)
     return start
-
-
-def _state_of_plain_shuffle(torch_state: torch.Tensor, has_workers: bool = False) -> torch.Tensor:
-    """Returns the state of the generator with which torch shuffles if the sampler has none.
-
-    Torch seeds it from the global generator, after the seed of the workers, unless the pass began with the
-    persistent workers of an earlier pass.
-    """
-    source = torch.Generator()
-    source.set_state(torch_state)
-    num_draws = 1 if has_workers else 2
-    draws = [int(torch.empty((), dtype=torch.int64).random_(generator=source)) for _ in range(num_draws)]
-    return torch.Generator().manual_seed(draws[-1]).get_state()
 
 
 # Datasets that are read in order

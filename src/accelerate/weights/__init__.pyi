@@ -12,6 +12,7 @@ from accelerate.weights.files import (
     read_safetensors as read_safetensors,
     read_torch as read_torch,
     refused_globals as refused_globals,
+    refused_values as refused_values,
     save as save,
     write_safetensors as write_safetensors,
     write_torch as write_torch,

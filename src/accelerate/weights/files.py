@@ -7,6 +7,7 @@ are read from the files of torch, so that a file from another source cannot run 
 from __future__ import annotations
 
 import _codecs
+import io
 import json
 import logging
 import mmap
@@ -17,7 +18,8 @@ import stat
 import struct
 import weakref
 import zipfile
-from collections.abc import Collection, Mapping
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -165,6 +167,59 @@ def refused_globals(path: Path) -> list[str]:
     """Returns the names in a file of `torch.save` that `read_torch` refuses, without running any code."""
     with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
         return sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+
+
+_PLAIN = frozenset({int, float, bool, complex, str, bytes, type(None), Tensor, torch.nn.Parameter})
+"""Types that `read_torch` accepts, and that contain nothing else."""
+
+
+def refused_values(value: Any) -> dict[str, str]:
+    """Returns the position of the first value of each type that `read_torch` refuses in nested containers.
+
+    The keys are the names of the types. An object with other objects in it is not searched.
+    """
+    refused: dict[str, str] = {}
+    accepted: set[type] = set()
+    containers: set[int] = set()  # which may contain themselves
+
+    def search(value: Any, position: str) -> None:
+        kind = type(value)
+        if kind in _PLAIN or kind in accepted or id(value) in containers:
+            return
+        containers.add(id(value))
+        if kind in (dict, OrderedDict):
+            if not set(map(type, value)) <= _PLAIN:
+                for key in value:
+                    search(key, f"the key {key!r} of {position}" if position else f"the key {key!r}")
+            values: Iterable[tuple[Any, Any]] = value.items()
+        elif kind in (list, tuple, set):
+            values = enumerate(value)
+        else:
+            if name := _refused_name(value):
+                refused.setdefault(name, position or "the whole")
+            elif isinstance(value, Tensor):
+                accepted.add(kind)
+            return
+        children = value.values() if isinstance(value, dict) else value
+        if not set(map(type, children)) <= _PLAIN:
+            for key, child in values:
+                search(child, f"{position}[{key!r}]")
+
+    search(value, "")
+    return refused
+
+
+def _refused_name(value: Any) -> str:
+    """Returns the name of what `read_torch` refuses in the file of one value, or an empty string."""
+    memory = io.BytesIO()
+    torch.save(value, memory)
+    memory.seek(0)
+    try:
+        read_torch(memory)
+    except Exception as error:  # torch raises errors of many classes
+        match = re.search(r"`(\S+)`", str(error))
+        return match[1] if match else f"{type(value).__module__}.{type(value).__qualname__}"
+    return ""
 
 
 def _explain_refusal(path: Target, error: pickle.UnpicklingError) -> str:

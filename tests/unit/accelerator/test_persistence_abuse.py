@@ -126,13 +126,13 @@ def test_a_checkpoint_of_a_later_format_is_skipped_with_a_warning(
     assert "load it with the version of accelerate that saved it" in caplog.text
 
 
-def test_a_file_without_its_object_gives_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_without_its_registered_object_is_refused(tmp_path: Path) -> None:
     accelerator, _ = build()
     accelerator.register_for_checkpointing(Holder(2))
     folder = accelerator.save_state(tmp_path / "one")
     accelerator._custom_objects.pop()
-    accelerator.load_state(folder)
-    assert "holds custom_checkpoint_1.pkl, and this run" in caplog.text
+    with pytest.raises(RuntimeError, match=r"holds custom_checkpoint_1\.pkl, and .* 1 objects \(Holder\)"):
+        accelerator.load_state(folder)
 
 
 def test_a_foreign_file_in_the_folder_is_not_read(tmp_path: Path) -> None:

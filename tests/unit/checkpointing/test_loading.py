@@ -169,14 +169,25 @@ def test_saved_states_without_an_object_give_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Accelerator(cpu=True)
-    names = ("model.safetensors", "custom_checkpoint_1.pkl", "random_states_4.pkl", "mine.bin")
+    names = ("model.safetensors", "scheduler_1.bin", "random_states_4.pkl", "mine.bin")
     load = CheckpointReader(tmp_path, names=names)
     load.has("model.safetensors")
     loading.announce_surplus(load)
-    assert "holds custom_checkpoint_1.pkl, and this run" in caplog.text
+    assert "holds scheduler_1.bin, and this run" in caplog.text
     caplog.clear()
     loading.announce_surplus(CheckpointReader(tmp_path))
     assert caplog.text == ""
+
+
+def test_a_checkpoint_with_more_registered_objects_is_refused(tmp_path: Path) -> None:
+    saved = CheckpointReader(tmp_path, names=("custom_checkpoint_0.pkl", "custom_checkpoint_1.pkl"))
+    loading.check_registered(saved, ["Counter", "Counter"])
+    loading.check_registered(saved, ["Counter"] * 3)  # its part raises
+    with pytest.raises(CheckpointError, match=r"custom_checkpoint_1\.pkl, and .* 1 objects \(Counter\)"):
+        loading.check_registered(saved, ["Counter"])
+    (tmp_path / "custom_checkpoint_0.pkl").touch()
+    with pytest.raises(RuntimeError, match=r"0 objects \(none\)"):  # the checkpoint of other software
+        loading.check_registered(CheckpointReader(tmp_path), [])
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import copy
+import datetime
 import os
-from collections import Counter
+import random
+from collections import Counter, OrderedDict, defaultdict, deque
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -71,16 +77,75 @@ def test_a_state_that_does_not_fit_is_named_with_its_file(tmp_path: Path, state:
         change.apply()
 
 
+class Color(Enum):
+    RED = 1
+
+
+class Point(NamedTuple):
+    x: int
+    y: int
+
+
+REFUSED: list[Any] = [
+    Path("x"),
+    Color.RED,
+    deque([1]),
+    Point(1, 2),
+    datetime.datetime(2020, 1, 1),
+    Decimal(1),
+    Fraction(1),
+    range(3),
+    slice(3),
+    frozenset({1}),
+    random.Random(1),
+    np.array([Path("x")], dtype=object),
+]
+ACCEPTED = [
+    *(1, 1.5, None, True, "a", b"a", 1j, [1], (1,), {1}, {}, np.float32(1), np.arange(3), torch.Size([1])),
+    *(torch.ones(2), nn.Parameter(torch.ones(2)), torch.float32, torch.device("cpu"), OrderedDict(a=1)),
+    *(Counter("a"), defaultdict(list), torch.ones(2).to_sparse(), bytearray(b"a"), torch.Generator()),
+]
+
+
 @pytest.mark.usefixtures("states")
-def test_a_state_that_needs_weights_only_false_gives_a_warning_when_saved(
+def test_a_warning_names_what_load_state_would_refuse(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     Accelerator(cpu=True)
-    write(custom_part(0, Holder({"value": {1: torch.ones(2), "b": (1.5, None, {True})}})), tmp_path)
-    assert caplog.text == ""
-    write(custom_part(0, Holder({"value": tmp_path})), tmp_path)
-    assert "pathlib." in caplog.text
-    assert 'load_state(load_kwargs={"weights_only": False})' in caplog.text
+    wrong = []
+    for number, value in enumerate([*REFUSED, *ACCEPTED]):
+        caplog.clear()
+        try:
+            write(custom_part(number, Holder({"value": {1: [0, value]}})), tmp_path)
+        except Exception:  # refused when it is saved
+            continue
+        try:
+            custom_part(number, Holder()).read(CheckpointReader(tmp_path))
+            is_read = True
+        except CheckpointError:
+            is_read = False
+        is_named = f"custom_checkpoint_{number}.pkl) holds a `" in caplog.text and (
+            "` at ['value'][1][1]. It is saved, but only load_state(load_kwargs=" in caplog.text
+        )
+        if is_read != (caplog.text == "") or (not is_read and not is_named):
+            wrong.append((value, is_read, caplog.text))
+    assert not wrong
+
+
+@pytest.mark.usefixtures("states")
+def test_a_warning_names_the_optimizer_and_the_key(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Accelerator(cpu=True)
+    optimizer = adam()
+    optimizer.state[PARAMETER]["queue"] = deque([torch.ones(2)])
+    write(OptimizerPart("optimizer.bin", optimizer), tmp_path)
+    assert (
+        "The state of Adam (optimizer.bin) holds a `collections.deque` at ['state'][0]['queue']."
+        in caplog.text
+    )
+    state: dict[Any, Any] = {Color.RED: 1}
+    state["itself"] = state
+    write(custom_part(7, Holder({"value": state})), tmp_path)
+    assert "Color` at the key <Color.RED: 1> of ['value']." in caplog.text
 
 
 def test_names_count_from_the_first_one_without_a_number() -> None:

@@ -278,15 +278,6 @@ def test_a_state_restored_in_the_middle_of_a_pass_replaces_its_position() -> Non
     assert (state["seen"], state["consumed"], state["start"]) == (0, 0, None)
 
 
-def test_the_shuffle_of_torch_is_known_by_the_state_of_the_global_generator() -> None:
-    torch.manual_seed(3)
-    before = torch.get_rng_state()
-    order = [int(batch) for batch in DataLoader(range(20), shuffle=True)]  # type: ignore[arg-type]
-    generator = torch.Generator()
-    generator.set_state(resume._state_of_plain_shuffle(before))
-    assert list(RandomSampler(range(20), generator=generator)) == order
-
-
 class Around(IterableDataset[Any]):
     """A dataset that reads another one."""
 

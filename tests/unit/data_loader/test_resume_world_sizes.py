@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
+from accelerate import rng
 from accelerate.base import CheckpointError
 from accelerate.data_loader import prepare_data_loader, resume, skip_first_batches
 
@@ -42,17 +53,19 @@ class Stream(IterableDataset[int]):
 
 def prepare(data: Any, groups: int, batch: int, split: bool, workers: int = 0) -> list[Any]:
     """The loaders of all ranks."""
-    return [
-        prepare_data_loader(
-            DataLoader(data, batch, num_workers=workers),
-            torch.device("cpu"),
-            groups,
-            rank,
-            split_batches=split,
-            dispatch_batches=False,
-        )
-        for rank in range(groups)
-    ]
+    return [prepare_rank(rank, data, groups, batch, split, workers) for rank in range(groups)]
+
+
+def prepare_rank(rank: int, data: Any, groups: int, batch: int, split: bool, workers: int = 0) -> Any:
+    sampler = data if isinstance(data, Sampler) else None
+    return prepare_data_loader(
+        DataLoader(data if sampler is None else range(SAMPLES), batch, sampler=sampler, num_workers=workers),
+        torch.device("cpu"),
+        groups,
+        rank,
+        split_batches=split,
+        dispatch_batches=False,
+    )
 
 
 def read(loader: Any, batches: int | None) -> tuple[list[int], Any]:
@@ -113,3 +126,96 @@ def test_another_number_of_workers_is_refused_for_a_stream() -> None:
     (one,) = prepare(Stream(), 1, 2, False, 1)
     resume.restore(one, state)
     assert read(skip_first_batches(one, 2), 1)[0] == [4, 5]
+
+
+class Own(Sampler[int]):
+    """Sampler that draws its order in one way of `ORDERS`."""
+
+    def __init__(self, draw: Callable[[Any], Iterable[int]], **attributes: Any) -> None:
+        self.draw = draw
+        vars(self).update(attributes)
+
+    def __iter__(self) -> Iterator[int]:
+        yield from self.draw(getattr(self, "generator", None))
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+def shuffle_in_python(_: Any) -> list[int]:
+    order = list(range(SAMPLES))
+    random.shuffle(order)
+    return order
+
+
+def shuffle_twice(generator: Any) -> list[int]:
+    torch.rand(3, generator=generator)
+    return torch.randperm(SAMPLES, generator=generator).tolist()
+
+
+def draw_each(_: Any) -> Iterator[int]:
+    left = list(range(SAMPLES))
+    while left:
+        yield left.pop(int(torch.randint(len(left), ())))
+
+
+CHAINS_OF_ORDERS: list[list[tuple[int, int | None]]] = [
+    [(1, 5), (2, None)],
+    [(1, 5), (3, 2), (2, 2), (1, None)],
+    [(3, 2), (1, 3), (2, None)],
+]
+ORDERS: dict[str, Callable[[], Sampler[int]]] = {
+    "shuffle": lambda: RandomSampler(range(SAMPLES)),
+    "part": lambda: SubsetRandomSampler(list(range(SAMPLES))),
+    "weighted": lambda: WeightedRandomSampler([1.0 + i for i in range(SAMPLES)], SAMPLES),
+    "of a generator": lambda: SubsetRandomSampler(range(SAMPLES), torch.Generator().manual_seed(3)),
+    "of numpy": lambda: Own(lambda _: np.random.permutation(SAMPLES).tolist()),
+    "of Python": lambda: Own(shuffle_in_python),
+    "of torch": lambda: Own(shuffle_twice),
+    "of torch, with an attribute": lambda: Own(shuffle_twice, generator=None),
+    "seed": lambda: Own(
+        lambda _: torch.randperm(
+            SAMPLES, generator=torch.Generator().manual_seed(random.randrange(99))
+        ).tolist()
+    ),
+}
+
+
+def read_order(
+    make: Callable[[], Sampler[int]], chain: list[tuple[int, int | None]], workers: int = 0
+) -> list[int]:
+    """Read an epoch as `read_chain` does, with equal random states on all ranks at the beginning of a run."""
+    samples: list[int] = []
+    state: Any = None
+    last: Any = None
+    seen = 0
+    for number, (groups, batches) in enumerate(chain):
+        for rank in range(groups):
+            rng.set_seed(5 + number)
+            loader = prepare_rank(rank, make(), groups, 2, split=False, workers=workers)
+            rng.set_seed(50 + number)
+            if state is not None:
+                resume.restore(loader, state)
+            found, captured = read(skip_first_batches(loader, seen) if seen else loader, batches)
+            samples += found
+            last = captured if rank == 0 else last
+        state, seen = last, seen + (batches or 0)
+    return samples
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_order_of_any_sampler_resumes(workers: int) -> None:
+    wrong = []
+    for name, make in ORDERS.items():
+        for chain in CHAINS_OF_ORDERS:
+            found = read_order(make, chain, workers)
+            if sorted(found) != sorted(read_order(make, [(chain[0][0], None)], workers)):
+                wrong.append((name, chain))
+    assert not wrong
+
+
+def test_an_order_that_is_drawn_while_it_is_read_is_refused() -> None:
+    for chain in ([(1, 5), (2, None)], [(2, 5), (1, None)]):
+        with pytest.raises(CheckpointError, match="Own draws its indices one after another"):
+            read_order(lambda: Own(draw_each), chain)
+    read_order(lambda: Own(draw_each), [(1, 5), (1, None)])

@@ -79,7 +79,7 @@ class PipelineAxis(Axis):
 
     def combine_norms(self, norm: Tensor, norm_type: float) -> Tensor:
         """Returns the norm of the gradients of all stages from that of this rank's stages."""
-        is_max = norm_type == float("inf")
+        is_max, norm = norm_type == float("inf"), norm.float()  # stages may have other dtypes
         power = norm if is_max else norm**norm_type
         dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=self.group)
         return power if is_max else power ** (1.0 / norm_type)

@@ -53,7 +53,7 @@ def gradient_norm(
     device: torch.device,
     find_groups: Callable[[Tensor], Groups] = groups_of,
 ) -> Tensor:
-    """Returns the global p-norm of all gradients, as a 0-d float32 tensor.
+    """Returns the global p-norm of all gradients, as a 0-d tensor of float32, or float64 for float64 weights.
 
     Called on all ranks with the same parameters in the same order. Gradients may be None. The number of
     collectives is the number of different sets of process groups.
@@ -78,15 +78,21 @@ def gradient_norm(
     powers = [torch.zeros((), device=device)]
     for groups, members in by_groups.values():
         shards = [shard for shard in local_gradients(members) if shard.numel()]
-        power = torch.zeros((), device=device)
+        power = torch.zeros((), device=device, dtype=_norm_dtype(members))
         if shards:
-            norm = torch.nn.utils.get_total_norm(shards, norm_type).to(device=device, dtype=torch.float32)
+            norm = torch.nn.utils.get_total_norm(shards, norm_type).to(device=device, dtype=power.dtype)
             power = norm if is_max else norm**norm_type
         for group in groups:
             dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
         powers.append(power)
-    stacked = torch.stack(powers)
+    stacked = torch.stack([power.to(_norm_dtype(parameters)) for power in powers])
     return stacked.max() if is_max else stacked.sum() ** (1.0 / norm_type)
+
+
+def _norm_dtype(parameters: Parameters) -> torch.dtype:
+    """Returns the dtype of the norm of gradients, which is equal on all ranks."""
+    is_double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in parameters)
+    return torch.float64 if is_double else torch.float32
 
 
 @torch.no_grad()
