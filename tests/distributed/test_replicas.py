@@ -278,3 +278,267 @@ def test_loops_that_cannot_be_reduced_raise_an_error_on_all_ranks(run: Run) -> N
             if name != "no error" and "check_replicas=False" not in text:
                 wrong.append(f"{name} does not name the switch: {text}")
     assert not wrong, "\n".join(wrong)
+
+
+# Correct programs
+
+
+class Tower(Net):
+    """Has statistics, dropout, a parameter that is not used, and one that each rank has for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(6), nn.Dropout(0.3)
+        self.unused, self.own = nn.Linear(3, 3), nn.Parameter(torch.zeros(1))
+        self._ddp_params_and_buffers_to_ignore = ["own"]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.drop(self.norm(self.first(x)))) + self.own
+
+
+def tower(accelerator: Accelerator, lr: float = 0.1) -> tuple[nn.Module, Any]:
+    model = Tower()
+    return accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9))
+
+
+def train_tower(p: Parts) -> None:
+    model, optimizer = tower(p.accelerator)
+    for _ in range(9):
+        p.backward(p.loss(model))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+
+def train_plainly(p: Parts) -> None:
+    for _ in range(9):
+        p.backward(p.loss())
+        p.step()
+
+
+def train_joined(p: Parts) -> None:
+    with p.accelerator.join_uneven_inputs([p.model]):
+        for _ in range(5 + 3 * p.accelerator.process_index):
+            p.backward(p.loss())
+            p.step()
+    train_plainly(p)
+
+
+def train_joined_by_torch(p: Parts) -> None:
+    if p.accelerator.num_processes > 1:
+        with torch.distributed.algorithms.join.Join([p.model]):
+            for _ in range(5 + 3 * p.accelerator.process_index):
+                p.backward(p.loss())
+                p.step()
+    train_plainly(p)
+
+
+def train_apart(p: Parts) -> None:
+    with LocalSGD(p.accelerator, p.model, local_sgd_steps=4) as local_sgd:
+        for _ in range(9):
+            p.backward(p.loss())
+            p.step()
+            local_sgd.step()
+
+
+def train_with_own_hook(p: Parts) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as hooks
+
+    state = hooks.PostLocalSGDState(None, torch.distributed.new_subgroups(1)[0], start_localSGD_iter=0)
+    p.model.register_comm_hook(state, hooks.post_localSGD_hook)
+    train_plainly(p)
+
+
+def train_two_models(p: Parts) -> None:
+    other = Net()
+    other, other_optimizer = p.accelerator.prepare(other, torch.optim.Adam(other.parameters()))
+    for _ in range(9):
+        p.backward(p.loss(other))
+        other_optimizer.step()
+        other_optimizer.zero_grad()
+        p.backward(p.loss() + p.loss(other))
+        p.step()
+        other_optimizer.zero_grad()
+
+
+def train_sparse(p: Parts) -> None:
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1))
+    model, optimizer = p.accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(5):
+        rows = torch.randint(10, (ROWS,), generator=p.generator)[p.accelerator.process_index :: 2]
+        p.backward(model(rows).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_muon(p: Parts) -> None:
+    muon = p.accelerator.prepare(torch.optim.Muon([p.bare.first.weight, p.bare.second.weight]))
+    for _ in range(5):
+        p.backward(p.loss())
+        muon.step()
+        muon.zero_grad()
+
+
+def train_skipping(p: Parts) -> None:
+    for index in range(9):
+        loss = p.loss()
+        p.backward(loss * float("inf") if index in (0, 3) and p.accelerator.is_main_process else loss)
+        p.step()
+
+
+def reduce_in_optimizer(p: Parts) -> None:
+    """An optimizer of the user that averages gradients itself."""
+
+    class Reducing(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for parameter in self.param_groups[0]["params"]:
+                parameter.grad = p.accelerator.reduce(parameter.grad, "mean")
+            return super().step(closure)
+
+    optimizer = p.accelerator.prepare(Reducing(p.bare.parameters(), lr=0.1))
+    for _ in range(5):
+        p.loss(p.bare).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulate_unevenly(p: Parts) -> None:
+    for _ in range(17):
+        with p.accelerator.accumulate(p.model):
+            p.backward(p.loss())
+            p.step()
+        if p.accelerator.sync_gradients:
+            with torch.no_grad():
+                p.model(p.batch())
+
+
+def round_differently(p: Parts) -> None:
+    for _ in range(9):
+        p.backward(p.loss())
+        for parameter in p.bare.parameters():
+            parameter.grad *= 1 + 1e-6 * p.accelerator.process_index
+        p.step()
+
+
+def grow(p: Parts) -> None:
+    optimizer = p.accelerator.prepare(torch.optim.SGD(p.bare.head.parameters(), lr=0.1))
+    for index in range(9):
+        if index in (2, 6):
+            optimizer.add_param_group({"params": (p.bare.second, p.bare.first)[index // 6].parameters()})
+        p.backward(p.loss())
+        optimizer.step()
+        p.bare.zero_grad()
+
+
+def ddp(**arguments: Any) -> dict[str, Any]:
+    return {"kwargs_handlers": [DistributedDataParallelKwargs(**arguments)]}
+
+
+def accumulation(**arguments: Any) -> dict[str, Any]:
+    return {"gradient_accumulation_plugin": GradientAccumulationPlugin(**arguments)}
+
+
+CORRECT: list[tuple[Loop, dict[str, Any]]] = [
+    (train_tower, ddp(find_unused_parameters=True)),
+    (train_plainly, ddp(static_graph=True)),
+    (train_plainly, ddp(gradient_as_bucket_view=True)),
+    (train_plainly, ddp(comm_hook="power_sgd", comm_state_option={"start_powerSGD_iter": 2})),
+    (train_plainly, ddp(comm_hook="bf16")),
+    (train_plainly, {"mixed_precision": "bf16"}),
+    (train_joined, {}),
+    (train_joined_by_torch, {}),
+    (train_apart, {}),
+    (train_with_own_hook, {}),
+    (train_two_models, {}),
+    (train_sparse, {}),
+    (train_muon, {}),
+    (train_skipping, accumulation(skip_nonfinite_updates=True)),
+    (reduce_in_optimizer, {}),
+    (accumulate_unevenly, {"gradient_accumulation_steps": 4}),
+    (round_differently, {}),
+    (grow, {}),
+    (raw_unwrapped, accumulation(check_replicas=False)),
+]
+
+
+def train_correctly() -> list[str]:
+    wrong = []
+    for loop, arguments in CORRECT:
+        parts = Parts(**copy.deepcopy(arguments))
+        try:
+            loop(parts)
+        except StateError as error:
+            wrong.append(f"{loop.__name__}, {arguments}: {error}")
+        reset(parts)
+    return wrong
+
+
+def test_correct_programs_raise_no_error(run: Run) -> None:
+    assert run(train_correctly) == [[], []]
+
+
+# Shards with replicas
+
+
+def train_hybrid(change: str) -> tuple[str, int]:
+    from accelerate.parallelism_config import ParallelismConfig
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
+    accelerator = Accelerator(parallelism_config=sizes, fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    steps = 0
+    try:
+        for _ in range(4):
+            accelerator.backward(model(torch.randn(2, 4)).square().mean())
+            for parameter in model.parameters():
+                if change and parameter.grad is not None:
+                    parameter.grad *= 1 + accelerator.process_index // 2
+            optimizer.step()
+            steps += 1
+            optimizer.zero_grad()
+    except StateError as error:
+        return str(error), steps
+    return "", steps
+
+
+def test_replicas_of_shards_are_compared(run: Run) -> None:
+    assert run(train_hybrid, "", processes=4) == [("", 4)] * 4
+    for text, steps in run(train_hybrid, "changed", processes=4):
+        assert "after step 1 of SGD: first.weight" in text
+        assert steps == 0
+
+
+def train_with_ignored_layer() -> list[list[float]]:
+    """FSDP ignores a layer, which ranks initialize differently."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    torch.manual_seed(0)
+    model = Net()
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=[model.head])
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    with torch.no_grad():
+        model.head.bias += accelerator.process_index
+    generator = torch.Generator().manual_seed(1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            rows = torch.randn(ROWS, 4, generator=generator)
+            rows = rows[accelerator.process_index :: accelerator.num_processes]
+            accelerator.backward(model(rows).square().mean())
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.2)
+            optimizer.step()
+            optimizer.zero_grad()
+    state = accelerator.get_state_dict(model)
+    return [state[name].tolist() for name in sorted(state)] if accelerator.is_main_process else []
+
+
+def test_layers_that_fsdp_ignores_are_averaged(run: Run) -> None:
+    (one,) = run(train_with_ignored_layer, processes=1)
+    several, _ = run(train_with_ignored_layer)
+    for a, b in zip(one, several, strict=True):
+        torch.testing.assert_close(torch.tensor(a), torch.tensor(b))

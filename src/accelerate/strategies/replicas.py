@@ -48,8 +48,11 @@ Key = tuple[Ranks, str]
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """Returns a 0-d integer that depends on all bits of a tensor, and not on the hardware that computes it."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    """Returns a 0-d integer that depends on all bits of the elements of a tensor on this rank.
+
+    All hardware computes the same number.
+    """
+    flat = local_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD:
         flat = flat.clone()
     length = flat.numel() // _WORD * _WORD
