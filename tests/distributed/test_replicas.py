@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import nn
 
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, FullyShardedDataParallelPlugin
 from accelerate.base import StateError
 from accelerate.local_sgd import LocalSGD
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.strategies import replicas
+from accelerate.strategies.sharded_models import Replicas
 from accelerate.utils import GradientAccumulationPlugin
 
 STEPS, ROWS = 5, 8  # rows of all ranks together
@@ -31,6 +38,8 @@ class Net(nn.Module):
 
 class Parts:
     """What a loop trains with; `again()` returns the batch of this rank in the next step."""
+
+    folder: Path
 
     def __init__(self, prepare: Callable[[nn.Module], None] = lambda model: None, **arguments: Any) -> None:
         self.accelerator = Accelerator(**arguments)
@@ -114,17 +123,16 @@ def closures(p: Parts) -> None:
     lbfgs = p.accelerator.prepare(
         torch.optim.LBFGS(p.bare.parameters(), lr=1.0, max_iter=6, line_search_fn="strong_wolfe")
     )
+
+    def closure(state: torch.Tensor) -> torch.Tensor:
+        p.generator.set_state(state)
+        lbfgs.zero_grad()
+        loss = p.loss()
+        p.backward(loss)
+        return loss
+
     for _ in range(2):
-        generator = p.generator.get_state()
-
-        def closure() -> torch.Tensor:
-            p.generator.set_state(generator)
-            lbfgs.zero_grad()
-            loss = p.loss()
-            p.backward(loss)
-            return loss
-
-        lbfgs.step(closure)
+        lbfgs.step(partial(closure, p.generator.get_state()))
 
 
 def closure_of_sgd(p: Parts) -> None:
@@ -186,7 +194,8 @@ def test_loops_that_torch_lets_diverge_equal_one_process(run: Run) -> None:
     for name, expected in one.items():
         for rank, results in enumerate(several):
             if not all(
-                torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(results[name], expected, strict=True)
+                torch.allclose(a, b, rtol=1e-4, atol=1e-5)
+                for a, b in zip(results[name], expected, strict=True)
             ):
                 wrong.append(f"{name} on rank {rank}")
         if not all(map(torch.equal, *(results[name] for results in several))):
@@ -242,6 +251,17 @@ def changed_weights(p: Parts) -> None:
             p.bare.head.bias.add_(p.accelerator.process_index)
 
 
+def unscaled(p: Parts) -> None:
+    """Only the first rank updates its weights in the first step."""
+    p.accelerator.scaler = scaler = torch.amp.GradScaler("cpu")
+    optimizer = p.accelerator.prepare(torch.optim.SGD(p.bare.parameters(), lr=0.1))
+    for index in range(STEPS):
+        scale = float("inf") if index == 0 and not p.accelerator.is_main_process else 1.0
+        scaler.scale(p.loss(p.bare) * scale).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 REFUSED: dict[str, tuple[Loop, dict[str, Any], int, str]] = {
     "gradients_by_hand": (gradients_by_hand, {}, 1, "first.weight.*torch.autograd.grad.*reduce"),
     "raw_unwrapped": (raw_unwrapped, {}, 1, "first.weight.*No forward has called the model"),
@@ -249,6 +269,7 @@ REFUSED: dict[str, tuple[Loop, dict[str, Any], int, str]] = {
     "in_no_sync": (in_no_sync, {}, 1, "first.weight.*no_sync"),
     "not_prepared": (not_prepared, {}, 1, "parameter 6 of group 0.*no prepared model"),
     "changed_weights": (changed_weights, {}, 2, "head.bias.*gradients are equal"),
+    "unscaled": (unscaled, {}, 1, "No forward has called the model"),
     "bf16": (raw_unwrapped, {"mixed_precision": "bf16"}, 1, "No forward has called the model"),
 }
 """Loops that raise an error on all ranks, with the step and its text."""
@@ -267,8 +288,6 @@ def train_refused() -> dict[str, str]:
 
 
 def test_loops_that_cannot_be_reduced_raise_an_error_on_all_ranks(run: Run) -> None:
-    import re
-
     wrong = []
     for rank, results in enumerate(run(train_refused)):
         for name, (_, _, step, pattern) in REFUSED.items():
@@ -430,6 +449,23 @@ def grow(p: Parts) -> None:
         p.bare.zero_grad()
 
 
+def train_scaled(p: Parts) -> None:
+    p.accelerator.scaler = torch.amp.GradScaler("cpu")
+    optimizer = p.accelerator.prepare(torch.optim.SGD(p.bare.parameters(), lr=0.1))
+    for index in range(9):
+        p.accelerator.scaler.scale(p.loss() * (float("inf") if index == 2 else 1.0)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def train_resumed(p: Parts) -> None:
+    train_plainly(p)
+    p.accelerator.save_state(f"{p.folder}/saved")
+    train_plainly(p)
+    p.accelerator.load_state(f"{p.folder}/saved")
+    train_plainly(p)
+
+
 def ddp(**arguments: Any) -> dict[str, Any]:
     return {"kwargs_handlers": [DistributedDataParallelKwargs(**arguments)]}
 
@@ -457,14 +493,17 @@ CORRECT: list[tuple[Loop, dict[str, Any]]] = [
     (accumulate_unevenly, {"gradient_accumulation_steps": 4}),
     (round_differently, {}),
     (grow, {}),
+    (train_scaled, {}),
+    (train_resumed, {}),
     (raw_unwrapped, accumulation(check_replicas=False)),
 ]
 
 
-def train_correctly() -> list[str]:
+def train_correctly(folder: Path) -> list[str]:
     wrong = []
     for loop, arguments in CORRECT:
         parts = Parts(**copy.deepcopy(arguments))
+        parts.folder = folder
         try:
             loop(parts)
         except StateError as error:
@@ -473,49 +512,84 @@ def train_correctly() -> list[str]:
     return wrong
 
 
-def test_correct_programs_raise_no_error(run: Run) -> None:
-    assert run(train_correctly) == [[], []]
+def test_correct_programs_raise_no_error(run: Run, tmp_path: Path) -> None:
+    assert run(train_correctly, tmp_path) == [[], []]
+
+
+def count_calls(counted: Sequence[tuple[str, Loop, dict[str, Any]]]) -> dict[str, tuple[int, int]]:
+    """Counts averages after the reducer, and comparisons."""
+    results = {}
+    for name, loop, arguments in counted:
+        parts = Parts(**arguments)
+        with (
+            patch.object(Replicas, "average", autospec=True, side_effect=Replicas.average) as averages,
+            patch.object(replicas, "digests", side_effect=replicas.digests) as comparisons,
+        ):
+            loop(parts)
+        results[name] = averages.call_count, comparisons.call_count
+        reset(parts)
+    return results
+
+
+def test_prepared_models_are_averaged_once_and_compared_at_powers_of_two(run: Run) -> None:
+    counted: tuple[tuple[str, Loop, dict[str, Any]], ...] = (
+        ("plain", train_plainly, {}),
+        ("static graph", train_plainly, ddp(static_graph=True)),
+        ("two models", train_two_models, {}),
+        ("accumulation", accumulate_unevenly, {"gradient_accumulation_steps": 4}),
+        ("unwrapped", unwrapped, {}),
+        ("apart", train_apart, {}),
+        ("switched off", train_plainly, accumulation(check_replicas=False)),
+    )
+    assert run(count_calls, counted)[0] == {
+        "plain": (0, 4),
+        "static graph": (0, 4),
+        "two models": (0, 8),
+        "accumulation": (0, 3),
+        "unwrapped": (STEPS, 3),
+        "apart": (0, 0),
+        "switched off": (0, 0),
+    }
+
+
+@pytest.mark.slow
+def test_compiled_models_are_averaged_once(run: Run) -> None:
+    counted = [("compiled", train_plainly, {"dynamo_backend": "eager"})]
+    assert run(count_calls, counted)[0] == {"compiled": (0, 4)}
 
 
 # Shards with replicas
 
 
-def train_hybrid(change: str) -> tuple[str, int]:
-    from accelerate.parallelism_config import ParallelismConfig
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
+def train_hybrid() -> tuple[str, int]:
+    """Trains as it should for four steps, and then with other gradients on each replica."""
     sizes = ParallelismConfig(dp_replicate_size=2, dp_shard_size=2)
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2)
     accelerator = Accelerator(parallelism_config=sizes, fsdp_plugin=plugin)
     torch.manual_seed(0)
     model = Net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    steps = 0
     try:
-        for _ in range(4):
+        for step in range(9):
             accelerator.backward(model(torch.randn(2, 4)).square().mean())
             for parameter in model.parameters():
-                if change and parameter.grad is not None:
+                if step >= 4 and parameter.grad is not None:
                     parameter.grad *= 1 + accelerator.process_index // 2
             optimizer.step()
-            steps += 1
             optimizer.zero_grad()
     except StateError as error:
-        return str(error), steps
-    return "", steps
+        return str(error), optimizer.num_updates
+    return "", optimizer.num_updates
 
 
 def test_replicas_of_shards_are_compared(run: Run) -> None:
-    assert run(train_hybrid, "", processes=4) == [("", 4)] * 4
-    for text, steps in run(train_hybrid, "changed", processes=4):
-        assert "after step 1 of SGD: first.weight" in text
-        assert steps == 0
+    for text, updates in run(train_hybrid, processes=4):
+        assert "after step 8 of SGD: first.weight" in text
+        assert updates == 8
 
 
 def train_with_ignored_layer() -> list[list[float]]:
     """FSDP ignores a layer, which ranks initialize differently."""
-    from accelerate.utils import FullyShardedDataParallelPlugin
-
     torch.manual_seed(0)
     model = Net()
     plugin = FullyShardedDataParallelPlugin(fsdp_version=2, ignored_modules=[model.head])

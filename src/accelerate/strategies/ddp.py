@@ -141,17 +141,18 @@ reducer for one pass, and other forwards set it to False.
 _BUCKET_BYTES = 25 << 20  # of gradients that are averaged late in one call, as in torch's buckets
 _requires_grad = attrgetter("requires_grad")
 _NOT_MANAGED = (
-    "They were frozen or did not exist when the model was prepared, so DistributedDataParallel does not average "
-    "their gradients. Call accelerator.backward(loss), which averages those that were unfrozen, or prepare the "
-    "model when all of them exist."
+    "They were frozen or did not exist when the model was prepared, so DistributedDataParallel does not "
+    "average their gradients. Call accelerator.backward(loss), which averages those that were unfrozen, or "
+    "prepare the model when all of them exist."
 )
 _IN_NO_SYNC = (
     "The last forward ran without gradients or inside of no_sync(), so the backward pass did not average "
     "gradients. Call the prepared model outside of no_sync() for the last micro-batch before a step."
 )
 _NO_FORWARD = (
-    "No forward has called the model that prepare() returned, so the backward pass did not average gradients. "
-    "Call that model instead of the module inside, or call accelerator.backward(loss) instead of loss.backward()."
+    "No forward has called the model that prepare() returned, so the backward pass did not average "
+    "gradients. Call that model instead of the module inside, or call accelerator.backward(loss) instead of "
+    "loss.backward()."
 )
 
 
@@ -191,7 +192,7 @@ class LateReduction:
         Called on all ranks.
         """
         is_unchanged = all(p.grad is g and (g is None or g._version == version) for p, g, version in before)
-        mode = self.replica.require_forward_param_sync
+        mode: Any = self.replica.require_forward_param_sync
         if is_unchanged or mode is False or torch_private.is_joining(self.replica):
             return
         late = list(filter(_requires_grad, self._frozen))

@@ -8,7 +8,7 @@ prepared optimizers compare a digest of their parameters after steps 1, 2, 4, 8 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +52,7 @@ def digest(tensor: Tensor) -> Tensor:
 
     All hardware computes the same number.
     """
-    flat = local_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8)
+    flat: Tensor = local_tensor(tensor).detach().contiguous().view(-1).view(torch.uint8)
     if flat.storage_offset() % _WORD:
         flat = flat.clone()
     length = flat.numel() // _WORD * _WORD
@@ -189,8 +189,8 @@ class ReplicaCheck:
             return
         reason = self._reason(own.get(different[0]), are_gradients=GRADIENTS in verdicts)
         raise StateError(
-            f"Ranks have different weights after step {self._steps} of {kind}: {which}. {reason} If ranks are "
-            "meant to train apart, pass gradient_accumulation_plugin=GradientAccumulationPlugin("
+            f"Ranks have different weights after step {self._steps} of {kind}: {which}. {reason} If ranks "
+            "are meant to train apart, pass gradient_accumulation_plugin=GradientAccumulationPlugin("
             f"{OPTION}=False) to Accelerator."
         )
 
@@ -211,8 +211,8 @@ _NOT_PREPARED = (
 )
 _GRADIENTS_DIFFER = (
     "Their gradients were computed or changed on each rank alone: by torch.autograd.grad, an assignment to "
-    "`grad`, or another backward pass than accelerator.backward(). Compute them with accelerator.backward(loss), "
-    'or average them with accelerator.reduce(gradient, "mean") before the step.'
+    "`grad`, or another backward pass than accelerator.backward(). Compute them with "
+    'accelerator.backward(loss), or average them with accelerator.reduce(gradient, "mean") before the step.'
 )
 _WEIGHTS_DIFFER = (
     "Their gradients are equal, so the weights or the states of the optimizer were changed or loaded on each "
