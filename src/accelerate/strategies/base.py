@@ -353,7 +353,7 @@ class Strategy:
             torch_private.unscale_shards(scaler)
         prepared = AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
         if self.replicas > 1:
-            prepared.mean_loss = mean_loss
+            prepared.mean_loss = self.mean_loss
         return prepared
 
     def wrap_scheduler(
@@ -440,6 +440,17 @@ class Strategy:
         if self.context.gradients.sync_gradients:
             for adopted in self.sharded.values():
                 adopted.average_gradients()
+
+    def mean_loss(self, loss: Any) -> Any:
+        """Returns the mean over all ranks of the loss of a closure, and other values unchanged.
+
+        Called on all ranks.
+        """
+        if isinstance(loss, Tensor) and not is_dtensor(loss):
+            return current_transport().reduce(loss.detach(), "mean")
+        if isinstance(loss, (int, float)):
+            return float(current_transport().reduce(torch.tensor(loss, dtype=torch.float64), "mean"))
+        return loss
 
     def forward_backward(
         self,
@@ -557,18 +568,6 @@ class Strategy:
         self.holds_whole_models = type(self).holds_whole_models
         if self.axes.pipeline is not None:
             self.axes.pipeline.pipelines.clear()
-
-
-def mean_loss(loss: Any) -> Any:
-    """Returns the mean of a loss over all ranks, and other values than numbers unchanged.
-
-    Called on all ranks.
-    """
-    if isinstance(loss, Tensor) and not is_dtensor(loss):
-        return current_transport().reduce(loss.detach(), "mean")
-    if isinstance(loss, (int, float)):
-        return float(current_transport().reduce(torch.tensor(loss, dtype=torch.float64), "mean"))
-    return loss
 
 
 @contextmanager

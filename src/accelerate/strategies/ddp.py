@@ -212,7 +212,7 @@ class DataParallelCheck(ReplicaCheck):
     strategy: DataParallel
 
     def is_joining(self) -> bool:
-        return any(torch_private.is_joining(each.replica) for each in self.strategy.reductions)
+        return self.strategy.is_joining()
 
     def trains_apart(self, optimizer: AcceleratedOptimizer) -> bool:
         """Returns whether a model is inside of `no_sync` when its optimizer steps, as in `LocalSGD`."""
@@ -372,6 +372,13 @@ class DataParallel(Strategy):
         super().backward(loss, **kwargs)
         for reduction, gradients in zip(self.reductions, before, strict=True):
             reduction.complete(gradients)
+
+    def is_joining(self) -> bool:
+        """Returns whether ranks may have different numbers of batches now."""
+        return any(torch_private.is_joining(each.replica) for each in self.reductions)
+
+    def mean_loss(self, loss: Any) -> Any:
+        return loss if self.is_joining() else super().mean_loss(loss)
 
     def release(self) -> None:
         super().release()

@@ -232,7 +232,7 @@ def _differing(everyone: Sequence[Mapping[Any, Any]]) -> list[Any]:
 def _ranks_of_sharded(strategy: Strategy) -> dict[int, Ranks | None]:
     """Returns the ranks that have the same elements of parameters of sharded models, by their id.
 
-    None stands for parameters whose gradients are not averaged over ranks with the same elements.
+    The value is None if gradients are not averaged over ranks with the same elements.
     """
     found: dict[int, Ranks | None] = {}
     for model, adopted in strategy.sharded.items():
