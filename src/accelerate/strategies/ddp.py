@@ -184,14 +184,17 @@ class LateReduction:
         """Returns a few parameters with their gradients before a backward pass."""
         unfrozen = list(filter(_requires_grad, self._frozen))
         ends = (several[index] for several in (self._managed, unfrozen) if several for index in (0, -1))
-        return [(p, g := p.grad, 0 if g is None else g._version) for p in ends]
+        return [(p, p.grad, *torch_private.in_place_versions([p.grad])) for p in ends]
 
     def complete(self, before: Sequence[tuple[nn.Parameter, Tensor | None, int]]) -> None:
         """Averages gradients that the backward pass has changed and the reducer has not averaged.
 
         Called on all ranks.
         """
-        is_unchanged = all(p.grad is g and (g is None or g._version == version) for p, g, version in before)
+        is_unchanged = all(
+            p.grad is gradient and torch_private.in_place_versions([gradient]) == [version]
+            for p, gradient, version in before
+        )
         mode: Any = self.replica.require_forward_param_sync
         if is_unchanged or mode is False or torch_private.is_joining(self.replica):
             return
