@@ -145,11 +145,32 @@ def bookkeeping() -> list[Pair]:
     return pairs
 
 
+def replicas() -> list[Pair]:
+    """What a step does so that replicas stay equal, and one comparison of 40 parameters."""
+    from accelerate import Accelerator
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(20)))
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+    (reduction,), (check,) = accelerator._runtime.strategy.reductions, optimizer.observers
+
+    def calls() -> None:
+        reduction.complete(reduction.begin())
+        check.before_step(optimizer)
+
+    noted = min(time_round(calls, 1000) for _ in range(20))
+    compared = min(time_round(lambda: check._compare(optimizer), 1) for _ in range(20))
+    return [
+        Pair("calls of a step that does not compare replicas", 0.0, noted, noted, 1e-5, "s"),
+        Pair("comparison of replicas, processor time", 0.0, compared, compared, 1e-2, "s"),
+    ]
+
+
 def run_rank() -> int:
     from accelerate import PartialState
 
     state = PartialState()
-    pairs = [*small_structures(), *large_tensors(), *objects(), *bookkeeping()]
+    pairs = [*small_structures(), *large_tensors(), *objects(), *bookkeeping(), *replicas()]
     state.wait_for_everyone()
     missed = report(pairs, "Collectives, two processes on the CPU") if state.is_main_process else 0
     state.wait_for_everyone()

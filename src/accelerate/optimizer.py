@@ -67,6 +67,11 @@ def _no_step(*args: Any, **kwargs: Any) -> None:
     """Does nothing, in place of the step of an optimizer that is skipped."""
 
 
+def _call_averaged(closure: Callable[[], Any], mean_loss: Callable[[Any], Any]) -> Any:
+    """Returns the mean loss of a closure, so that line searches of all ranks evaluate it as often."""
+    return mean_loss(closure())
+
+
 @torch.no_grad()
 def are_finite(gradients: Iterable[torch.Tensor | None]) -> bool:
     """Returns whether all gradients on this rank are finite, where gradients may be sharded or None."""
@@ -135,7 +140,13 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """Gradients of the current window, if it has several micro-batches."""
 
     observers: tuple[Any, ...] = ()
-    """Averages of weights, whose `before_step` and `after_update` are called with this optimizer."""
+    """Averages of weights and the comparison of replicas.
+
+    Their `before_step` and `after_update` are called with this optimizer.
+    """
+
+    mean_loss: Callable[[Any], Any] | None = None
+    """Returns the mean over all ranks of the loss of a closure, in a run with several ranks."""
 
     matrix_owners: Any = None
     """Owners of the matrices that the inner optimizer steps as a whole, or None."""
@@ -273,6 +284,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
                 self._complete()
             else:
                 closure = partial(self._complete, closure)
+        if closure is not None and self.mean_loss is not None and not self.is_joined:
+            closure = partial(_call_averaged, closure, self.mean_loss)
         before, num_updates = step_clock.begin_step(), self.num_updates
         try:
             for observer in self.observers:
@@ -392,7 +405,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        for name in (*_SCALER_ATTRIBUTES, "update_scaler", "observers", "matrix_owners", "held"):
+        names = ("update_scaler", "observers", "matrix_owners", "held", "mean_loss")
+        for name in (*_SCALER_ATTRIBUTES, *names):
             state.pop(name, None)
         return state
 

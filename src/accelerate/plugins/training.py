@@ -58,6 +58,8 @@ class GradientAccumulationPlugin(KwargsHandler):
             of each by its samples. So a step is that of one process with this batch size, whatever the number
             of processes is. Prepared schedulers step once for each optimizer step. None: `num_steps` batches
             of each process.
+        check_replicas: Whether optimizers compare the weights that several ranks have after steps 1, 2, 4, 8
+            and so on, and raise an error if they differ. False for ranks that train apart on purpose.
 
     Raises:
         ConfigurationError: `num_steps` or `global_batch_size` is less than 1, or both are set.
@@ -69,6 +71,7 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = False
     skip_nonfinite_updates: bool = False
     global_batch_size: int | None = None
+    check_replicas: bool = True
 
     def __post_init__(self) -> None:
         if self.num_steps is not None:

@@ -20,7 +20,7 @@ from accelerate.base import ConfigurationError, DistributedType, PreparationErro
 from accelerate.checkpointing import Payload
 from accelerate.data_loader import data_groups
 from accelerate.logging import get_logger
-from accelerate.ops import is_dtensor
+from accelerate.ops import current_transport, is_dtensor
 from accelerate.optimizer import AcceleratedOptimizer, steps_in_backward
 from accelerate.planning import Layout
 from accelerate.precision import RECIPES, Precision, PrecisionRequest, resolve_precision
@@ -360,7 +360,10 @@ class Strategy:
             and self.axes.pipeline is not None
         ):
             torch_private.unscale_shards(scaler)
-        return AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
+        prepared = AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
+        if self.replicas > 1:
+            prepared.mean_loss = self.mean_loss
+        return prepared
 
     def wrap_scheduler(
         self, scheduler: Any, step_with_optimizer: StepPolicy, split_batches: bool
@@ -455,6 +458,17 @@ class Strategy:
         if self.context.gradients.sync_gradients:
             for adopted in self.sharded.values():
                 adopted.average_gradients()
+
+    def mean_loss(self, loss: Any) -> Any:
+        """Returns the mean over all ranks of the loss of a closure, and other values unchanged.
+
+        Called on all ranks.
+        """
+        if isinstance(loss, Tensor) and not is_dtensor(loss):
+            return current_transport().reduce(loss.detach(), "mean")
+        if isinstance(loss, (int, float)):
+            return float(current_transport().reduce(torch.tensor(loss, dtype=torch.float64), "mean"))
+        return loss
 
     def forward_backward(
         self,

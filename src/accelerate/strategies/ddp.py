@@ -12,18 +12,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn.parallel import DistributedDataParallel
 
 from accelerate import torch_private
-from accelerate.base import listed, wrong_value
+from accelerate.base import DDPCommunicationHookType, listed, wrong_value
 from accelerate.logging import get_logger
 from accelerate.ops import is_dtensor
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import Layout
 from accelerate.plugins import DistributedDataParallelKwargs
 from accelerate.state import services
@@ -35,13 +37,14 @@ from accelerate.strategies.base import (
     require_plugin,
 )
 from accelerate.strategies.bundle import Kind, kind_of
+from accelerate.strategies.explained_ddp import DistributedDataParallel as ExplainedReplica
 from accelerate.strategies.fsdp import (
     ParameterRemapper,
     gradient_sync,
     named_parameters,
     send_from_main,
 )
-from accelerate.strategies.replica import DistributedDataParallel as ExplainedReplica
+from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, StrategyState, WholeWeights
 
@@ -130,6 +133,119 @@ def sync_in_backward(model: nn.Module) -> AbstractContextManager[Any]:
     return gradient_sync(model) if replica is None else _synced_backward(replica)
 
 
+_REDUCED = 1
+"""Value of `require_forward_param_sync` after a backward pass in which the reducer has averaged gradients.
+
+It counts as True. The next forward for a synchronized backward pass sets it to `True`, which prepares the
+reducer for one pass, and other forwards set it to False.
+"""
+_BUCKET_BYTES = 25 << 20  # of gradients that are averaged late in one call, as in torch's buckets
+_requires_grad = attrgetter("requires_grad")
+_NOT_MANAGED = (
+    "They were frozen or did not exist when the model was prepared, so DistributedDataParallel does not "
+    "average their gradients. Call accelerator.backward(loss), which averages those that were unfrozen, or "
+    "prepare the model when all of them exist."
+)
+_IN_NO_SYNC = (
+    "The last forward ran without gradients or inside of no_sync(), so the backward pass did not average "
+    "gradients. Call the prepared model outside of no_sync() for the last micro-batch before a step."
+)
+_NO_FORWARD = (
+    "No forward has called the model that prepare() returned, so the backward pass did not average "
+    "gradients. Call that model instead of the module inside, or call accelerator.backward(loss) instead of "
+    "loss.backward()."
+)
+
+
+class LateReduction:
+    """Average of gradients that the reducer of a replica does not average, after a backward pass.
+
+    Those are all gradients of a backward pass that the reducer is not prepared for, because its forward has
+    not called the replica, or because it is the second pass after one forward. And they are the gradients of
+    parameters that were frozen when the model was wrapped. Gradients that are equal on all ranks stay equal
+    to their average, so gradients may be sums of both kinds.
+
+    Args:
+        replica: A new replica.
+    """
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        ignored = replica.parameters_to_ignore
+        own = [p for name, p in replica.module.named_parameters() if name not in ignored]
+        self.replica = replica
+        self._frozen = [parameter for parameter in own if not parameter.requires_grad]
+        self._managed = [parameter for parameter in own if parameter.requires_grad]
+        vars(replica)["require_forward_param_sync"] = _REDUCED
+
+    def manages(self, parameter: Tensor) -> bool:
+        """Returns whether the reducer averages the gradient of a parameter."""
+        return any(parameter is each for each in self._managed)
+
+    def begin(self) -> list[tuple[nn.Parameter, Tensor | None, int]]:
+        """Returns a few parameters with their gradients before a backward pass."""
+        unfrozen = list(filter(_requires_grad, self._frozen))
+        ends = (several[index] for several in (self._managed, unfrozen) if several for index in (0, -1))
+        return [(p, p.grad, *torch_private.in_place_versions([p.grad])) for p in ends]
+
+    def complete(self, before: Sequence[tuple[nn.Parameter, Tensor | None, int]]) -> None:
+        """Averages gradients that the backward pass has changed and the reducer has not averaged.
+
+        Called on all ranks.
+        """
+        is_unchanged = all(
+            p.grad is gradient and torch_private.in_place_versions([gradient]) == [version]
+            for p, gradient, version in before
+        )
+        mode: Any = self.replica.require_forward_param_sync
+        if is_unchanged or mode is False or torch_private.is_joining(self.replica):
+            return
+        late = list(filter(_requires_grad, self._frozen))
+        if mode is not True:
+            late += filter(_requires_grad, self._managed)
+        vars(self.replica)["require_forward_param_sync"] = _REDUCED
+        if late:
+            from accelerate.strategies.sharded_models import Replicas, sparse_weights
+
+            sparse = sparse_weights(self.replica.module)
+            Replicas(late, sparse, None, has_batches=True, bucket_bytes=_BUCKET_BYTES).average()
+
+
+class DataParallelCheck(ReplicaCheck):
+    """Comparison of the parameters of replicas, which torch's wrapper makes equal."""
+
+    strategy: DataParallel
+
+    def is_joining(self) -> bool:
+        return self.strategy.is_joining()
+
+    def trains_apart(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Returns whether a model is inside of `no_sync` when its optimizer steps, as in `LocalSGD`."""
+        stepped = set(map(id, optimizer.parameters()))
+        apart = (r.replica for r in self.strategy.reductions if not r.replica.require_backward_grad_sync)
+        return any(id(parameter) in stepped for replica in apart for parameter in replica.module.parameters())
+
+    def excluded(self) -> set[int]:
+        handler = self.strategy.context.request.ddp
+        has_hook = handler is not None and handler.comm_hook != DDPCommunicationHookType.NO
+        return {
+            id(parameter)
+            for replica in (reduction.replica for reduction in self.strategy.reductions)
+            for name, parameter in replica.module.named_parameters()
+            if name in replica.parameters_to_ignore or (not has_hook and torch_private.comm_hooks(replica))
+        }
+
+    def cause(self, parameter: Tensor) -> str | None:
+        for reduction in self.strategy.reductions:
+            if not any(parameter is each for each in reduction.replica.module.parameters()):
+                continue
+            if not reduction.manages(parameter):
+                return _NOT_MANAGED
+            if reduction.replica.require_forward_param_sync is False:
+                return _IN_NO_SYNC
+            return None if reduction.replica.require_forward_param_sync is True else _NO_FORWARD
+        return None
+
+
 class KeptShardsState(StrategyState):
     """State of whole models, or of models that the user has sharded before they are prepared."""
 
@@ -194,6 +310,7 @@ class DataParallel(Strategy):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.replicas = context.topology.size
+        self.reductions: list[LateReduction] = []
 
     def check_model(self, model: nn.Module) -> None:
         refuse_split_model(model, "which DistributedDataParallel cannot replicate")
@@ -242,7 +359,34 @@ class DataParallel(Strategy):
         devices = {} if index is None else {"device_ids": [index], "output_device": index}
         replica = ExplainedReplica(model, **devices, **handler.to_kwargs())
         handler.register_comm_hook(replica)
+        self.reductions.append(LateReduction(replica))
         return self.compile(replica)
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
+        wrapped = super().wrap_optimizer(optimizer, to_device=to_device)
+        watch_replicas(wrapped, DataParallelCheck(self, ALL_RANKS))
+        return wrapped
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Computes the gradients of a loss, and averages those that the reducers have not averaged."""
+        if not self.context.gradients.sync_gradients:
+            super().backward(loss, **kwargs)
+            return
+        before = [reduction.begin() for reduction in self.reductions]
+        super().backward(loss, **kwargs)
+        for reduction, gradients in zip(self.reductions, before, strict=True):
+            reduction.complete(gradients)
+
+    def is_joining(self) -> bool:
+        """Returns whether ranks may have different numbers of batches now."""
+        return any(torch_private.is_joining(each.replica) for each in self.reductions)
+
+    def mean_loss(self, loss: Any) -> Any:
+        return loss if self.is_joining() else super().mean_loss(loss)
+
+    def release(self) -> None:
+        super().release()
+        self.reductions.clear()
 
     def memory_layout(self) -> Layout:
         mesh, experts = self.context.request.parallelism, self.axes.expert.size

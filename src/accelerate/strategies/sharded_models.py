@@ -60,6 +60,7 @@ class Replicas:
         has_batches: Whether these ranks have different batches or parts of sequences. Otherwise their
             gradients are equal.
         averages: Whether gradients are averaged. Otherwise they are added, such as those of stages.
+        bucket_bytes: Bytes of gradients that are sent in one call.
     """
 
     parameters: list[nn.Parameter]
@@ -67,6 +68,7 @@ class Replicas:
     group: Any
     has_batches: bool
     averages: bool = True
+    bucket_bytes: float = float("inf")
 
     @torch.no_grad()
     def average(self) -> None:
@@ -79,7 +81,7 @@ class Replicas:
             if parameter in self.sparse:
                 self._average_sparse(parameter)
         divisor = dist.get_world_size(self.group) if self.averages else 1
-        sum_gradients(dense, self._all_reduce, divisor)
+        sum_gradients(dense, self._all_reduce, divisor, self.bucket_bytes)
 
     def _all_reduce(self, flat: Tensor) -> bool:
         dist.all_reduce(flat, group=self.group)
@@ -201,7 +203,7 @@ class ShardedModel:
         self.loader_mesh = DeviceMesh(
             device_type, torch.tensor(batches), mesh_dim_names=("dp_replicate", "tp")
         )
-        self.replicas = list(_find_replicas(parameters, layouts, parts, _sparse_weights(model)))
+        self.replicas = list(_find_replicas(parameters, layouts, parts, sparse_weights(model)))
         self._num_batches = {
             # The gradients of experts are sums over the batches of the ranks that exchange tokens.
             parameter: prod(_count_parts(ranks, batches) for ranks in _expert_groups(parameter))
@@ -280,7 +282,7 @@ def _by_mesh(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
     return found
 
 
-def _sparse_weights(model: nn.Module) -> set[nn.Parameter]:
+def sparse_weights(model: nn.Module) -> set[nn.Parameter]:
     """Returns the weights of embeddings with sparse gradients."""
     sparse = (module for module in model.modules() if getattr(module, "sparse", False))
     return {parameter for module in sparse for parameter in module.parameters(recurse=False)}

@@ -41,6 +41,7 @@ from accelerate.torch_private.modules import (
     has_gradient_hooks as has_gradient_hooks,
     has_load_hooks as has_load_hooks,
     is_compiled_in_place as is_compiled_in_place,
+    is_joining as is_joining,
     is_optimized_module as is_optimized_module,
     non_persistent_buffers as non_persistent_buffers,
     placeholder_weights as placeholder_weights,

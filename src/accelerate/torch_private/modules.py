@@ -45,6 +45,13 @@ recomputed_module: Callable[[Any], nn.Module] = attrgetter("_checkpoint_wrapped_
 comm_hooks: Callable[[Any], Sequence[Any]] = attrgetter("_comm_hooks")
 """Communication hooks of a DistributedDataParallel module, which torch registers but does not list."""
 
+
+def is_joining(replica: Any) -> bool:
+    """Returns whether a replica is inside of torch's Join, which has no public attribute for it."""
+    config = getattr(replica, "_join_config", None)
+    return config is not None and bool(config.enable)
+
+
 ddp_statistics: Callable[[Any], Any] = methodcaller("_get_ddp_logging_data")
 """Log of the reducer of DistributedDataParallel, which is the only source of the order of gradients."""
 

@@ -24,6 +24,7 @@ from accelerate import torch_private
 from accelerate.base import DistributedType
 from accelerate.checkpointing import refuse_unnamed_state
 from accelerate.ops import to_full_tensor
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import Layout
 from accelerate.state import AcceleratorState
 from accelerate.strategies.axes import TensorAxis, shard_layers
@@ -51,6 +52,7 @@ from accelerate.strategies.fsdp.parameters import (
 )
 from accelerate.strategies.fsdp.sharding import choose_units, split_by_dtype
 from accelerate.strategies.matrix_states import gather_owned_states, local_states, owned_states
+from accelerate.strategies.replicas import ALL_RANKS, ReplicaCheck, watch_replicas
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, GatheredOptimizer, StrategyState, WholeWeights
 
@@ -226,12 +228,20 @@ class DistributedTensors(Sharded):
     """Base class of strategies whose parameters are DTensors."""
 
     state_class = DistributedTensorState
+    averages_whole: bool = False  # whether gradients of parameters that are not sharded have to be averaged
+
+    def wrap_optimizer(self, optimizer: torch.optim.Optimizer, *, to_device: bool) -> AcceleratedOptimizer:
+        wrapped = super().wrap_optimizer(optimizer, to_device=to_device)
+        is_averaged = self.averages_whole and self.loader_mesh is None
+        watch_replicas(wrapped, ReplicaCheck(self, ALL_RANKS if is_averaged else None))
+        return wrapped
 
 
 class Fsdp2(DistributedTensors):
     """Sharding with FSDP 2."""
 
     gathers_shards = True
+    averages_whole = True
 
     def keeps_sharding(self, model: nn.Module) -> bool:
         return isinstance(torch_private.uncompiled(model), FSDPModule)
@@ -242,7 +252,10 @@ class Fsdp2(DistributedTensors):
         if pipeline is None or not self.is_in_stages(model):
             self._check_unsharded(model)
             shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
-            return self.follow(model, shard, named_parameters)
+            sharded = self.follow(model, shard, named_parameters)
+            if any(p.requires_grad and not isinstance(p, DTensor) for p in sharded.parameters()):
+                self.adopt(sharded).send_unsharded()  # FSDP does not average what it ignores
+            return sharded
         for stage in pipeline.stages_to_shard(model):
             shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, stage)
             self.follow(stage, shard, named_parameters)
