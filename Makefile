@@ -5,7 +5,8 @@ PYTHON ?= python3
 # How many mutants of each module `make mutate` runs; 0 stands for all.
 SAMPLE ?= 10
 WORKERS ?= 2
-# The trials of `make fuzz`: the first seed and the end of the range.
+# The trials of `make fuzz`: what they compare, the first seed and the end of the range.
+KIND ?= resume
 SEEDS ?= 0:2000
 # How many failures `make chaos` makes, and what continues the run: replicas, restart or torchft.
 FAILURES ?= 100
@@ -66,8 +67,8 @@ mutate: $(VENV)/.test-installed $(VENV)/.mutation-installed ## measure which sma
 chaos: $(VENV)/.test-installed ## train with replica groups that fail at random moments (FAILURES=100; AGAINST=restart or torchft: the same otherwise)
 	$(ONE_THREAD) $(BIN)/python tests/chaos/run.py --failures $(FAILURES) --against $(AGAINST)
 
-fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones (SEEDS=0:2000)
-	$(ONE_THREAD) $(BIN)/python tests/fuzz/run.py --seeds $(SEEDS) --workers $(WORKERS)
+fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones (KIND=resume SEEDS=0:2000)
+	$(ONE_THREAD) $(BIN)/python tests/fuzz/run.py --kind $(KIND) --seeds $(SEEDS) --workers $(WORKERS)
 
 check: $(VENV)/.check-installed ## lint, formatting and types, also as on macOS and Windows
 	$(BIN)/ruff check

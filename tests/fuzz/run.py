@@ -1,7 +1,8 @@
-"""Fuzz resumes: interrupted and resumed runs of random schedules equal those without a break.
+"""Run random trials of one kind, each drawn from a seed.
 
 `python tests/fuzz/run.py --seeds 0:2000` runs the trials of seeds 0 to 1999 in processes that are forked once
-for each block of trials; `--seed 7` repeats one trial. A difference is printed with its schedule.
+for each block of trials; `--seed 7` repeats one trial. A difference is printed with its schedule. `--kind`
+chooses what is compared: with "resume", interrupted and resumed runs equal those without a break.
 """
 
 from __future__ import annotations
@@ -12,32 +13,34 @@ import pickle
 import sys
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import trial
-from trial import Event, Result
+import resume
 
 sys.path.append(str(Path(__file__).parents[1]))
 from distributed import conftest as ranks
 
 BLOCK = 50  # trials whose processes are started together
 SECONDS = 8.0  # for each trial, on average, and as much again for each request
-Job = tuple[int, str, Event | None]
-Ask = Callable[[list[Job], int], "dict[int, list[Result] | str]"]
-"""Runs jobs on a number of ranks; returns the results of the ranks, or what went wrong."""
+KINDS = {"resume": resume}
+"""Modules with `describe(seed)`, which returns the schedule of a trial as text, and `run(seeds, ask)`, which
+runs trials and returns the difference that each has found by its seed, or an empty string."""
+Job = tuple[Any, ...]  # picklable; the seed is its first item
+Ask = Callable[[Callable[[list[Any], str], None], list[Any], int], "dict[int, Any]"]
+"""Calls a function with jobs and a folder on a number of ranks, where it writes the result of one job after
+another to `results_RANK`. Returns for each seed the list of the results of the ranks, or what went wrong."""
 
 
 def asks_with(server: ranks.RankServer, root: Path) -> Ask:
-    def ask(jobs: list[Job], world: int) -> dict[int, list[Result] | str]:
-        found: dict[int, list[Result] | str] = {}
+    def ask(run_jobs: Callable[[list[Job], str], None], jobs: list[Job], world: int) -> dict[int, Any]:
+        found: dict[int, list[Any] | str] = {}
         while jobs:
             with tempfile.TemporaryDirectory(dir=root) as name, ranks.hold_port() as port:
                 folder = Path(name)
-                call = ranks.describe_call(trial.run_jobs, (jobs, str(root)))
+                call = ranks.describe_call(run_jobs, (jobs, str(root)))
                 (folder / "call").write_bytes(pickle.dumps(call))
                 request = {
                     "folder": name,
@@ -45,7 +48,7 @@ def asks_with(server: ranks.RankServer, root: Path) -> Ask:
                     "timeout": SECONDS * (4 + len(jobs)),
                 }
                 reply = server.ask(request)
-                records = [read_results(folder / trial.results_file(rank)) for rank in range(world)]
+                records = [read_results(folder / f"results_{rank}") for rank in range(world)]
                 complaint = ranks.describe_failure(folder, "the trial", SECONDS, reply)
             done = list(zip(*records, strict=not complaint))[: len(jobs) - bool(complaint)]
             found |= {job[0]: list(results) for job, results in zip(jobs, done, strict=False)}
@@ -57,7 +60,7 @@ def asks_with(server: ranks.RankServer, root: Path) -> Ask:
     return ask
 
 
-def read_results(path: Path) -> list[Result]:
+def read_results(path: Path) -> list[Any]:
     """The results that a rank has written, one after another."""
     results = []
     with path.open("rb") if path.exists() else io.BytesIO() as file:
@@ -68,53 +71,7 @@ def read_results(path: Path) -> list[Result]:
                 return results
 
 
-def run_block(seeds: list[int], ask: Ask) -> dict[int, str]:
-    """Run trials, and return what each of them has found; empty text where nothing differs."""
-    groups: defaultdict[tuple[int, str], list[Job]] = defaultdict(list)
-    for seed in seeds:
-        schedule = trial.draw(seed)
-        phase = "before" if schedule.way in ("process", "resize") else "both"
-        groups[schedule.world, phase].append((seed, phase, None))
-    found: dict[int, str] = {}
-    before: dict[int, list[Result]] = {}
-    for (world, phase), jobs in groups.items():
-        for seed, results in ask(jobs, world).items():
-            if isinstance(results, str):
-                found[seed] = results
-            elif phase == "before":
-                before[seed] = results
-            else:
-                found[seed] = describe_ranks([result.difference for result in results])
-    later: defaultdict[int, list[Job]] = defaultdict(list)
-    for seed, results in before.items():
-        if results[0].difference:
-            found[seed] = results[0].difference
-            continue
-        stop = trial.find_stop(trial.draw(seed), results[0].whole)
-        later[trial.draw(seed).resumed_world].append((seed, "after", stop))
-    for world, jobs in later.items():
-        for seed, outcome in ask(jobs, world).items():
-            stop = next(stop for number, _, stop in jobs if number == seed)
-            assert stop is not None
-            found[seed] = outcome if isinstance(outcome, str) else compare(seed, before[seed], outcome, stop)
-    return found
-
-
-def compare(seed: int, before: list[Result], after: list[Result], stop: Event) -> str:
-    schedule = trial.draw(seed)
-    if after[0].refused or after[0].difference:
-        return after[0].difference
-    if schedule.resized:  # each rank has the samples of all
-        return describe_ranks([trial.compare(before[0], result, schedule, stop) for result in after])
-    pairs = zip(before, after, strict=True)
-    return describe_ranks([trial.compare(one, other, schedule, stop) for one, other in pairs])
-
-
-def describe_ranks(differences: list[str]) -> str:
-    return "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(differences) if text)
-
-
-def run_seeds(seeds: list[int], workers: int) -> Iterator[tuple[int, str]]:
+def run_seeds(kind: Any, seeds: list[int], workers: int) -> Iterator[tuple[int, str]]:
     """Run trials in blocks, several at a time, and yield what each has found."""
     blocks = [seeds[start : start + BLOCK] for start in range(0, len(seeds), BLOCK)]
 
@@ -123,7 +80,7 @@ def run_seeds(seeds: list[int], workers: int) -> Iterator[tuple[int, str]]:
         try:
             with tempfile.TemporaryDirectory() as root:
                 for block in blocks:
-                    yield run_block(block, asks_with(server, Path(root)))
+                    yield kind.run(block, asks_with(server, Path(root)))
         finally:
             server.close()
 
@@ -141,6 +98,7 @@ def run_seeds(seeds: list[int], workers: int) -> Iterator[tuple[int, str]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kind", choices=KINDS, default="resume", help="what the trials compare")
     parser.add_argument("--seeds", default="0:2000", help="first seed and end of the range")
     parser.add_argument("--seed", type=int, help="run one trial, and print its schedule")
     parser.add_argument("--workers", type=int, default=2, help="blocks of trials that run at once")
@@ -148,11 +106,12 @@ def main() -> None:
     seeds = (
         [arguments.seed] if arguments.seed is not None else list(range(*map(int, arguments.seeds.split(":"))))
     )
+    kind = KINDS[arguments.kind]
     begin = time.monotonic()
     different = []
-    for count, (seed, text) in enumerate(run_seeds(seeds, arguments.workers), 1):
+    for count, (seed, text) in enumerate(run_seeds(kind, seeds, arguments.workers), 1):
         if text or arguments.seed is not None:
-            print(f"\nseed {seed}\n{trial.describe(seed)}\n{text or 'no difference'}", flush=True)
+            print(f"\nseed {seed}\n{kind.describe(seed)}\n{text or 'no difference'}", flush=True)
         if text:
             different.append(seed)
         if count % 100 == 0:

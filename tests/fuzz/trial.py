@@ -519,14 +519,10 @@ def run_one(seed: int, phase: str, root: str, stop: Event | None = None) -> Resu
     return Result(compare(result, resumed, schedule, stop))
 
 
-def results_file(rank: int) -> str:
-    return f"results_{rank}"
-
-
 def run_jobs(jobs: list[tuple[int, str, Event | None]], root: str) -> None:
     """Run trials one after another on a rank, and write their results to a file; a failure of one process is
     a difference."""
-    with Path(results_file(PartialState().process_index)).open("wb") as file:
+    with Path(f"results_{PartialState().process_index}").open("wb") as file:
         for seed, phase, stop in jobs:
             try:
                 result = run_one(seed, phase, root, stop)
