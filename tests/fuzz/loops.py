@@ -15,6 +15,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -699,14 +700,9 @@ def compare(expected: list[Event], actual: list[Event]) -> str:
     return "" if len(expected) == len(actual) else f"{len(expected)} events became {len(actual)}"
 
 
-def results_file(rank: int) -> str:
-    return f"results_{rank}"
-
-
 def run_jobs(jobs: list[tuple[int, Loop]], root: str) -> None:
     """Run loops one after another on a rank, until one raises an error, and write their results to a file."""
-    rank = PartialState().process_index
-    with Path(results_file(rank)).open("wb") as file:
+    with Path(f"results_{PartialState().process_index}").open("wb") as file:
         for number, loop in jobs:
             result = run_one(loop, str(Path(root) / str(number)))
             pickle.dump(result, file)
@@ -715,8 +711,38 @@ def run_jobs(jobs: list[tuple[int, Loop]], root: str) -> None:
                 return  # the ranks may have stopped at different places
 
 
-def describe(loop: Loop) -> str:
-    """The loop as text, with the settings that are not those of the simplest one."""
+def run(seeds: list[int], ask: Any) -> dict[int, str]:
+    """Run trials, and return what each of them has found; empty text where nothing differs in silence."""
+    groups: defaultdict[int, list[tuple[int, Loop]]] = defaultdict(list)
+    for seed in seeds:
+        groups[draw(seed).world].append((seed, draw(seed)))
+    results = {seed: each for world, jobs in groups.items() for seed, each in ask(run_jobs, jobs, world).items()}
+    return {seed: each if isinstance(each, str) else judge(each) for seed, each in results.items()}
+
+
+outcomes: Counter[str] = Counter()
+"""What the trials of this process have found that is not a difference."""
+
+
+def judge(results: list[Result]) -> str:
+    """Return what is wrong with a trial, or count its outcome."""
+    kinds = {result.outcome for result in results}
+    texts = [f"rank {rank}: {each.outcome}: {each.text}" for rank, each in enumerate(results) if each.text]
+    warned = [text for result in results for text in result.warned]
+    message = results[0].text if kinds == {"refused"} else warned[0] if warned else ""
+    short = re.sub(r"\d+", "N", message)[:120]
+    if kinds == {"equal"} or kinds == {"refused"} or (kinds == {"different"} and warned):
+        outcomes[f"{kinds.pop()} {short}".strip()] += 1
+        return ""
+    return "\n".join(texts)
+
+
+def describe(seed: int) -> str:
+    return describe_loop(draw(seed))
+
+
+def describe_loop(loop: Loop) -> str:
+    """The text of a loop, with the settings that are not those of the simplest one."""
     changed = {f.name: getattr(loop, f.name) for f in fields(loop) if getattr(loop, f.name) != f.default}
     settings = ", ".join(f"{name}={value!r}" for name, value in changed.items())
     return f"  {settings}\n{indent(write(loop), '    ')}"

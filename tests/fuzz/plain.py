@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,9 +74,9 @@ class Optimizer:
     def parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def begin(self, is_first: bool) -> None:
-        """Begin a micro-batch; the loop calls `step` in each one, or only in the last one of a window."""
-        if not is_first and not self.stepped:
+    def end_micro_batch(self) -> None:
+        """Keep the gradients if the loop calls `step` only in the last micro-batch of a window."""
+        if not self.stepped and not self.plain.sync_gradients:
             self.keep()
         self.stepped = False
 
@@ -164,9 +164,8 @@ class Plain:
         own = {id(parameter) for model in models for parameter in model.parameters()}
         return [one for one in self.optimizers if any(id(parameter) in own for parameter in one.parameters())]
 
-    def accumulate(
-        self, *models: nn.Module, num_items: Tensor | None = None
-    ) -> AbstractContextManager[None]:
+    @contextmanager
+    def accumulate(self, *models: nn.Module, num_items: Tensor | None = None) -> Iterator[None]:
         window = self.open.setdefault(frozenset(models), Window())
         is_first = window.position == 0
         if is_first:
@@ -174,8 +173,6 @@ class Plain:
         window.position += 1
         is_last = window.position == window.steps or (self.ends_with_loader and self.driver.ends)
         self.sync_gradients, self.weight = is_last, 1 / window.steps
-        for optimizer in self.optimizers_of(models):
-            optimizer.begin(is_first)
         if num_items is not None:
             window.items += float(num_items)
             self.weight = 1 / window.items if is_last else 1.0
@@ -183,7 +180,9 @@ class Plain:
                 optimizer.scale(self.weight)
         if is_last:
             window.position = 0
-        return nullcontext()
+        yield
+        for optimizer in self.optimizers_of(models):
+            optimizer.end_micro_batch()
 
     def windows(
         self, loader: Loader, *models: nn.Module, num_items: Callable[[Batch], Tensor] | None = None
@@ -203,9 +202,9 @@ class Plain:
         self.weight = 1 / total
         for number, batch in enumerate(batches, 1):
             self.sync_gradients = number == len(batches)
-            for optimizer in self.optimizers:
-                optimizer.begin(number == 1)
             yield batch
+            for optimizer in self.optimizers:
+                optimizer.end_micro_batch()
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
         return nullcontext()
