@@ -220,9 +220,18 @@ RULES: tuple[Rule, ...] = (
     (lambda l: l.accumulation == "constant" and l.family in ("gan", "parts apart"), {"family": "pair"}),
     (lambda l: l.accumulation == "constant" and l.evaluation != "", {"evaluation": "epoch"}),
     (lambda l: l.accumulation == "constant" and l.scheduler == "plateau", {"scheduler": "step"}),
+    (lambda l: l.accumulation == "constant" and not l.policy, {"policy": True}),
     # One backward pass is for both optimizers.
     (lambda l: l.family in ("parts", "chain"), {"phased": True}),
     (lambda l: l.family in ("one", "retained", "two losses"), {"phased": False}),
+    # The first call would remove the gradients of the second optimizer.
+    (lambda l: l.family == "parts" and (l.zero, l.zero_how) == ("step", "model"), {"zero_how": "optimizer"}),
+    # The gradients of the second loss in the parameters of the first optimizer are not removed before its next
+    # loss. That is plain torch too, but they have no number of items.
+    (
+        lambda l: l.counts_items and l.family in ("parts apart", "gan") and l.zero == "step",
+        {"zero": "end"},
+    ),
     # The second model has windows of its own, if it is not trained in each micro-batch.
     (lambda l: l.family not in ("pair", "gan") or not l.is_accumulated, {"apart": False}),
     (lambda l: not l.apart and (l.accumulation != "none" or l.family not in ("pair", "gan")), {"every": 1}),
@@ -237,6 +246,8 @@ RULES: tuple[Rule, ...] = (
     (lambda l: l.in_windows and l.stop == "continue", {"stop": "leave"}),
     (lambda l: l.stop == "leave" and l.outside, {"clip": ""}),  # torch refuses to clip without gradients
     (lambda l: l.in_windows and l.loaders != "one", {"loaders": "cycled"}),
+    # Both loaders would deliver one batch for each micro-batch, and either may end a window.
+    (lambda l: l.loaders == "nested" and l.stop == "break" and not l.stop_at, {"stop_at": 1}),
     (lambda l: l.loaders == "nested", {"samples": 10, "epochs": 2, "second_samples": 13}),
     (lambda l: l.scheduler == "plateau" and l.schedule == "before", {"schedule": "step"}),  # needs the loss
     # DistributedDataParallel needs equally many batches on all ranks.

@@ -67,9 +67,12 @@ class Optimizer:
         self.kept: dict[Tensor, Tensor] = {}
         self.stepped = False  # in this micro-batch
         self.num_updates = 0
-        self.param_groups = inner.param_groups
         self.add_param_group = inner.add_param_group
         self.zero_grad = inner.zero_grad
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
 
     def parameters(self) -> list[Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
@@ -78,7 +81,6 @@ class Optimizer:
         """Keep the gradients if the loop calls `step` only in the last micro-batch of a window."""
         if not self.stepped and not self.plain.sync_gradients:
             self.keep()
-        self.stepped = False
 
     def keep(self) -> None:
         for parameter in self.parameters():
@@ -98,8 +100,6 @@ class Optimizer:
 
     def scale(self, factor: float) -> None:
         self.kept = {parameter: gradient * factor for parameter, gradient in self.kept.items()}
-        for parameter in self.parameters():
-            parameter.grad = None if parameter.grad is None else parameter.grad * factor
 
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         if isinstance(self.inner, torch.optim.LBFGS):
@@ -180,6 +180,8 @@ class Plain:
                 optimizer.scale(self.weight)
         if is_last:
             window.position = 0
+        for optimizer in self.optimizers_of(models):
+            optimizer.stepped = False
         yield
         for optimizer in self.optimizers_of(models):
             optimizer.end_micro_batch()
@@ -202,6 +204,8 @@ class Plain:
         self.weight = 1 / total
         for number, batch in enumerate(batches, 1):
             self.sync_gradients = number == len(batches)
+            for optimizer in self.optimizers:
+                optimizer.stepped = False
             yield batch
             for optimizer in self.optimizers:
                 optimizer.end_micro_batch()
