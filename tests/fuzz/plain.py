@@ -1,10 +1,11 @@
 """What a training loop means: plain torch on one process, with the joined batches of all ranks.
 
-The programs of `loops.py` run with these objects in place of those of the package. They are written as simply as
-possible and use nothing of the package.
+Programs run with these objects in place of those of the package. They are written as simply as possible and
+use nothing of the package.
 
-A window is the micro-batches of one optimizer step. A `step()` that is not the last one of its window keeps the
-gradients that torch has at that call, and the last one adds those that were kept.
+A window is the micro-batches of one optimizer step. A `step()` that is not the last one of its window keeps
+the gradients that torch has at that call, and the last one adds those that were kept. If the loop calls
+`step()` only in the last micro-batch, the gradients of the others are kept at their end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def join_batches(
 
 
 def join(samples: Batch, parts: list[list[int]]) -> Batch:
-    """The joined batch, in which the last tensor is the share of each sample in the mean of means of the ranks."""
+    """The joined batch, whose last tensor is the share of each sample in the mean of the means of ranks."""
     indices = [index for part in parts for index in part]
     share = [1 / len(part) for part in parts for _ in part]
     joined = [tensor[indices] for tensor in samples[:-1]]

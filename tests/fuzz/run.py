@@ -2,8 +2,8 @@
 
 `python tests/fuzz/run.py --seeds 0:2000` runs the trials of seeds 0 to 1999 in processes that are forked once
 for each block of trials; `--seed 7` repeats one trial. A difference is printed with its schedule. `--kind`
-chooses what is compared: with "resume", interrupted and resumed runs equal those without a break; with "loops",
-training loops equal plain torch on one process.
+chooses what is compared. "resume": interrupted and resumed runs equal those without a break. "loops":
+training loops on several ranks equal plain torch on one process.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BLOCK = 50  # trials whose processes are started together
 SECONDS = 8.0  # for each trial, on average, and as much again for each request
 KINDS: dict[str, Any] = {"resume": resume, "loops": loops}
 """Modules with `describe(seed)`, which returns the schedule of a trial as text, and `run(seeds, ask)`, which
-runs trials and returns the difference that each has found by its seed, or an empty string. `outcomes`, where there
-is one, counts what is not a difference."""
+runs trials and returns the difference that each has found by its seed, or an empty string. A module may have
+`outcomes`, a counter of what trials have found that is not a difference."""
 Job = tuple[Any, ...]  # picklable; the seed is its first item
 Ask = Callable[[Callable[[list[Any], str], None], list[Any], int], "dict[int, Any]"]
 """Calls a function with jobs and a folder on a number of ranks, where it writes the result of one job after

@@ -53,7 +53,7 @@ def gradient_norm(
     device: torch.device,
     find_groups: Callable[[Tensor], Groups] = groups_of,
 ) -> Tensor:
-    """Returns the global p-norm of all gradients, as a 0-d float32 tensor.
+    """Returns the global p-norm of all gradients, as a 0-d tensor: float64 if a parameter is, and else float32.
 
     Called on all ranks with the same parameters in the same order. Gradients may be None. The number of
     collectives is the number of different sets of process groups.
@@ -75,12 +75,13 @@ def gradient_norm(
         names = tuple(group.group_name for group in groups)
         by_groups.setdefault(names, (groups, []))[1].append(parameter)
     is_max = norm_type == float("inf")
-    powers = [torch.zeros((), device=device)]
+    dtype = torch.float64 if any(each.dtype == torch.float64 for each in parameters) else torch.float32
+    powers = [torch.zeros((), dtype=dtype, device=device)]
     for groups, members in by_groups.values():
         shards = [shard for shard in local_gradients(members) if shard.numel()]
-        power = torch.zeros((), device=device)
+        power = torch.zeros((), dtype=dtype, device=device)
         if shards:
-            norm = torch.nn.utils.get_total_norm(shards, norm_type).to(device=device, dtype=torch.float32)
+            norm = torch.nn.utils.get_total_norm(shards, norm_type).to(device=device, dtype=dtype)
             power = norm if is_max else norm**norm_type
         for group in groups:
             dist.all_reduce(power, op=dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM, group=group)
