@@ -2,7 +2,8 @@
 
 `python tests/fuzz/run.py --seeds 0:2000` runs the trials of seeds 0 to 1999 in processes that are forked once
 for each block of trials; `--seed 7` repeats one trial. A difference is printed with its schedule. `--kind`
-chooses what is compared: with "resume", interrupted and resumed runs equal those without a break.
+chooses what is compared. "resume": interrupted and resumed runs equal those without a break. "loops":
+training loops on several ranks equal plain torch on one process.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import pickle
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import loops
 import resume
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -25,9 +28,10 @@ from distributed import conftest as ranks
 
 BLOCK = 50  # trials whose processes are started together
 SECONDS = 8.0  # for each trial, on average, and as much again for each request
-KINDS = {"resume": resume}
+KINDS: dict[str, Any] = {"resume": resume, "loops": loops}
 """Modules with `describe(seed)`, which returns the schedule of a trial as text, and `run(seeds, ask)`, which
-runs trials and returns the difference that each has found by its seed, or an empty string."""
+runs trials and returns the difference that each has found by its seed, or an empty string. A module may have
+`outcomes`, a counter of what trials have found that is not a difference."""
 Job = tuple[Any, ...]  # picklable; the seed is its first item
 Ask = Callable[[Callable[[list[Any], str], None], list[Any], int], "dict[int, Any]"]
 """Calls a function with jobs and a folder on a number of ranks, where it writes the result of one job after
@@ -54,7 +58,7 @@ def asks_with(server: ranks.RankServer, root: Path) -> Ask:
             found |= {job[0]: list(results) for job, results in zip(jobs, done, strict=False)}
             if complaint:
                 found[jobs[len(done)][0]] = complaint
-            jobs = jobs[len(done) + 1 :]
+            jobs = jobs[len(done) + bool(complaint) :]
         return found
 
     return ask
@@ -116,6 +120,8 @@ def main() -> None:
             different.append(seed)
         if count % 100 == 0:
             print(f"{count} trials, {len(different)} differ, {time.monotonic() - begin:.0f} s", flush=True)
+    for outcome, number in getattr(kind, "outcomes", Counter()).most_common():
+        print(f"{number} {outcome}")
     print(
         f"{len(seeds)} trials in {time.monotonic() - begin:.0f} s; "
         f"{len(different)} differ: {sorted(different)}"
