@@ -81,7 +81,8 @@ class PartialState(RunState):
         cpu: Whether to use the CPU even if there is an accelerator. The default is False, or the value of
             `ACCELERATE_USE_CPU`.
         **kwargs: Arguments of `torch.distributed.init_process_group` (`backend`, `timeout`, ...). None is the
-            same as no argument. `_use_sagemaker_dp` sets whether this is a data-parallel SageMaker job.
+            same as no argument. `timeout` also sets the timeout of a process group that is open already.
+            `_use_sagemaker_dp` sets whether this is a data-parallel SageMaker job.
 
     Attributes:
         distributed_type: Label of the strategy. An assignment changes nothing else.
@@ -109,6 +110,7 @@ class PartialState(RunState):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__()
         if self.initialized:
+            process_group.set_timeout(kwargs.get("timeout"))
             return
         sagemaker = kwargs.pop("_use_sagemaker_dp", None)
         process_group.check_arguments(kwargs)
@@ -253,6 +255,7 @@ def _join_group(
     topology: Topology, backend: DeviceBackend, device: torch.device, kwargs: dict[str, Any]
 ) -> str | None:
     if process_group.is_open():
+        process_group.set_timeout(kwargs.get("timeout"))
         services.own_group()
         return str(dist.get_backend())
     if topology.size == 1 or backend.own_runtime:
