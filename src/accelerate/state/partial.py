@@ -146,6 +146,18 @@ class PartialState(RunState):
         """Device type that is the default on this node, without an index."""
         return hardware_table.detect().device()
 
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool | None = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """Returns the backend of the process group and the label that a state with these arguments has."""
+        environ = _with_sagemaker(current(), sagemaker_dp or None)
+        hardware, _ = _choose_hardware(cpu, environ)
+        topology = environments.detect(environ)
+        label = _distributed_type_of(hardware, topology)
+        if backend is None and topology.size > 1 and not hardware.own_runtime:
+            backend = _backend_of(topology) or hardware.comm or "gloo"
+        return backend, label
+
     def set_device(self) -> None:
         """Makes the device of this process the current device of its type."""
         if self.device.index is not None:
@@ -260,10 +272,15 @@ def _join_group(
         return str(dist.get_backend())
     if topology.size == 1 or backend.own_runtime:
         return None
-    comm = kwargs.pop("backend", None) or ("smddp" if topology.started_by == "sagemaker" else None)
+    comm = kwargs.pop("backend", None) or _backend_of(topology)
     if backend.binds_group and not comm:
         kwargs.setdefault("device_id", device)
     return process_group.open_group(topology, backend, comm, **kwargs)
+
+
+def _backend_of(topology: Topology) -> str | None:
+    """Returns the backend that a launcher requires, or None for that of the hardware."""
+    return "smddp" if topology.started_by == "sagemaker" else None
 
 
 def _distributed_type_of(backend: DeviceBackend, topology: Topology) -> DistributedType:

@@ -300,8 +300,8 @@ def set_timeout(timeout: timedelta | None) -> None:
             set_group_timeout(timeout)
     if set_group_timeout is None or caught:
         warnings.warn(
-            f"timeout={timeout} is not used: the process group is open, and torch cannot change the timeout of "
-            f"the backend {dist.get_backend()}. Pass the timeout to the call that opens the group.",
+            f"timeout={timeout} is not used: the process group is open, and torch cannot change the timeout "
+            f"of the backend {dist.get_backend()}. Pass the timeout to the call that opens the group.",
             stacklevel=3,
         )
 
