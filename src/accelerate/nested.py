@@ -5,9 +5,10 @@ not changed.
 """
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, partial
 from itertools import chain
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from accelerate.base import as_builtin, wrong_value
 T = TypeVar("T")
 
 _PLAIN = (list, tuple, dict)
+_DEFINED_IN_PYTHON = 1 << 9
+"""Flag of a class that is not one of C, such as `torch.Size`, which has to be built by its constructor."""
 _SCALARS = frozenset((type(None), bool, int, float, str, bytes))
 
 # Codes of dtypes that are sent to other ranks. The numbers are public.
@@ -59,20 +62,75 @@ def is_namedtuple(data: Any) -> bool:
 def honor_type(obj: T, generator: Iterable[Any]) -> T:
     """Converts items to the type of a list, tuple or named tuple.
 
+    Subclasses are built without their constructor, which may take other arguments, and keep their attributes.
+
     Args:
         obj: An object of the target type.
         generator: The items.
     """
     kind: Any = type(obj)
-    rebuilt: T = kind(*generator) if is_namedtuple(obj) else kind(generator)
+    rebuilt: T
+    if kind in _PLAIN or not isinstance(obj, (list, tuple)):
+        rebuilt = kind(generator)
+    elif isinstance(obj, list):
+        rebuilt = copy(obj)  # type: ignore[assignment]  # mypy drops the type of the list
+        rebuilt[:] = generator  # type: ignore[index]
+    else:
+        items = tuple(generator)
+        is_own = kind.__flags__ & _DEFINED_IN_PYTHON
+        if is_namedtuple(obj) and len(items) != len(obj):
+            raise TypeError(f"{kind.__name__} takes {len(obj)} items, but there are {len(items)}.")
+        rebuilt = tuple.__new__(kind, items) if is_own else kind(items)
+        if hasattr(obj, "__dict__"):
+            vars(rebuilt).update(vars(obj))
     return rebuilt
 
 
 def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Converts items to the type of a mapping."""
-    if isinstance(obj, defaultdict):
-        return type(obj)(obj.default_factory, items)
-    return type(obj)(items)  # type: ignore[call-arg]  # all mappings in use accept a dict
+    """Converts items to the type of a mapping that has the same keys.
+
+    A mapping that can be changed is copied without its constructor, which may take other arguments, and keeps
+    its attributes.
+
+    Raises:
+        TypeError: The type of the mapping cannot be built from the items.
+    """
+    kind: Any = type(obj)
+    if kind in (dict, OrderedDict):
+        return kind(items)
+    if is_dataclass(kind) and items.keys() == {field.name for field in fields(kind) if field.init}:
+        return kind(**items)
+    if isinstance(obj, MutableMapping):
+        return _copy_with(obj, items)
+    try:
+        rebuilt = kind(items)
+    except TypeError as error:
+        rebuilt, reason = {}, f": {error}"
+    else:
+        reason = ""
+    if rebuilt.keys() != items.keys():
+        raise TypeError(
+            f"A {kind.__name__} cannot be built from a dictionary{reason}. Let its constructor take one, "
+            "derive it from dict, or convert it to a dict."
+        )
+    return rebuilt
+
+
+def _copy_with(obj: MutableMapping[Any, Any], items: dict[Any, Any]) -> Any:
+    """Returns a copy of a mapping with other values, also in attributes that repeat them."""
+    if isinstance(obj, defaultdict):  # its copy calls the constructor
+        rebuilt: Any = defaultdict.__new__(type(obj))
+        rebuilt.default_factory = obj.default_factory
+        getattr(rebuilt, "__dict__", {}).update(getattr(obj, "__dict__", {}))
+    else:
+        rebuilt = copy(obj)
+    for key, value in items.items():
+        rebuilt[key] = value
+    attributes = getattr(rebuilt, "__dict__", {})
+    for name, value in attributes.items():
+        if name in items and value is obj[name]:
+            attributes[name] = items[name]
+    return rebuilt
 
 
 def recursively_apply(

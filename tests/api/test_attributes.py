@@ -8,9 +8,12 @@ import torch
 from torch.utils.data import DataLoader
 
 import accelerate.accelerator
+import accelerate.hooks
+import accelerate.utils.modeling
 from accelerate import Accelerator, PartialState
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import AORecipeKwargs, check_tied_parameters_on_same_device
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -248,6 +251,55 @@ def test_settings_assigned_after_construction_count_at_the_next_prepare(monkeypa
 def test_signatures_have_the_parameters_that_clients_inspect():
     assert "use_gather_object" in inspect.signature(Accelerator(cpu=True).gather_for_metrics).parameters
     assert "model" in inspect.signature(Accelerator.no_sync).parameters
+
+
+def test_fp8_attributes_are_those_of_the_precision_in_use():
+    def read(accelerator):
+        handlers = ("fp8", "ao", "te", "msamp")
+        recipes = [getattr(accelerator, f"{name}_recipe_handler") for name in handlers]
+        return [accelerator.fp8_enabled, accelerator.has_fp8_handler, *recipes]
+
+    accelerator = Accelerator(cpu=True)
+    assert read(accelerator) == [False, False, None, None, None, None]
+    assert accelerator.delayed_fp8_autocast is False
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+    recipe = accelerator.ao_recipe_handler
+    assert read(accelerator) == [True, False, recipe, recipe, None, None]
+    AcceleratorState._reset_state(reset_partial_state=True)
+    recipe = AORecipeKwargs()
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8", kwargs_handlers=[recipe])
+    assert read(accelerator) == [True, True, recipe, recipe, None, None]
+    assert accelerator.fp8_recipe_handler is recipe
+
+
+def test_module_attributes_are_the_objects_in_use(caplog):
+    assert accelerate.accelerator.torch is torch
+    unset = accelerate.accelerator._split_batches
+    assert inspect.signature(Accelerator).parameters["split_batches"].default is unset
+    assert Accelerator(cpu=True, split_batches=unset).split_batches is False
+    assert {"to", "cuda"} <= set(accelerate.hooks._accelerate_added_attributes)
+
+
+def test_clients_filter_warnings_of_device_maps(caplog):
+    logger = accelerate.utils.modeling.logger
+    for filters in ([], [lambda record: "no longer tied" not in record.getMessage()]):
+        caplog.clear()
+        logger.filters[:] = filters
+        check_tied_parameters_on_same_device([["a", "b"]], {"a": 0, "b": 1})
+        logger.filters.clear()
+        assert len(caplog.records) == 1 - len(filters)
+
+
+def test_the_backend_of_a_state_is_found_before_it_is_built():
+    state = PartialState(cpu=True)
+    assert state._prepare_backend(cpu=True) == (None, "NO")
+    assert state._prepare_backend(True, False, "gloo") == ("gloo", "NO")
+
+
+def test_fsdp2_is_not_prepared_in_another_run():
+    with pytest.raises(RuntimeError, match="does not use FSDP 2"):
+        Accelerator(cpu=True)._prepare_fsdp2(torch.nn.Linear(1, 1))
 
 
 def test_scaler_of_a_run_without_fp16():

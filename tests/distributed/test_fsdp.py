@@ -172,11 +172,12 @@ def train_each(version: int, fields: dict[str, Any]) -> dict[str, str]:
     accelerator = Accelerator(fsdp_plugin=plugin_of(version, **fields))
     assert accelerator.distributed_type == DistributedType.FSDP
     assert accelerator.is_fsdp2 is (version == 2)
+    prepare = accelerator._prepare_fsdp2 if version == 2 else accelerator.prepare  # clients call either
     outcome = {}
     for build in MODELS:
         model = build()
         try:
-            model, optimizer = accelerator.prepare(model, make_optimizer(model))
+            model, optimizer = prepare(model, make_optimizer(model))
         except PreparationError as error:
             outcome[build.__name__] = str(error)
             continue

@@ -1,3 +1,5 @@
+import torch as torch
+
 from accelerate.accelerator import (
     average_files as average_files,
     averaging as averaging,
@@ -11,7 +13,7 @@ from accelerate.accelerator import (
     weight_stream as weight_stream,
 )
 from accelerate.accelerator.accumulation import Accumulation as Accumulation
-from accelerate.accelerator.arguments import build_request as build_request
+from accelerate.accelerator.arguments import _UNSET as _split_batches, build_request as build_request
 from accelerate.accelerator.core import Accelerator as Accelerator
 from accelerate.accelerator.weighting import (
     ItemWeighting as ItemWeighting,

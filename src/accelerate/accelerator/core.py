@@ -29,6 +29,7 @@ from accelerate import (
     ops,
     planning,
     plugins,
+    precision,
     strategies,
     tracking,
     weights,
@@ -286,6 +287,22 @@ class Accelerator(ProcessControl):
                 axis.transform_model(obj)
         self._cp_context = axis.split_batch
         return args
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """Returns objects with models sharded by FSDP 2 and optimizers of their shards.
+
+        Other objects are returned unchanged. Clients call it in place of `prepare`.
+        """
+        if not self.is_fsdp2:
+            raise StateError(
+                "This run does not use FSDP 2: pass FullyShardedDataParallelPlugin(fsdp_version=2)."
+            )
+        positions = [i for i, obj in enumerate(args) if isinstance(obj, (nn.Module, torch.optim.Optimizer))]
+        prepared = self.prepare(*(args[position] for position in positions)) if positions else ()
+        results = list(args)
+        for position, obj in zip(positions, prepared if len(positions) > 1 else (prepared,), strict=False):
+            results[position] = obj
+        return tuple(results)
 
     def prepare_model(
         self, model: Model, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -1370,6 +1387,48 @@ class Accelerator(ProcessControl):
     def fp8_backend(self) -> FP8BackendType:
         """Library that runs FP8 layers, or `FP8BackendType.NO`."""
         return self._runtime.strategy.precision.fp8_backend
+
+    @property
+    def fp8_enabled(self) -> bool:
+        """True if layers compute in FP8."""
+        return self.fp8_backend != FP8BackendType.NO
+
+    @property
+    def has_fp8_handler(self) -> bool:
+        """True if `kwargs_handlers` has a recipe of an FP8 library."""
+        handlers = self._runtime.request.handlers
+        return any(isinstance(handler, precision.RECIPES) for handler in handlers)
+
+    @property
+    def fp8_recipe_handler(self) -> Any:
+        """Recipe of the FP8 library that the run uses, which is read when a model is prepared, or None."""
+        return self._runtime.strategy.precision.recipe
+
+    def _recipe_of(self, library: FP8BackendType) -> Any:
+        return self.fp8_recipe_handler if self.fp8_backend == library else None
+
+    @property
+    def ao_recipe_handler(self) -> plugins.AORecipeKwargs | None:
+        """Recipe of torchao, or None if the run does not use it."""
+        return self._recipe_of(FP8BackendType.AO)  # type: ignore[no-any-return]
+
+    @property
+    def te_recipe_handler(self) -> plugins.TERecipeKwargs | None:
+        """Recipe of Transformer Engine, or None if the run does not use it."""
+        return self._recipe_of(FP8BackendType.TE)  # type: ignore[no-any-return]
+
+    @property
+    def msamp_recipe_handler(self) -> plugins.MSAMPRecipeKwargs | None:
+        """Recipe of MS-AMP, or None if the run does not use it."""
+        return self._recipe_of(FP8BackendType.MSAMP)  # type: ignore[no-any-return]
+
+    @property
+    def delayed_fp8_autocast(self) -> bool:
+        """True if the autocast of Transformer Engine surrounds the wrapper of a model.
+
+        It surrounds the forward of the model itself, inside the wrapper, with every strategy.
+        """
+        return False
 
     @property
     def deepspeed_plugin(self) -> Any:

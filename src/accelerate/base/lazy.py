@@ -34,7 +34,7 @@ def attach(
             if source == module:  # a submodule of this package
                 value: Any = _import(f"{module}.{attribute}")
             else:
-                value = getattr(_import(source), attribute)
+                value = getattr(_import(source), attribute) if attribute else _import(source)
         setattr(sys.modules[module], name, value)  # the next lookup does not call this function
         return value
 
@@ -54,11 +54,14 @@ def _import(module: str) -> ModuleType:
 def read_table(module: str) -> Iterator[tuple[str, str, str]]:
     """Yields the source module, the name in it, and the exported name of each import in the stub of a module.
 
-    `from package import *` is replaced by the table of that package, without its submodules.
+    `from package import *` is replaced by the table of that package, without its submodules. `import module`
+    has the module itself, and no name in it.
     """
     loaded = import_module(module)
     stub = "__init__" if hasattr(loaded, "__path__") else module.rpartition(".")[2]
     statements = ast.parse(get_data(module, f"{stub}.pyi") or b"").body
+    for statement in (node for node in statements if isinstance(node, ast.Import)):
+        yield from ((alias.name, "", alias.asname or alias.name) for alias in statement.names)
     for statement in (node for node in statements if isinstance(node, ast.ImportFrom)):
         source = str(statement.module)
         for alias in statement.names:

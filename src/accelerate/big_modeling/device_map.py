@@ -36,7 +36,7 @@ from accelerate.weights import (
     tensor_bytes,
 )
 
-logger = logging.getLogger(__name__)  # also used without a `PartialState`
+logger = logging.getLogger("accelerate.utils.modeling")  # the name by which clients filter it
 
 CPU, DISK = "cpu", "disk"
 METHODS = ("auto", "balanced", "balanced_low_0", "sequential")

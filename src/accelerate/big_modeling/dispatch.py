@@ -18,8 +18,9 @@ from accelerate.big_modeling.budget import Memory
 from accelerate.big_modeling.device_map import CPU, DISK, check_devices, device_key, plan_device_map
 from accelerate.big_modeling.load import fill_model, read_floating
 from accelerate.big_modeling.moves import LoadOptions
-from accelerate.devices import BACKENDS, of_device
+from accelerate.devices import of_device
 from accelerate.hooks import (
+    METHODS_THAT_MOVE,
     AlignDevicesHook,
     CpuOffload,
     UserCpuOffloadHook,
@@ -171,9 +172,6 @@ def keep_on_disk(
 
 logger = logging.getLogger(__name__)  # also used without a `PartialState`
 
-MOVES = ("to", *(backend.name for backend in BACKENDS))
-"""Methods of a module that move it, to which packages of vendors add theirs."""
-
 
 def remove_old_hooks(model: nn.Module) -> None:
     """Removes the hooks of an earlier device map, which would load weights a second time."""
@@ -192,7 +190,7 @@ def move_whole(model: nn.Module, target: Any) -> None:
 
 
 def guard_moves(model: nn.Module) -> None:
-    for name in MOVES:
+    for name in METHODS_THAT_MOVE:
         if hasattr(nn.Module, name):
             plain = getattr(type(model), name)
             guarded = functools.partial(_move_guarded, model, name)

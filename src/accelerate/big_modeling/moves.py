@@ -29,7 +29,7 @@ from accelerate.weights import (
     unpacked_shape,
 )
 
-logger = logging.getLogger(__name__)  # also used without a `PartialState`
+logger = logging.getLogger("accelerate.utils.modeling")  # the name by which clients filter it
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -16,6 +16,8 @@ from accelerate.hooks.align import (
     transfer_to as transfer_to,
 )
 from accelerate.hooks.base import (
+    METHODS_THAT_MOVE as METHODS_THAT_MOVE,
+    METHODS_THAT_MOVE as _accelerate_added_attributes,
     SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING as SUPPORTED_PYTORCH_LAYERS_FOR_UPCASTING,
     LayerwiseCastingHook as LayerwiseCastingHook,
     ModelHook as ModelHook,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from accelerate.base import wrong_value
+from accelerate.devices import BACKENDS
 from accelerate.weights import read_dtype
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -24,6 +25,9 @@ HOOK = "_hf_hook"
 """Attribute of a module with its hook."""
 FORWARD = "_old_forward"
 """Attribute of a module with its original forward."""
+
+METHODS_THAT_MOVE = ["to", *(backend.name for backend in BACKENDS)]
+"""Methods of a module that `dispatch_model` replaces, to which packages of vendors add theirs."""
 
 
 class ModelHook:

@@ -42,6 +42,8 @@ class Precision:
     scaler: GradScaler | None = None
     fp8_backend: FP8BackendType = FP8BackendType.NO
     """Library whose layers compute in FP8."""
+    recipe: Any = None
+    """Recipe of that library."""
 
     def __init__(self, name: str = "no") -> None:
         self.name = name

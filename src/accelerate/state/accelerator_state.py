@@ -25,6 +25,7 @@ from accelerate.base import (
     wrong_value,
 )
 from accelerate.devices import of_device
+from accelerate.state import process_group
 from accelerate.state.partial import PICKLED_ENTRIES, PartialState, RunState
 from accelerate.state.shared import SharedDict
 
@@ -98,6 +99,7 @@ class AcceleratorState(RunState):
         super().__init__()
         if self.initialized:
             self._check_initialized(mixed_precision, cpu)
+            process_group.set_timeout(kwargs.get("timeout"))
             return
         if not _from_accelerator:
             raise ConfigurationError(

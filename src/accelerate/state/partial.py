@@ -81,7 +81,8 @@ class PartialState(RunState):
         cpu: Whether to use the CPU even if there is an accelerator. The default is False, or the value of
             `ACCELERATE_USE_CPU`.
         **kwargs: Arguments of `torch.distributed.init_process_group` (`backend`, `timeout`, ...). None is the
-            same as no argument. `_use_sagemaker_dp` sets whether this is a data-parallel SageMaker job.
+            same as no argument. `timeout` also sets the timeout of a process group that is open already.
+            `_use_sagemaker_dp` sets whether this is a data-parallel SageMaker job.
 
     Attributes:
         distributed_type: Label of the strategy. An assignment changes nothing else.
@@ -109,6 +110,7 @@ class PartialState(RunState):
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         super().__init__()
         if self.initialized:
+            process_group.set_timeout(kwargs.get("timeout"))
             return
         sagemaker = kwargs.pop("_use_sagemaker_dp", None)
         process_group.check_arguments(kwargs)
@@ -143,6 +145,18 @@ class PartialState(RunState):
     def default_device(self) -> torch.device:
         """Device type that is the default on this node, without an index."""
         return hardware_table.detect().device()
+
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool | None = False, backend: str | None = None
+    ) -> tuple[str | None, DistributedType]:
+        """Returns the backend of the process group and the label that a state with these arguments has."""
+        environ = _with_sagemaker(current(), sagemaker_dp or None)
+        hardware, _ = _choose_hardware(cpu, environ)
+        topology = environments.detect(environ)
+        label = _distributed_type_of(hardware, topology)
+        if backend is None and topology.size > 1 and not hardware.own_runtime:
+            backend = _backend_of(topology) or hardware.comm or "gloo"
+        return backend, label
 
     def set_device(self) -> None:
         """Makes the device of this process the current device of its type."""
@@ -253,14 +267,20 @@ def _join_group(
     topology: Topology, backend: DeviceBackend, device: torch.device, kwargs: dict[str, Any]
 ) -> str | None:
     if process_group.is_open():
+        process_group.set_timeout(kwargs.get("timeout"))
         services.own_group()
         return str(dist.get_backend())
     if topology.size == 1 or backend.own_runtime:
         return None
-    comm = kwargs.pop("backend", None) or ("smddp" if topology.started_by == "sagemaker" else None)
+    comm = kwargs.pop("backend", None) or _backend_of(topology)
     if backend.binds_group and not comm:
         kwargs.setdefault("device_id", device)
     return process_group.open_group(topology, backend, comm, **kwargs)
+
+
+def _backend_of(topology: Topology) -> str | None:
+    """Returns the backend that a launcher requires, or None for that of the hardware."""
+    return "smddp" if topology.started_by == "sagemaker" else None
 
 
 def _distributed_type_of(backend: DeviceBackend, topology: Topology) -> DistributedType:

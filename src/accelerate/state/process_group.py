@@ -20,6 +20,7 @@ import socket
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -282,6 +283,27 @@ def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
         if not kwargs.get("store"):
             kwargs["store"] = open_store(topology, kwargs.pop("init_method", None), timeout)
         return exchange_hosts(topology, kwargs["store"], timeout)
+
+
+def set_timeout(timeout: timedelta | None) -> None:
+    """Sets the timeout of the open default group; None keeps it.
+
+    Gives a warning if torch cannot set it.
+    """
+    if timeout is None or not is_open():
+        return
+    check_arguments({"timeout": timeout})
+    set_group_timeout = torch_private.set_group_timeout
+    with warnings.catch_warnings(record=True) as caught:  # torch warns of other backends
+        warnings.simplefilter("always")
+        if set_group_timeout is not None:
+            set_group_timeout(timeout)
+    if set_group_timeout is None or caught:
+        warnings.warn(
+            f"timeout={timeout} is not used: the process group is open, and torch cannot change the timeout "
+            f"of the backend {dist.get_backend()}. Pass the timeout to the call that opens the group.",
+            stacklevel=3,
+        )
 
 
 def _opening_contexts(topology: Topology, kwargs: Mapping[str, Any]) -> ExitStack:

@@ -40,6 +40,11 @@ NAMES: dict[str, PrivateName] = {
         "Closes a process group without waiting for its collectives, as destroy_process_group may do.",
         lambda: dist.destroy_process_group,
     ),
+    "set_group_timeout": PrivateName(
+        "torch.distributed.distributed_c10d:_set_pg_timeout",
+        "Sets the timeout of a process group that is open; there is no public way.",
+        lambda: None,
+    ),
     "may_exchange_data": PrivateName(
         "torch:_has_compatible_shallow_copy_type",
         "Whether the data of a tensor may be replaced by that of another; some device types do not allow it.",

@@ -16,5 +16,6 @@ from accelerate.weights import (
     get_module_leaves as get_module_leaves,
     get_module_size_with_ties as get_module_size_with_ties,
     get_non_persistent_buffers as get_non_persistent_buffers,
+    logger as logger,
     read_dtype as _get_proper_dtype,
 )

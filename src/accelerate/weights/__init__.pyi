@@ -36,6 +36,7 @@ from accelerate.weights.modules import (
     has_forward as has_forward,
     identity_of as identity_of,
     is_inside as is_inside,
+    logger as logger,
     memory_of as memory_of,
     missing_names as missing_names,
     model_has_dtensor as model_has_dtensor,

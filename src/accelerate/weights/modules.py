@@ -318,7 +318,7 @@ def memory_of(tensor: Any) -> Any:
     return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-logger = logging.getLogger(__name__)  # also used without a `PartialState`
+logger = logging.getLogger("accelerate.utils.modeling")  # the name by which clients filter it
 
 
 def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:

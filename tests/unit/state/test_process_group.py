@@ -18,9 +18,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accelerate import Accelerator, InitProcessGroupKwargs, torch_private
 from accelerate.base import ConfigurationError, StateError
 from accelerate.devices import hardware_table
-from accelerate.state import Topology, process_group, services
+from accelerate.state import PartialState, Topology, process_group, services
 
 pytestmark = pytest.mark.usefixtures("states")
 
@@ -39,6 +40,30 @@ def test_a_group_of_one_needs_no_port_and_no_variables() -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="this Python makes its locks anew in a fork")
+def test_a_timeout_is_set_in_an_open_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timeout() -> timedelta:
+        return dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout  # type: ignore[union-attr]
+
+    seconds = timedelta(seconds=1)
+    process_group.open_group(Topology(), hardware_table.CPU, timeout=10 * seconds)
+    PartialState(cpu=True, timeout=20 * seconds)
+    assert timeout() == 20 * seconds
+    PartialState(timeout=30 * seconds)
+    assert timeout() == 30 * seconds
+    for count in (40, 50):  # the second one finds all states
+        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=count * seconds)])
+        assert timeout() == count * seconds
+    Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
+    PartialState()
+    assert timeout() == 50 * seconds
+
+    monkeypatch.setattr(torch_private, "set_group_timeout", None, raising=False)
+    with pytest.warns(UserWarning, match=r"timeout=0:01:00 is not used.*the backend gloo"):
+        PartialState(timeout=60 * seconds)
+    process_group.close_group()
+    PartialState(timeout=70 * seconds)  # there is no group
+
+
 def test_a_fork_waits_for_threads_of_torch() -> None:
     """The thread runs without the interpreter's lock, as one that drops the tensors of a collective."""
     process_group.open_group(Topology(), hardware_table.CPU)
