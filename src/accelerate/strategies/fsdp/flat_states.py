@@ -102,6 +102,7 @@ def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, k
 
     Called on all ranks.
     """
+    checkpointing.refuse_unnamed_state(optimizer, optimizer.optimizer.state_dict())
     with full_state_dicts(root, offload):
         named = FSDP.optim_state_dict(root, optimizer.optimizer)
     numbers = count()
@@ -256,6 +257,7 @@ class FlatOptimizerShards:
 
     def state(self) -> dict[KeyPath, Any]:
         saved = self.optimizer.state_dict()
+        checkpointing.refuse_unnamed_state(self.optimizer, saved)
         numbers = self._numbers()
         state: dict[KeyPath, Any] = {}
         for position, local in enumerate(local_ranges(self.module)):
