@@ -29,6 +29,7 @@ from accelerate.checkpointing.compatibility import (
     STATE as STATE,
     check_optimizer as check_optimizer,
     check_shapes as check_shapes,
+    class_name as class_name,
     in_order as in_order,
     live_state as live_state,
 )

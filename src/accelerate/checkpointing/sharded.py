@@ -281,8 +281,8 @@ def refuse_own_form(optimizer: Any, state: Any) -> None:
     """Raises for a state dict in a form of its own, in which shards are not found."""
     if not has_form(state):
         raise CheckpointError(
-            f"{class_name(optimizer)} has a state dict in a form of its own, which a sharded run cannot "
-            "save: it needs 'state' and 'param_groups', as that of torch.optim.Optimizer. Use another optimizer."
+            f"{class_name(optimizer)} has a state dict in a form of its own, and not of 'state' and "
+            "'param_groups' as torch.optim.Optimizer. A sharded run cannot save it: use another optimizer."
         )
 
 
@@ -292,8 +292,8 @@ def refuse_unnamed_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     unknown = [str(key) for key in state[STATE] if not isinstance(key, int)]
     if unknown:
         raise CheckpointError(
-            f"{class_name(optimizer)} holds state that belongs to no parameter ({listed(unknown)}), which a "
-            "run with FSDP 1 cannot save. Keep it in param_groups or in the state of a parameter, use another "
+            f"{class_name(optimizer)} holds state that belongs to no parameter ({listed(unknown)}), which "
+            "FSDP 1 cannot save. Keep it in param_groups or in the state of a parameter, use another "
             "optimizer, or set fsdp_version=2."
         )
 
@@ -365,8 +365,16 @@ def optimizer_change(
 ) -> Change:
     """Returns the change of an optimizer to states, by the numbers of its parameters, and groups.
 
-    Tensors are copied into those that the optimizer has, if these have the same layout. `placements` are those
-    of states that are not distributed like their parameters, by number and key, or None for plain ones.
+    Tensors are copied into those that the optimizer has, if these have the same layout.
+
+    Args:
+        optimizer: The prepared optimizer.
+        states: States by the numbers of parameters, and states that belong to no parameter by their keys.
+        groups: Groups of its state dict.
+        reader: Reader of the checkpoint.
+        like: Parameters, or None for those whose states are not distributed like them.
+        placements: Placements of the states that are distributed otherwise, by number and key of the state,
+            None for a plain one.
     """
     kind = class_name(optimizer)
     without_values = {

@@ -79,8 +79,8 @@ def _encode(name: str, own: Any, like: Any) -> str:
     if own.is_shard():
         return f"S{own.dim}"
     raise CheckpointError(
-        f"The state {name} has the placement {own!r}: its values on the ranks are not reduced yet, and cannot "
-        "be saved. Let the optimizer redistribute it to Replicate() when it computes it."
+        f"The state {name} has the placement {own!r}, whose values are not reduced yet and cannot be saved. "
+        " Let the optimizer redistribute it to Replicate() when it computes it."
     )
 
 
