@@ -29,7 +29,9 @@ from accelerate.checkpointing.compatibility import (
     STATE as STATE,
     check_optimizer as check_optimizer,
     check_shapes as check_shapes,
+    class_name as class_name,
     in_order as in_order,
+    live_state as live_state,
 )
 from accelerate.checkpointing.fast_tier import (
     FastTier as FastTier,
@@ -132,6 +134,7 @@ from accelerate.checkpointing.sharded import (
     optimizer_change as optimizer_change,
     read_shards as read_shards,
     refuse_other_optimizer as refuse_other_optimizer,
+    refuse_own_form as refuse_own_form,
     refuse_unnamed_state as refuse_unnamed_state,
     shards_read as shards_read,
 )
@@ -151,6 +154,13 @@ from accelerate.checkpointing.state import (
     read_device as read_device,
     save_accelerator_state as save_accelerator_state,
     save_custom_state as save_custom_state,
+)
+from accelerate.checkpointing.state_layouts import (
+    LAYOUTS as LAYOUTS,
+    distribute as distribute,
+    layouts_of as layouts_of,
+    place_state as place_state,
+    refuse_inner_dtensors as refuse_inner_dtensors,
 )
 from accelerate.checkpointing.temporary import (
     DELETING as DELETING,

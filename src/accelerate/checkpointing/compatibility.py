@@ -17,6 +17,7 @@ from torch.nn.parameter import is_lazy
 
 from accelerate import torch_private
 from accelerate.base import CheckpointError, listed
+from accelerate.checkpointing.state_layouts import LAYOUTS
 from accelerate.weights import is_extra, missing_names
 
 STATE, GROUPS, PARAMETERS = "state", "param_groups", "params"  # keys of a state dict of an optimizer
@@ -126,8 +127,8 @@ def check_optimizer(owner: Any, state: Any) -> None:
     trial.load_state_dict(dict(state))
     if _is_torchs(optimizer):
         for index, group in enumerate(trial.param_groups):
-            live = optimizer.param_groups[index]  # torch adds options to the defaults that no group has
-            if missing := [key for key in optimizer.defaults if key in live and key not in group]:
+            options = optimizer.param_groups[index]  # torch adds defaults that no group has
+            if missing := [key for key in optimizer.defaults if key in options and key not in group]:
                 raise CheckpointError(f"Group {index} of the optimizer lacks {listed(missing)}.")
         if unknown := [str(key) for key in trial.state if not isinstance(key, Tensor)]:
             raise CheckpointError(f"There are states of parameters that it does not step: {listed(unknown)}.")
@@ -148,6 +149,13 @@ def inner_optimizer(owner: Any) -> Any:
 def class_name(optimizer: Any) -> str:
     """Returns the name of the class of an optimizer, which may be in wrappers of this package."""
     return type(inner_optimizer(optimizer)).__name__
+
+
+def live_state(owner: Any, number: int, key: str) -> Any:
+    """Returns a state that an optimizer has for a parameter now, or None."""
+    state = getattr(inner_optimizer(owner), "state", None)
+    values = state.get(_parameters(owner)[number]) if isinstance(state, Mapping) else None
+    return values.get(key) if isinstance(values, Mapping) else None
 
 
 def find_plain_optimizer(owner: Any) -> torch.optim.Optimizer | None:
@@ -217,8 +225,9 @@ def has_form(state: Any) -> bool:
 
 def check_form(state: Any, owner: Any = None) -> None:
     """Raises for a value that is not a state dict of an optimizer, which may have a form of its own."""
-    is_own = getattr(type(inner_optimizer(owner)), "state_dict", None) is not torch.optim.Optimizer.state_dict
-    if not has_form(state) and (owner is None or not is_own):
+    own_method = getattr(type(inner_optimizer(owner)), "state_dict", None)
+    is_own = isinstance(owner, torch.optim.Optimizer) and own_method is not torch.optim.Optimizer.state_dict
+    if not has_form(state) and not is_own:
         raise CheckpointError("it is no state of an optimizer: it needs 'state' and 'param_groups'")
 
 
@@ -234,7 +243,11 @@ def in_order(state: Mapping[str, Any], names: Callable[[], Names] | None) -> Map
     if len(state[GROUPS]) != len(groups):
         raise CheckpointError(f"The state has {len(state[GROUPS])} groups, and there are {len(groups)}.")
     return {
-        STATE: {numbers[name]: values for name, values in state[STATE].items()},
+        **{
+            kind: {numbers[name]: values for name, values in state[kind].items()}
+            for kind in (STATE, LAYOUTS)
+            if kind in state
+        },
         GROUPS: [
             {**saved, PARAMETERS: [next(count) for _ in group]}
             for saved, group in zip(state[GROUPS], groups, strict=True)

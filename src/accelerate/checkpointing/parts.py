@@ -40,6 +40,7 @@ from accelerate.checkpointing import compatibility
 from accelerate.checkpointing.changes import Change, Stage, no_change
 from accelerate.checkpointing.live_tensors import fill_states, fill_weights
 from accelerate.checkpointing.manifest import MapFile, checksum_of
+from accelerate.checkpointing.state_layouts import LAYOUTS
 from accelerate.data_loader import resume
 from accelerate.logging import get_logger
 from accelerate.nested import honor_mapping, honor_type, recursively_apply
@@ -259,6 +260,8 @@ class OptimizerPart:
             compatibility.check_form(state, self.owner)
             is_plain = compatibility.has_form(state)
             if is_plain:
+                if not getattr(self.owner, "takes_layouts", False):
+                    state = {key: value for key, value in state.items() if key != LAYOUTS}
                 state = compatibility.in_order(state, self.names)
                 getattr(self.owner, "check_state", partial(compatibility.check_optimizer, self.owner))(state)
 

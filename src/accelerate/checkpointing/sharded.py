@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,8 @@ from accelerate.checkpointing.compatibility import (
     check_optimizer,
     check_weights,
     class_name,
+    has_form,
+    live_state,
     parameter_numbers,
 )
 from accelerate.checkpointing.live_tensors import fill_states, fill_weights
@@ -37,7 +40,16 @@ from accelerate.checkpointing.local_shards import (
 )
 from accelerate.checkpointing.parts import CheckpointReader, Part, Payload, fill
 from accelerate.checkpointing.shard_index import KeyPath, ShardIndex
+from accelerate.checkpointing.state_layouts import (
+    LAYOUTS,
+    distribute,
+    layouts_of,
+    place_state,
+    refuse_inner_dtensors,
+)
 
+UNNAMED = "unnamed"
+"""Second key of the paths of states that belong to no parameter."""
 MODEL, OPTIMIZER = "model", "optimizer"
 """First keys of the paths in states of models and optimizers."""
 FOLDERS = {MODEL: FSDP_MODEL_NAME, OPTIMIZER: OPTIMIZER_NAME}
@@ -163,17 +175,28 @@ class OptimizerShards:
 
     def state(self) -> dict[KeyPath, Any]:
         whole = self.optimizer.state_dict()
-        refuse_unnamed_state(self.optimizer, whole)
+        refuse_own_form(self.optimizer, whole)
         named = by_name(whole, self.names)
+        unnamed = {key: named[STATE].pop(key) for key in whole[STATE] if isinstance(key, str)}
         states = {
             (OPTIMIZER, STATE, name, key): value
             for name, values in named[STATE].items()
             for key, value in values.items()
         }
+        parameters = {own[0]: p for own, p in zip(chain(*self.names), self._parameters(), strict=False)}
+        layouts = [
+            (name, key, layout)
+            for name, found in layouts_of(named[STATE], parameters).items()
+            for key, layout in found.items()
+        ]
+        for key, value in unnamed.items():
+            refuse_inner_dtensors(repr(key), {key: value})
         own, foreign = self._names_by_owner()
         common = {path: value for path, value in states.items() if path[2] not in own | foreign}
         whole = {path: _whole(value) for path, value in states.items() if path[2] in own}
         groups = group_paths(named[GROUPS], [group[PARAMETERS] for group in named[GROUPS]])
+        common |= {(OPTIMIZER, LAYOUTS, name, key): layout for name, key, layout in layouts}
+        common |= {(OPTIMIZER, UNNAMED, key, ""): value for key, value in unnamed.items()}
         return {**common, **groups, **whole}  # in the same order on all ranks, but for the last ones
 
     def _names_by_owner(self) -> tuple[set[str], set[str]]:
@@ -188,19 +211,31 @@ class OptimizerShards:
         numbers, parameters = parameter_numbers(self.names), self._parameters()
         refuse_other_optimizer(index, numbers, len(self.names), self.optimizer)
         index = index.without(self._names_by_owner()[1])
-        return {
-            path: target_of(index.stored(path), parameters[numbers[path[2]]] if path[1] == STATE else None)
-            for path in index.paths
-        }
+
+        def like(path: KeyPath) -> Tensor | None:
+            is_whole = path[1] != STATE or (OPTIMIZER, LAYOUTS, *path[2:]) in index.paths
+            return None if is_whole else parameters[numbers[path[2]]]
+
+        return {path: target_of(index.stored(path), like(path)) for path in index.paths}
 
     def plan(self, values: Mapping[KeyPath, Any], reader: CheckpointReader) -> Change:
-        numbers = parameter_numbers(self.names)
-        states: dict[int, dict[str, Any]] = {}
+        numbers, parameters = parameter_numbers(self.names), self._parameters()
+        states: dict[Any, Any] = {path[2]: to_tensor(values[path]) for path in values if path[1] == UNNAMED}
+        placements: dict[tuple[int, str], Any] = {}
         for path, value in values.items():
-            if path[1] == STATE:
-                states.setdefault(numbers[path[2]], {})[path[3]] = value
+            if path[1] != STATE:
+                continue
+            number, key = numbers[path[2]], path[3]
+            states.setdefault(number, {})[key] = value
+            layout, live = (
+                values.get((OPTIMIZER, LAYOUTS, *path[2:])),
+                live_state(self.optimizer, number, key),
+            )
+            chosen = place_state(f"{key!r} of {path[2]}", _on_meta(value), parameters[number], layout, live)
+            if layout is not None or chosen != getattr(parameters[number], "placements", None):
+                placements[number, key] = chosen
         groups = loaded_groups(self.optimizer, values, numbers)
-        return optimizer_change(self.optimizer, states, groups, reader, self._parameters())
+        return optimizer_change(self.optimizer, states, groups, reader, parameters, placements)
 
     def _parameters(self) -> list[Tensor | None]:
         """Returns the parameters, or None for those whose states are not distributed like them."""
@@ -221,7 +256,11 @@ def by_name(state: Mapping[str, Any], names: Names) -> dict[str, Any]:
     """Returns a state dict of an optimizer with names of parameters in place of their numbers."""
     first = [own[0] for group in names for own in group]
     return {
-        STATE: {first[number]: values for number, values in state[STATE].items()},
+        **{
+            kind: {first[key] if isinstance(key, int) else key: values for key, values in state[kind].items()}
+            for kind in (STATE, LAYOUTS)
+            if kind in state
+        },
         GROUPS: [
             {**group, PARAMETERS: [own[0] for own in parameters]}
             for group, parameters in zip(state[GROUPS], names, strict=False)
@@ -238,14 +277,24 @@ def group_paths(groups: Sequence[Mapping[str, Any]], names: Sequence[Sequence[st
     }
 
 
+def refuse_own_form(optimizer: Any, state: Any) -> None:
+    """Raises for a state dict in a form of its own, in which shards are not found."""
+    if not has_form(state):
+        raise CheckpointError(
+            f"{class_name(optimizer)} has a state dict in a form of its own, and not of 'state' and "
+            "'param_groups' as torch.optim.Optimizer. A sharded run cannot save it: use another optimizer."
+        )
+
+
 def refuse_unnamed_state(optimizer: Any, state: Mapping[str, Any]) -> None:
     """Raises for a state dict with state that belongs to no parameter, which could not be loaded."""
+    refuse_own_form(optimizer, state)
     unknown = [str(key) for key in state[STATE] if not isinstance(key, int)]
     if unknown:
         raise CheckpointError(
-            f"{class_name(optimizer)} holds state that belongs to no parameter ({listed(unknown)}), which a "
-            "sharded run cannot save. Keep it in param_groups or in the state of a parameter, or use another "
-            "optimizer."
+            f"{class_name(optimizer)} holds state that belongs to no parameter ({listed(unknown)}), which "
+            "FSDP 1 cannot save. Keep it in param_groups or in the state of a parameter, use another "
+            "optimizer, or set fsdp_version=2."
         )
 
 
@@ -271,7 +320,7 @@ def refuse_other_optimizer(index: ShardIndex, known: Container[str], groups: int
 
 
 def _is_path_in_optimizer(path: KeyPath) -> bool:
-    kinds = {STATE: str, GROUPS: int}
+    kinds = {STATE: str, GROUPS: int, LAYOUTS: str, UNNAMED: str}
     return len(path) == 4 and path[1] in kinds and isinstance(path[2], kinds[path[1]])
 
 
@@ -308,18 +357,31 @@ def loaded_groups(
 
 def optimizer_change(
     optimizer: Any,
-    states: Mapping[int, Any],
+    states: Mapping[Any, Any],
     groups: Sequence[Mapping[str, Any]],
     reader: CheckpointReader,
     like: Sequence[Tensor | None] | None = None,
+    placements: Mapping[tuple[int, str], Any] | None = None,
 ) -> Change:
     """Returns the change of an optimizer to states, by the numbers of its parameters, and groups.
 
     Tensors are copied into those that the optimizer has, if these have the same layout.
+
+    Args:
+        optimizer: The prepared optimizer.
+        states: States by the numbers of parameters, and states that belong to no parameter by their keys.
+        groups: Groups of its state dict.
+        reader: Reader of the checkpoint.
+        like: Parameters, or None for those whose states are not distributed like them.
+        placements: Placements of the states that are distributed otherwise, by number and key of the state,
+            None for a plain one.
     """
     kind = class_name(optimizer)
     without_values = {
-        number: {key: _on_meta(value) for key, value in values.items()} for number, values in states.items()
+        number: {key: _on_meta(value) for key, value in values.items()}
+        if isinstance(values, dict)
+        else values
+        for number, values in states.items()
     }
     with reader.error_context(OPTIMIZER, kind):
         check_optimizer(optimizer, {STATE: without_values, GROUPS: list(groups)})
@@ -329,6 +391,11 @@ def optimizer_change(
         parameters = dict(enumerate(live))
         targets = parameters if like is None else dict(enumerate(like))
         is_mapped = reader.map_file is not None
+        for (number, key), chosen in (placements or {}).items():
+            value = to_tensor(states[number][key])
+            if chosen is not None:
+                value = distribute(value.clone() if is_mapped else value, parameters[number], chosen)
+            states[number][key] = value
         filled = fill_states(optimizer, states, parameters, targets, is_mapped=is_mapped)
         with reader.error_context(OPTIMIZER, kind):
             optimizer.load_state_dict({STATE: filled, GROUPS: list(groups)})

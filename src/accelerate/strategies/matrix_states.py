@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from accelerate.checkpointing import distribute
 from accelerate.nested import recursively_apply
 from accelerate.ops import current_transport
 from accelerate.strategies.fsdp import distribute_like
@@ -25,14 +26,30 @@ def owned_states(optimizer: Any) -> list[bool | None]:
 
 
 def local_states(
-    values: Mapping[str, Any], parameter: Tensor, is_owned: bool | None
+    values: Mapping[str, Any],
+    parameter: Tensor,
+    is_owned: bool | None,
+    placements: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """Returns the part of the whole state of a parameter on this rank, or None if it is on another rank."""
+    """Returns the part of the whole state of a parameter on this rank, or None if it is on another rank.
+
+    Args:
+        values: The whole state.
+        parameter: The parameter.
+        is_owned: Whether this rank has the whole state, or None if all ranks share it.
+        placements: Placements of each tensor, None for a plain one. By default those with the shape of the
+            parameter are distributed like it.
+    """
     if is_owned is False:
         return None
     if is_owned:
         return dict(values)
-    return {name: distribute_like(value, parameter) for name, value in values.items()}
+    if placements is None:
+        return {name: distribute_like(value, parameter) for name, value in values.items()}
+    return {
+        name: value if placements[name] is None else distribute(value, parameter, placements[name])
+        for name, value in values.items()
+    }
 
 
 def gather_owned_states(optimizer: Any, state: Mapping[str, Any], keep: bool) -> dict[str, Any]:

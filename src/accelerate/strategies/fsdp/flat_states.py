@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 
 from accelerate import checkpointing, torch_private
-from accelerate.base import ConfigurationError
+from accelerate.base import CheckpointError, ConfigurationError
 from accelerate.checkpointing import (
     GROUPS,
     MODEL,
@@ -36,6 +36,8 @@ from accelerate.checkpointing import (
     KeyPath,
     LocalShards,
 )
+from accelerate.nested import iterate_tensors
+from accelerate.ops import run_on_all_ranks
 from accelerate.strategies.fsdp.parameters import clean_name
 from accelerate.strategies.state import GatheredOptimizer
 from accelerate.weights import is_extra
@@ -97,11 +99,32 @@ class WholeFlatOptimizer(GatheredOptimizer):
         self.optimizer.load_state_dict(own)
 
 
+def check_flat_state(optimizer: Any, state: Mapping[str, Any]) -> None:
+    """Raises on all ranks, which call it, if states on a rank are not those of elements of parameters."""
+
+    def check() -> None:
+        checkpointing.refuse_unnamed_state(optimizer, state)
+        sizes = [p.numel() for group in optimizer.param_groups for p in group["params"]]
+        for number, values in state[STATE].items():
+            for key, value in values.items():
+                tensors = list(iterate_tensors(value))
+                fits = all(tensor.numel() in (1, sizes[number]) for tensor in tensors)
+                if not fits or (tensors and not isinstance(value, Tensor)):
+                    raise CheckpointError(
+                        f"The state {key!r} of {checkpointing.class_name(optimizer)} is not element-wise: it "
+                        "is that of parts of flat parameters, which FSDP 1 cannot save. Set fsdp_version=2, or "
+                        "use an element-wise optimizer such as AdamW."
+                    )
+
+    run_on_all_ranks(check)
+
+
 def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, keep: bool) -> dict[str, Any]:
     """Returns the full state of an optimizer by numbers of parameters, or an empty one unless `keep`.
 
     Called on all ranks.
     """
+    check_flat_state(optimizer, optimizer.optimizer.state_dict())
     with full_state_dicts(root, offload):
         named = FSDP.optim_state_dict(root, optimizer.optimizer)
     numbers = count()
@@ -256,6 +279,7 @@ class FlatOptimizerShards:
 
     def state(self) -> dict[KeyPath, Any]:
         saved = self.optimizer.state_dict()
+        check_flat_state(self.optimizer, saved)
         numbers = self._numbers()
         state: dict[KeyPath, Any] = {}
         for position, local in enumerate(local_ranges(self.module)):

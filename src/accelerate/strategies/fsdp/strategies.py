@@ -22,7 +22,15 @@ from torch.distributed.tensor import DTensor
 
 from accelerate import torch_private
 from accelerate.base import DistributedType
-from accelerate.checkpointing import refuse_unnamed_state
+from accelerate.checkpointing import (
+    LAYOUTS,
+    check_optimizer,
+    layouts_of,
+    live_state,
+    place_state,
+    refuse_inner_dtensors,
+    refuse_own_form,
+)
 from accelerate.ops import to_full_tensor
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.planning import Layout
@@ -373,16 +381,47 @@ class ReplicatedTensorParallel(TensorParallel):
 class WholeOptimizer(GatheredOptimizer):
     """Optimizer of DTensors in a checkpoint, with full tensors in the format of a single process."""
 
+    takes_layouts = True
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Verifies that a full state can be loaded, and that the layouts of its tensors are known."""
+        check_optimizer(self.optimizer, {key: value for key, value in state.items() if key != LAYOUTS})
+        self._placements(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the shards of this rank from a full state, without communication."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        parameters, placements = self._parameters(), self._placements(state)
         owned = owned_states(self.optimizer)
         local = {
-            index: local_states(values, parameters[index], owned[index] if owned else None)
-            for index, values in state["state"].items()
+            key: local_states(values, parameters[key], owned[key] if owned else None, placements.get(key))
+            if isinstance(key, int)
+            else values
+            for key, values in state["state"].items()
         }
-        shards = {index: values for index, values in local.items() if values is not None}
-        self.optimizer.load_state_dict({**state, "state": shards})
+        shards = {key: values for key, values in local.items() if values is not None}
+        self.optimizer.load_state_dict({"state": shards, "param_groups": state["param_groups"]})
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _placements(self, state: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+        """Returns the placements of each state of the parameters whose states are not whole."""
+        parameters, owned = self._parameters(), owned_states(self.optimizer)
+        layouts = state.get(LAYOUTS, {})
+        return {
+            number: {
+                key: place_state(
+                    f"{key!r} of parameter {number}",
+                    value,
+                    parameters[number],
+                    layouts.get(number, {}).get(key),
+                    live_state(self.optimizer, number, key),
+                )
+                for key, value in values.items()
+            }
+            for number, values in state["state"].items()
+            if isinstance(number, int) and not (owned and owned[number] is not None)
+        }
 
 
 @torch.no_grad()
@@ -392,7 +431,14 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
     Called on all ranks.
     """
     state: dict[str, Any] = optimizer.state_dict()
-    refuse_unnamed_state(optimizer, state)
+    refuse_own_form(optimizer, state)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    owned = owned_states(optimizer)
+    numbered = {key: values for key, values in state["state"].items() if isinstance(key, int)}
+    shared = {number: parameters[number] for number in numbered if not (owned and owned[number] is not None)}
+    layouts = layouts_of(numbered, shared)
+    for key in state["state"].keys() - numbered.keys():
+        refuse_inner_dtensors(repr(key), {key: state["state"][key]})
 
     def gather(value: Any) -> Any:
         if not isinstance(value, DTensor):
@@ -401,11 +447,11 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
         return whole.cpu() if keep else None
 
     whole = {
-        index: {name: gather(value) for name, value in values.items()}
-        for index, values in state["state"].items()
+        key: {name: gather(value) for name, value in values.items()} if key in numbered else values
+        for key, values in state["state"].items()
     }
-    gathered = {**state, "state": whole}
-    if owned_states(optimizer):
+    gathered = {**state, "state": whole, **({LAYOUTS: layouts} if layouts else {})}
+    if owned:
         return gather_owned_states(optimizer, gathered, keep)
     return gathered if keep else {**state, "state": {}}
 

@@ -24,10 +24,12 @@ from accelerate import torch_private
 from accelerate.base import ConfigurationError, PreparationError, listed
 from accelerate.checkpointing import ShardedState
 from accelerate.devices import of_device
+from accelerate.logging import get_logger
 from accelerate.nested import recursively_apply
 from accelerate.strategies.base import refuse_sharded_model
 from accelerate.strategies.bundle import parameter_ids
 from accelerate.strategies.fsdp import flat_states, flat_weights
+from accelerate.strategies.fsdp.elementwise import needs_whole_parameters
 from accelerate.strategies.fsdp.norms import Groups
 from accelerate.strategies.fsdp.parameters import (
     clean_name,
@@ -42,6 +44,8 @@ from accelerate.strategies.fsdp.strategies import FsdpState, Sharded
 from accelerate.strategies.recomputation import recompute
 from accelerate.strategies.request import Context
 from accelerate.strategies.state import Fill, WholeWeights
+
+logger = get_logger(__name__)
 
 HYBRID = (ShardingStrategy.HYBRID_SHARD, torch_private.hybrid_shard_zero2)
 
@@ -156,6 +160,21 @@ class Fsdp1(Sharded):
     def make_scaler(self, **arguments: Any) -> ShardedGradScaler:
         """Returns a gradient scaler that skips a step on all ranks if any rank has non-finite gradients."""
         return ShardedGradScaler(device=self.context.device.type, **arguments)
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Checks an optimizer, and warns if its update is not that of parts of flat parameters."""
+        super().check_optimizer(optimizer)
+        plugin, size = self.plugin, self.context.topology.size
+        is_whole = size == 1 or plugin.sharding_strategy.name == "NO_SHARD"
+        keeps_shapes = plugin.use_orig_params and is_whole
+        if keeps_shapes or hasattr(optimizer, "whole_matrices") or not needs_whole_parameters(optimizer):
+            return
+        logger.warning(
+            f"{type(optimizer).__name__} computes the update of a value from others of its parameter. "
+            "FSDP 1 gives each rank parts of flat parameters: training differs from that in one process. Set "
+            "fsdp_version=2 and prepare(optimizer, whole_matrices=True), or use an element-wise optimizer like "
+            "AdamW. Set the attribute whole_matrices = False of the optimizer to accept it."
+        )
 
     def split(self, model: nn.Module) -> nn.Module:
         """Returns the wrapped model, in which each unit has its own wrapper."""

@@ -1,0 +1,84 @@
+"""Which optimizers FSDP 1 warns of, because their updates are not element-wise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from accelerate.strategies.fsdp.elementwise import needs_whole_parameters
+
+OPTIMIZERS: dict[str, tuple[bool, Any]] = {
+    "Adafactor": (True, lambda parameters: torch.optim.Adafactor(parameters)),
+    "LBFGS": (True, lambda parameters: torch.optim.LBFGS(parameters)),
+    "AdamW": (False, lambda parameters: torch.optim.AdamW(parameters, lr=1e-6, fused=True)),
+    "Adam, lr 0": (False, lambda parameters: torch.optim.Adam(parameters, lr=0.0, capturable=True)),
+    "AMSGrad": (False, lambda parameters: torch.optim.Adam(parameters, torch.tensor(0.1), amsgrad=True)),
+    "SGD": (False, lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9, nesterov=True)),
+    "Adagrad": (False, lambda parameters: torch.optim.Adagrad(parameters)),
+    "RMSprop": (False, lambda parameters: torch.optim.RMSprop(parameters, centered=True)),
+    "Rprop": (False, lambda parameters: torch.optim.Rprop(parameters)),
+    "NAdam": (False, lambda parameters: torch.optim.NAdam(parameters)),
+    "RAdam": (False, lambda parameters: torch.optim.RAdam(parameters)),
+    "ASGD": (False, lambda parameters: torch.optim.ASGD(parameters)),
+}
+OF_LIBRARY = {
+    **dict.fromkeys(("Lamb", "LARS", "Shampoo", "SOAP", "CAME", "StableAdamW", "NovoGrad", "Prodigy"), True),
+    **dict.fromkeys(("Lion", "AdaBelief", "Tiger", "ScheduleFreeAdamW", "AdEMAMix", "Adan"), False),
+}
+
+
+class Muon(torch.optim.Optimizer):
+    """Orthogonalizes matrices."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            u, _, vh = torch.linalg.svd(parameter.grad, full_matrices=False)
+            parameter.data -= 0.1 * u @ vh
+
+
+class Noise(torch.optim.Optimizer):
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.param_groups[0]["params"]:
+            parameter.data -= 0.1 * torch.randn_like(parameter)
+
+
+class Outside(torch.optim.SGD):
+    """Keeps its parameters in an attribute."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.known = {"all": self.param_groups[0]["params"]}
+
+    def step(self) -> None:  # type: ignore[override]
+        for parameter in self.known["all"]:
+            parameter.data.zero_()
+
+
+def test_optimizers_that_need_norms_or_matrices_are_found() -> None:
+    library = pytest.importorskip("pytorch_optimizer")
+    kinds = {name: (is_whole, getattr(library, name)) for name, is_whole in OF_LIBRARY.items()}
+    own = {
+        "own Muon": (True, lambda parameters: Muon(parameters, {"lr": 0.1})),
+        "noise": (False, lambda parameters: Noise(parameters, {"lr": 0.1})),
+        "outside": (False, Outside),
+    }
+    wrong = []
+    for name, (is_whole, make) in {**OPTIMIZERS, **kinds, **own}.items():
+        model = nn.Linear(3, 2)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        random_state = torch.get_rng_state()
+        optimizer = make(list(model.parameters()))
+        if name.startswith("Adam"):
+            torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the method `step`
+        found = needs_whole_parameters(optimizer)
+        is_unchanged = (
+            all(map(torch.equal, before, model.parameters()))
+            and torch.equal(torch.get_rng_state(), random_state)
+            and (not optimizer.state or name == "Adagrad")
+        )
+        if found != is_whole or not is_unchanged:
+            wrong.append((name, found, is_unchanged))
+    assert not wrong
