@@ -6,6 +6,7 @@ import gc
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -312,9 +313,9 @@ def test_activations_are_alive_as_long_as_the_schedule_says(
 
 
 def count_communication(layout: str, processes: int) -> list[dict[str, int]]:
-    """Calls of torch.distributed in each micro-batch of a window of two."""
+    """Calls of torch.distributed in each micro-batch of a window of two; the first window opens connections."""
     accelerator = make_accelerator(layout, "1f1b", processes, gradient_accumulation_steps=2)
-    model, _, loader = build(accelerator)
+    model, optimizer, loader = build(accelerator)
     counts: list[dict[str, int]] = []
 
     def counting(name: str) -> Callable[..., Any]:
@@ -329,11 +330,13 @@ def count_communication(layout: str, processes: int) -> list[dict[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("P2POp", "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast"):
             patch.setattr(torch.distributed, name, counting(name))
-        for batch in loader:
+        for batch in chain(loader, loader):
             with accelerator.accumulate(model):
                 counts.append({})
                 accelerator.forward_backward(model, batch, mean_loss)
-    return counts
+                optimizer.step()
+                optimizer.zero_grad()
+    return counts[2:]
 
 
 @pytest.mark.parametrize(("layout", "processes"), [("", 2), pytest.param("fsdp", 4, marks=pytest.mark.slow)])
