@@ -64,6 +64,8 @@ class UnevenPipelineStage(PipelineStage):
         self._inputs, self._outputs = inputs, outputs
         self._reduces_gradients = reduces_gradients
         self._loses_weights: bool | None = None
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch expects the shapes of the first micro-batch.
+        self._runtime_validate = False
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Keeps gradients, which torch clears for FSDP although the shapes are known without a forward pass.
