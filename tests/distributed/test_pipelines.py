@@ -6,11 +6,13 @@ import gc
 import warnings
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -167,6 +169,22 @@ def test_steps_of_a_constant_global_batch_are_those_of_one_process(
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
+def train_global_batches_with_checks() -> dict[str, Tensor]:
+    level = dist.get_debug_level()
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    try:
+        return train_global_batches("", 2)
+    finally:
+        dist.set_debug_level(level)
+
+
+def test_sizes_of_micro_batches_may_differ_while_torch_checks_collectives(run: Run) -> None:
+    """As TORCH_DISTRIBUTED_DEBUG=DETAIL requests."""
+    (expected,) = run(train_global_batches, "", 1, processes=1)
+    found = run(train_global_batches_with_checks, processes=2, timeout=120)[0]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
 CASES = [
     ("", "1f1b", 2, {"is_tied": True}),
     ("", "zbvzerobubble", 2, {"steps": 2}),
@@ -312,9 +330,9 @@ def test_activations_are_alive_as_long_as_the_schedule_says(
 
 
 def count_communication(layout: str, processes: int) -> list[dict[str, int]]:
-    """Calls of torch.distributed in each micro-batch of a window of two."""
+    """Calls of torch.distributed in each micro-batch of a window of two, after one that opens connections."""
     accelerator = make_accelerator(layout, "1f1b", processes, gradient_accumulation_steps=2)
-    model, _, loader = build(accelerator)
+    model, optimizer, loader = build(accelerator)
     counts: list[dict[str, int]] = []
 
     def counting(name: str) -> Callable[..., Any]:
@@ -329,11 +347,13 @@ def count_communication(layout: str, processes: int) -> list[dict[str, int]]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("P2POp", "all_reduce", "all_gather_single", "reduce_scatter_single", "broadcast"):
             patch.setattr(torch.distributed, name, counting(name))
-        for batch in loader:
+        for batch in chain(loader, loader):
             with accelerator.accumulate(model):
                 counts.append({})
                 accelerator.forward_backward(model, batch, mean_loss)
-    return counts
+                optimizer.step()
+                optimizer.zero_grad()
+    return counts[2:]
 
 
 @pytest.mark.parametrize(("layout", "processes"), [("", 2), pytest.param("fsdp", 4, marks=pytest.mark.slow)])

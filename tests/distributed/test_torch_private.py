@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP, ShardingStrategy
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel as FSDP,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from accelerate import torch_private
@@ -81,3 +87,36 @@ def test_padding_between_replicated_parameters_is_not_counted(run):
     first, second = run(replicated_layout, processes=2)
     assert first == [(2, 0), (0, 0, 6), (0, 8, 3)]
     assert second == [(2, 1), (0, 0, 6), (0, 8, 3)]
+
+
+def unreduced_gradients() -> tuple[list[float], ...]:
+    """Those of several backward passes, each once, in the dtype of the reduction or of the computation."""
+    PartialState()
+    torch.manual_seed(0)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    for unit in (model[0], model):
+        fully_shard(unit, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+
+    def pass_twice() -> list[float]:
+        for _ in range(2):
+            model(torch.ones(1, 2)).sum().backward()
+        return [gradient.float().sum().item() for gradient in torch_private.unreduced_gradients(model)]
+
+    first = pass_twice()
+    torch_private.drop_unreduced_gradients(model)
+    dropped = [gradient.tolist() for gradient in torch_private.unreduced_gradients(model)]
+    second = pass_twice()
+    model.set_requires_gradient_sync(True)
+    model(torch.ones(1, 2)).sum().backward()
+    reduced = [parameter.grad.full_tensor().sum().item() for parameter in model.parameters()]
+    return first, dropped, second, reduced
+
+
+def test_unreduced_gradients_are_listed_once_and_dropped(run):
+    for first, dropped, second, reduced in run(unreduced_gradients, processes=2):
+        assert len(first) == 3
+        assert dropped == []
+        assert second == first
+        assert sum(reduced) == pytest.approx(sum(first) * 3 / 2, rel=0.01)

@@ -56,11 +56,11 @@ def test_a_missing_name_is_replaced_by_its_fallback(name: str, monkeypatch: pyte
 
 
 def test_a_missing_name_without_fallback_is_refused_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(vars(torch_private), "default_store", raising=False)
-    row = torch_private.NAMES["default_store"]
-    monkeypatch.setitem(torch_private.NAMES, "default_store", row._replace(path="torch:is_not_there"))
-    with pytest.raises(ConfigurationError, match=r"has no .*is_not_there.*messages between ranks"):
-        _ = torch_private.default_store
+    monkeypatch.delitem(vars(torch_private), "cpu_attention", raising=False)
+    row = torch_private.NAMES["cpu_attention"]
+    monkeypatch.setitem(torch_private.NAMES, "cpu_attention", row._replace(path="torch:is_not_there"))
+    with pytest.raises(ConfigurationError, match=r"has no .*is_not_there.*CPU attention kernel"):
+        _ = torch_private.cpu_attention
 
 
 def test_fallbacks_flatten_as_torch_does() -> None:
@@ -74,6 +74,24 @@ def test_fallbacks_flatten_as_torch_does() -> None:
     assert all(
         map(torch.equal, unflatten(flatten(tensors), tensors), unflatten_here(flatten(tensors), tensors))
     )
+
+
+@pytest.mark.usefixtures("group")
+def test_fallbacks_do_what_their_callers_need() -> None:
+    found = {name: row.fallback() for name, row in torch_private.NAMES.items() if row.fallback}
+    store = found["default_store"]()
+    store.set("key", "value")
+    assert store.clone().get("key") == b"value"
+    assert not found["may_exchange_data"](torch.ones(1), torch.ones(1))
+    weight = torch.ones(1, requires_grad=True)
+    weight.register_hook(lambda gradient: found["autograd_engine"].queue_callback(lambda: None))
+    weight.sum().backward()
+    assert weight.grad == 1
+    found["set_rotate_method"]("allgather")
+    with pytest.raises(ConfigurationError, match=r"cp_comm_strategy='alltoall'.*no function"):
+        found["set_rotate_method"]("alltoall")
+    with torch_private.fake_tensors.FakeTensorMode(), found["no_dispatch"]():
+        assert torch.ones(1).item() == 1
 
 
 def test_other_names_are_no_attributes() -> None:

@@ -25,6 +25,8 @@ SUITES = {
 }
 FIXED_BY_TORCH = ("torch", "torchao", "sympy", "networkx")
 """Packages whose versions follow from the version of torch, and not from `constraints.txt`."""
+ONLY_OUR_CONSTRAINTS = {**os.environ, "PIP_CONSTRAINT": os.devnull}
+"""Environment of pip, in which constraints of its configuration do not exclude the version of a row."""
 
 
 class Environment(NamedTuple):
@@ -34,19 +36,23 @@ class Environment(NamedTuple):
     torch: str
     torchao: str  # the release for this torch
     is_lowest: bool = False  # the lowest declared versions of all other packages
+    transformers: str | None = None  # a release that replaces the one of `constraints.txt`
 
 
 ENVIRONMENTS = {
     "oldest": Environment("3.10", "2.9.0", "0.14.1"),
     "middle": Environment("3.11", "2.11.0", "0.17.0"),
-    "newest": Environment("3.13", "2.13.0", "0.18.0"),
+    "newest": Environment("3.13", "2.15.0", "0.18.0", transformers="5.24.0"),
     "lowest": Environment("3.11", "2.13.0", "0.18.0", is_lowest=True),
 }
 
 
 def call(*command: str | Path) -> str:
     """Run a command and return what it prints; an error ends this program."""
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    done = subprocess.run(
+        command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True, env=ONLY_OUR_CONSTRAINTS
+    )
+    return done.stdout.strip()
 
 
 def find_python(version: str) -> str:
@@ -68,8 +74,10 @@ def constrain(environment: Environment) -> str:
         lines = [line for line in lines if not line.startswith(("nvidia-", "cuda-", "triton"))]
     else:
         lines = (ROOT / "constraints.txt").read_text().splitlines()
-    kept = [line for line in lines if re.split("[=<>~ ;]", line)[0] not in FIXED_BY_TORCH]
-    return "\n".join([*kept, f"torch=={environment.torch}", f"torchao=={environment.torchao}", ""])
+    fixed = {name: getattr(environment, name) for name in ("torch", "torchao", "transformers")}
+    fixed = {name: version for name, version in fixed.items() if version}
+    kept = [line for line in lines if re.split("[=<>~ ;]", line)[0] not in {*FIXED_BY_TORCH, *fixed}]
+    return "\n".join([*kept, *(f"{name}=={version}" for name, version in fixed.items()), ""])
 
 
 def install(name: str, environment: Environment) -> Path:

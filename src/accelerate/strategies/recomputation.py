@@ -25,6 +25,7 @@ from accelerate.base import (
     ConfigurationError,
     convert_bytes,
     convert_file_size_to_int,
+    is_torch_version,
     wrong_value,
 )
 from accelerate.devices import of_device
@@ -80,6 +81,8 @@ class RecomputedForward:
         self.options: dict[str, Any] = {"use_reentrant": False}
         if save_operators is not None:
             self.options["context_fn"] = partial(_contexts, save_operators)
+            if is_torch_version(">=", "2.15"):
+                self.options["respect_saved_tensors_hooks"] = False  # torch warns about its default, None
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:

@@ -170,6 +170,13 @@ def meshes_of_fsdp2(model: nn.Module) -> dict[Tensor, Any]:
     return {getattr(info.module, info.param_name): mesh for info, mesh in infos}
 
 
+ACCUMULATED = "unsharded_accumulated_grad"
+"""Attribute of parameters of FSDP 2 for a gradient in the dtype of the reduction.
+
+Since torch 2.15 it is a property that returns the gradient of the gathered parameter.
+"""
+
+
 def is_freed_after_forward(unit: Any) -> bool:
     """Returns whether a unit of FSDP 2 frees its gathered parameters after the forward."""
     return any(group.post_forward_mesh_info is not None for group in _groups_of_unit(unit))
@@ -181,7 +188,7 @@ def unreduced_gradients(model: nn.Module) -> list[Tensor]:
     They are not public, and not gradients of the parameters that `Module.parameters` returns now.
     """
     parameters = list(_parameters_of_fsdp2(model))
-    kept = [parameter.unsharded_accumulated_grad for parameter in parameters]
+    kept = [vars(parameter).get(ACCUMULATED) for parameter in parameters]
     kept += [
         parameter._unsharded_param.grad for parameter in parameters if hasattr(parameter, "_unsharded_param")
     ]
@@ -195,7 +202,8 @@ def drop_unreduced_gradients(model: nn.Module) -> None:
     for group in _groups_of_fsdp2(model):
         group._partial_reduce_output = None
     for parameter in _parameters_of_fsdp2(model):
-        parameter.unsharded_accumulated_grad = None
+        if vars(parameter).get(ACCUMULATED) is not None:
+            setattr(parameter, ACCUMULATED, None)
         parameter.sharded_param.grad = None
         if hasattr(parameter, "_unsharded_param"):
             parameter._unsharded_param.grad = None

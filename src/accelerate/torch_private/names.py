@@ -8,13 +8,14 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable, Sequence
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accelerate.base import ConfigurationError
+from accelerate.base import ConfigurationError, wrong_value
 
 
 class PrivateName(NamedTuple):
@@ -30,10 +31,22 @@ def _split_like(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
 
+def _store_of_group() -> Any:
+    group: Any = dist.group.WORLD
+    return group.get_group_store()  # another prefix of the same store
+
+
+def _keep_rotation(method: str) -> None:
+    if method != "allgather":  # the default of torch
+        reason = f"torch {torch.__version__} has no function that sets it"
+        raise wrong_value("cp_comm_strategy", method, reason, 'Set it to "allgather"')
+
+
 NAMES: dict[str, PrivateName] = {
     "default_store": PrivateName(
         "torch.distributed.distributed_c10d:_get_default_store",
         "The store of the default process group, for messages between ranks; it has no public name.",
+        lambda: _store_of_group,
     ),
     "abort_process_group": PrivateName(
         "torch.distributed.distributed_c10d:_abort_process_group",
@@ -48,6 +61,7 @@ NAMES: dict[str, PrivateName] = {
     "may_exchange_data": PrivateName(
         "torch:_has_compatible_shallow_copy_type",
         "Whether the data of a tensor may be replaced by that of another; some device types do not allow it.",
+        lambda: lambda old, new: False,
     ),
     "dump_nccl_trace": PrivateName(
         "torch._C._distributed_c10d:_dump_nccl_trace",
@@ -62,6 +76,7 @@ NAMES: dict[str, PrivateName] = {
     "autograd_engine": PrivateName(
         "torch.autograd:Variable._execution_engine",
         "Queues a callback for the end of a backward pass, before callbacks that wait for other ranks.",
+        lambda: SimpleNamespace(queue_callback=lambda callback: None),  # the time of the wait is not measured
     ),
     "flatten_dense_tensors": PrivateName(
         "torch._C._nn:flatten_dense_tensors",
@@ -81,6 +96,7 @@ NAMES: dict[str, PrivateName] = {
     "set_rotate_method": PrivateName(
         "torch.distributed.tensor.experimental._attention:set_rotate_method",
         "Sets how context parallelism exchanges keys and values; context_parallel has no argument for it.",
+        lambda: _keep_rotation,
     ),
     "attention_handlers": PrivateName(
         "torch.distributed.tensor.experimental._context_parallel._attention:custom_ops",
@@ -168,6 +184,7 @@ NAMES: dict[str, PrivateName] = {
     "no_dispatch": PrivateName(
         "torch.utils._mode_utils:no_dispatch",
         "Runs operators on real tensors while a mode of fake tensors is active.",
+        lambda: resolve_name("torch._C:_DisableTorchDispatch"),
     ),
     "default_to_foreach": PrivateName(
         "torch.optim.optimizer:_default_to_fused_or_foreach",

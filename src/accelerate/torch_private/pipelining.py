@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -63,6 +64,8 @@ class UnevenPipelineStage(PipelineStage):
         self._inputs, self._outputs = inputs, outputs
         self._reduces_gradients = reduces_gradients
         self._loses_weights: bool | None = None
+        # With TORCH_DISTRIBUTED_DEBUG=DETAIL torch expects the shapes of the first micro-batch.
+        self._runtime_validate = False
 
     def _post_metadata_inference_cleanup(self) -> None:
         """Keeps gradients, which torch clears for FSDP although the shapes are known without a forward pass.
@@ -85,6 +88,10 @@ class UnevenPipelineStage(PipelineStage):
             for info, spec in zip(infos, specs[chunk], strict=True):
                 if info.buffer is not None and info.buffer.shape != spec.shape:
                     info.buffer = info.buffer.new_empty(spec.shape)
+                # Since torch 2.15 the metadata gives the shape of a buffer that is allocated later.
+                if info.tensor_meta is not None and info.tensor_meta.shape != spec.shape:
+                    stride = _example(spec).stride()
+                    info.tensor_meta = replace(info.tensor_meta, shape=spec.shape, stride=stride)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         if self.has_backward and not self.is_first:
@@ -125,7 +132,9 @@ class UnevenPipelineStage(PipelineStage):
         """
 
         def nodes(tensors: Iterable[Any]) -> list[Any]:
-            return [_backward._get_grad_fn_or_grad_acc(each) for each in tensors if each.requires_grad]
+            # Since torch 2.15 a sent output is its gradient edge, or None without one.
+            roots = (each for each in tensors if getattr(each, "requires_grad", each is not None))
+            return [_backward._get_grad_fn_or_grad_acc(each) for each in roots]
 
         weights = nodes(self.submod.parameters())
         graph = _backward.construct_reverse_graph(nodes(bwd_kwargs["stage_output"]))
@@ -139,8 +148,13 @@ class UnevenPipelineStage(PipelineStage):
             super().perform_reduce_grad(grad_scale_factor)
             return
         # As torch does, without the reduction
-        self.submod.set_is_last_backward(True)
         self.submod.set_reshard_after_backward(True)
+        if hasattr(self.submod, "finalize_backward"):  # since torch 2.15
+            if self.has_backward:
+                self.submod.finalize_backward()
+                self.submod.set_manual_backward_finalization(False)
+            return
+        self.submod.set_is_last_backward(True)
         root: Any = fully_shard.state(self.submod)  # type: ignore[attr-defined]
         for state in root._state_ctx.all_states:
             for group in state._fsdp_param_groups:

@@ -323,6 +323,10 @@ def test_inputs_of_blocks_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     kept = [nbytes for nbytes in packed if nbytes]  # torch before 2.13 packs empty tensors, too
     assert kept == [samples().nbytes] * LAYERS
+    keep_activations(model)
+    recompute(model, model.layers, offload=True, save_operators="matmul")
+    found = torch.autograd.grad(model(samples()).sum(), list(model.parameters()))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
 
 
 def test_activations_on_the_cpu_are_not_offloaded(prepared: Any) -> None:
