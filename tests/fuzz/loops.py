@@ -185,13 +185,14 @@ def run_plain(loop: Loop) -> list[Event]:
     accelerator.driver = objects["second_loader" if loop.loaders == "nested" else "loader"]
     accelerator.objects = [value for value in objects.values() if hasattr(value, "state_dict")]
     steps = 1 if loop.split or loop.policy == "per_update" or is_constant else loop.world
+    steps_of_call = steps if loop.policy and loop.schedule != "epoch" else None
     for name in FAMILIES[loop.family]:
         optimizer = plain.Optimizer(objects[name], accelerator)
         accelerator.optimizers.append(optimizer)
         objects[name] = optimizer
         if loop.scheduler:
             other = scheduler_of(name)
-            objects[other] = plain.Scheduler(objects[other], optimizer, steps if loop.policy else 0)
+            objects[other] = plain.Scheduler(objects[other], accelerator, steps_of_call)
     return run_program(write(loop), accelerator, objects, "mean", "")
 
 

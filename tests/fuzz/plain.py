@@ -120,18 +120,19 @@ class Optimizer:
 class Scheduler:
     """Scheduler that steps once for each rank and update, because it was written for batches of one rank.
 
-    A call for an epoch, that is, with a metric or after several updates, is one step.
+    Args:
+        inner: Scheduler of torch.
+        plain: Methods of an accelerator.
+        steps: Number of steps for each update, or None if each call is a step, such as one for each epoch.
     """
 
-    def __init__(self, inner: Any, optimizer: Optimizer, steps: int) -> None:
-        self.inner, self.optimizer, self.steps = inner, optimizer, steps
-        self.seen = 0  # updates
+    def __init__(self, inner: Any, plain: Plain, steps: int | None) -> None:
+        self.inner, self.plain, self.steps = inner, plain, steps
 
     def step(self, *metric: float) -> None:
-        updates, self.seen = self.optimizer.num_updates - self.seen, self.optimizer.num_updates
-        if not self.steps or metric or updates > 1:  # 0: each call is a step
+        if metric or self.steps is None:
             self.inner.step(*metric)
-        elif self.optimizer.plain.sync_gradients:
+        elif self.plain.sync_gradients:
             for _ in range(self.steps):
                 self.inner.step()
 

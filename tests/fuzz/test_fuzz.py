@@ -12,7 +12,16 @@ import pytest
 
 @pytest.mark.parametrize("seeds", ["20:23", pytest.param("23:50", marks=pytest.mark.slow)])
 def test_interrupted_runs_equal_those_without_a_break(seeds: str) -> None:
-    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--seeds", seeds]
+    run_trials("resume", seeds)
+
+
+@pytest.mark.parametrize("seeds", ["0:12", pytest.param("12:200", marks=pytest.mark.slow)])
+def test_loops_on_several_ranks_equal_plain_torch(seeds: str) -> None:
+    run_trials("loops", seeds)
+
+
+def run_trials(kind: str, seeds: str) -> None:
+    command = [sys.executable, str(Path(__file__).with_name("run.py")), "--kind", kind, "--seeds", seeds]
     ended = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

@@ -30,6 +30,12 @@ def test_the_norm_is_torch_s(norm_type: float) -> None:
     torch.testing.assert_close(local_gradients(ours)[:2], local_gradients(theirs))
 
 
+def test_the_norm_of_float64_gradients_is_as_precise() -> None:
+    parameter = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    parameter.grad = torch.tensor([0.1, 0.2, 0.3], dtype=torch.float64)
+    assert gradient_norm([parameter], 2.0, CPU).item() == pytest.approx(0.14**0.5, rel=1e-15)
+
+
 def test_measuring_the_norm_does_not_change_gradients() -> None:
     ours = parameters()
     scale_down(ours, gradient_norm(ours, 2.0, CPU), float("inf"))
