@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -620,3 +621,36 @@ def test_modules_to_ignore_are_modules_of_the_model(run: Run, version: int) -> N
         assert "no regular expression" in broken
         assert "int" in number
         assert "Linear" in foreign
+
+
+def weights_with_evaluations(reshards: bool, evaluates: str) -> list[float]:
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, reshard_after_forward=reshards)
+    accelerator = Accelerator(fsdp_plugin=plugin)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    inputs = torch.randn(4, 4)
+    for _ in range(2):
+        model.zero_grad()
+        accelerator.backward(model(inputs).square().mean())
+        optimizer.step()
+        with torch.no_grad(), accelerator.unsharded(model) if evaluates == "unsharded" else nullcontext():
+            if evaluates:
+                model(inputs)
+                model(inputs)
+    weights = [float(value) for p in model.parameters() for value in p.full_tensor().flatten()]
+    AcceleratorState._reset_state(True)
+    return weights
+
+
+def weights_of_all_evaluations() -> list[tuple[bool, list[list[float]]]]:
+    return [
+        (reshards, [weights_with_evaluations(reshards, kind) for kind in ("", "sharded", "unsharded")])
+        for reshards in (True, False)
+    ]
+
+
+def test_an_evaluation_changes_nothing_for_gradients_that_the_model_clears(run: Run) -> None:
+    for found in run(weights_of_all_evaluations):
+        for _, (without, sharded, unsharded) in found:
+            assert without == sharded == unsharded

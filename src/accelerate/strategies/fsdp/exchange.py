@@ -9,12 +9,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from accelerate import torch_private
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+
+_KEPT = "_accelerate_keeps_gathered"
+"""Attribute of units of FSDP 2 inside of `keep_gathered`."""
 
 
 @contextmanager
@@ -73,9 +78,32 @@ def keep_gathered(units: Iterable[tuple[FSDPModule, bool]]) -> Iterator[None]:
     for unit, _ in units:
         unit.unshard()
         unit.set_reshard_after_forward(False, recurse=False)
+        vars(unit)[_KEPT] = True
     try:
         yield
     finally:
         for unit, is_freed in units:
+            del vars(unit)[_KEPT]
             unit.set_reshard_after_forward(is_freed, recurse=False)
+            unit.reshard()
+
+
+def reshard_without_gradients(model: nn.Module) -> None:
+    """Makes a model of FSDP 2 free its gathered parameters after a forward without gradients.
+
+    FSDP 2 keeps those of the outermost unit for a backward pass. `Module.zero_grad` and `requires_grad_` would
+    change them, and not the shards that are trained.
+    """
+    model.register_forward_hook(_reshard)
+
+
+def _reshard(model: nn.Module, args: Any, output: Any) -> None:
+    if not torch.is_grad_enabled():
+        _reshard_units(model)
+
+
+@torch.compiler.disable
+def _reshard_units(model: nn.Module) -> None:
+    for unit in units_of(model):
+        if _KEPT not in vars(unit):
             unit.reshard()
