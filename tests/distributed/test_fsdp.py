@@ -638,7 +638,7 @@ def weights_with_evaluations(reshards: bool, evaluates: str) -> list[float]:
             if evaluates:
                 model(inputs)
                 model(inputs)
-    weights = [float(value) for p in model.parameters() for value in p.full_tensor().flatten()]
+    weights = [float(value) for p in model.parameters() for value in p.full_tensor().flatten().detach()]
     AcceleratorState._reset_state(True)
     return weights
 

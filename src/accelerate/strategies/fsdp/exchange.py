@@ -91,8 +91,8 @@ def keep_gathered(units: Iterable[tuple[FSDPModule, bool]]) -> Iterator[None]:
 def reshard_without_gradients(model: nn.Module) -> None:
     """Makes a model of FSDP 2 free its gathered parameters after a forward without gradients.
 
-    FSDP 2 keeps those of the outermost unit for a backward pass. `Module.zero_grad` and `requires_grad_` would
-    change them, and not the shards that are trained.
+    FSDP 2 keeps those of the outermost unit for a backward pass. `Module.zero_grad` and `requires_grad_`
+    would change them, and not the shards that are trained.
     """
     model.register_forward_hook(_reshard)
 

@@ -112,8 +112,8 @@ def check_flat_state(optimizer: Any, state: Mapping[str, Any]) -> None:
                 if not fits or (tensors and not isinstance(value, Tensor)):
                     raise CheckpointError(
                         f"The state {key!r} of {checkpointing.class_name(optimizer)} is not element-wise: it "
-                        "is that of parts of flat parameters, which FSDP 1 cannot save. Set fsdp_version=2, or "
-                        "use an element-wise optimizer such as AdamW."
+                        "is that of parts of flat parameters, which FSDP 1 cannot save. Set fsdp_version=2, "
+                        "or use an element-wise optimizer such as AdamW."
                     )
 
     run_on_all_ranks(check)
