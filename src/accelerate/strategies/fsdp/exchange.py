@@ -102,7 +102,7 @@ def _reshard(model: nn.Module, args: Any, output: Any) -> None:
         _reshard_units(model)
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _reshard_units(model: nn.Module) -> None:
     for unit in units_of(model):
         if _KEPT not in vars(unit):
