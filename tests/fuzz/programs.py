@@ -208,6 +208,9 @@ RULES: tuple[Rule, ...] = (
     # DistributedDataParallel needs equally many batches on all ranks.
     (lambda d: d.split, {"even": True}),
     (lambda d: not d.even, {"drop_last": False}),
+    (lambda d: d.optimizer == "lbfgs" and d.frozen == "group", {"frozen": ""}),  # it has one group
+    # A checkpoint has no gradients.
+    (lambda d: d.family in ("parts apart", "gan") and d.zero == "step", {"checkpoint": False}),
     # A checkpoint has no unfinished window, and continues the passes that have begun.
     (
         lambda d: (
