@@ -105,7 +105,7 @@ class Optimizer:
     def step(self, closure: Callable[[], Tensor] | None = None) -> Tensor | None:
         if isinstance(self.inner, torch.optim.LBFGS):
             self.num_updates += 1
-            return self.inner.step(closure)  # type: ignore[arg-type,return-value]
+            return self.inner.step(closure)  # type: ignore
         loss = closure() if closure else None
         self.stepped = True
         if not self.plain.sync_gradients:
