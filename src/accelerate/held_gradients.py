@@ -42,6 +42,7 @@ class HeldGradients:
         self._has_stepped = False  # `step` was called in this micro-batch
         self._is_apart = False  # later gradients are not added to those that are held
         self._is_first = self._is_last = False
+        self._joins = False  # the next backward pass adds gradients to those that were kept apart
         self._was_kept = False  # `zero_grad` was called after a backward pass of this micro-batch
 
     @property
@@ -49,13 +50,17 @@ class HeldGradients:
         """Each parameter with its gradient of the window, which may not be its `grad`."""
         return ((p, held) for p, held in zip(self._parameters, self._held, strict=True) if held is not None)
 
-    def begin(self, parameters: Iterable[Tensor], *, is_first: bool, is_last: bool) -> None:
+    def begin(
+        self, parameters: Iterable[Tensor], *, is_first: bool, is_last: bool, is_alone: bool = False
+    ) -> None:
         """Begins a micro-batch.
 
         Args:
             parameters: Parameters of the optimizer.
             is_first: Whether it is the first one of the window.
             is_last: Whether it is the last one.
+            is_alone: Whether no other optimizer takes part in it, so that its first backward pass is for
+                these parameters.
         """
         self._set_parameters(list(parameters))
         self._is_first, self._is_last, self._was_kept = is_first, is_last, False
@@ -67,6 +72,14 @@ class HeldGradients:
         elif not (self._is_apart or self._has_stepped) and (self._restore() or self._has_new()):
             self._hold()  # no `step` was called in the micro-batch before
         self._has_stepped = self._is_apart
+        self._joins = is_alone and self._is_apart
+
+    def leave(self) -> None:
+        """Ends a micro-batch, before one of other models begins whose loss may fill the same gradients."""
+        if not self._has_stepped:
+            self._restore()
+            self._hold()
+            self._has_stepped = True
 
     def begin_backward(self) -> None:
         """Begins a backward pass, whose gradients are added to those that are held.
@@ -74,6 +87,11 @@ class HeldGradients:
         After the `step` of a micro-batch the gradients are complete, and those of another loss are kept apart
         until `zero_grad` removes them.
         """
+        if self._joins and not self._is_cleared():  # plain torch adds them, too, without `zero_grad`
+            self._join()
+            self._look()
+            self._has_stepped = False
+        self._joins = False
         if self._has_stepped and not self._is_cleared():
             self._set_apart()
             return
@@ -115,7 +133,7 @@ class HeldGradients:
         elif not any(held is not None for held in self._held):
             clear()
             self._look()
-        self._has_stepped = self._is_apart = False
+        self._has_stepped = self._is_apart = self._joins = False
 
     def contribute(self) -> None:
         """Keeps the gradients of a micro-batch, in the `step` of one that is not the last."""

@@ -159,11 +159,17 @@ class Accumulation:
         key = tuple(models)
         if is_first or key not in self._trained:
             self._trained[key] = list(self._optimizers_of(models))
-        for optimizer in self._trained[key]:
+        trained = self._trained[key]
+        for optimizer in self.prepared.optimizers:
+            if optimizer.held is not None and optimizer not in trained:
+                optimizer.held.leave()
+        for optimizer in trained:
             if optimizer.held is None:
                 find_unreduced = partial(_unreduced_gradients, self.prepared.models, optimizer)
                 optimizer.held = HeldGradients(self._num_summed(), find_unreduced)
-            optimizer.held.begin(optimizer.parameters(), is_first=is_first, is_last=is_last)
+            optimizer.held.begin(
+                optimizer.parameters(), is_first=is_first, is_last=is_last, is_alone=len(trained) == 1
+            )
         if self._watch is None and models:
             handle = watch_unprepared_steps(self.gradients, self.prepared, models)
             self._watch = weakref.finalize(self, handle.remove)
