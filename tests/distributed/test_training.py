@@ -432,7 +432,7 @@ def freeze_and_score() -> list[str]:
             except AttributeError as error:
                 texts.append(str(error))
         for step in range(4):
-            inner[0].requires_grad_(step < 1)
+            inner[0].requires_grad_(step < 2)  # replicas are compared after steps 1 and 2
             try:
                 accelerator.backward(model(torch.full((1, 6), float(accelerator.process_index))).sum())
             except RuntimeError as error:
@@ -454,7 +454,7 @@ def test_errors_of_replicas_name_the_fix(run: Run) -> None:
         assert "unwrap_model(model).threshold" in threshold
         assert nothing == "'DistributedDataParallel' object has no attribute 'nothing'"
         assert frozen.startswith(
-            "StateError in step 2: Parameters had no gradient in the backward pass before"
+            "StateError in step 3: Parameters had no gradient in the backward pass before"
         )
         assert "DistributedDataParallelKwargs(find_unused_parameters=True)] to Accelerator" in frozen
         assert others == [score, threshold, nothing]  # the fix trains

@@ -1,4 +1,4 @@
-"""Warnings about models and optimizers that do not belong together.
+"""Warnings about models and optimizers that do not belong together, and loaders that are not prepared.
 
 `Strategy.check` logs them before `prepare` changes anything.
 """
