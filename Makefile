@@ -30,7 +30,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 .DEFAULT_GOAL := help
 # Arguments of `make gpu`.
 ARGS ?=
-.PHONY: help demo test test-device test-slow test-versions gpu mutate fuzz chaos check bench scale reference pictures docs clean
+.PHONY: help demo test test-device test-slow test-versions gpu mutate fuzz chaos check check-systems bench scale reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -47,12 +47,13 @@ test-device: $(VENV)/.test-installed $(CHECKPOINT) ## run the tests on a simulat
 	$(ON_SIMULATED_DEVICE) $(BIN)/python -c "import torch"
 	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal @tests/device/suites.args
 
-test-slow: $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun, SLURM and Chromium for it
+test-slow: check-systems $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun, SLURM and Chromium for it
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \
 		echo "not installed: $(PROGRAMS); tests that need them will skip"
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
 	$(ON_SIMULATED_DEVICE) $(BIN)/python -c "import torch"
 	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -m slow tests/device
+	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal @tests/device/slow_suites.args
 
 test-versions: $(VENV)/.versions-installed ## run the tests on the oldest, a middle and the newest torch, and with the lowest versions (ONLY=oldest: one)
 	$(BIN)/python tests/versions/run.py --only "$(ONLY)" --workers $(WORKERS)
@@ -70,11 +71,13 @@ chaos: $(VENV)/.test-installed ## train with replica groups that fail at random 
 fuzz: $(VENV)/.test-installed ## compare interrupted and resumed runs of random schedules with uninterrupted ones, or training loops with plain torch (KIND=loops SEEDS=0:2000)
 	$(ONE_THREAD) $(BIN)/python tests/fuzz/run.py --kind $(KIND) --seeds $(SEEDS) --workers $(WORKERS)
 
-check: $(VENV)/.check-installed ## lint, formatting and types, also as on macOS and Windows
+check: $(VENV)/.check-installed ## lint, formatting and types
 	$(BIN)/ruff check
 	$(BIN)/ruff check --preview --select PLW1514 src examples
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+
+check-systems: $(VENV)/.check-installed ## types as on macOS and Windows
 	$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import socket
+import stat
 import sys
 import tempfile
 import threading
@@ -145,14 +147,33 @@ def child_pids() -> set[int]:
         for task in os.listdir("/proc/self/task"):
             with open(f"/proc/self/task/{task}/children") as file:
                 pids.update(map(int, file.read().split()))
-    except FileNotFoundError:  # another system, or a thread that has just ended
+    except (FileNotFoundError, ProcessLookupError):  # another system, or a thread that has just ended
         return {child.pid for child in psutil.Process().children()}
     return pids
 
 
 def list_ports() -> set[Hashable]:
-    connections = psutil.Process().net_connections("tcp")
-    return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+    """The ports on which this process listens; psutil would read all connections of the machine for them."""
+    try:
+        descriptors = [int(name) for name in os.listdir("/proc/self/fd")]
+    except FileNotFoundError:  # another system
+        connections = psutil.Process().net_connections("tcp")
+        return {each.laddr.port for each in connections if each.status == psutil.CONN_LISTEN}
+    return {port for descriptor in descriptors if (port := listening_port(descriptor))}
+
+
+def listening_port(descriptor: int) -> int | None:
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return None
+        with socket.socket(fileno=os.dup(descriptor)) as duplicate:
+            is_tcp = (
+                duplicate.family in (socket.AF_INET, socket.AF_INET6) and duplicate.type == socket.SOCK_STREAM
+            )
+            listens = is_tcp and duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return int(duplicate.getsockname()[1]) if listens else None
+    except OSError:  # it has just been closed
+        return None
 
 
 def list_process_groups() -> set[Hashable]:

@@ -73,8 +73,8 @@ def honor_type(obj: T, generator: Iterable[Any]) -> T:
     if kind in _PLAIN or not isinstance(obj, (list, tuple)):
         rebuilt = kind(generator)
     elif isinstance(obj, list):
-        rebuilt = copy(obj)  # type: ignore[assignment]  # mypy drops the type of the list
-        rebuilt[:] = generator  # type: ignore[index]
+        rebuilt = copied = copy(obj)
+        copied[:] = generator
     else:
         items = tuple(generator)
         is_own = kind.__flags__ & _DEFINED_IN_PYTHON
@@ -98,7 +98,8 @@ def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     kind: Any = type(obj)
     if kind in (dict, OrderedDict):
         return kind(items)
-    if is_dataclass(kind) and items.keys() == {field.name for field in fields(kind) if field.init}:
+    declared = fields(kind) if is_dataclass(kind) else ()
+    if declared and items.keys() == {field.name for field in declared if field.init}:
         return kind(**items)
     if isinstance(obj, MutableMapping):
         return _copy_with(obj, items)

@@ -297,11 +297,6 @@ def test_the_backend_of_a_state_is_found_before_it_is_built():
     assert state._prepare_backend(True, False, "gloo") == ("gloo", "NO")
 
 
-def test_fsdp2_is_not_prepared_in_another_run():
-    with pytest.raises(RuntimeError, match="does not use FSDP 2"):
-        Accelerator(cpu=True)._prepare_fsdp2(torch.nn.Linear(1, 1))
-
-
 def test_scaler_of_a_run_without_fp16():
     accelerator = Accelerator(cpu=True)
     assert accelerator.scaler is None

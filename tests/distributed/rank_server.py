@@ -85,6 +85,10 @@ def kill_group(leader: int) -> None:
 
 def running_members(leader: int) -> list[int]:
     """Return the pids of a process group that still run (a rank's own children)."""
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:  # no process is left; psutil reads all processes of the machine
+        return []
     found = []
     for process in psutil.process_iter(["status"]):
         try:

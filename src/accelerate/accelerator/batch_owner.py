@@ -65,7 +65,7 @@ def shares_memory(data: Any, batch: Any) -> bool:
 
 
 def _choose(candidates: list[Any], latest: Any, data: Any, is_owned: bool) -> Any:
-    """Returns the same of several loaders on all ranks: that with as many rows as the data, or the latest."""
+    """Returns the loader with as many rows as the data, or the latest one, which is the same on all ranks."""
     lengths = {length for item in _items(data) if (length := _length(item)) is not None}
     paddings = [_padding_of(loader, lengths) for loader in candidates]
     is_uniform = all(padding == paddings[0] for padding in paddings)

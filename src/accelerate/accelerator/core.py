@@ -294,10 +294,6 @@ class Accelerator(ProcessControl):
 
         Other objects are returned unchanged. Clients call it in place of `prepare`.
         """
-        if not self.is_fsdp2:
-            raise StateError(
-                "This run does not use FSDP 2: pass FullyShardedDataParallelPlugin(fsdp_version=2)."
-            )
         positions = [i for i, obj in enumerate(args) if isinstance(obj, (nn.Module, torch.optim.Optimizer))]
         prepared = self.prepare(*(args[position] for position in positions)) if positions else ()
         results = list(args)

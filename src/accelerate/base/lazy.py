@@ -62,9 +62,9 @@ def read_table(module: str) -> Iterator[tuple[str, str, str]]:
     statements = ast.parse(get_data(module, f"{stub}.pyi") or b"").body
     for statement in (node for node in statements if isinstance(node, ast.Import)):
         yield from ((alias.name, "", alias.asname or alias.name) for alias in statement.names)
-    for statement in (node for node in statements if isinstance(node, ast.ImportFrom)):
-        source = str(statement.module)
-        for alias in statement.names:
+    for imports in (node for node in statements if isinstance(node, ast.ImportFrom)):
+        source = str(imports.module)
+        for alias in imports.names:
             if alias.name == "*":
                 yield from (row for row in read_table(source) if row[0] != source)
             else:

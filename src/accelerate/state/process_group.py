@@ -286,7 +286,7 @@ def find_hosts(topology: Topology, kwargs: dict[str, Any]) -> Topology:
 
 
 def set_timeout(timeout: timedelta | None) -> None:
-    """Sets the timeout of the open default group; None keeps it.
+    """Sets the timeout of the open default group, unless it is None.
 
     Gives a warning if torch cannot set it.
     """

@@ -149,10 +149,11 @@ class UnevenPipelineStage(PipelineStage):
             return
         # As torch does, without the reduction
         self.submod.set_reshard_after_backward(True)
-        if hasattr(self.submod, "finalize_backward"):  # since torch 2.15
+        module: Any = self.submod
+        if hasattr(module, "finalize_backward"):  # since torch 2.15
             if self.has_backward:
-                self.submod.finalize_backward()
-                self.submod.set_manual_backward_finalization(False)
+                module.finalize_backward()
+                module.set_manual_backward_finalization(False)
             return
         self.submod.set_is_last_backward(True)
         root: Any = fully_shard.state(self.submod)  # type: ignore[attr-defined]
