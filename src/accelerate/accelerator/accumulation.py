@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class Accumulation:
         self.step = 0
         self.weighting: LossWeighting | None = None
         self.is_joined = False
-        self._items = ItemWeighting(strategy.replicas, self.num_copies)
+        self._items = ItemWeighting(strategy.replicas, partial(num_copies, strategy))
 
     def accumulate(self, models: Sequence[nn.Module], num_items: Any = None) -> AbstractContextManager[Any]:
         """Begins a micro-batch, and returns its context manager.
@@ -103,8 +104,7 @@ class Accumulation:
 
     def num_copies(self) -> int:
         """Returns the number of ranks that read the same whole batch, and so count the same items."""
-        sizes = mesh_sizes(self.strategy.loader_mesh)
-        return sizes.get("tp", 1) * sizes.get("pp", 1)
+        return num_copies(self.strategy)
 
     def _accumulate_items(self, models: Sequence[nn.Module], num_items: Any) -> AbstractContextManager[Any]:
         begins_window = self.gradients.sync_gradients  # the micro-batch before was the last of its window
@@ -188,6 +188,12 @@ class Accumulation:
                 parameter.grad = None
         if self.strategy.precision.scaler is not None:
             torch_private.reset_unscaled(self.strategy.precision.scaler)
+
+
+def num_copies(strategy: strategies.Strategy) -> int:
+    """Returns the number of ranks that read the same whole batch, and so count the same items."""
+    sizes = mesh_sizes(strategy.loader_mesh)
+    return sizes.get("tp", 1) * sizes.get("pp", 1)
 
 
 def _refuse_loader(loader: Any, global_batch_size: int) -> NoReturn:

@@ -6,6 +6,7 @@ it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -134,7 +135,7 @@ def _assemble(
         mixed_precision=state.mixed_precision,
         gradients=gradients,
         session=session,
-        accelerator=accelerator,
+        accelerator=weakref.ref(accelerator),
         functions=functions,
         mesh=state.device_mesh,
     )

@@ -241,10 +241,10 @@ class Fsdp2(DistributedTensors):
         context, pipeline = self.context, self.axes.pipeline
         if pipeline is None or not self.is_in_stages(model):
             self._check_unsharded(model)
-            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
+            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator(), model)
             return self.follow(model, shard, named_parameters)
         for stage in pipeline.stages_to_shard(model):
-            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, stage)
+            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator(), stage)
             self.follow(stage, shard, named_parameters)
             for unit in units_of(stage):  # schedules gather units once for all micro-batches
                 unit.set_reshard_after_forward(False, recurse=False)
