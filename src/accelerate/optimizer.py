@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -48,8 +49,12 @@ def patch_optimizer_step(
     whether it did.
     """
 
+    reference = weakref.ref(accelerated_optimizer)  # the optimizer has the function
+
     def patched_step(*args: Any, **kwargs: Any) -> Any:
-        accelerated_optimizer._accelerate_step_called = True
+        owner = reference()
+        if owner is not None:
+            owner._accelerate_step_called = True
         return method(*args, **kwargs)
 
     return patched_step

@@ -6,7 +6,6 @@ it.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from accelerate.state import (
     AcceleratorState,
     GradientState,
     PartialState,
+    WeakReference,
     is_initialized,
     services,
     step_clock,
@@ -135,7 +135,7 @@ def _assemble(
         mixed_precision=state.mixed_precision,
         gradients=gradients,
         session=session,
-        accelerator=weakref.ref(accelerator),
+        accelerator=WeakReference(accelerator),
         functions=functions,
         mesh=state.device_mesh,
     )

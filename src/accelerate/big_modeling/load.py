@@ -125,7 +125,7 @@ class ParameterMoves:
         if parameter is None or (id(parameter) in self._kept and self._kept[id(parameter)]() is parameter):
             return None
         record = self._find(parameter)
-        result = record and record.moved()
+        result = None if record is None else record.moved()
         if record is None or result is None:
             if parameter.device == self._device:
                 return None

@@ -255,7 +255,7 @@ class Slot:
 
     def restore(self) -> None:
         """Fills the slot for good, with the tensor of the entries that were tied to it and are filled."""
-        tied = self.tie.restored and self.tie.restored()
+        tied = None if self.tie.restored is None else self.tie.restored()
         if tied is None or is_derived_parameter(self.empty):
             self.fill(self.read(self.original_device), self.original_device)
         else:
