@@ -73,8 +73,8 @@ def honor_type(obj: T, generator: Iterable[Any]) -> T:
     if kind in _PLAIN or not isinstance(obj, (list, tuple)):
         rebuilt = kind(generator)
     elif isinstance(obj, list):
-        rebuilt = copied = copy(obj)
-        copied[:] = generator
+        rebuilt = copy(obj)
+        rebuilt[:] = generator
     else:
         items = tuple(generator)
         is_own = kind.__flags__ & _DEFINED_IN_PYTHON
@@ -98,8 +98,7 @@ def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     kind: Any = type(obj)
     if kind in (dict, OrderedDict):
         return kind(items)
-    declared = fields(kind) if is_dataclass(kind) else ()
-    if declared and items.keys() == {field.name for field in declared if field.init}:
+    if items.keys() == _arguments_of(kind):
         return kind(**items)
     if isinstance(obj, MutableMapping):
         return _copy_with(obj, items)
@@ -115,6 +114,11 @@ def honor_mapping(obj: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
             "derive it from dict, or convert it to a dict."
         )
     return rebuilt
+
+
+def _arguments_of(kind: Any) -> set[str]:
+    """Returns the names of the constructor's arguments of a dataclass, and no names for another class."""
+    return {field.name for field in fields(kind) if field.init} if is_dataclass(kind) else set()
 
 
 def _copy_with(obj: MutableMapping[Any, Any], items: dict[Any, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from typing import Any, TypeVar
@@ -53,11 +54,14 @@ def patch_optimizer_step(
     checks that itself, as fused optimizers do. The attribute shows whether parameters were updated.
     """
 
+    reference = weakref.ref(accelerated_optimizer)  # the optimizer has the function
+
     @wraps(method)  # a scaler reads the signature
     def patched_step(*args: Any, **kwargs: Any) -> Any:
         result = method(*args, **kwargs)
-        found = torch_private.found_inf(accelerated_optimizer.optimizer, accelerated_optimizer.scaler)
-        accelerated_optimizer._accelerate_step_called = not found
+        owner = reference()
+        if owner is not None:
+            owner._accelerate_step_called = not torch_private.found_inf(owner.optimizer, owner.scaler)
         return result
 
     return patched_step

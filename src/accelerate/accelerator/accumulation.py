@@ -165,7 +165,9 @@ class Accumulation:
                 optimizer.held.leave()
         for optimizer in trained:
             if optimizer.held is None:
-                find_unreduced = partial(_unreduced_gradients, self.prepared.models, optimizer)
+                find_unreduced = partial(
+                    _unreduced_gradients, self.prepared.models, list(optimizer.parameters())
+                )
                 optimizer.held = HeldGradients(self._num_summed(), find_unreduced)
             optimizer.held.begin(
                 optimizer.parameters(), is_first=is_first, is_last=is_last, is_alone=len(trained) == 1
@@ -230,8 +232,7 @@ class Accumulation:
 
     def num_copies(self) -> int:
         """Returns the number of ranks that read the same whole batch, and so count the same items."""
-        sizes = mesh_sizes(self.strategy.loader_mesh)
-        return sizes.get("tp", 1) * sizes.get("pp", 1)
+        return num_copies(self.strategy)
 
     def _accumulate_items(
         self, current: MicroBatches, models: Sequence[nn.Module], num_items: Any
@@ -239,7 +240,11 @@ class Accumulation:
         is_on_device = isinstance(num_items, Tensor) and not num_items.is_cpu
         items = num_items if is_on_device else read_items(num_items)
         if current.items is None:
-            current.items = ItemWeighting(self.strategy.replicas, self.num_copies, self._held)
+            current.items = ItemWeighting(
+                self.strategy.replicas,
+                partial(num_copies, self.strategy),
+                partial(_held_gradients, self.prepared),
+            )
         if current.position == 0:
             current.items.begin()
         self.advance(models)
@@ -256,10 +261,6 @@ class Accumulation:
 
     def _end_items(self) -> None:
         self.weighting = None
-
-    def _held(self) -> Mapping[Tensor, Tensor]:
-        held = (optimizer.held for optimizer in self.prepared.optimizers if optimizer.held is not None)
-        return {parameter: gradient for each in held for parameter, gradient in each.gradients}
 
     def _check_items(self, current: MicroBatches, num_items: Any) -> None:
         """Raises an error for a micro-batch that does not fit into its window."""
@@ -333,11 +334,23 @@ class Accumulation:
             torch_private.reset_unscaled(self.strategy.precision.scaler)
 
 
-def _unreduced_gradients(models: Sequence[nn.Module], optimizer: AcceleratedOptimizer) -> list[Tensor]:
-    """Returns the gradients of the parameters of an optimizer that FSDP 2 has not reduced yet."""
-    ids = set(map(id, optimizer.parameters()))
+def _held_gradients(prepared: strategies.Prepared) -> Mapping[Tensor, Tensor]:
+    """Returns the gradients that prepared optimizers hold, by parameter."""
+    held = (optimizer.held for optimizer in prepared.optimizers if optimizer.held is not None)
+    return {parameter: gradient for each in held for parameter, gradient in each.gradients}
+
+
+def _unreduced_gradients(models: Sequence[nn.Module], parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the gradients of parameters that FSDP 2 has not reduced yet."""
+    ids = set(map(id, parameters))
     own = [model for model in models if not ids.isdisjoint(map(id, model.parameters()))]
     return [gradient for model in own for gradient in torch_private.unreduced_gradients(model)]
+
+
+def num_copies(strategy: strategies.Strategy) -> int:
+    """Returns the number of ranks that read the same whole batch, and so count the same items."""
+    sizes = mesh_sizes(strategy.loader_mesh)
+    return sizes.get("tp", 1) * sizes.get("pp", 1)
 
 
 def _refuse_loader(loader: Any, global_batch_size: int) -> NoReturn:

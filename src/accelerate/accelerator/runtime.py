@@ -23,6 +23,7 @@ from accelerate.state import (
     AcceleratorState,
     GradientState,
     PartialState,
+    WeakReference,
     is_initialized,
     services,
     step_clock,
@@ -134,7 +135,7 @@ def _assemble(
         mixed_precision=state.mixed_precision,
         gradients=gradients,
         session=session,
-        accelerator=accelerator,
+        accelerator=WeakReference(accelerator),
         functions=functions,
         mesh=state.device_mesh,
     )

@@ -60,11 +60,11 @@ def read_table(module: str) -> Iterator[tuple[str, str, str]]:
     loaded = import_module(module)
     stub = "__init__" if hasattr(loaded, "__path__") else module.rpartition(".")[2]
     statements = ast.parse(get_data(module, f"{stub}.pyi") or b"").body
-    for statement in (node for node in statements if isinstance(node, ast.Import)):
-        yield from ((alias.name, "", alias.asname or alias.name) for alias in statement.names)
-    for imports in (node for node in statements if isinstance(node, ast.ImportFrom)):
-        source = str(imports.module)
-        for alias in imports.names:
+    for modules in (node for node in statements if isinstance(node, ast.Import)):
+        yield from ((alias.name, "", alias.asname or alias.name) for alias in modules.names)
+    for statement in (node for node in statements if isinstance(node, ast.ImportFrom)):
+        source = str(statement.module)
+        for alias in statement.names:
             if alias.name == "*":
                 yield from (row for row in read_table(source) if row[0] != source)
             else:

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from accelerate.base import ConfigurationError, DistributedType, FP8BackendType
+from accelerate.base import ConfigurationError, DistributedType, FP8BackendType, StateError
 from accelerate.ops import convert_to_fp32
 from accelerate.plugins import AutocastKwargs
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, WeakReference
 
 
 class ScaledOptimizer(Protocol):
@@ -89,16 +90,24 @@ AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.b
 class AutocastForward:
     """Callable that runs the forward of a module under autocast and converts its outputs to float32.
 
-    It is the instance attribute `forward` of the module. Unlike a closure it can be pickled and copied with
-    the module.
+    It is the instance attribute `forward` of the module, to which it has a weak reference. Unlike a closure
+    it can be pickled and copied with the module.
     """
 
     def __init__(
         self, module: nn.Module, device_type: str, dtype: torch.dtype, settings: AutocastKwargs
     ) -> None:
-        self.module = module
+        self._module = WeakReference(module)
         self.inner: Callable[..., Any] | None = module.__dict__.get("forward")
         self.autocast = device_type, dtype, settings.enabled, settings.cache_enabled
+
+    @property
+    def module(self) -> nn.Module:
+        """Module whose forward this is."""
+        module: nn.Module | None = self._module()
+        if module is None:
+            raise StateError("The model of this forward has been deleted. Keep a reference to the model.")
+        return module
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -108,7 +117,8 @@ class AutocastForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.autocast(*self.autocast):
             if self.inner is None:  # not `__wrapped__`, as torch before 2.13 does not trace `__get__`
-                outputs = type(self.module).forward(self.module, *args, **kwargs)
+                module = self.module
+                outputs = type(module).forward(module, *args, **kwargs)
             else:
                 outputs = self.inner(*args, **kwargs)
         return convert_to_fp32(outputs)
@@ -182,12 +192,8 @@ class ScaledPrecision(MixedPrecision):
         """Sets the prepared optimizers, and postpones updates of the scaler if there are several."""
         self.optimizers = optimizers
         for optimizer in optimizers:
-            optimizer.update_scaler = self._postpone_update if len(optimizers) > 1 else None
-
-    def _postpone_update(self, scaler: GradScaler) -> None:
-        # Clients may set a separate scaler for each optimizer, so the scaler of the step is updated.
-        if not any(scaler is due for due in self.updates_due):
-            self.updates_due.append(scaler)
+            postpone = partial(_postpone_update, self.updates_due)
+            optimizer.update_scaler = postpone if len(optimizers) > 1 else None
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Computes the gradients of the scaled loss.
@@ -209,6 +215,12 @@ class ScaledPrecision(MixedPrecision):
 
     def gradient_scale(self) -> float:
         return float(self.scaler.get_scale())
+
+
+def _postpone_update(updates_due: list[GradScaler], scaler: GradScaler) -> None:
+    # Clients may set a separate scaler for each optimizer, so the scaler of the step is updated.
+    if not any(scaler is due for due in updates_due):
+        updates_due.append(scaler)
 
 
 def get_mixed_precision_context_manager(

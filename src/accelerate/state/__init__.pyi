@@ -61,6 +61,7 @@ from accelerate.state.shared import (
     SharedDict as SharedDict,
     SharedState as SharedState,
     ThreadLocalSharedDict as ThreadLocalSharedDict,
+    WeakReference as WeakReference,
     do_nothing as do_nothing,
     record_event as record_event,
     run_records as run_records,

@@ -260,8 +260,8 @@ def split_for_rank(inputs: Any, size: int, rank: int, apply_padding: bool = Fals
     start, end, padding = plan_split(length, size, rank, apply_padding)
     last = end - 1 if end > start else length - 1
     if type(inputs).__module__.partition(".")[0] == "datasets" and hasattr(inputs, "select"):
-        indices: Any = range(start, end) or []  # datasets checks the start of an empty range
-        return inputs.select([*indices, *[last] * padding] if padding else indices)
+        rows: Any = range(start, end) or []  # datasets checks the start of an empty range
+        return inputs.select([*rows, *[last] * padding] if padding else rows)
     shard = inputs[start:end]
     if padding == 0:
         return shard

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -218,3 +219,25 @@ run_records = services.of_process(RecordQueue)
 def record_event(name: str, text: str) -> None:
     """Adds an event of this rank to the records of the run."""
     run_records.append(Event(time=time.time(), name=name, step=step_clock.number, text=text))
+
+
+class WeakReference:
+    """Weak reference that is copied and pickled with its object.
+
+    An attribute of an object that refers back to its owner would keep both until the next garbage collection.
+    """
+
+    __slots__ = ("_reference", "__weakref__")
+
+    def __init__(self, obj: Any) -> None:
+        self._reference = weakref.ref(obj)
+
+    def __call__(self) -> Any:
+        """Returns the object, or None after it was deleted."""
+        return self._reference()
+
+    def __getstate__(self) -> Any:
+        return (self._reference(),)
+
+    def __setstate__(self, state: Any) -> None:
+        self._reference = weakref.ref(state[0])

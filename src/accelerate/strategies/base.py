@@ -77,13 +77,14 @@ class Strategy:
         self.session = context.session
         self.axes = resolve_axes(context.request.parallelism, context.mesh, context.device)
         self.precision = self.choose_precision()
-        self.state = self._make_state()
         self.sharded: dict[nn.Module, ShardedModel] = {}
         """Models that were sharded before they were prepared."""
 
     # Settings
 
-    def _make_state(self) -> StrategyState:
+    @property
+    def state(self) -> StrategyState:
+        """State of the prepared models and optimizers, a new object that has no values of its own."""
         if self.axes.pipeline is None:
             return self.state_class(self)
         from accelerate.strategies.pipeline import PipelineState

@@ -68,7 +68,7 @@ class MatrixOwners:
         keys_of: Callable[[Any], Sequence[Sequence[str]]],
         is_expected: bool,
     ) -> None:
-        self.optimizer = optimizer
+        self._optimizer = ref(optimizer)  # it has this object
         self._keys_of = keys_of
         self._trained: list[Tensor] = []
         self._parameters: dict[str, Tensor] = {}
@@ -76,6 +76,13 @@ class MatrixOwners:
         self._buckets: list[list[Matrix]] = []
         self._is_expected = is_expected
         optimizer.optimizer.register_step_pre_hook(partial(_refuse_other_steps, ref(optimizer)))
+
+    @property
+    def optimizer(self) -> AcceleratedOptimizer:
+        """The optimizer, of which this is an attribute."""
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
 
     # Owners
 
@@ -294,13 +301,20 @@ def own_matrices(strategy: Strategy, optimizer: AcceleratedOptimizer, requested:
         return
     if strategy.has_plain_weights and not strategy.flattens_parameters:
         is_expected = requested is True or not strategy.holds_whole_models
-        optimizer.matrix_owners = MatrixOwners(optimizer, strategy.state.parameter_keys, is_expected)
+        optimizer.matrix_owners = MatrixOwners(optimizer, partial(_keys_of, ref(strategy)), is_expected)
     elif requested or strategy.flattens_parameters:
         raise PreparationError(
             f"{type(optimizer.optimizer).__name__} needs whole matrices, and {type(strategy).__name__} "
             "changes the layout of parameters. Use DistributedDataParallel, FSDP 2 (fsdp_version=2) or "
             "parallelism_config. Pass whole_matrices=False to prepare() if it works on parts of them."
         )
+
+
+def _keys_of(strategy: ref[Strategy], optimizer: Any) -> Sequence[Sequence[str]]:
+    """Returns the keys of the parameters of an optimizer, which the strategy has, with other objects."""
+    owner = strategy()
+    assert owner is not None
+    return owner.state.parameter_keys(optimizer)
 
 
 def plan_matrices(strategy: Strategy) -> None:

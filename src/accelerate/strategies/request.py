@@ -69,7 +69,9 @@ class Context:
     mixed_precision: str
     gradients: GradientState
     session: PrepareSession
-    accelerator: Any  # argument of `fsdp2_prepare_model` and of functions for Megatron-LM
+    # Returns the Accelerator, an argument of `fsdp2_prepare_model` and of functions for Megatron-LM. The
+    # Accelerator has the strategy, and a reference back would keep both until the next garbage collection.
+    accelerator: Callable[[], Any]
     # Returns the module `accelerate.accelerator`, in which clients replace functions.
     functions: Callable[[], Any]
     mesh: Any = None

@@ -51,6 +51,8 @@ def found_inf(optimizer: Any, scaler: torch.amp.GradScaler | None) -> bool:
 def step_replaced(optimizer: Any, step: Callable[..., Any], original: Callable[..., Any]) -> Iterator[None]:
     """Replaces the `step` of an optimizer inside the block, and sets it to `original` after the block.
 
+    A method of the optimizer itself is not kept in its attributes, where it would be a reference cycle.
+
     A GradScaler requires the same optimizer object as in `unscale_`, and does not return whether it called
     `step`.
     """
@@ -58,7 +60,10 @@ def step_replaced(optimizer: Any, step: Callable[..., Any], original: Callable[.
     try:
         yield
     finally:
-        optimizer.step = original
+        if original == type(optimizer).step.__get__(optimizer):
+            del optimizer.step
+        else:
+            optimizer.step = original
 
 
 def allow_fp16_gradients(scaler: torch.amp.GradScaler) -> None:

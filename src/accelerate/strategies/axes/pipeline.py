@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ class PipelineAxis(Axis):
 
     Attributes:
         pipelines: Pipelines of the models that are prepared for training.
+        optimizer_names: Names of the parameters of prepared optimizers, see `PipelineState`.
         first_rank: First rank of the run with the stages of this rank.
     """
 
@@ -32,6 +34,7 @@ class PipelineAxis(Axis):
         self.size = mesh[AXIS].size()
         self.group = mesh.get_group(AXIS)
         self.pipelines: dict[nn.Module, Pipeline] = {}
+        self.optimizer_names: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         dim = mesh.mesh_dim_names.index(AXIS)
         row = mesh.mesh.movedim(dim, 0)[dist.get_rank(self.group)]
         self.first_rank = int(row.min())

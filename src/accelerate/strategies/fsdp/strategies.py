@@ -260,13 +260,13 @@ class Fsdp2(DistributedTensors):
         context, pipeline = self.context, self.axes.pipeline
         if pipeline is None or not self.is_in_stages(model):
             self._check_unsharded(model)
-            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, model)
+            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator(), model)
             sharded = self.follow(model, shard, named_parameters)
             if any(p.requires_grad and not isinstance(p, DTensor) for p in sharded.parameters()):
                 self.adopt(sharded).send_unsharded()  # FSDP does not average what it ignores
             return sharded
         for stage in pipeline.stages_to_shard(model):
-            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator, stage)
+            shard = partial(context.functions().fsdp2_prepare_model, context.accelerator(), stage)
             self.follow(stage, shard, named_parameters)
             for unit in units_of(stage):  # schedules gather units once for all micro-batches
                 unit.set_reshard_after_forward(False, recurse=False)

@@ -231,7 +231,7 @@ class MegatronLM(Strategy):
     @contextmanager
     def preparing(self, bundle: Bundle) -> Iterator[None]:
         """Returns a context that initializes Megatron-LM, which builds model, optimizer and scheduler."""
-        accelerator = self.context.accelerator
+        accelerator = self.context.accelerator()
         if self.engine is None:
             library.initialize(accelerator)
             self.loader_mesh = RankGrid()

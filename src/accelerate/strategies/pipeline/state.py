@@ -76,13 +76,14 @@ class PipelineState(StrategyState):
 
     saves_shards = True
 
-    def __init__(self, strategy: Any) -> None:
-        super().__init__(strategy)
-        self._names: WeakKeyDictionary[Any, OptimizerNames] = WeakKeyDictionary()
-
     @property
     def _axis(self) -> Any:
         return self.strategy.axes.pipeline
+
+    @property
+    def _names(self) -> WeakKeyDictionary[Any, OptimizerNames]:
+        names: WeakKeyDictionary[Any, OptimizerNames] = self._axis.optimizer_names
+        return names
 
     def _pipeline(self, model: nn.Module) -> Pipeline | None:
         pipeline: Pipeline | None = self._axis.pipelines.get(self._inner(model))
