@@ -18,6 +18,7 @@ from torch.utils.data import (
     IterableDataset,
     RandomSampler,
     Sampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -253,9 +254,14 @@ def make_loader(schedule: Schedule) -> DataLoader[Any]:
             return DataLoader(data, sampler=Backwards(length), **sizes, **options)
         case "replacement":
             return DataLoader(data, sampler=RandomSampler(data, replacement=True), **sizes, **options)
-        case "weighted":
-            weights = torch.arange(1.0, length + 1)
-            sampler = WeightedRandomSampler(weights.tolist(), length, generator=generator)
+        case "subset":
+            return DataLoader(data, sampler=SubsetRandomSampler(range(length)), **sizes, **options)
+        case "weighted" | "weighted of torch":
+            weights, own = (
+                torch.arange(1.0, length + 1),
+                generator if schedule.sampler == "weighted" else None,
+            )
+            sampler = WeightedRandomSampler(weights.tolist(), length, generator=own)
             return DataLoader(data, sampler=sampler, **sizes, **options)
     return DataLoader(data, **sizes, **options)
 
@@ -268,8 +274,10 @@ SAMPLERS = (
     "backwards",
     "replacement",
     "weighted",
+    "weighted of torch",
+    "subset",
     "batches",
     "batches with generator",
 )
-WHOLE_SAMPLERS = frozenset(SAMPLERS) - {"replacement", "weighted"}
+WHOLE_SAMPLERS = frozenset(SAMPLERS) - {"replacement", "weighted", "weighted of torch"}
 """Samplers that give each sample once in an epoch."""

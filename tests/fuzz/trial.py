@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -27,19 +26,15 @@ from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulatio
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks load this file by its path
 try:
+    import objects
     import sources
+    from objects import NEEDS_ONE_PROCESS, OPTIMIZERS, OTHERS
     from sources import SAMPLERS, STATEFUL, STREAMS, WHOLE_SAMPLERS
 finally:
     sys.path.pop(0)
 
 EPOCHS = 3
 REFUSED = "cannot go on in the middle of this epoch"
-OPTIMIZERS: dict[str, Any] = {
-    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.02),
-    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.02, momentum=0.9, weight_decay=0.1),
-    "adam": lambda parameters: torch.optim.Adam(parameters, 0.01),
-    "adamw": lambda parameters: torch.optim.AdamW(parameters, 0.01),
-}
 SCHEDULERS: dict[str, Any] = {
     "": None,
     "exponential": lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97),
@@ -83,6 +78,7 @@ class Schedule:
     lost: int  # batches that are trained behind the save, and lost
     loads_inside: bool  # load before the interrupted pass is closed
     again: int  # batches after the first resume, until a second interruption; 0 for none
+    registered: int = 0  # registered objects
 
     @property
     def resized(self) -> bool:
@@ -190,10 +186,24 @@ def draw(seed: int) -> Schedule:
         loads_inside=choose.random() < 0.4,
         again=pick([0, 0, 1, 2, 3, 5]),
     )
+    schedule = add_objects(schedule)
     divides = not (is_dispatched or config.get("dispatch_batches") or config.get("split_batches"))
     if source != "map" or sampler.startswith("batches") or not divides or choose.random() < 0.6:
         return schedule
     return replace(schedule, accumulation="constant", steps=pick([1, 2, 3, 5]), limit=None)
+
+
+def add_objects(schedule: Schedule) -> Schedule:
+    """Returns a schedule that may have another optimizer, and registered objects."""
+    choose = random.Random(f"objects {schedule.seed}")
+    schedule = replace(schedule, registered=choose.choice([0, 0, 1, 2]))
+    is_single = schedule.world == schedule.resumed_world == 1 and schedule.accumulation == "none"
+    names = [name for name in OTHERS if is_single or name not in NEEDS_ONE_PROCESS]
+    if choose.random() < 0.35:
+        schedule = replace(schedule, optimizer=choose.choice(names))
+    if schedule.optimizer in NEEDS_ONE_PROCESS:
+        schedule = replace(schedule, precision="no")
+    return schedule
 
 
 class Event(NamedTuple):
@@ -206,15 +216,6 @@ class Event(NamedTuple):
     rate: float = 0.0
     generators: int = 0  # a checksum of the states of the random generators
     synchronized: bool = True
-
-
-class Model(nn.Module):
-    def __init__(self, dropout: float) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(3, 4), nn.Dropout(dropout), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        return self.layers(inputs)
 
 
 def checksum_of_generators() -> int:
@@ -250,8 +251,10 @@ class Training:
             mixed_precision=s.precision,
             **options,
         )
-        models: list[Any] = [Model(s.dropout) for _ in range(s.models)]
-        optimizers = [OPTIMIZERS[s.optimizer](model.parameters()) for model in models]
+        make_model: Any = objects.Rows if s.optimizer == "sparse" else objects.Model
+        models: list[Any] = [make_model(s.dropout) for _ in range(s.models)]
+        make_optimizer = {**OPTIMIZERS, **OTHERS}[s.optimizer]
+        optimizers = [make_optimizer(model.parameters()) for model in models]
         make = SCHEDULERS[s.scheduler]
         schedulers = [make(optimizer) for optimizer in optimizers] if make else []
         size = 12 if s.config.get("split_batches") else 2
@@ -263,6 +266,8 @@ class Training:
         self.optimizers = list(prepared[s.models : 2 * s.models])
         self.schedulers = list(prepared[2 * s.models : -2])
         self.loader, self.held_out = prepared[-2:]
+        self.registered = [objects.Registered(number) for number in range(s.registered)]
+        self.accelerator.register_for_checkpointing(*self.registered)
         torch.manual_seed(self.seed + self.accelerator.process_index)
 
     def events(self, first: int = 0, seen: int = 0) -> Iterator[Event]:
@@ -303,11 +308,26 @@ class Training:
         total = 0.0
         for model, optimizer in zip(self.models, self.optimizers, strict=True):
             model.train()
-            losses = (model(inputs) - index / self.schedule.samples).pow(2)
-            loss = losses.sum() if self.schedule.accumulation == "items" else losses.mean()
-            self.accelerator.backward(loss)
-            optimizer.step()
+
+            def backward(model: Any = model) -> torch.Tensor:
+                losses = (model(inputs) - index / self.schedule.samples).pow(2)
+                loss: torch.Tensor = losses.sum() if self.schedule.accumulation == "items" else losses.mean()
+                self.accelerator.backward(loss)
+                return loss
+
+            def closure(optimizer: Any = optimizer, backward: Any = backward) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = backward()
+                return loss
+
+            if self.schedule.optimizer == "lbfgs":
+                loss = optimizer.step(closure)
+            else:
+                loss = backward()
+                optimizer.step()
             total += loss.item()
+        for own in self.registered:
+            own.update()
         for scheduler in self.schedulers:
             scheduler.step()
         for optimizer in self.optimizers:
@@ -343,7 +363,8 @@ class Training:
     def weights(self) -> list[float]:
         tensors = [parameter.detach() for model in self.models for parameter in model.parameters()]
         local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
-        return [value for tensor in local for value in tensor.flatten().tolist()]
+        values = [value for tensor in local for value in tensor.flatten().tolist()]
+        return [*values, *(own.checksum() for own in self.registered)]
 
 
 @dataclass

@@ -107,6 +107,7 @@ from accelerate.checkpointing.parts import (
     seed_of as seed_of,
     state_parts as state_parts,
     weights_change as weights_change,
+    write_state as write_state,
 )
 from accelerate.checkpointing.retention import checkpoints_below as checkpoints_below
 from accelerate.checkpointing.saving import (

@@ -50,7 +50,7 @@ class GlobalState:
                 for exchange in owner.exchanges
             ],
         }
-        return [Payload(self.name, state)]
+        return [Payload(self.name, state, partial(checkpointing.write_state, type(owner).__name__))]
 
     def read(self, reader: CheckpointReader) -> Change:
         if not reader.has(self.name):

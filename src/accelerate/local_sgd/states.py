@@ -37,7 +37,8 @@ class RankState:
                 for kind in ("optimizers", "schedulers", "scalers")
             },
         }
-        return [Payload(self._name_of(self._runtime.state.process_index), state)]
+        write = partial(checkpointing.write_state, type(self.owner).__name__)
+        return [Payload(self._name_of(self._runtime.state.process_index), state, write)]
 
     def read(self, reader: CheckpointReader) -> Change:
         if self.owner.is_applied:

@@ -70,4 +70,5 @@ def gather_owned_states(optimizer: Any, state: Mapping[str, Any], keep: bool) ->
         values = current_transport().broadcast_object(own, owner)
         if values is not None:
             states[number] = values if keep else None
-    return {**state, "state": dict(sorted(states.items())) if keep else {}}
+    ordered = sorted(states.items(), key=lambda item: (isinstance(item[0], str), item[0]))
+    return {**state, "state": dict(ordered) if keep else {}}

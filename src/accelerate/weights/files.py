@@ -42,7 +42,16 @@ Target = str | os.PathLike[str] | IO[bytes]
 
 np_core = np._core if hasattr(np, "_core") else np.core
 
+
+def _empty_bytes(*content: Any) -> bytes:
+    """Returns what `bytes()` returns, and refuses to allocate memory for anything else."""
+    if content:
+        raise pickle.UnpicklingError("bytes() has an argument")
+    return b""
+
+
 TORCH_SAFE_GLOBALS: list[Any] = [
+    *((_empty_bytes, f"{module}.bytes") for module in ("builtins", "__builtin__")),
     np_core.multiarray._reconstruct,
     (np_core.multiarray._reconstruct, "numpy.core.multiarray._reconstruct"),
     (np_core.multiarray._reconstruct, "numpy._core.multiarray._reconstruct"),

@@ -103,7 +103,7 @@ REFUSED: list[Any] = [
 ACCEPTED = [
     *(1, 1.5, None, True, "a", b"a", 1j, [1], (1,), {1}, {}, np.float32(1), np.arange(3), torch.Size([1])),
     *(torch.ones(2), nn.Parameter(torch.ones(2)), torch.float32, torch.device("cpu"), OrderedDict(a=1)),
-    *(Counter("a"), defaultdict(list), torch.ones(2).to_sparse(), bytearray(b"a"), torch.Generator()),
+    *(Counter("a"), defaultdict(list), torch.ones(2).to_sparse(), bytearray(b"a"), b"", np.arange(0)),
 ]
 
 

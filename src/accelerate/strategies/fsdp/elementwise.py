@@ -1,4 +1,4 @@
-"""Check that the update of an optimizer is element-wise, so that ranks may step parts of flat parameters.
+"""Trial steps that find optimizers whose updates are not element-wise, which flat parameters change.
 
 The class of an optimizer does not say it. A copy of the optimizer steps a small matrix, and copies of it step
 the flat halves of that matrix. An element-wise optimizer computes the same values.

@@ -100,23 +100,19 @@ class WholeFlatOptimizer(GatheredOptimizer):
 
 
 def check_flat_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Raises on all ranks, which call it, if states on a rank are not those of elements of parameters."""
-
-    def check() -> None:
-        checkpointing.refuse_unnamed_state(optimizer, state)
-        sizes = [p.numel() for group in optimizer.param_groups for p in group["params"]]
-        for number, values in state[STATE].items():
-            for key, value in values.items():
-                tensors = list(iterate_tensors(value))
-                fits = all(tensor.numel() in (1, sizes[number]) for tensor in tensors)
-                if not fits or (tensors and not isinstance(value, Tensor)):
-                    raise CheckpointError(
-                        f"The state {key!r} of {checkpointing.class_name(optimizer)} is not element-wise: it "
-                        "is that of parts of flat parameters, which FSDP 1 cannot save. Set fsdp_version=2, "
-                        "or use an element-wise optimizer such as AdamW."
-                    )
-
-    run_on_all_ranks(check)
+    """Raises if states on this rank are not those of elements of parameters."""
+    checkpointing.refuse_unnamed_state(optimizer, state)
+    sizes = [p.numel() for group in optimizer.param_groups for p in group["params"]]
+    for number, values in state[STATE].items():
+        for key, value in values.items():
+            tensors = list(iterate_tensors(value))
+            fits = all(tensor.numel() in (1, sizes[number]) for tensor in tensors)
+            if not fits or (tensors and not isinstance(value, Tensor)):
+                raise CheckpointError(
+                    f"The state {key!r} of {checkpointing.class_name(optimizer)} is not element-wise: it is "
+                    "that of parts of flat parameters, which FSDP 1 cannot save. Set fsdp_version=2, or use "
+                    "an element-wise optimizer such as AdamW."
+                )
 
 
 def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, keep: bool) -> dict[str, Any]:
@@ -124,7 +120,7 @@ def gather_flat_state(optimizer: Any, root: FSDP, names: Names, offload: bool, k
 
     Called on all ranks.
     """
-    check_flat_state(optimizer, optimizer.optimizer.state_dict())
+    run_on_all_ranks(lambda: check_flat_state(optimizer, optimizer.optimizer.state_dict()))
     with full_state_dicts(root, offload):
         named = FSDP.optim_state_dict(root, optimizer.optimizer)
     numbers = count()

@@ -173,7 +173,7 @@ class Fsdp1(Sharded):
             f"{type(optimizer).__name__} computes the update of a value from others of its parameter. "
             "FSDP 1 gives each rank parts of flat parameters: training differs from that in one process. Set "
             "fsdp_version=2 and prepare(optimizer, whole_matrices=True), or use an element-wise optimizer "
-            "like AdamW. Set the attribute whole_matrices = False of the optimizer to accept it."
+            "such as AdamW. Set the attribute whole_matrices = False of the optimizer to accept it."
         )
 
     def split(self, model: nn.Module) -> nn.Module:

@@ -293,7 +293,7 @@ class StageOptimizerShards:
         order = {names[0]: position for group in self.whole for position, names in enumerate(group)}
         shards: dict[KeyPath, Any] = {}
         for path, value in self.shards.state().items():
-            if path[1] == checkpointing.STATE:
+            if path[1] in (checkpointing.STATE, checkpointing.LAYOUTS):
                 shards[path] = _local_shards(value, order[path[2]], self.owners[path[2]])
             elif path[3] == checkpointing.PARAMETERS:
                 shards[path] = [names[0] for names in self.whole[path[2]]]
@@ -347,7 +347,8 @@ class WholeOptimizerOfStages:
         by_name = dict(zip(names, numbers, strict=True))
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         owned = owned_states(self.optimizer)
-        local, groups, count = {}, [], 0
+        local: dict[Any, Any] = {key: own for key, own in state["state"].items() if isinstance(key, str)}
+        groups, count = list[Any](), 0
         for group, own in zip(state["param_groups"], self._own, strict=True):
             groups.append({**group, "params": list(range(count, count + len(own)))})
             for index, aliases in enumerate(own, start=count):
