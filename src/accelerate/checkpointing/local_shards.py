@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # they take half a second to import
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape]
 """Offsets in the whole tensor, and sizes."""
+NUM_PROPERTIES = 5
+"""Properties of a tensor in the metadata of DCP. Older versions of torch do not read one that 2.15 adds."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,11 @@ class PlainValue:
     is_private: bool = False
 
 
+def _state_for_any_torch(properties: Any) -> tuple[Any, ...]:
+    state: tuple[Any, ...] = type(properties).__getstate__(properties)
+    return state[:NUM_PROPERTIES]
+
+
 def write_item(
     key: str, shape: Sequence[int], dtype: torch.dtype, offsets: Sequence[int], sizes: Sequence[int]
 ) -> WriteItem:
@@ -90,7 +97,10 @@ def write_item(
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
     chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(shape))
+    properties = TensorProperties(dtype)
+    # An attribute of the instance, which pickle calls in place of the method of the class
+    vars(properties)["__getstate__"] = partial(_state_for_any_torch, properties)
+    data = TensorWriteData(chunk, properties, torch.Size(shape))
     return WriteItem(MetadataIndex(key, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
 
 

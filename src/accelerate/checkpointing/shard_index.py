@@ -187,12 +187,15 @@ class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Unpickler that finds only the classes of DCP's metadata, and fills each of their instances once."""
 
     def __init__(self, content: bytes) -> None:
+        from torch.distributed.checkpoint.metadata import TensorProperties
+
         file = io.BytesIO(content)
         super().__init__(file)
         self.read, self.readline = file.read, file.readline
         self.stack: list[Any] = []
         self.append, self.metastack = self.stack.append, list[Any]()
         self._allowed = _allowed_globals()
+        self._properties: Any = TensorProperties()
         self._empty: dict[int, Any] = {}  # instances without a state, by their ids
         self._depths: dict[int, tuple[int, Any]] = {}  # depths of tuples with tuples in them, by their ids
 
@@ -213,6 +216,8 @@ class _MetadataUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def load_build(self) -> None:
         if self._empty.pop(id(self.stack[-2]), None) is None:
             _refuse("a state of an object that has one already, or none")
+        if isinstance(self.stack[-2], type(self._properties)):  # a newer torch may write more of them
+            self.stack[-1] = self.stack[-1][: len(self._properties.__getstate__())]
         super().load_build()
 
     def limit_depth(self) -> None:

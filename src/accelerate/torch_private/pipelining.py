@@ -144,19 +144,19 @@ class UnevenPipelineStage(PipelineStage):
         return any(weight in reached and weight not in found for weight in weights)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        module: Any = self.submod
         if self._reduces_gradients() or not isinstance(self.submod, FSDPModule):
             super().perform_reduce_grad(grad_scale_factor)
             return
         # As torch does, without the reduction
-        self.submod.set_reshard_after_backward(True)
-        module: Any = self.submod
+        module.set_reshard_after_backward(True)
         if hasattr(module, "finalize_backward"):  # since torch 2.15
             if self.has_backward:
                 module.finalize_backward()
                 module.set_manual_backward_finalization(False)
             return
-        self.submod.set_is_last_backward(True)
-        root: Any = fully_shard.state(self.submod)  # type: ignore[attr-defined]
+        module.set_is_last_backward(True)
+        root: Any = fully_shard.state(module)  # type: ignore[attr-defined]
         for state in root._state_ctx.all_states:
             for group in state._fsdp_param_groups:
                 group.post_backward()

@@ -16,6 +16,7 @@ import pickle
 import re
 import stat
 import struct
+import warnings
 import weakref
 import zipfile
 from collections import OrderedDict
@@ -161,7 +162,8 @@ DAMAGE_ERRORS = (
 def read_torch(path: Target, map_location: Any = None, **options: Any) -> Any:
     """Reads a file of `torch.save`, as `load` does."""
     try:
-        with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS):
+        with torch.serialization.safe_globals(TORCH_SAFE_GLOBALS), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
             return torch.load(path, map_location=map_location, **{"weights_only": True, **options})
     except pickle.UnpicklingError as error:
         raise CheckpointError(_explain_refusal(path, error)) from error

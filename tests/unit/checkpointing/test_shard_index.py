@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import TensorProperties
 
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import shard_files, shard_index
+from accelerate.checkpointing.local_shards import write_item
 
 WEIGHT = ("model", "a.weight")
 
@@ -49,6 +51,13 @@ def test_tensors_that_are_not_whole_are_refused(tmp_path: Path, second: list[Any
 def test_a_save_of_one_rank_is_refused_where_parts_are_missing(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="do not make whole tensors"):
         shard_files.finish(tmp_path, [[entry(0)]])
+
+
+def test_older_versions_of_torch_read_the_properties_of_tensors() -> None:
+    properties = write_item("a", (4, 3), torch.float16, (0, 0), (4, 3)).tensor_data.properties
+    state = properties.__reduce_ex__(2)[2]
+    assert len(state) == 5
+    assert pickle.loads(pickle.dumps(properties)) == TensorProperties(torch.float16)
 
 
 def test_the_metadata_names_no_folder(tmp_path: Path) -> None:

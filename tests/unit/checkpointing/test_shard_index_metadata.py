@@ -59,6 +59,14 @@ def test_every_protocol_is_read(protocol: int) -> None:
     assert read_metadata(pickle.dumps(build(), protocol)) == build()
 
 
+def test_properties_of_newer_versions_of_torch_are_left_out() -> None:
+    metadata = build()
+    properties = metadata.state_dict_metadata["model.a"].properties
+    state = properties.__getstate__()
+    vars(properties)["__getstate__"] = lambda: (*state, (3, 1))
+    assert read_metadata(pickle.dumps(metadata)) == build()
+
+
 def test_further_forms_of_torch_are_read() -> None:
     metadata = build(storage_meta=StorageMeta(checkpoint_id=Path("/folder")))
     metadata.state_dict_metadata = OrderedDict(metadata.state_dict_metadata)

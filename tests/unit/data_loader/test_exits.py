@@ -67,8 +67,9 @@ def error_output(program: str, folder: Path) -> str:
     folder.mkdir()
     command = [sys.executable, "-c", HEAD + program, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
-    # torch itself prints these lines where a profiler starts and stops.
-    return "".join(line for line in done.stderr.splitlines(keepends=True) if not line.startswith("USDT:"))
+    # torch itself prints these lines where a profiler starts and stops, and where a GPU has no driver.
+    lines = done.stderr.splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith("USDT:") and "gpuGetDeviceCount" not in line)
 
 
 TOGETHER = "".join(program for name, program in PROGRAMS.items() if name != "exception")

@@ -69,7 +69,7 @@ def test_an_optimizer_that_does_not_train_the_model_is_refused(optimizer: Any, m
 
 
 @pytest.mark.usefixtures("states")
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_model_of_torch_jit_is_refused() -> None:
     jit: Any = torch.jit
     model = jit.trace(linear(), DENSE[0])
