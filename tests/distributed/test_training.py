@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +82,33 @@ def test_a_pickled_accelerator_trains_like_the_one_it_was_made_of(run: Run) -> N
     (copied, own), (copied_there, own_there) = run(train_with_a_pickled_accelerator)
     equal([copied, copied_there, own_there], own)
     assert not torch.equal(own[0], weights(network())[0])
+
+
+def objects_left() -> list[str]:
+    """The objects of a run that are not freed by their last reference."""
+
+    def run() -> dict[str, weakref.ref[Any]]:
+        accelerator = Accelerator(mixed_precision="fp16")
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader = DataLoader(dataset(), batch_size=BATCH)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for inputs, targets in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
+                optimizer.step()
+                optimizer.zero_grad()
+        objects = {"accelerator": accelerator, "model": model, "optimizer": optimizer, "loader": loader}
+        return {name: weakref.ref(each) for name, each in objects.items()}
+
+    run()  # imports modules, which keep the frames of the callers
+    gc.collect()
+    gc.disable()
+    return [name for name, reference in run().items() if reference() is not None]
+
+
+def test_objects_of_a_run_are_freed_without_the_garbage_collector(run: Run) -> None:
+    assert run(objects_left) == [[], []]
 
 
 def equal(several: list[list[torch.Tensor]], one: list[torch.Tensor]) -> None:

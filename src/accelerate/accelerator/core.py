@@ -805,14 +805,19 @@ class Accelerator(ProcessControl):
 
         Args:
             input_data: Tensors in any nesting whose dimension 0 is the batch, or a list with one object for
-                each sample. A value that is not one for each sample is gathered whole, see `weighted_mean`.
-            use_gather_object: Gather as objects although there are tensors in it.
+                each sample, also in tuples and dictionaries. Objects may have tensors of any shape. A value
+                that is not one for each sample is gathered whole, see `weighted_mean`. If several loaders are
+                being read, pass the labels along, which show whose batch it is.
+            use_gather_object: Gather the entries of a list or tuple, or the rows of a tensor, as objects.
 
         Returns:
             The same structure on each rank, which over a whole loader is exactly its dataset, in order if it
             is not shuffled. A value with as many rows as a full batch, such as a loss repeated for each
             sample, is cut to the samples of a shorter batch. On one process, other values are returned
             unchanged.
+
+        Raises:
+            StateError: The data is from batches of several loaders with different padding.
         """
         return self._over_members(
             lambda: accelerator.metrics.gather_for_metrics(
@@ -1388,7 +1393,7 @@ class Accelerator(ProcessControl):
     @property
     def fp8_enabled(self) -> bool:
         """True if layers compute in FP8."""
-        return self.fp8_backend != FP8BackendType.NO
+        return self.fp8_recipe_handler is not None
 
     @property
     def has_fp8_handler(self) -> bool:
@@ -1402,7 +1407,7 @@ class Accelerator(ProcessControl):
         return self._runtime.strategy.precision.recipe
 
     def _recipe_of(self, library: FP8BackendType) -> Any:
-        return self.fp8_recipe_handler if self.fp8_backend == library else None
+        return {self.fp8_backend: self.fp8_recipe_handler}.get(library)
 
     @property
     def ao_recipe_handler(self) -> plugins.AORecipeKwargs | None:
