@@ -297,6 +297,17 @@ def test_the_backend_of_a_state_is_found_before_it_is_built():
     assert state._prepare_backend(True, False, "gloo") == ("gloo", "NO")
 
 
+def test_models_and_optimizers_are_prepared_alone():
+    accelerator = Accelerator(cpu=True)
+    model, loader = torch.nn.Linear(1, 1), DataLoader(torch.ones(2, 1))
+    optimizer = torch.optim.SGD(model.parameters())
+    prepared = accelerator._prepare_fsdp2(loader, model, optimizer)
+    assert prepared[:2] == (loader, model)
+    assert isinstance(prepared[2], AcceleratedOptimizer)
+    assert accelerator._prepare_fsdp2(model) == (model,)
+    assert accelerator._prepare_fsdp2(loader) == (loader,)
+
+
 def test_scaler_of_a_run_without_fp16():
     accelerator = Accelerator(cpu=True)
     assert accelerator.scaler is None

@@ -290,9 +290,9 @@ class Accelerator(ProcessControl):
         return args
 
     def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
-        """Returns objects with models sharded by FSDP 2 and optimizers of their shards.
+        """Returns models and optimizers as `prepare` does, and other objects unchanged.
 
-        Other objects are returned unchanged. Clients call it in place of `prepare`.
+        Clients call it for FSDP 2 in place of `prepare`.
         """
         positions = [i for i, obj in enumerate(args) if isinstance(obj, (nn.Module, torch.optim.Optimizer))]
         prepared = self.prepare(*(args[position] for position in positions)) if positions else ()
