@@ -211,7 +211,7 @@ BROKEN = """
 import os, pathlib
 folder = pathlib.Path(os.environ["ACCELERATE_MONITOR_DIR"])
 folder.mkdir()
-record = '{"kind": "start", "time": 0, "rank": 0, "world_size": 1, "host": "a", "pid": "one"}'
+record = '{"kind": "start", "time": 0, "rank": 0, "world_size": 1, "pid": "one"}'
 (folder / "rank-00000.jsonl").write_text(record + "\\n")
 (folder.parent / "rank-00000.path").write_text(str(folder / "rank-00000.jsonl"))
 print("trained")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,8 @@ def conclusions(project: Path) -> set[str]:
 
 def run_script(name: str, project: Path, *options: str) -> str:
     command = [sys.executable, str(FOLDER / name), "--project", str(project), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    environ = {**os.environ, "ACCELERATE_STEP_TIMES": "yes"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environ)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stderr
 
