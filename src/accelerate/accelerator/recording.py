@@ -25,19 +25,16 @@ import torch
 from accelerate import diagnostics, strategies, torch_private
 from accelerate.accelerator.measured import local_scalar
 from accelerate.base import DistributedType
-from accelerate.launch import SCRIPT, count_of
+from accelerate.launch import SCRIPT, count_of, is_run_id, new_run_id, run_id_of
 from accelerate.monitoring import (
     RankExchange,
     RecordThread,
     RunMonitor,
     Setting,
     Start,
-    is_run_id,
     machine_digest,
-    new_run_id,
     recorded_rank,
     records_folder,
-    run_id_of,
     uses_state_folder,
 )
 from accelerate.settings import decode

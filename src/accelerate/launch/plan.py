@@ -12,8 +12,7 @@ from typing import Literal, TypeAlias, TypeVar
 from accelerate.base import ConfigurationError, environ
 from accelerate.launch.elastic_sizes import Sizes
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
-from accelerate.launch.machine import DEFAULT_PORT, LOOPBACK_ADDRESS
-from accelerate.monitoring import new_run_id, run_id_of
+from accelerate.launch.machine import DEFAULT_PORT, LOOPBACK_ADDRESS, new_run_id, run_id_of
 from accelerate.settings import ENVIRONMENT, FLAG, Settings, flags
 from accelerate.settings.sections import RendezvousSection
 

@@ -38,12 +38,9 @@ from accelerate.monitoring.records import (
 from accelerate.monitoring.run_folders import (
     RECORDS_VARIABLE as RECORDS_VARIABLE,
     find_runs as find_runs,
-    is_run_id as is_run_id,
-    new_run_id as new_run_id,
     newest_run as newest_run,
     records_folder as records_folder,
     remove_old_runs as remove_old_runs,
-    run_id_of as run_id_of,
     state_folder as state_folder,
     uses_state_folder as uses_state_folder,
 )

@@ -10,9 +10,8 @@ import hashlib
 import os
 import platform
 import re
-import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,25 +25,8 @@ MAX_RUNS, MAX_BYTES = 100, 1 << 30
 SECONDS_TO_KEEP = 24 * 3600.0
 """Time since its last record in which a run is not removed, because it may still go on."""
 
-_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
-_NAME = re.compile(rf"{_RUN_ID.pattern}(?:-([0-9a-f]{{12}}))?")
+_NAME = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}(?:-([0-9a-f]{12}))?")
 _RECORDS = "rank-*.jsonl"
-
-
-def new_run_id() -> str:
-    """Returns an identifier for a run that starts now."""
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(4)}"
-
-
-def is_run_id(value: object) -> bool:
-    """Returns whether a value is an identifier of a run, and so cannot name another path."""
-    return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
-
-
-def run_id_of(variables: Mapping[str, str]) -> str | None:
-    """Returns the identifier that the launcher gave this process, or None."""
-    value = variables.get(environ.RUN_ID)
-    return value if is_run_id(value) else None
 
 
 def state_folder() -> Path | None:

@@ -9,16 +9,15 @@ import time
 from typing import Any
 
 from accelerate.base import environ, wrong_value
+from accelerate.launch import new_run_id, run_id_of
 from accelerate.logging import get_logger
 from accelerate.monitoring import (
     RECORDS_VARIABLE,
     Event,
     RecordThread,
     Values,
-    new_run_id,
     recorded_rank,
     records_folder,
-    run_id_of,
     uses_state_folder,
 )
 from accelerate.state import PartialState, services

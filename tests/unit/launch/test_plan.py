@@ -18,12 +18,13 @@ from accelerate.launch import (
     LaunchPlan,
     Target,
     env_var_path_add,
+    is_run_id,
     local_command,
+    new_run_id,
     record_failures,
 )
 from accelerate.launch.failures import ENTRY, VERBOSE_VARIABLE
 from accelerate.launch.plan import accelerate_command, folder_of, torchrun_arguments
-from accelerate.monitoring import is_run_id, new_run_id
 from accelerate.settings import FLAG, Layer, Option, all_options, flags, merge_layers
 from accelerate.settings.sections import RendezvousSection
 

@@ -11,18 +11,17 @@ from pathlib import Path
 import pytest
 
 from accelerate.base import ConfigurationError, patch_environment
+from accelerate.launch import new_run_id, run_id_of
 from accelerate.monitoring import (
     RecordThread,
     RecordWriter,
     Values,
     find_records,
     find_runs,
-    new_run_id,
     newest_run,
     records_folder,
     remove_old_runs,
     run_folders,
-    run_id_of,
     state_folder,
 )
 

@@ -15,9 +15,8 @@ from accelerate.base import LaunchError, environ, require, wrong_value
 from accelerate.launch import children, layout
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import say
-from accelerate.launch.machine import Machine
+from accelerate.launch.machine import Machine, new_run_id
 from accelerate.launch.plan import LaunchPlan, accelerate_command, committed_key
-from accelerate.monitoring import new_run_id
 from accelerate.settings import Settings
 from accelerate.settings.sections import LaunchSection, RecoverySection
 
