@@ -27,7 +27,7 @@ def write_run(folder: Path) -> int:
     """Write the records of one rank that logged three values per step; return how many bytes they have."""
     writer = RecordWriter(folder / "run_records", 0)
     for start in range(RESTARTS):
-        writer.write(Start(time=time.time(), rank=0, world_size=1, host="host", pid=1, attempt=start))
+        writer.write(Start(time=time.time(), rank=0, world_size=1, pid=1, attempt=start))
         first = start * STEPS // RESTARTS
         for begin in range(first, first + STEPS // RESTARTS, STEPS_OF_A_WINDOW):
             writer.write(*(values(step) for step in range(begin, begin + STEPS_OF_A_WINDOW)), window(begin))

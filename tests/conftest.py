@@ -79,13 +79,14 @@ def freeze() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def empty_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the developer's own default config file out of the tests."""
-    before = os.environ.get("HF_HOME")
-    os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))
+    """Keep the default config file and the recorded runs of the developer out of the tests."""
+    names = ("HF_HOME", "XDG_STATE_HOME")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.update({name: str(tmp_path_factory.mktemp(name.lower())) for name in names})
     yield
-    os.environ.pop("HF_HOME")
-    if before is not None:
-        os.environ["HF_HOME"] = before
+    for name in names:
+        os.environ.pop(name)
+    os.environ.update(before)
 
 
 @pytest.fixture(autouse=True)

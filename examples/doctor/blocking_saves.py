@@ -1,14 +1,13 @@
 """Train in a run that waits for its checkpoints: it saves often, and each save blocks training.
 
-    accelerate launch --cpu examples/doctor/blocking_saves.py
-    accelerate launch --cpu examples/doctor/blocking_saves.py --background
+    accelerate launch --cpu --step_times examples/doctor/blocking_saves.py
+    accelerate launch --cpu --step_times examples/doctor/blocking_saves.py --background
 
 The last lines of the output say which part of the time went to saves. With `--background` the files are
 written while the model trains.
 """
 
 import argparse
-import logging
 from pathlib import Path
 
 import torch
@@ -35,7 +34,6 @@ def train(project: Path, steps: int, save_every: int, width: int, background: bo
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO)
     parser = argparse.ArgumentParser(description="Train with checkpoints that block too much.")
     parser.add_argument("--project", type=Path, default=Path("runs/blocking_saves"), help="folder of the run")
     parser.add_argument("--steps", type=int, default=100)

@@ -1,14 +1,13 @@
 """Train in a run that waits for its data: reading a sample takes longer than training on it.
 
-    accelerate launch --cpu examples/doctor/slow_loader.py
-    accelerate launch --cpu examples/doctor/slow_loader.py --num_workers 4
+    accelerate launch --cpu --step_times examples/doctor/slow_loader.py
+    accelerate launch --cpu --step_times examples/doctor/slow_loader.py --num_workers 4
 
 The last lines of the output say where the time went, and that the run is data-bound. With workers, which read
 while the model trains, it is not.
 """
 
 import argparse
-import logging
 import time
 from pathlib import Path
 
@@ -62,11 +61,8 @@ def train(project: Path, samples: int, milliseconds: float, num_workers: int) ->
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO)
     parser = argparse.ArgumentParser(description="Train with a loader that is too slow.")
-    parser.add_argument(
-        "--project", type=Path, default=Path("runs/slow_loader"), help="folder of the records"
-    )
+    parser.add_argument("--project", type=Path, default=Path("runs/slow_loader"), help="folder of the run")
     parser.add_argument("--samples", type=int, default=1600)
     parser.add_argument("--milliseconds", type=float, default=4.0, help="to read one sample (default: 4)")
     parser.add_argument("--num_workers", type=int, default=0)

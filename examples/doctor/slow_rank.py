@@ -1,13 +1,12 @@
 """Train in a run whose last rank computes more slowly than the others.
 
-    accelerate launch --cpu --num_processes 2 examples/doctor/slow_rank.py
+    accelerate launch --cpu --step_times --num_processes 2 examples/doctor/slow_rank.py
 
 All ranks wait for the slow one in each exchange of gradients, so all of them are equally slow seen from
 outside. The last lines of the output name the rank. `--slowdown 0` makes all ranks equal.
 """
 
 import argparse
-import logging
 import time
 from pathlib import Path
 
@@ -45,7 +44,6 @@ def train(project: Path, steps: int, milliseconds: float, slowdown: float) -> No
 
 
 def main() -> None:
-    logging.basicConfig(level=logging.INFO)
     parser = argparse.ArgumentParser(description="Train with one rank that is too slow.")
     parser.add_argument("--project", type=Path, default=Path("runs/slow_rank"), help="folder of the run")
     parser.add_argument("--steps", type=int, default=300)

@@ -86,7 +86,7 @@ from pathlib import Path
 from accelerate.monitoring import RecordWriter, Start
 
 writer = RecordWriter(Path("run_records"), rank)
-writer.write(Start(time=time.time(), rank=rank, world_size=2, host="h", pid=os.getpid()))
+writer.write(Start(time=time.time(), rank=rank, world_size=2, pid=os.getpid()))
 if rank == 1:
     Path("run_records/rank-00001.jsonl").open("a").write('{"kind": "steps", "ti')
     os.kill(os.getpid(), 9)

@@ -209,11 +209,13 @@ def test_without_a_terminal_the_last_view_is_printed_too(tmp_path: Path) -> None
 
 BROKEN = """
 import os, pathlib
-folder = pathlib.Path(os.environ["ACCELERATE_MONITOR_DIR"])
+assert os.environ["ACCELERATE_RUN_RECORDS"] == "yes"
+folder = pathlib.Path("records")
 folder.mkdir()
-record = '{"kind": "start", "time": 0, "rank": 0, "world_size": 1, "host": "a", "pid": "one"}'
+record = '{"kind": "start", "time": 0, "rank": 0, "world_size": 1, "pid": "one"}'
 (folder / "rank-00000.jsonl").write_text(record + "\\n")
-(folder.parent / "rank-00000.path").write_text(str(folder / "rank-00000.jsonl"))
+path = pathlib.Path(os.environ["ACCELERATE_FAILURE_DIR"], "rank-00000.path")
+path.write_text(str(folder.absolute() / "rank-00000.jsonl"))
 print("trained")
 """
 

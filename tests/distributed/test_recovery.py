@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 
+from accelerate.monitoring import find_records
 from accelerate.report.reading import read_run
 
 pytest.importorskip("torchft")
@@ -183,7 +184,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 def read_records(folder: Path) -> list[list[dict[str, Any]]]:
     """Returns the records of each process of all replica groups."""
-    paths = sorted(folder.glob("project/run_records/rank-*.jsonl"))
+    paths = [records.path for records in find_records(folder / "project")]
     return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
 

@@ -29,7 +29,7 @@ FIELDS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "start": {
         "rank": STEP,
         "world_size": STEP,
-        "host": TEXT,
+        "script": TEXT,
         "pid": STEP,
         "attempt": STEP,
         "device": TEXT,

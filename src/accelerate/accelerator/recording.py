@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import platform
-import socket
 import sys
 import time
 import traceback
@@ -24,18 +24,18 @@ import torch
 
 from accelerate import diagnostics, strategies, torch_private
 from accelerate.accelerator.measured import local_scalar
-from accelerate.base import DistributedType, environ as variables
-from accelerate.launch import SCRIPT, count_of
+from accelerate.base import DistributedType
+from accelerate.launch import SCRIPT, count_of, is_run_id, new_run_id, run_id_of
 from accelerate.monitoring import (
     RankExchange,
     RecordThread,
     RunMonitor,
     Setting,
     Start,
-    hide_secrets,
-    hide_secrets_of_command,
+    machine_digest,
     recorded_rank,
     records_folder,
+    uses_state_folder,
 )
 from accelerate.settings import decode
 from accelerate.settings.sections import DiagnosticsSection
@@ -60,16 +60,49 @@ def start(runtime: Runtime, environ: Mapping[str, str]) -> None:
     """Starts the monitor of this process, unless it has one."""
     if services.find(RunMonitor) is not None:
         return
-    state = runtime.state
-    chosen = decode(DiagnosticsSection, environ).run_records
-    folder = records_folder(chosen, runtime.request.project.project_dir)
-    if folder is None and variables.MONITOR_FOLDER in environ:  # `accelerate launch --monitor` reads them
-        folder = Path(environ[variables.MONITOR_FOLDER])
+    state, settings = runtime.state, decode(DiagnosticsSection, environ)
+    project = runtime.request.project.project_dir
+    records = _open_records(state, settings.run_records, project, environ)
     sources = RunSources(runtime, environ)
-    monitor = RunMonitor(state.process_index, state.num_processes, sources, folder, step_clock, run_records)
+    rank, size = state.process_index, state.num_processes
+    monitor = RunMonitor(rank, size, sources, records, step_clock, run_records, settings.step_times)
     services.put(RunMonitor, monitor, close=monitor.close, end=monitor.end)
-    services.put(RecordThread, monitor.records)
+    services.put(RecordThread, records)
     SCRIPT.count_steps = lambda: step_clock.number
+
+
+def _open_records(
+    state: AcceleratorState, chosen: str | None, project: str | None, environ: Mapping[str, str]
+) -> RecordThread:
+    """Returns the thread that writes the records of this rank."""
+    in_state_folder = uses_state_folder(chosen, project)
+    run_id = agree_on_run_id(state, environ) if in_state_folder else ""
+    folder = None if run_id is None else records_folder(chosen, project, run_id)
+    return RecordThread(
+        folder,
+        recorded_rank(state.process_index, state.num_processes),
+        in_state_folder=in_state_folder,
+        removes_old=in_state_folder and state.is_local_main_process,
+        level=logging.WARNING if chosen else logging.INFO,
+    )
+
+
+def agree_on_run_id(state: AcceleratorState, environ: Mapping[str, str]) -> str | None:
+    """Returns the identifier of this run, or None on a rank that does not get it in time.
+
+    It is that of the launcher of one node, and otherwise that of rank 0, which other ranks read in the store.
+    """
+    own, topology = run_id_of(environ), state.topology
+    is_known = topology.size == 1 or (own is not None and topology.local_size == topology.size)
+    channel = None if is_known else process_group.connect_channel("run", STORE_TIMEOUT)
+    if channel is None:
+        return own or (new_run_id() if state.is_main_process else None)
+    if state.is_main_process:
+        own = own or new_run_id()
+        channel.post("id", own)
+        return own
+    found = channel.wait(["id"], STORE_TIMEOUT.total_seconds())["id"]
+    return found if is_run_id(found) else own
 
 
 def _finish_at_exit() -> None:
@@ -94,23 +127,26 @@ class RunSources:
         self._num_replicas = 1 if runtime.recovery is None else runtime.recovery.num_replicas
         self._reference = ref(runtime.prepared)  # the monitor may live longer than the `Accelerator`
         self._environ = dict(environ)
-        self._argv = hide_secrets_of_command(sys.argv)
+        self._script = Path(sys.argv[0]).name if sys.argv else ""
         backend = runtime.state.device_backend
         self._meter = diagnostics.MemoryMeter(backend)
         self._module: Any = None if backend.is_host else backend.torch_module()
 
     def start(self) -> Start:
         state, mesh = self._state, mesh_sizes(self._state.device_mesh)
+        topology = state.topology
         return Start(
             time=time.time(),
             rank=recorded_rank(state.process_index, state.num_processes),
             world_size=self._num_replicas * state.num_processes,
-            host=socket.gethostname(),
             pid=os.getpid(),
+            machine=machine_digest(),
+            node=topology.node,
+            num_nodes=-(-topology.size // max(topology.local_size, 1)),
             attempt=count_of(self._environ, "TORCHELASTIC_RESTART_COUNT", 0),
             device=str(state.device),
             device_name=self._device_name(),
-            argv=self._argv,
+            script=self._script,
             versions={
                 "python": platform.python_version(),
                 "torch": torch.__version__,
@@ -171,7 +207,7 @@ class RunSources:
 def _settings(
     state: AcceleratorState, request: strategies.RunRequest, environ: Mapping[str, str]
 ) -> Iterator[Setting]:
-    """Yields the settings of a run with their sources."""
+    """Yields the settings of a run that this package declares, with their sources, and no texts."""
     from accelerate.settings import SECTIONS, Layer, merge_layers, read  # all sections: for records only
 
     asked = "Accelerator" if request.mixed_precision else "built-in"
@@ -182,5 +218,7 @@ def _settings(
     yield Setting(name="gradient_accumulation_steps", value=str(steps), source=source)
     for row, value, source in merge_layers(Layer("environment", read(environ, SECTIONS))):
         if source != "built-in":
-            shown = str(hide_secrets({row.name: value})[row.name])
-            yield Setting(name=row.name, value=shown, source=source)
+            is_text = (
+                row.kind in (str, tuple, dict) and not row.choices
+            )  # a path, an address, a class, a command
+            yield Setting(name=row.name, value="set" if is_text else str(value), source=source)

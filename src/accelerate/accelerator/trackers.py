@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -39,9 +38,8 @@ class Trackers:
 
         In a run with replica groups, those of the main process start later if another group has it now.
         """
-        folder = None if project.project_dir is None else os.fspath(project.project_dir)
         self.running = [
-            tracking.build_tracker(kind, project_name, project.logging_dir, init_kwargs or {}, folder)
+            tracking.build_tracker(kind, project_name, project.logging_dir, init_kwargs or {})
             for kind in kinds
         ]
         self._config = config

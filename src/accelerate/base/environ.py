@@ -21,8 +21,8 @@ REPLICA = "ACCELERATE_REPLICA"
 """Variable with the index of a replica group, in the launcher of its processes and in these."""
 ELASTIC = "ACCELERATE_ELASTIC"
 """Variable that is set in the processes of a run whose number of machines may change."""
-MONITOR_FOLDER = "ACCELERATE_MONITOR_DIR"
-"""Variable with the folder in which ranks write records that have no other folder, for `launch --monitor`."""
+RUN_ID = "ACCELERATE_RUN_ID"
+"""Variable with the identifier of a launch, which is part of the name of the folder of its records."""
 FALSE_WORDS = frozenset({"n", "no", "f", "false", "off", "0"})
 _LAUNCH_VARIABLES = frozenset(
     [

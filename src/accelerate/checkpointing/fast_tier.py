@@ -83,7 +83,7 @@ class FastTier:
             manifest.TIER: manifest.FAST,
             manifest.PROJECT: self.project,
             manifest.NEXT_DURABLE: next_durable,
-            manifest.HOLDERS: list(self.nodes.hosts),
+            manifest.HOLDERS: [f"node {node}" for node in range(len(self.nodes.hosts))],
         }
         request = replace(
             request,

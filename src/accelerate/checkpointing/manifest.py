@@ -27,7 +27,7 @@ SAVE = "save"  # key in `run` of the name of the save, equal on all nodes
 FOLDERS_OF_SAVE = "folders"  # key in `run` of the files of each folder, if the ranks wrote several
 TIER = "tier"  # key in `run` of the tier, which is `FAST` in the fast tier, and absent otherwise
 FAST = "fast"
-HOLDERS = "holders"  # key in `run` of the host names of the nodes that hold the folders of the save
+HOLDERS = "holders"  # key in `run` of the nodes that hold the folders of the save
 PROJECT = "project"  # key in `run` of the folder of the project
 NEXT_DURABLE = "next_durable"  # key in `run` of the number of the next durable checkpoint
 _SEAL = "seal"
@@ -271,7 +271,7 @@ _RUN = {
     PROJECT: FieldRule("text", lambda value: isinstance(value, str)),
     NEXT_DURABLE: _COUNT,
     HOLDERS: FieldRule(
-        "a list of host names", lambda value: isinstance(value, list) and all(map(_is_text, value))
+        "a list of nodes", lambda value: isinstance(value, list) and all(map(_is_text, value))
     ),
     "sync_gradients": FieldRule("true or false", lambda value: isinstance(value, bool)),
     "num_steps": _COUNT,

@@ -43,7 +43,7 @@ class CheckpointSummary:
     processes: int | None = None
     path: str = ""
     tier: str = "durable"  # or "fast"
-    holders: tuple[str, ...] = ()  # host names of the nodes that hold a checkpoint of the fast tier
+    holders: tuple[str, ...] = ()  # nodes that hold a checkpoint of the fast tier
 
 
 def list_command(args: argparse.Namespace) -> None:

@@ -8,11 +8,13 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from accelerate.base import attach, environ, installed_version
 from accelerate.commands.utils import DEVICE_PROBES, CustomArgumentParser, entry_point, make_parser
 from accelerate.settings import (
+    SECTIONS,
     default_config_file as default_config_file,
     find_config_file,
     load_config_from_file as load_config_from_file,
@@ -22,13 +24,14 @@ __getattr__, __dir__, _ = attach(__name__, {"accelerate.devices": DEVICE_PROBES}
 
 DESCRIPTION = "Show versions, devices and configuration, as needed in a bug report."
 IMPLEMENTATION = "an independent implementation of the Accelerate interface"
+WITH_VALUES = ("ACCELERATE_LOG_LEVEL", "CUDA_VISIBLE_DEVICES", "NCCL_")
+"""Variables that no option declares, and whose values are no secrets."""
 SHOWN_PREFIXES = (
     "ACCELERATE_",
     "FSDP_",
     "PARALLELISM_CONFIG_",
     "MEGATRON_LM_",
-    "CUDA_VISIBLE_DEVICES",
-    "NCCL_",
+    *WITH_VALUES,
 )
 
 version = str(installed_version("accelerate"))
@@ -51,7 +54,6 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
     module: Any = getattr(torch, backend.name, None)
     has_names = hasattr(module, "get_device_name") and not backend.is_host
     names = [module.get_device_name(index) for index in range(module.device_count())] if has_names else []
-    variables = sorted(environ.current().items())
     return {
         "accelerate": f"{version} ({IMPLEMENTATION})",
         "accelerate command": shutil.which("accelerate") or "not on PATH",
@@ -66,9 +68,20 @@ def gather_facts(config_file: str | None) -> dict[str, Any]:
         "communication": backend.comm,
         "cpu cores": os.cpu_count(),
         "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
-        "variables": {name: text for name, text in variables if name.startswith(SHOWN_PREFIXES)},
+        "variables": _variables(environ.current()),
         "configuration file": str(path) if path else None,
         "configuration": load_config_from_file(str(path)).to_dict() if path else None,
+    }
+
+
+def _variables(present: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of the run, with the values of those that cannot be secrets."""
+    rows = [row for section in SECTIONS for row in section.options() if not row.secret]
+    declared = {name for row in rows for name in (*row.variables, *row.aliases)}
+    return {
+        name: text if name in declared or name.startswith(WITH_VALUES) else "(set)"
+        for name, text in sorted(present.items())
+        if name.startswith(SHOWN_PREFIXES)
     }
 
 

@@ -12,12 +12,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from accelerate.base import require, wrong_value
+from accelerate.base import require
 from accelerate.commands.utils import CustomArgumentParser, entry_point, make_parser
 
 DESCRIPTION = (
-    "Show a run from the records in its project folder: throughput, the time of steps by phase, memory, "
-    "the slowest rank and conclusions. The view is updated until the run has ended, and printed once where "
+    "Show a run from its records: throughput, the time of steps by phase, memory, the slowest rank and "
+    "conclusions. The view is updated until the run has ended, and printed once where "
     "there is no terminal."
 )
 INTERVAL = 1.0
@@ -31,26 +31,23 @@ def monitor_command(args: argparse.Namespace) -> None:
         args: Arguments with ``folder``.
 
     Raises:
-        ConfigurationError: There is no such folder, or it has no records and there is no terminal.
+        ConfigurationError: There are no records, and no terminal or no folder to wait for them.
         MissingPackageError: rich is not installed.
     """
-    from accelerate.monitoring import RunReader, find_records, render
+    from accelerate.monitoring import RunReader, find_records, newest_run, no_records, render
 
     require("rich", "accelerate monitor")
     from rich.console import Console
     from rich.live import Live
 
-    folder: Path = args.folder
-    if not folder.is_dir():
-        raise wrong_value("DIR", str(folder), "there is no such folder", "name the project_dir of a run")
+    folder: Path = newest_run() if args.folder is None else args.folder
     title = folder.absolute().name or str(folder)
     reader = RunReader(title, lambda: [(records.rank, records.path) for records in find_records(folder)])
     view = reader.read()
     console = Console(markup=False, highlight=False)
     if not sys.stdout.isatty():
         if not view.ranks:
-            fix = "Pass project_dir to Accelerator, and name the same folder here"
-            raise wrong_value("DIR", str(folder), "no rank wrote records there", fix)
+            raise no_records(folder)
         console.print(render(view))
         return
     with Live(render(view), console=console, auto_refresh=False) as live:
@@ -65,7 +62,14 @@ def monitor_command(args: argparse.Namespace) -> None:
 def monitor_command_parser(subparsers: Any = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate monitor``, added to `subparsers` if given."""
     parser = make_parser("monitor", DESCRIPTION, monitor_command, subparsers)
-    parser.add_argument("folder", type=Path, metavar="DIR", help="The project_dir of a run.")
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        metavar="DIR",
+        help="The project_dir of a run on this machine, or the folder of its records. By default the newest "
+        "run.",
+    )
     return parser
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from accelerate.report import Run
 
 DESCRIPTION = (
-    "Write one page of HTML about a run from the records in its project folder: how it ended, values, time, "
-    "memory, ranks, checkpoints, events and configuration. Several folders are shown side by side."
+    "Write one page of HTML about a run from its records: how it ended, values, time, memory, ranks, "
+    "checkpoints, events and configuration. Several runs are shown side by side."
 )
 FILE = "report.html"
 MAX_RUNS = 8
@@ -30,17 +30,17 @@ def report_command(args: argparse.Namespace) -> None:
         args: Arguments with ``folders``, ``output`` and ``json``.
 
     Raises:
-        ConfigurationError: A folder has no records, or the page cannot be written.
+        ConfigurationError: There are no records, or the page cannot be written.
     """
     from accelerate.report import conclusion_text, mesh_lines, sanitize, summarize, write_page
 
-    runs = _read_runs(args.folders)
+    runs = _read_runs(args.folders) if args.folders else [_read_newest()]
     if args.json:
         print(json.dumps([summarize(run) for run in runs], indent=1, default=str))
         return
     for run in runs:
         run.stored = _checkpoint_rows(run)
-    folder = args.folders[0] if len(runs) == 1 else Path()
+    folder = args.folders[0] if len(args.folders) == 1 and args.folders[0].is_dir() else Path()
     target = args.output or folder / FILE
     page = write_page(runs).encode("utf-8", "replace")
     try:
@@ -75,6 +75,17 @@ def _read_runs(folders: list[Path]) -> list[Run]:
     return [read_run(folder, "" if names[folder.absolute().name] == 1 else str(folder)) for folder in folders]
 
 
+def _read_newest() -> Run:
+    """Returns the newest run of the user, which has the name of its script."""
+    from accelerate.monitoring import newest_run
+    from accelerate.report import read_run
+
+    run = read_run(newest_run())
+    if run.starts and run.starts[-1].script:
+        run.name = f"{run.starts[-1].script} ({run.name})"
+    return run
+
+
 def _checkpoint_rows(run: Run) -> list[tuple[str, ...]]:
     """Returns a row of texts for each checkpoint that is in the folder of a run now."""
     return [
@@ -93,13 +104,18 @@ def report_command_parser(subparsers: Any = None) -> CustomArgumentParser:
     """Returns the parser of ``accelerate report``, added to `subparsers` if given."""
     parser = make_parser("report", DESCRIPTION, report_command, subparsers)
     parser.add_argument(
-        "folders", nargs="+", type=Path, metavar="DIR", help="The project_dir of a run; several are compared."
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="DIR",
+        help="The project_dir of a run on this machine, or the folder of its records; several are compared. "
+        "By default the newest run.",
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="Where to write the page; by default report.html in DIR, with several runs in this folder.",
+        help="Where to write the page; by default report.html in DIR, or in this folder without one DIR.",
     )
     parser.add_argument("--json", action="store_true", help="Print a summary as JSON, and write no page.")
     return parser

@@ -20,6 +20,7 @@ import psutil
 
 from accelerate.base import describe_position, spell_ranks
 from accelerate.launch import FOLDER_VARIABLE, HANG, HANG_KIND, Failure, count_of, starts_again
+from accelerate.monitoring import without_host
 from accelerate.state import AcceleratorState, mesh_sizes, record_event
 
 MAX_STACKS = 3
@@ -221,7 +222,7 @@ class HangReporter:
         """
         if not (report.ended and self._starts_again):
             self._print(report.text)
-        record_event("hang", report.text)
+        record_event("hang", without_host(report.text))
         if self._folder is not None and self._folder.is_dir():
             content = {"text": report.text, "moment": report.moment, "attempt": self._attempt}
             (self._folder / HANG).write_text(json.dumps(content), encoding="utf-8")

@@ -31,9 +31,12 @@ from accelerate.launch.machine import (
     get_free_port as get_free_port,
     hold_loopback_store as hold_loopback_store,
     is_port_in_use as is_port_in_use,
+    is_run_id as is_run_id,
     look as look,
     loopback_interface as loopback_interface,
+    new_run_id as new_run_id,
     read_file as read_file,
+    run_id_of as run_id_of,
     run_key as run_key,
 )
 from accelerate.launch.plan import (

@@ -194,9 +194,9 @@ def record_digest(folder: Path, digest: str) -> None:
     Raises:
         OSError: The records cannot be written any more, or the file system does not respond.
     """
-    from accelerate.monitoring import End  # a run that succeeds needs none of it
+    from accelerate.monitoring import End, without_host  # a run that succeeds needs none of it
 
-    append_records(folder, [End(time=time.time(), how="failed", digest=digest)])
+    append_records(folder, [End(time=time.time(), how="failed", digest=without_host(digest))])
 
 
 def append_records(folder: Path, records: Sequence[Record]) -> bool:

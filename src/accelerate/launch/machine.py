@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 
-from accelerate.base import ConfigurationError, expanded, shortened
+from accelerate.base import ConfigurationError, environ, expanded, shortened
 from accelerate.devices import CPU, DeviceBackend, count_visible
 
 ROOT = 0
@@ -21,6 +23,7 @@ BACKLOG = 4096
 
 KEY_VARIABLE = "ACCELERATE_RUN_KEY"
 """Variable with the secret key of a run, with which its ranks sign their entries in the store."""
+_RUN_ID = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
@@ -45,9 +48,25 @@ def get_free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def run_key(environ: Mapping[str, str]) -> dict[str, str]:
+def run_key(variables: Mapping[str, str]) -> dict[str, str]:
     """Returns the variable with the key of the launcher that started this one, or with a new key."""
-    return {KEY_VARIABLE: environ.get(KEY_VARIABLE) or os.urandom(32).hex()}
+    return {KEY_VARIABLE: variables.get(KEY_VARIABLE) or os.urandom(32).hex()}
+
+
+def new_run_id() -> str:
+    """Returns an identifier for a run that starts now, which begins the name of its folder of records."""
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{os.urandom(4).hex()}"
+
+
+def is_run_id(value: object) -> bool:
+    """Returns whether a value is an identifier of a run, which cannot name another path."""
+    return isinstance(value, str) and _RUN_ID.fullmatch(value) is not None
+
+
+def run_id_of(variables: Mapping[str, str]) -> str | None:
+    """Returns the identifier that a launcher gave this process, or None."""
+    value = variables.get(environ.RUN_ID)
+    return value if is_run_id(value) else None
 
 
 def hold_loopback_store(address: str, port: int) -> object:

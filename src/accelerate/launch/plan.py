@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias, TypeVar
 from accelerate.base import ConfigurationError, environ
 from accelerate.launch.elastic_sizes import Sizes
 from accelerate.launch.failures import ENTRY, FOLDER_VARIABLE, VERBOSE_VARIABLE
-from accelerate.launch.machine import DEFAULT_PORT, LOOPBACK_ADDRESS
+from accelerate.launch.machine import DEFAULT_PORT, LOOPBACK_ADDRESS, new_run_id, run_id_of
 from accelerate.settings import ENVIRONMENT, FLAG, Settings, flags
 from accelerate.settings.sections import RendezvousSection
 
@@ -169,10 +169,16 @@ def record_failures(plan: LaunchPlan, folder: Path) -> LaunchPlan:
         return plan
     prefix = ("-m",) if plan.target.kind == "module" else ()
     target = Target("script", str(ENTRY), (*prefix, plan.target.name, *plan.target.arguments))
-    added = {FOLDER_VARIABLE: str(folder)}
+    added = {FOLDER_VARIABLE: str(folder), environ.RUN_ID: _run_id()}
     if plan.rendezvous.log_dir or plan.rendezvous.tee != "0":
         added[VERBOSE_VARIABLE] = "1"
     return replace(plan, target=target, environment={**plan.environment, **added})
+
+
+def _run_id() -> str:
+    """Returns the identifier of the run, which is that of the launcher of all groups for a replica group."""
+    variables = environ.current()
+    return (run_id_of(variables) if environ.REPLICA in variables else None) or new_run_id()
 
 
 def folder_of(plan: LaunchPlan) -> Path | None:

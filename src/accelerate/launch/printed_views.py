@@ -19,7 +19,7 @@ from pathlib import Path
 from accelerate.base import environ, require
 from accelerate.launch.children import blocked, say
 from accelerate.launch.plan import LaunchPlan
-from accelerate.monitoring import RunReader, RunView, recorded_paths, render
+from accelerate.monitoring import RECORDS_VARIABLE, RunReader, RunView, recorded_paths, render
 
 INTERVAL = 30.0
 """Seconds between two views."""
@@ -34,7 +34,7 @@ def printed_views(plan: LaunchPlan, folder: Path, title: str) -> Iterator[Launch
     Args:
         plan: Plan that the block runs.
         folder: Folder of the launch, which has the paths of the records. Ranks without a folder for their
-            records write them to `records` in it.
+            records write them to the state folder of the user.
         title: Title of the views.
 
     Raises:
@@ -47,7 +47,8 @@ def printed_views(plan: LaunchPlan, folder: Path, title: str) -> Iterator[Launch
     with blocked(signal.valid_signals()):  # the main thread handles all signals
         thread.start()
     try:
-        yield replace(plan, environment={**plan.environment, environ.MONITOR_FOLDER: str(folder / "records")})
+        added = {} if RECORDS_VARIABLE in environ.current() else {RECORDS_VARIABLE: "yes"}
+        yield replace(plan, environment={**added, **plan.environment})
     finally:
         ended.set()
         thread.join()

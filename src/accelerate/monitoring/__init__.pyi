@@ -12,7 +12,6 @@ from accelerate.monitoring.record_thread import (
 from accelerate.monitoring.records import (
     FOLDER as FOLDER,
     PHASES as PHASES,
-    RECORDS_VARIABLE as RECORDS_VARIABLE,
     Attempt as Attempt,
     Checkpoint as Checkpoint,
     Conclusion as Conclusion,
@@ -30,16 +29,23 @@ from accelerate.monitoring.records import (
     encode as encode,
     find_records as find_records,
     last_step as last_step,
+    machine_digest as machine_digest,
+    no_records as no_records,
     recorded_paths as recorded_paths,
     recorded_rank as recorded_rank,
+    without_host as without_host,
+)
+from accelerate.monitoring.run_folders import (
+    RECORDS_VARIABLE as RECORDS_VARIABLE,
+    find_runs as find_runs,
+    newest_run as newest_run,
     records_folder as records_folder,
+    remove_old_runs as remove_old_runs,
+    state_folder as state_folder,
+    uses_state_folder as uses_state_folder,
 )
 from accelerate.monitoring.run_monitor import (
     RunMonitor as RunMonitor,
-)
-from accelerate.monitoring.secrets import (
-    hide_secrets as hide_secrets,
-    hide_secrets_of_command as hide_secrets_of_command,
 )
 from accelerate.monitoring.step_clock import (
     BACKWARD as BACKWARD,

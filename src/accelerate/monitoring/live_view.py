@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +29,7 @@ from accelerate.monitoring.records import (
     Window,
     decode,
     format_flops,
+    machine_digest,
 )
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class RunReader:
 
 def is_running(start: Start) -> bool:
     """Returns False if a process of this node has ended, and True for processes of other nodes."""
-    return start.host != socket.gethostname() or psutil.pid_exists(start.pid)
+    return start.machine != machine_digest() or psutil.pid_exists(start.pid)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from queue import Empty, Queue
 from typing import ClassVar
 
 from accelerate.monitoring.records import Record, RecordWriter
+from accelerate.monitoring.run_folders import create_run_folder, remove_old_runs
 
 logger = logging.getLogger(__name__)
 
@@ -21,19 +22,31 @@ CAPACITY = 100_000  # maximum number of queued calls, after which records are dr
 class RecordThread:
     """Writer of the records of this process, in a thread of its own in a folder.
 
-    It starts with the first record. After an error of the file system one warning is logged, and no more
+    It starts with the first record. After an error of the file system one message is logged, and no more
     records are written.
 
     Args:
         folder: Folder of the records, or None if there are none.
         rank: Rank of this process.
+        in_state_folder: Whether it is in the state folder of the user, in which this thread creates it.
+        removes_old: Whether the thread removes the records of old runs from the state folder.
+        level: Level of the messages, which is lower where the user has not asked for records.
     """
 
     SECONDS_TO_END: ClassVar[float] = 10.0
     """Seconds that the end of a run waits for its last records to be written."""
 
-    def __init__(self, folder: Path | None, rank: int) -> None:
-        self.folder, self._rank = folder, rank
+    def __init__(
+        self,
+        folder: Path | None,
+        rank: int,
+        *,
+        in_state_folder: bool = False,
+        removes_old: bool = False,
+        level: int = logging.WARNING,
+    ) -> None:
+        self.folder, self._rank, self.level = folder, rank, level
+        self._in_state_folder, self._removes_old = in_state_folder, removes_old
         self.is_run_ending = False  # a program may remove its folder before it ends
         self._has_given_up = folder is None
         self._has_warned = False
@@ -77,7 +90,7 @@ class RecordThread:
             )
         if not is_done and not self._has_given_up:
             self._has_given_up = True
-            warn_no_response(self.folder, self.SECONDS_TO_END)
+            self.log_no_response()
         return is_done
 
     def close(self, seconds: float | None = None) -> None:
@@ -124,25 +137,30 @@ class RecordThread:
             return
         try:
             if self._writer is None:
-                self._writer = RecordWriter(self.folder, self._rank)
+                self._writer = self._open(self.folder)
             self._writer.write(*records)
         except OSError as error:
             self._has_given_up = True
             is_expected = self.is_run_ending and isinstance(error, FileNotFoundError)
-            level = logging.INFO if is_expected else logging.WARNING
+            level = logging.INFO if is_expected else self.level
             text = "The run is no longer recorded in %s: %s. Training goes on."
             logger.log(level, text, self.folder, error)
+
+    def _open(self, folder: Path) -> RecordWriter:
+        if self._in_state_folder:
+            create_run_folder(folder)
+        writer = RecordWriter(folder, self._rank)
+        if self._removes_old:
+            remove_old_runs()
+            self._removes_old = False
+        return writer
+
+    def log_no_response(self) -> None:
+        """Logs a message about records that the end of a run does not wait for any longer."""
+        text = "The last records of this run are not in %s: the file system has not responded for %g s."
+        logger.log(self.level, text, self.folder, self.SECONDS_TO_END)
 
     def _close_file(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def warn_no_response(folder: Path | None, seconds: float) -> None:
-    """Warns about records that the end of a run does not wait for any longer."""
-    logger.warning(
-        "The last records of this run are not in %s: the file system has not responded for %g s.",
-        folder,
-        seconds,
-    )

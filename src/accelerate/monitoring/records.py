@@ -1,33 +1,32 @@
 """Records of a run, which are lines of JSON in one file per rank.
 
-`record_thread.py` writes them, and `accelerate report` and `accelerate monitor` read them. Later starts of
-the run in the same folder append to the files. A process that is killed leaves at most its last line
-incomplete, and a reader skips lines that it cannot decode. Readers ignore unknown kinds and fields, so a
-newer version may add some.
+`record_thread.py` writes them, and `accelerate report` and `accelerate monitor` read them. They have no
+arguments of the script and no host names. Later starts of the run in the same folder append to the files. A
+process that is killed leaves at most its last line incomplete, and a reader skips lines that it cannot
+decode. Readers ignore unknown kinds and fields, so a newer version may add some.
 """
 
 from __future__ import annotations
 
 import errno
 import functools
+import hashlib
 import json
 import os
 import re
+import socket
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
 
-from accelerate.base import environ, expanded
-from accelerate.monitoring.secrets import hide_secrets
+from accelerate.base import ConfigurationError, environ, wrong_value
+from accelerate.monitoring.run_folders import find_runs
 
 FOLDER = "run_records"
-"""Name of the folder of records in the project folder."""
-
-RECORDS_VARIABLE = "ACCELERATE_RUN_RECORDS"
-"""Variable with the folder of records, or "no" for none."""
+"""Name of the folder of records in a project folder of earlier versions."""
 
 TAIL_BYTES = 1 << 18
 """Bytes at the end of a file of records in which the last step is searched."""
@@ -38,6 +37,16 @@ PHASES = ("data", "moving", "forward", "backward", "collectives", "optimizer", "
 """Names of the phases of a step, whose seconds add up to its wall time."""
 
 _FILE = re.compile(r"rank-(\d+)\.jsonl")
+
+
+def machine_digest() -> str:
+    """Returns a digest of the host name, which is the same in all processes of this machine."""
+    return hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+
+
+def without_host(text: str) -> str:
+    """Returns a text for records, without the name of this machine in phrases such as "rank 1 on NAME"."""
+    return re.sub(rf" on {re.escape(socket.gethostname())}(?![\w-])", "", text)
 
 
 def recorded_rank(rank: int, size: int) -> int:
@@ -60,7 +69,10 @@ class Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Value of the configuration of a run with its source."""
+    """Value of the configuration of a run with its source.
+
+    A value is a number, yes or no, or a word from a fixed list. Of other texts only the name is recorded.
+    """
 
     name: str
     value: str
@@ -74,12 +86,16 @@ class Start(Record):
     kind: ClassVar[str] = "start"
     rank: int
     world_size: int
-    host: str
     pid: int
+    machine: str = (
+        ""  # digest of the host name, by which a reader on the same machine knows that it can see the pid
+    )
+    node: int = 0
+    num_nodes: int = 1
     attempt: int = 0  # how often the launcher had restarted the processes
     device: str = "cpu"
     device_name: str = ""
-    argv: list[str] = field(default_factory=list)
+    script: str = ""  # name of its file, without folders and arguments
     versions: dict[str, str] = field(default_factory=dict)  # of Python and of packages, by name
     settings: list[Setting] = field(default_factory=list)  # of rank 0 only
     mesh: dict[str, int] = field(default_factory=dict)  # dimension -> size, the outermost first
@@ -297,21 +313,9 @@ def last_step(path: Path, since: float) -> int:
     return -1
 
 
-def records_folder(chosen: str | None, project: str | None) -> Path | None:
-    """Returns the folder of the records of a run, or None if there are none.
-
-    Args:
-        chosen: Value of the variable, or None if it is not set.
-        project: Folder of the project, or None if there is none.
-    """
-    if chosen:
-        return None if chosen.lower() in environ.FALSE_WORDS else expanded(chosen)
-    return None if project is None else expanded(project) / FOLDER
-
-
 def encode(record: Record) -> bytes:
-    """Returns a record as one line, without secrets."""
-    values = hide_secrets({"kind": record.kind, **asdict(record)})
+    """Returns a record as one line."""
+    values = {"kind": record.kind, **asdict(record)}
     return json.dumps(values, default=str).encode() + b"\n"
 
 
@@ -384,8 +388,30 @@ class RankRecords:
 
 
 def find_records(folder: Path) -> list[RankRecords]:
-    """Returns the files of records in a project folder or a folder of records, by rank."""
-    places = [folder / FOLDER, folder]
-    entries = [path for place in places if place.is_dir() for path in place.iterdir()]
-    found = [(match, path) for path in entries if (match := _FILE.fullmatch(path.name)) and path.is_file()]
-    return sorted((RankRecords(int(match[1]), path) for match, path in found), key=lambda item: item.rank)
+    """Returns the files of records by rank.
+
+    Args:
+        folder: Folder of the records, or of a project, whose newest run is in the state folder.
+    """
+    entries = _list_records([folder / FOLDER, folder])
+    for run in find_runs(folder)[:1]:
+        recorded = _list_records([run])
+        entries = max(entries, recorded, key=_last_change)
+    return sorted(entries, key=lambda item: item.rank)
+
+
+def no_records(folder: Path) -> ConfigurationError:
+    """Returns the error about a folder without records."""
+    reason = "it has no records, and no run of this user on this machine has it as its project"
+    fix = "Pass project_dir to Accelerator and name it here, or name the folder of ACCELERATE_RUN_RECORDS"
+    return wrong_value("DIR", str(folder), reason, fix)
+
+
+def _list_records(folders: Sequence[Path]) -> list[RankRecords]:
+    paths = [path for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    found = [(match, path) for path in paths if (match := _FILE.fullmatch(path.name)) and path.is_file()]
+    return [RankRecords(int(match[1]), path) for match, path in found]
+
+
+def _last_change(entries: Sequence[RankRecords]) -> float:
+    return max((entry.path.stat().st_mtime for entry in entries), default=0.0)

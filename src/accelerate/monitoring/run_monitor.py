@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 from accelerate.monitoring.conclusions import Finding, RunFacts, conclude
 from accelerate.monitoring.rank_comparison import RankExchange, Straggler
-from accelerate.monitoring.record_thread import RecordThread, warn_no_response
+from accelerate.monitoring.record_thread import RecordThread
 from accelerate.monitoring.records import (
     Checkpoint,
     Conclusion,
@@ -44,8 +44,6 @@ MIN_WINDOWS = 3
 """Number of windows before the first conclusion, unless the run has ended."""
 SECONDS_TO_DISCONNECT = 2.0
 """Timeout for a comparison to end before the process group is closed, in seconds."""
-MIN_SECONDS, MIN_STEPS = 3.0, 100
-"""Minimum duration or number of steps of a run that logs a table at its end."""
 
 
 class MonitorSources(Protocol):
@@ -80,9 +78,10 @@ class RunMonitor:
         rank: Rank of this process.
         size: World size.
         sources: Source of the values of the records.
-        folder: Folder of the records, or None to write no records.
+        records: Thread that writes the records, without a folder for none.
         clock: Timer of the steps.
         queue: Events and checkpoints of this process that are to be recorded.
+        prints_times: Whether rank 0 prints the time of steps and the conclusions at the end.
     """
 
     def __init__(
@@ -90,16 +89,17 @@ class RunMonitor:
         rank: int,
         size: int,
         sources: MonitorSources,
-        folder: Path | None,
+        records: RecordThread,
         clock: StepClock,
         queue: RecordQueue,
+        prints_times: bool = False,
     ) -> None:
         self.rank, self.size, self._sources, self._clock, self._queue = rank, size, sources, clock, queue
-        self.records = RecordThread(folder, recorded_rank(rank, size))
+        self.records, self._prints_times = records, prints_times
         self._connect = sources.connect if size > 1 else None
         self._start_time = time.time()
         self._pid = os.getpid()
-        self._is_recorded, self._has_begun = folder is not None, False
+        self._is_recorded, self._has_begun = records.folder is not None, False
         self._recent: deque[ClosedWindow] = deque(maxlen=NUM_RECENT_WINDOWS)
         self._num_windows = 0
         self._all = StepTimes()  # all windows
@@ -109,7 +109,7 @@ class RunMonitor:
         self._exchange: RankExchange | None = None
         self._compared_at = 0.0
         self._compared: deque[ClosedWindow] = deque(maxlen=NUM_RECENT_WINDOWS)  # since the last comparison
-        self._are_even = self._connect is None or folder is None
+        self._are_even = self._connect is None or not self._is_recorded
         self._straggler: Straggler | None = None
         self._recompilations = sources.recompilations()
         self._end = ("finished", "")  # how the run ended, and its traceback
@@ -117,7 +117,7 @@ class RunMonitor:
         self._comparing = threading.Lock()  # held while the thread uses the store
         self._thread: threading.Thread | None = None
         queue.clear()
-        if folder is not None:
+        if self._is_recorded:
             clock.on_first_step = self._start
 
     def _start(self) -> None:
@@ -262,7 +262,7 @@ class RunMonitor:
             self._comparing.release()
 
     def finish(self, how: str, error: str = "") -> None:
-        """Ends the monitor, logs a table on rank 0, and writes how the run ended.
+        """Ends the monitor, prints the time of steps if asked to, and writes how the run ended.
 
         A second call does nothing.
         """
@@ -271,7 +271,7 @@ class RunMonitor:
         self._is_finished = self.records.is_run_ending = True
         self._clock.on_first_step = None
         self.close()
-        self.log_table()
+        self.print_times()
         self._clock.end_run()
         deadline = time.monotonic() + RecordThread.SECONDS_TO_END
         if self._thread is not None or (self._is_recorded and (error or self._clock.steps)):
@@ -292,7 +292,7 @@ class RunMonitor:
         assert thread is not None
         thread.join(RecordThread.SECONDS_TO_END)
         if thread.is_alive():
-            warn_no_response(self.records.folder, RecordThread.SECONDS_TO_END)
+            self.records.log_no_response()
 
     def _write_end(self) -> None:
         """Writes the remaining records, and how the run ended."""
@@ -308,12 +308,14 @@ class RunMonitor:
             self._is_recorded = False  # no record was written, so the end is not recorded either
         self.finish("finished")
 
-    def log_table(self) -> None:
-        """Logs one table of the run at level INFO on rank 0."""
+    def print_times(self) -> None:
+        """Prints the time of the run by phase and the conclusions on rank 0, if the user asked for them."""
+        if not self._prints_times or self.rank:
+            return
         times = self._clock.times()
-        is_long = times.seconds >= MIN_SECONDS or times.steps >= MIN_STEPS
-        if self.rank == 0 and is_long and times.steps and logger.isEnabledFor(logging.INFO):
-            logger.info(format_table(times, conclude(self._facts(times, times))))
+        if times.steps:
+            text = format_table(times, conclude(self._facts(times, times)))
+            print(text, file=sys.stderr, flush=True)
 
 
 def format_table(times: StepTimes, findings: Sequence[Finding]) -> str:

@@ -50,7 +50,7 @@ def write_page(runs: Sequence[Run], now: float | None = None) -> str:
         sections.starts(runs),
         sections.events(runs),
         sections.configuration(runs),
-        sections.hosts(runs),
+        sections.nodes(runs),
     ]
     made = datetime.fromtimestamp(now, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     footer = tag("p", f"Made by accelerate report on {made}.", class_="note")

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from accelerate.base import describe_position, wrong_value
+from accelerate.base import describe_position
 from accelerate.monitoring import (
     PHASES,
     Attempt,
@@ -26,6 +26,7 @@ from accelerate.monitoring import (
     Values,
     Window,
     find_records,
+    no_records,
 )
 from accelerate.report.goodput import Goodput, Timeline, measure_goodput
 from accelerate.report.series import PhaseSeconds, Series
@@ -214,14 +215,12 @@ def read_run(folder: Path, name: str = "") -> Run:
     """Returns the content of all records of a run.
 
     Args:
-        folder: Folder of the run, which is the `project_dir` of its `Accelerator`.
+        folder: Folder of the records, or `project_dir` of the `Accelerator` of a run of this user.
         name: Name of the run in the report. The default is the name of the folder.
 
     Raises:
-        ConfigurationError: The folder does not exist, or contains no records.
+        ConfigurationError: There are no records in the folder or of the project.
     """
-    if not folder.is_dir():
-        raise wrong_value("DIR", str(folder), "there is no such folder", "name the project_dir of a run")
     run = Run(folder, name or folder.absolute().name or str(folder))
     for records in find_records(folder):
         summary = run.ranks.setdefault(records.rank, RankTotals(records.rank))
@@ -233,8 +232,7 @@ def read_run(folder: Path, name: str = "") -> Run:
                 summary.damaged += 1
         summary.damaged += records.damaged
     if not run.ranks:
-        fix = "Pass project_dir to Accelerator, and name the same folder here"
-        raise wrong_value("DIR", str(folder), "no rank wrote records there", fix)
+        raise no_records(folder)
     return run
 
 

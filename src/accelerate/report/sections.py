@@ -259,10 +259,12 @@ def ranks(runs: Sequence[Run]) -> Element | None:
             continue
         has_mesh = any(summary.position for summary in shown)
         header = ["rank", *["in the mesh"] * has_mesh]
-        header += ["host", "device", "steps", "ms per step", "own work", "data", "collectives"]
+        has_nodes = any(summary.start is not None and summary.start.num_nodes > 1 for summary in shown)
+        header += ["node"] * has_nodes
+        header += ["device", "steps", "ms per step", "own work", "data", "collectives"]
         has_flops = any(summary.flops for summary in shown)
         header += ["TFLOP/s", "MFU"] * has_flops
-        rows = [_rank_row(summary, run, has_mesh, has_flops) for summary in shown]
+        rows = [_rank_row(summary, run, has_mesh, has_flops, has_nodes) for summary in shown]
         lines = [Line(name, run.compute[name]) for name in ("least", "mean", "most") if name in run.compute]
         chart = draw_lines("seconds of own work per step, of all ranks", lines, format_number)
         if len(runs) > 1:
@@ -279,7 +281,7 @@ def _seconds_per_step(summary: RankTotals) -> float:
     return summary.seconds / summary.steps
 
 
-def _rank_row(summary: RankTotals, run: Run, has_mesh: bool, has_flops: bool) -> list[Cell]:
+def _rank_row(summary: RankTotals, run: Run, has_mesh: bool, has_flops: bool, has_nodes: bool) -> list[Cell]:
     by, steps, start = summary.seconds_by, summary.steps, summary.start
     own = summary.seconds - by.get("collectives", 0.0) - by.get("saving", 0.0)
     slow = run.slow.get(summary.rank)
@@ -287,7 +289,7 @@ def _rank_row(summary: RankTotals, run: Run, has_mesh: bool, has_flops: bool) ->
     return [
         summary.rank,
         *[summary.position] * has_mesh,
-        start.host if start else "",
+        *[start.node if start else ""] * has_nodes,
         (start.device_name or start.device) if start else "",
         steps,
         *(f"{1000 * seconds / steps:.3g}" for seconds in (summary.seconds, own)),
@@ -329,10 +331,9 @@ def starts(runs: Sequence[Run]) -> Element | None:
     rows: list[list[Cell]] = []
     for run in runs:
         for start in run.starts:
-            command = " ".join(map(str, start.argv))
             where = [*_named(run, runs), format_time(start.time), start.attempt]
-            rows.append([*where, start.world_size, start.host, command])
-    header = [*_of(runs), "time", "restarts before", "ranks", "host", "command"]
+            rows.append([*where, start.world_size, start.num_nodes, start.script])
+    header = [*_of(runs), "time", "restarts before", "ranks", "nodes", "script"]
     return _section("Starts", _long_table(header, rows))
 
 
@@ -377,26 +378,25 @@ def configuration(runs: Sequence[Run]) -> Element | None:
     )
 
 
-def hosts(runs: Sequence[Run]) -> Element | None:
-    """Returns tables of the hosts with their devices, and of the versions of packages."""
-    ranks_by_host: dict[tuple[Cell, ...], list[int]] = {}
+def nodes(runs: Sequence[Run]) -> Element | None:
+    """Returns tables of the nodes with their devices, and of the versions of packages."""
+    ranks_by_node: dict[tuple[Cell, ...], list[int]] = {}
     versions: dict[str, list[str]] = {}
     for position, run in enumerate(runs):
         for summary in run.current():
             if summary.start is None:
                 continue
             device = summary.start.device_name or summary.start.device
-            ranks_by_host.setdefault((*_named(run, runs), summary.start.host, device), []).append(
-                summary.rank
-            )
+            where = (*_named(run, runs), summary.start.node, device)
+            ranks_by_node.setdefault(where, []).append(summary.rank)
             for name, version in summary.start.versions.items():
                 cells = versions.setdefault(str(name), [""] * len(runs))
                 cells[position] = cells[position] or str(version)
-    rows = [[*where, spell_ranks(found)] for where, found in list(ranks_by_host.items())[: 2 * MAX_RANKS]]
+    rows = [[*where, spell_ranks(found)] for where, found in list(ranks_by_node.items())[: 2 * MAX_RANKS]]
     header = ["package", *(_titled("version", run, runs) for run in runs)]
     return _section(
-        "Machines and versions",
-        table([*_of(runs), "host", "device", "ranks"], rows) if rows else None,
+        "Nodes and versions",
+        table([*_of(runs), "node", "device", "ranks"], rows) if rows else None,
         table(header, [[name, *cells] for name, cells in list(versions.items())[:MAX_ENTRIES]])
         if versions
         else None,

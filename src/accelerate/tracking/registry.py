@@ -106,7 +106,6 @@ def build_tracker(
     project_name: str,
     logging_dir: str | None,
     init_kwargs: dict[str, dict[str, Any]],
-    project_dir: str | None = None,
 ) -> GeneralTracker:
     """Returns the tracker of one entry of `filter_trackers` without starting it.
 
@@ -116,8 +115,7 @@ def build_tracker(
         return entry
     kind = LOGGER_TYPE_TO_CLASS[str(entry)]
     build: Callable[..., GeneralTracker] = kind
-    folder_or_none = project_dir or logging_dir if kind is ReportTracker else logging_dir
-    folder = (folder_or_none,) if kind.requires_logging_directory else ()
+    folder = (logging_dir,) if kind.requires_logging_directory else ()
     tracker = build(project_name, *folder, **init_kwargs.get(str(entry), {}))
     if kind in TRACKERS:
         tracker.main_process_only = True  # one record per run, while tracker objects may log on each rank

@@ -16,13 +16,17 @@ def test_the_report_names_versions_devices_and_configuration(
 ) -> None:
     path = tmp_path / "c.yaml"
     path.write_text("mixed_precision: bf16\n")
-    with patch_environment(ACCELERATE_LOG_LEVEL="info"):
+    variables = {"ACCELERATE_LOG_LEVEL": "info", "ACCELERATE_HANG_TIMEOUT": "77", "NCCL_DEBUG": "WARN"}
+    hidden = {"ACCELERATE_RUN_KEY": "hunter2", "ACCELERATE_MY_TOKEN": "hunter2", "FSDP_OTHER": "hunter2"}
+    with patch_environment(**variables, **hidden):
         env_command(env_command_parser().parse_args(["--config_file", str(path)]))
     out = capsys.readouterr().out
     assert "independent implementation" in out
     assert f"- torch: {torch.__version__}" in out
     assert f"- python: {platform.python_version()}" in out
-    assert "ACCELERATE_LOG_LEVEL: info" in out
+    assert all(f"{name}: {text}" in out for name, text in variables.items())
+    assert all(f"{name}: (set)" in out for name in hidden)
+    assert "hunter2" not in out
     assert "mixed_precision: bf16" in out
     assert f"- configuration file: {path}" in out
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import re
-import socket
 import struct
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from accelerate.monitoring import PHASES, End, RecordWriter, Start, Window
+from accelerate.monitoring import PHASES, End, RecordWriter, Start, Window, machine_digest
 
 COMMAND = [sys.executable, "-m", "accelerate.commands.monitor"]
 
@@ -26,7 +25,7 @@ def write_run(folder: Path, *, has_ended: bool) -> None:
     seconds_by = dict.fromkeys(PHASES, 0.0) | {"forward": 1.5, "data": 0.5}
     now = time.time()
     writer.write(
-        Start(time=now - 9, rank=0, world_size=1, host=socket.gethostname(), pid=os.getpid()),
+        Start(time=now - 9, rank=0, world_size=1, machine=machine_digest(), pid=os.getpid()),
         Window(time=now, first=1, last=50, seconds=2.0, seconds_by=seconds_by),
     )
     if has_ended:

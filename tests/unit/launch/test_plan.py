@@ -18,7 +18,9 @@ from accelerate.launch import (
     LaunchPlan,
     Target,
     env_var_path_add,
+    is_run_id,
     local_command,
+    new_run_id,
     record_failures,
 )
 from accelerate.launch.failures import ENTRY, VERBOSE_VARIABLE
@@ -147,9 +149,20 @@ def make_plan(target: Target, launcher: str = "local", **meeting: str) -> Launch
 def test_scripts_and_modules_are_started_by_the_entry() -> None:
     plan = record_failures(make_plan(Target("script", "train.py", ("--lr", "1"))), Path("here"))
     assert plan.target == Target("script", str(ENTRY), ("train.py", "--lr", "1"))
-    assert plan.environment == {"A": "b", FOLDER_VARIABLE: "here"}
+    assert is_run_id(plan.environment["ACCELERATE_RUN_ID"])
+    assert plan.environment == {**plan.environment, "A": "b", FOLDER_VARIABLE: "here"}
+    assert len(plan.environment) == 3
     module = record_failures(make_plan(Target("module", "pkg.train", ("x",)), "elastic"), Path("here"))
     assert module.target.arguments == ("-m", "pkg.train", "x")
+
+
+def test_replica_groups_have_the_run_of_their_launcher_and_other_launches_their_own() -> None:
+    run_id = new_run_id()
+    for variables, is_kept in (({"ACCELERATE_REPLICA": "1"}, True), ({}, False)):
+        with patch_environment(ACCELERATE_RUN_ID=run_id, **variables):
+            plan = record_failures(make_plan(Target("script", "x")), Path("here"))
+        assert (plan.environment["ACCELERATE_RUN_ID"] == run_id) is is_kept
+    assert new_run_id() != run_id
 
 
 @pytest.mark.parametrize(

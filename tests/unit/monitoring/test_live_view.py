@@ -33,7 +33,7 @@ SHARES = dict(zip(PHASES, (0.5, 0.0, 0.2, 0.2, 0.1, 0.0, 0.0, 0.0), strict=True)
 
 
 def start(rank: int, **more: Any) -> Start:
-    fields = {"time": NOW - 90, "rank": rank, "world_size": 2, "host": "a", "pid": 10 + rank}
+    fields = {"time": NOW - 90, "rank": rank, "world_size": 2, "pid": 10 + rank}
     return Start(**{**fields, **more})
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from pathlib import Path
 
 import pytest
@@ -24,16 +25,15 @@ from accelerate.monitoring import (
     decode,
     find_records,
     recorded_rank,
-    records_folder,
+    without_host,
 )
 
 START = Start(
     time=1.0,
     rank=0,
     world_size=2,
-    host="host",
     pid=7,
-    argv=["train.py"],
+    script="train.py",
     versions={"torch": "2.13.0"},
     settings=[Setting(name="mixed_precision", value="bf16", source="variable")],
 )
@@ -54,21 +54,6 @@ def write(folder: Path, rank: int, *records: Record) -> None:
     writer = RecordWriter(folder, rank)
     writer.write(*records)
     writer.close()
-
-
-@pytest.mark.parametrize(
-    ("chosen", "project", "expected"),
-    [
-        (None, None, None),
-        ("", None, None),
-        (None, "run", Path("run/run_records")),
-        ("other", "run", Path("other")),
-        ("other", None, Path("other")),
-        ("no", "run", None),
-    ],
-)
-def test_the_folder_of_records(chosen: str | None, project: str | None, expected: Path | None) -> None:
-    assert records_folder(chosen, project) == expected
 
 
 def test_each_record_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -127,6 +112,17 @@ def test_a_damaged_line_is_refused(line: bytes) -> None:
 def test_newer_kinds_and_fields_are_ignored() -> None:
     assert decode(b'{"kind": "newer", "time": 1}') is None
     assert decode(b'{"kind": "end", "time": 1, "how": "finished", "more": 2}') == End(time=1, how="finished")
+
+
+def test_starts_of_older_versions_are_read_without_their_host_and_command() -> None:
+    line = b'{"kind": "start", "time": 1, "rank": 0, "world_size": 1, "host": "a", "pid": 1, "argv": ["x"]}'
+    assert decode(line) == Start(time=1, rank=0, world_size=1, pid=1)
+
+
+def test_texts_of_reports_are_recorded_without_the_name_of_this_machine() -> None:
+    host = socket.gethostname()
+    text = f"rank 1 on {host} failed first: rank 2 (process 7 on {host}) on {host}2"
+    assert without_host(text) == f"rank 1 failed first: rank 2 (process 7) on {host}2"
 
 
 def test_windows_of_older_versions_have_no_items_and_no_flops() -> None:

@@ -1,9 +1,11 @@
-"""The records that a run leaves, its conclusions and its table."""
+"""The records that a run leaves, its conclusions and the times that it prints."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -15,8 +17,8 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.base import patch_environment
 from accelerate.monitoring import (
-    FOLDER,
     PHASES,
     Checkpoint,
     Conclusion,
@@ -62,6 +64,8 @@ def test_a_run_leaves_windows_with_values_checkpoints_and_its_end(tmp_path: Path
     start, *rest = list(records)
     assert isinstance(start, Start)
     assert {"mixed_precision", "gradient_accumulation_steps"} <= {setting.name for setting in start.settings}
+    assert (start.node, start.num_nodes, start.script) == (0, 1, Path(sys.argv[0]).name)
+    assert list(tmp_path.iterdir()) == [tmp_path / "one"]
     windows = [record for record in rest if isinstance(record, Window)]
     assert windows[0].first == 1
     assert windows[-1].last == 30
@@ -132,7 +136,7 @@ def test_the_option_turns_records_off(value: str, tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("ACCELERATE_RUN_RECORDS", value)
     train(Accelerator(cpu=True, project_dir=tmp_path), 20)
     AcceleratorState._reset_state(reset_partial_state=True)
-    assert not (tmp_path / FOLDER).exists()
+    assert find_records(tmp_path) == []
 
 
 def test_the_option_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,28 +146,72 @@ def test_the_option_names_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(find_records(tmp_path / "records")) == 1
 
 
-def test_a_folder_that_cannot_be_written_gives_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("variable", "levels"), [("", []), ("yes", ["WARNING"]), ("FOLDER", ["WARNING"])])
+def test_a_folder_that_cannot_be_written_gives_a_warning_only_where_records_were_asked_for(
+    variable: str, levels: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / FOLDER).write_text("a file")
-    train(Accelerator(cpu=True, project_dir=tmp_path), 40)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    assert [record.levelname for record in caplog.records if "no longer recorded" in record.message] == [
-        "WARNING"
-    ]
+    (tmp_path / "file").write_text("no folder")
+    blocked = str(tmp_path / "file" / "state")
+    with patch_environment(
+        XDG_STATE_HOME=blocked, ACCELERATE_RUN_RECORDS=variable.replace("FOLDER", blocked)
+    ):
+        train(Accelerator(cpu=True, project_dir=tmp_path), 40)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert [record.levelname for record in caplog.records] == levels
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_launch_with_a_view_gets_records_of_a_run_without_a_project(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_user_without_a_home_has_no_records_and_no_failure(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACCELERATE_MONITOR_DIR", str(tmp_path / "records"))
-    monkeypatch.setenv("ACCELERATE_FAILURE_DIR", str(tmp_path))
-    train(Accelerator(cpu=True), 30)
-    AcceleratorState._reset_state(reset_partial_state=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("accelerate.monitoring.run_folders.expanded", Path)
+    with patch_environment(XDG_STATE_HOME=""):
+        train(Accelerator(cpu=True, project_dir=tmp_path), 10)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    assert not caplog.records
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_process_of_a_launch_leaves_the_path_of_its_records(tmp_path: Path) -> None:
+    variables = {"ACCELERATE_FAILURE_DIR": str(tmp_path), "ACCELERATE_RUN_ID": "20260102-030405-0123abcd"}
+    with patch_environment(ACCELERATE_RUN_RECORDS="yes", **variables):
+        train(Accelerator(cpu=True), 30)
+        AcceleratorState._reset_state(reset_partial_state=True)
     ((rank, path),) = recorded_paths(tmp_path)
     assert rank == 0
-    assert path.parent == tmp_path / "records"
+    assert path.parent.name == "20260102-030405-0123abcd"
     assert windows_of(path.parent)[-1].last == 30
+
+
+SECRET = "hunter2-in-no-record"
+
+
+def test_variables_and_arguments_of_the_script_are_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/home/user/train.py", "--token", SECRET])
+    variables = {
+        "HF_TOKEN": SECRET,
+        "ACCELERATE_RUN_KEY": SECRET,
+        "ACCELERATE_STOP_FILE": SECRET,
+        "FSDP_TRANSFORMER_CLS_TO_WRAP": SECRET,
+        "MASTER_ADDR": SECRET,
+        "ACCELERATE_MIXED_PRECISION": "no",
+        "ACCELERATE_HANG_TIMEOUT": "77",
+    }
+    with patch_environment(**variables):
+        train(Accelerator(cpu=True, project_dir=tmp_path), 10)
+        AcceleratorState._reset_state(reset_partial_state=True)
+    (records,) = find_records(tmp_path)
+    text = records.path.read_text(encoding="utf-8")
+    assert SECRET not in text
+    assert socket.gethostname() not in text
+    start = next(iter(records))
+    assert isinstance(start, Start)
+    assert start.script == "train.py"
+    settings = {setting.name: setting.value for setting in start.settings}
+    assert (settings["hang_timeout"], settings["stop_file"]) == ("77", "set")
 
 
 def test_windows_have_the_position_in_the_epoch(tmp_path: Path) -> None:
@@ -181,16 +229,19 @@ def test_windows_have_the_position_in_the_epoch(tmp_path: Path) -> None:
     assert 0 < windows[0].batch <= windows[1].batch <= 40
 
 
-def test_the_table_is_logged_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_the_time_of_steps_is_printed_at_the_end_only_if_the_user_asks(
+    is_asked: bool, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     caplog.set_level(logging.INFO, logger="accelerate")
-    accelerator = Accelerator(cpu=True)
-    train(accelerator, 110, rest=0.0)
-    accelerator.end_training()
-    AcceleratorState._reset_state(reset_partial_state=True)
-    (table,) = [record for record in caplog.records if "steps in" in record.message]
-    assert table.levelname == "INFO"
-    assert "110 steps in" in table.message
-    assert "backward" in table.message
+    with patch_environment(ACCELERATE_STEP_TIMES=str(is_asked)):
+        accelerator = Accelerator(cpu=True)
+        train(accelerator, 110, rest=0.0)
+        accelerator.end_training()
+        AcceleratorState._reset_state(reset_partial_state=True)
+    out, printed = capfd.readouterr()
+    assert ("110 steps in" in printed, "backward" in printed) == (is_asked, is_asked)
+    assert "steps in" not in caplog.text + out
 
 
 def test_the_table_has_the_items_and_flops_of_a_run_that_counts_them() -> None:
@@ -280,8 +331,9 @@ def test_an_exception_in_the_thread_is_reported_once_and_the_recording_continues
 
 
 def test_a_folder_that_is_removed_during_the_run_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ACCELERATE_RUN_RECORDS", str(tmp_path / "project"))
     accelerator = Accelerator(cpu=True, project_dir=tmp_path / "project")
     train(accelerator, 30)
     shutil.rmtree(tmp_path / "project")
@@ -297,6 +349,7 @@ def test_a_folder_that_is_removed_during_the_run_is_reported_once(
 def test_a_folder_that_the_program_removes_at_its_end_gives_no_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("ACCELERATE_RUN_RECORDS", str(tmp_path / "project"))
     train(Accelerator(cpu=True, project_dir=tmp_path / "project"), 30)
     monitor = services.find(RunMonitor)
     assert monitor is not None
@@ -339,9 +392,8 @@ print("the end")
 @pytest.mark.parametrize("case", ["open", pytest.param("write", marks=pytest.mark.slow), "failure"])
 def test_a_file_system_that_does_not_respond_does_not_keep_the_process(case: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", BLOCKS, str(tmp_path), case]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environ = {**os.environ, "ACCELERATE_RUN_RECORDS": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert (done.returncode, done.stdout) == ((1, "") if case == "failure" else (0, "the end\n"))
-    message = (
-        f"The last records of this run are not in {tmp_path / FOLDER}: the file system has not responded"
-    )
+    message = f"The last records of this run are not in {tmp_path}: the file system has not responded"
     assert done.stderr.count(message) == 1

@@ -25,7 +25,7 @@ from accelerate.monitoring import (
 BEGIN = 1_700_000_000.0
 STEPS = 300
 RESTART_AT, RESTART_FROM = 200, 150
-DIGEST = "===== accelerate launch: the run failed =====\nrank 1 on hostb failed first:\nValueError: bad batch"
+DIGEST = "===== accelerate launch: the run failed =====\nrank 1 failed first:\nValueError: bad batch"
 
 
 def write_run(folder: Path, *, is_failed: bool = True, text: str = "") -> None:
@@ -73,12 +73,13 @@ def start(rank: int, attempt: int, text: str) -> Start:
         time=BEGIN + attempt * RESTART_AT,
         rank=rank,
         world_size=2,
-        host=f"host{'ab'[rank]}{text}",
+        node=rank,
+        num_nodes=2,
         pid=100 + rank,
         attempt=attempt,
         device=f"cuda:{rank}",
         device_name=f"GPU{text}",
-        argv=["train.py", text],
+        script=f"train.py{text}",
         versions={"torch": "2.13.0", f"package{text}": f"1.0{text}"},
         settings=settings if rank == 0 else [],
         mesh={f"dp_shard{text}": 2},

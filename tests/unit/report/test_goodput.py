@@ -14,7 +14,7 @@ from accelerate.report.reading import read_run
 
 
 def start(time: float) -> Start:
-    return Start(time=time, rank=0, world_size=1, host="a", pid=1)
+    return Start(time=time, rank=0, world_size=1, pid=1)
 
 
 def window(begin: float, first: int, last: int, data: float = 0.0, save: float = 0.0) -> Window:

@@ -83,7 +83,7 @@ def test_a_page_tells_the_story_of_a_failed_run(tmp_path: Path) -> None:
         "mixed_precision",
         "--mixed_precision",
         "init_trackers",
-        "hosta",
+        "train.py",
         "2.13.0",
         "no space left",
         "rank 1 waits for rank 0",
@@ -100,7 +100,7 @@ def test_a_page_tells_the_story_of_a_failed_run(tmp_path: Path) -> None:
 
 def test_a_run_without_an_end_says_when_its_last_record_was_written(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "run" / "run_records", 0)
-    writer.write(Start(time=BEGIN, rank=0, world_size=1, host="h", pid=1))
+    writer.write(Start(time=BEGIN, rank=0, world_size=1, pid=1))
     writer.close()
     text = page_of(tmp_path / "run", now=BEGIN + 90).text
     assert "still running, or killed" in text
@@ -175,7 +175,7 @@ def test_long_texts_stay_below_three_megabytes(tmp_path: Path) -> None:
     long = "x" * 100_000
     settings = [Setting(name=f"{number}{long}", value=long, source=long) for number in range(50)]
     writer = RecordWriter(tmp_path / "run_records", 0)
-    start = Start(time=BEGIN, rank=0, world_size=1, host=long, pid=1, argv=[long], settings=settings)
+    start = Start(time=BEGIN, rank=0, world_size=1, script=long, pid=1, device=long, settings=settings)
     texts = [f"{number}{long}" for number in range(50)]
     writer.write(start, *(Event(time=BEGIN, name="hang", step=1, text=text) for text in texts))
     writer.write(*(Values(time=BEGIN, step=1, values={text: 1.0, f"{text} text": text}) for text in texts))
@@ -280,7 +280,7 @@ def test_colors_can_be_read_in_both_modes(mode: int) -> None:
 
 
 TEXTS: dict[str, dict[str, object]] = {
-    "start": {"rank": 0, "world_size": 1, "host": "", "pid": 1, "device_name": ""},
+    "start": {"rank": 0, "world_size": 1, "pid": 1, "device_name": ""},
     "values": {"step": 1, "values": {}},
     "checkpoint": {"event": "", "path": "", "step": 1, "text": ""},
     "event": {"name": "", "step": 1, "text": ""},
@@ -318,7 +318,7 @@ def test_records_with_texts_of_any_size_stay_below_three_megabytes(
 
 def test_items_and_flops_have_charts_and_columns(tmp_path: Path) -> None:
     writer = RecordWriter(tmp_path / "run_records", 0)
-    writer.write(Start(time=BEGIN, rank=0, world_size=1, host="h", pid=1))
+    writer.write(Start(time=BEGIN, rank=0, world_size=1, pid=1))
     for step in (1, 2):
         flops = {"items": 100.0, "flops_per_second": 4e14, "mfu": 0.404}
         writer.write(Window(time=BEGIN, first=step, last=step, seconds=1.0, seconds_by={}, **flops))  # type: ignore[arg-type]

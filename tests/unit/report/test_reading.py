@@ -22,7 +22,7 @@ def write(folder: Path, rank: int, *records: Record) -> None:
 
 
 def start(rank: int, world_size: int = 2, **kwargs: object) -> Start:
-    return Start(time=1.0, rank=rank, world_size=world_size, host="h", pid=1, **kwargs)  # type: ignore[arg-type]
+    return Start(time=1.0, rank=rank, world_size=world_size, pid=1, **kwargs)  # type: ignore[arg-type]
 
 
 def end(how: str, **kwargs: object) -> End:

@@ -17,7 +17,7 @@ import torch
 
 from accelerate import Accelerator
 from accelerate.base import ConfigurationError, patch_environment
-from accelerate.monitoring import Event, Record, Values, find_records
+from accelerate.monitoring import Event, Record, Values, find_records, find_runs, newest_run
 from accelerate.state import PartialState
 from accelerate.tracking import ReportTracker, filter_trackers, get_available_trackers
 from accelerate.utils import ProjectConfiguration
@@ -48,19 +48,26 @@ def test_values_and_configuration_become_records(tmp_path: Path) -> None:
     assert config == [{"project_name": "project"}, {"lr": "0.1", "net/depth": "3"}]
 
 
-def test_records_are_in_the_project_and_not_in_the_folder_of_logs(tmp_path: Path) -> None:
+def test_records_are_not_in_the_folders_of_the_project(tmp_path: Path) -> None:
     project = ProjectConfiguration(
         project_dir=str(tmp_path / "run"), logging_dir=str(tmp_path / "run" / "logs")
     )
     log(Accelerator(cpu=True, log_with="report", project_config=project))
-    assert (tmp_path / "run" / "run_records" / "rank-00000.jsonl").exists()
-    assert not (tmp_path / "run" / "logs").exists()
+    assert records_below(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
-def test_a_folder_of_logs_alone_is_enough(tmp_path: Path) -> None:
-    project = ProjectConfiguration(logging_dir=str(tmp_path))
-    log(Accelerator(cpu=True, log_with="report", project_config=project))
-    assert records_below(tmp_path)
+def test_the_tracker_needs_no_folder(tmp_path: Path) -> None:
+    with patch_environment(XDG_STATE_HOME=str(tmp_path)):
+        log(Accelerator(cpu=True, log_with="report"))
+        assert any(isinstance(record, Values) for record in records_below(newest_run()))
+
+
+def test_values_of_a_project_are_in_the_records_of_its_run(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path))
+    assert len(find_runs(tmp_path)) == 0
+    log(accelerator)
+    assert len(find_runs(tmp_path)) == 1
 
 
 def test_the_variable_names_another_folder(tmp_path: Path) -> None:
@@ -80,11 +87,6 @@ def test_records_that_are_switched_off_are_one_error(tmp_path: Path) -> None:
     accelerator.trackers = []
 
 
-def test_the_tracker_needs_a_folder() -> None:
-    with pytest.raises(ConfigurationError, match=r"log_with='report': it needs a folder.*project_dir"):
-        filter_trackers("report")
-
-
 def test_all_means_the_installed_libraries_only(tmp_path: Path) -> None:
     assert "report" not in [str(name) for name in get_available_trackers()]
     assert "report" not in [str(name) for name in filter_trackers("all", str(tmp_path))]
@@ -93,8 +95,9 @@ def test_all_means_the_installed_libraries_only(tmp_path: Path) -> None:
 def test_only_the_main_process_writes(tmp_path: Path) -> None:
     state = PartialState(cpu=True)
     state._shared_state["process_index"], state._shared_state["num_processes"] = 1, 2
-    tracker = ReportTracker("project", str(tmp_path))
-    tracker.start()
+    tracker = ReportTracker("project")
+    with patch_environment(ACCELERATE_RUN_RECORDS=str(tmp_path)):
+        tracker.start()
     tracker.store_init_configuration({"lr": 0.1})
     tracker.log({"loss": 1.0}, step=1)
     tracker.finish()
@@ -106,8 +109,9 @@ def test_values_that_are_no_numbers_or_text_are_left_out_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     PartialState(cpu=True)
-    tracker = ReportTracker("project", str(tmp_path))
-    tracker.start()
+    tracker = ReportTracker("project")
+    with patch_environment(ACCELERATE_RUN_RECORDS=str(tmp_path)):
+        tracker.start()
     with caplog.at_level(logging.WARNING):
         tracker.log({"loss": 1.0, "image of this test": torch.zeros(2)}, step=1)
     tracker.finish()
@@ -133,7 +137,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 def test_records_that_cannot_be_written_are_one_warning(
     case: str, is_alone: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = tmp_path / "run_records" / "rank-00000.jsonl"
+    path = tmp_path / "records" / "rank-00000.jsonl"
     path.parent.mkdir()
     make = {
         "full": lambda: path.symlink_to("/dev/full"),
@@ -141,18 +145,18 @@ def test_records_that_cannot_be_written_are_one_warning(
         "folder": path.mkdir,
     }
     make[case]()
-    project = ProjectConfiguration(
-        project_dir=None if is_alone else str(tmp_path), logging_dir=str(tmp_path) if is_alone else None
-    )
-    log(Accelerator(cpu=True, log_with="report", project_config=project))
+    project = ProjectConfiguration(project_dir=None if is_alone else str(tmp_path))
+    with patch_environment(ACCELERATE_RUN_RECORDS=str(path.parent)):
+        log(Accelerator(cpu=True, log_with="report", project_config=project))
     (warning,) = warnings_of(caplog)
     assert warning.startswith(f"The run is no longer recorded in {path.parent}: [Errno ")
 
 
 def test_a_folder_that_is_removed_while_values_are_logged_is_one_warning(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    accelerator = Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path / "run"))
+    monkeypatch.setenv("ACCELERATE_RUN_RECORDS", str(tmp_path / "run"))
+    accelerator = Accelerator(cpu=True, log_with="report", project_dir=str(tmp_path))
     accelerator.init_trackers("project")
     accelerator.log({"loss": 1.0}, step=0)
     accelerator.get_tracker("report", unwrap=True).flush()
@@ -213,7 +217,7 @@ case, folder, is_alone, is_ended = sys.argv[1], sys.argv[2], sys.argv[3] == "Tru
 RecordThread.SECONDS_TO_END = 0.5
 if case == "hang":
     records.open = lambda *args, **kwargs: time.sleep(1000)
-project = ProjectConfiguration(**{"logging_dir" if is_alone else "project_dir": folder})
+project = ProjectConfiguration(project_dir=None if is_alone else folder)
 accelerator = Accelerator(cpu=True, log_with="report", project_config=project)
 accelerator.init_trackers("project", config={"lr": 0.1})
 model = torch.nn.Linear(4, 1)
@@ -251,10 +255,11 @@ def test_a_program_ends_with_its_records_or_with_one_warning(
     case: str, is_ended: bool, is_alone: bool, tmp_path: Path
 ) -> None:
     command = [sys.executable, "-c", RUNS, case, str(tmp_path), str(is_alone), str(is_ended)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environ = {**os.environ, "ACCELERATE_RUN_RECORDS": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environ)
     assert (done.returncode, done.stdout) == (0, "the end\n"), done.stderr
     values = [record.step for record in records_below(tmp_path) if isinstance(record, Values)]
     is_hung = case == "hang"
     assert values == ([] if is_hung else list(range(8)))
-    assert done.stderr.count(f"are not in {tmp_path / 'run_records'}: the file system") == is_hung
+    assert done.stderr.count(f"are not in {tmp_path}: the file system") == is_hung
     assert "Error" not in done.stderr

@@ -15,7 +15,7 @@ from accelerate.base import LaunchError, environ, require, wrong_value
 from accelerate.launch import children, layout
 from accelerate.launch.backends.base import Launcher
 from accelerate.launch.children import say
-from accelerate.launch.machine import Machine
+from accelerate.launch.machine import Machine, new_run_id
 from accelerate.launch.plan import LaunchPlan, accelerate_command, committed_key
 from accelerate.settings import Settings
 from accelerate.settings.sections import LaunchSection, RecoverySection
@@ -206,6 +206,7 @@ def _open_run(plan: LaunchPlan, groups: Groups) -> tuple[Any, Any, dict[str, str
             lighthouse = _open_lighthouse(groups)
             address = f"http://{host}:{lighthouse.address().rpartition(':')[2]}"
         store.set(LIGHTHOUSE, address)
+        store.set(environ.RUN_ID, new_run_id())
     variables = {
         "ACCELERATE_REPLICAS": str(groups.replicas),
         "ACCELERATE_MIN_REPLICAS": str(groups.min_replicas),
@@ -213,6 +214,7 @@ def _open_run(plan: LaunchPlan, groups: Groups) -> tuple[Any, Any, dict[str, str
         "ACCELERATE_LIGHTHOUSE": store.get(LIGHTHOUSE).decode(),
         "ACCELERATE_RUN_STORE": f"{host}:{store.port}",
         "ACCELERATE_REPLICA_TIMEOUT": str(groups.timeout),
+        environ.RUN_ID: store.get(environ.RUN_ID).decode(),
     }
     return store, lighthouse, variables
 

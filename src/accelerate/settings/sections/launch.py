@@ -242,8 +242,13 @@ class DiagnosticsSection(Section):
         choices=("report", "abort"),
     )
     run_records: str | None = optional(
-        "Folder in which each rank records times of steps, checkpoints and events, for accelerate report; no "
-        "for none (run_records in the project_dir, if there is one)."
+        "Folder in which each rank records times of steps, checkpoints and events, for accelerate report; "
+        "yes for the state folder of the user, no for none (yes with a project_dir)."
+    )
+    step_times: bool = option(
+        False,
+        "Print the time of steps by phase, and what makes them slow, at the end of the run.",
+        spell=only_true("true"),
     )
     monitor: bool = option(
         False,
