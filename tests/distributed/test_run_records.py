@@ -59,7 +59,8 @@ def test_a_run_leaves_in_its_project_only_what_the_script_asks_for(run, tmp_path
         "checkpoint_0",
         "checkpoint_1",
     ]
-    assert all(path.name.startswith("events.out") for path in project.glob("run/**/*") if path.is_file())
+    logged = {path.name.partition(".")[0] for path in project.glob("run/**/*") if path.is_file()}
+    assert logged == {"events", "hparams"}, "the files of TensorBoard"
 
 
 SCRIPT = """
