@@ -231,6 +231,7 @@ WARNINGS_OF_TORCH = (
     "The epoch parameter in `scheduler.step",
     "Importing .*torchao",
     "Guards may run slower on Python 3.13.0",
+    r"the \(type, exc, tb\) signature of throw",
 )
 """Of older versions about calls of their own, as in `pyproject.toml`."""
 

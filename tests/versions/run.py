@@ -137,6 +137,8 @@ def main() -> int:
             continue
         python = install(name, environment)
         others = "lowest declared" if environment.is_lowest else "`constraints.txt`"
+        if environment.transformers:
+            others += f", transformers {environment.transformers}"
         for suite in SUITES:
             counts = run_suite(name, python, suite, arguments.workers)
             has_failures |= counts["failed"] > 0 or not counts["passed"]

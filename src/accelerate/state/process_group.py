@@ -293,7 +293,8 @@ def set_timeout(timeout: timedelta | None) -> None:
     if timeout is None or not is_open():
         return
     check_arguments({"timeout": timeout})
-    set_group_timeout = torch_private.set_group_timeout
+    # Public since torch 2.15
+    set_group_timeout: Any = getattr(dist, "set_timeout", None) or torch_private.set_group_timeout
     with warnings.catch_warnings(record=True) as caught:  # torch warns of other backends
         warnings.simplefilter("always")
         if set_group_timeout is not None:
