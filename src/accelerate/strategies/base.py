@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -363,7 +365,7 @@ class Strategy:
             torch_private.unscale_shards(scaler)
         prepared = AcceleratedOptimizer(optimizer, device_placement=to_device, scaler=scaler)
         if self.replicas > 1:
-            prepared.mean_loss = self.mean_loss
+            prepared.mean_loss = partial(_mean_loss, ref(self))
         return prepared
 
     def wrap_scheduler(
@@ -465,11 +467,7 @@ class Strategy:
 
         Called on all ranks.
         """
-        if isinstance(loss, Tensor) and not is_dtensor(loss):
-            return current_transport().reduce(loss.detach(), "mean")
-        if isinstance(loss, (int, float)):
-            return float(current_transport().reduce(torch.tensor(loss, dtype=torch.float64), "mean"))
-        return loss
+        return mean_over_ranks(loss)
 
     def forward_backward(
         self,
@@ -672,3 +670,18 @@ def refuse_split_model(model: nn.Module, reason: str) -> None:
             f"map, {reason}. Load it without device_map='auto' (or with a map of one device for each "
             "process), or launch one process."
         )
+
+
+def mean_over_ranks(loss: Any) -> Any:
+    """Returns the mean over all ranks of a number or tensor that is not distributed, and others unchanged."""
+    if isinstance(loss, Tensor) and not is_dtensor(loss):
+        return current_transport().reduce(loss.detach(), "mean")
+    if isinstance(loss, (int, float)):
+        return float(current_transport().reduce(torch.tensor(loss, dtype=torch.float64), "mean"))
+    return loss
+
+
+def _mean_loss(strategy: ref[Strategy], loss: Any) -> Any:
+    """Returns the mean loss of a closure, also after the `Accelerator` and its strategy were deleted."""
+    owner = strategy()  # it has the optimizers, which have this function
+    return mean_over_ranks(loss) if owner is None else owner.mean_loss(loss)

@@ -213,10 +213,8 @@ class LateReduction:
 class DataParallelCheck(ReplicaCheck):
     """Comparison of the parameters of replicas, which torch's wrapper makes equal."""
 
-    strategy: DataParallel
-
     def is_joining(self) -> bool:
-        return self.strategy.is_joining()
+        return bool(self.strategy.is_joining())
 
     def trains_apart(self, optimizer: AcceleratedOptimizer) -> bool:
         """Returns whether a model is inside of `no_sync` when its optimizer steps, as in `LocalSGD`."""

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -96,11 +97,16 @@ class ReplicaCheck:
     """
 
     def __init__(self, strategy: Strategy, ranks_of_whole: Ranks | None) -> None:
-        self.strategy = strategy
+        self._strategy = ref(strategy)  # it has the optimizers, which have this object
         self._ranks_of_whole = ranks_of_whole
         self._steps, self._due = 0, 1
         self._num_groups = 0
         self._frozen: list[Tensor] = []
+
+    @property
+    def strategy(self) -> Any:
+        """Strategy of the run, which ends with its `Accelerator`."""
+        return self._strategy()
 
     # What subclasses know of their wrappers
 
@@ -124,7 +130,7 @@ class ReplicaCheck:
 
     def before_step(self, optimizer: AcceleratedOptimizer) -> None:
         """Counts the step, and compares after one in which a gradient scaler may have skipped the update."""
-        if optimizer.is_joined or optimizer.commit is not None or self.is_joining():
+        if self._is_off(optimizer):
             return
         if optimizer.scaler is not None and self._steps >= self._due:
             self._compare(optimizer)
@@ -140,8 +146,13 @@ class ReplicaCheck:
         """Compares after the steps at which a comparison is due."""
         if self._steps < self._due or optimizer.scaler is not None:
             return
-        if not (optimizer.is_joined or optimizer.commit is not None or self.is_joining()):
+        if not self._is_off(optimizer):
             self._compare(optimizer)
+
+    def _is_off(self, optimizer: AcceleratedOptimizer) -> bool:
+        """Returns whether ranks may take different steps, or the `Accelerator` has been deleted."""
+        is_apart = optimizer.is_joined or optimizer.commit is not None
+        return is_apart or self.strategy is None or self.is_joining()
 
     # Comparison
 
