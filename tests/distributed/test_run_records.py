@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,10 @@ def test_a_run_leaves_in_its_project_only_what_the_script_asks_for(run, tmp_path
         "checkpoint_0",
         "checkpoint_1",
     ]
+    for path in project.glob("checkpoints/**/*.json"):
+        text = path.read_text(encoding="utf-8")
+        assert socket.gethostname() not in text, path
+        assert sys.argv[0] not in text, path
     logged = {path.name.partition(".")[0] for path in project.glob("run/**/*") if path.is_file()}
     assert logged == {"events", "hparams"}, "the files of TensorBoard"
 

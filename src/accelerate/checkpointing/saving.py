@@ -11,6 +11,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import os
 import socket
 import time
 from collections import OrderedDict
@@ -33,6 +34,7 @@ from accelerate.checkpointing.manifest import (
     SAVE,
     FileRecord,
     Manifest,
+    checksum_of,
     encode_records,
     files_under,
     seal,
@@ -129,19 +131,20 @@ class Saver:
         request = _with_number(request, offer["iteration"])
         target = absolute_path(request.target)
         common = _staging_folder(target, offer)
+        save_id = checksum_of(os.fsencode(common.folder.name))  # the name has that of the host
         sees_it = offer["target"] == str(target) and common.folder.is_dir()
         place = "" if sees_it else f"{socket.gethostname()}:{target}"
         owners = self._consensus.decide(request.operation, place, _owners, request.timeout)
         if not owners:
-            return Staging(common, self._consensus.rank == 0, request, common.folder.name)
+            return Staging(common, self._consensus.rank == 0, request, save_id)
         # Some ranks do not see the folder of rank 0: one rank for each of their folders creates it.
         is_owner = owners.get(place) == self._consensus.rank
         own = self._create(lambda given: given, request) if is_owner else {}
         offers = self._consensus.decide(request.operation, own, _all_offers, request.timeout)
         if sees_it:
-            return Staging(common, self._consensus.rank == 0, request, common.folder.name)
+            return Staging(common, self._consensus.rank == 0, request, save_id)
         staging = _staging_folder(target, offers[owners[place]])
-        return Staging(staging, is_owner, request, common.folder.name, is_common=False)
+        return Staging(staging, is_owner, request, save_id, is_common=False)
 
     def _create(self, choose: Callable[[Request], Request], request: Request) -> dict[str, Any]:
         """Creates a staging folder and returns its description for the other ranks, or the error."""

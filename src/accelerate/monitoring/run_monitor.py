@@ -42,6 +42,11 @@ NUM_RECENT_WINDOWS = 30
 """Number of windows from which conclusions are drawn."""
 MIN_WINDOWS = 3
 """Number of windows before the first conclusion, unless the run has ended."""
+MAX_PART, MAX_SECONDS = 1 / 1800, 60.0
+"""Length of a written window as a part of the time of all steps, and at most in seconds.
+
+A run of a month writes about 30 MB on each rank.
+"""
 SECONDS_TO_DISCONNECT = 2.0
 """Timeout for a comparison to end before the process group is closed, in seconds."""
 
@@ -102,6 +107,8 @@ class RunMonitor:
         self._is_recorded, self._has_begun = records.folder is not None, False
         self._recent: deque[ClosedWindow] = deque(maxlen=NUM_RECENT_WINDOWS)
         self._num_windows = 0
+        self._unwritten: list[ClosedWindow] = []
+        self._unwritten_comparisons: list[Record] = []
         self._all = StepTimes()  # all windows
         self._known: set[str] = set()  # names of the conclusions that hold
         self._saves = self._saves_in_background = 0
@@ -158,8 +165,21 @@ class RunMonitor:
             self._count(record)
         compared = self._compare()
         conclusions = self._conclude()
-        written = [self._window(window) for window in windows]
-        self._write([*written, *events, *compared, *conclusions])
+        self._unwritten += windows
+        self._unwritten_comparisons += compared
+        self._write([*self._due_records(), *events, *conclusions])
+
+    def _due_records(self) -> list[Record]:
+        """Returns records of windows and comparisons, of which a long run joins several to one."""
+        length = min(self._all.seconds * MAX_PART, MAX_SECONDS)
+        seconds = sum(window.times.seconds for window in self._unwritten)
+        if self._has_begun and seconds < length and not self._is_finished:
+            return []
+        windows, comparisons = self._unwritten, self._unwritten_comparisons
+        self._unwritten, self._unwritten_comparisons = [], []
+        if length > 1.0:
+            windows, comparisons = join_windows(windows), comparisons[-1:]
+        return [*map(self._window, windows), *comparisons]
 
     def _window(self, window: ClosedWindow) -> Window:
         memory, peak = self._sources.memory()
@@ -342,6 +362,25 @@ def read_number(value: object) -> float | None:
 def _take(queue: deque[Any]) -> list[Any]:
     """Removes and returns the current items of a queue, to which another thread may append."""
     return [queue.popleft() for _ in range(len(queue))]
+
+
+def join_windows(windows: Sequence[ClosedWindow]) -> list[ClosedWindow]:
+    """Returns one window for all whose steps follow each other, with the values of the last one."""
+    joined: list[ClosedWindow] = []
+    for window in windows:
+        if joined and joined[-1].last == window.last - window.times.steps:
+            before = joined.pop()
+            names = before.recovery | window.recovery
+            window = replace(
+                window,
+                times=before.times + window.times,
+                values=before.values | window.values,
+                recovery={
+                    name: before.recovery.get(name, 0.0) + window.recovery.get(name, 0.0) for name in names
+                },
+            )
+        joined.append(window)
+    return joined
 
 
 def _join(windows: Sequence[ClosedWindow] | deque[ClosedWindow]) -> StepTimes:

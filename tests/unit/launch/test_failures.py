@@ -54,7 +54,7 @@ def test_a_digest_is_appended_to_the_first_rank_of_this_machine(tmp_path: Path) 
     with patch_environment(ACCELERATE_FAILURE_DIR=str(tmp_path)):
         for rank in (9, 8):
             RecordWriter(tmp_path / "run" / "run_records", rank).close()
-    record_digest(tmp_path, "rank 9 failed")
+    record_digest(tmp_path, f"rank 9 on {socket.gethostname()} failed")
     (eighth, ninth) = find_records(tmp_path / "run")
     (end,) = eighth
     assert isinstance(end, End)

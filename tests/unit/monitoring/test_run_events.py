@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,10 +97,11 @@ def test_a_run_that_is_asked_to_stop_ends_as_stopped(tmp_path: Path, monkeypatch
 
 def test_a_hang_is_recorded_with_its_report(tmp_path: Path) -> None:
     train(Accelerator(cpu=True, project_dir=tmp_path), 10)
-    report = Report("rank 1 is missing", printer=0, aborts=False, num_answered=1, ended=[])
+    place = f"rank 1 (process 7 on {socket.gethostname()})"
+    report = Report(f"{place} is missing", printer=0, aborts=False, num_answered=1, ended=[])
     HangReporter(0, 2, {}).publish(report)
     (hang,) = end(tmp_path, Event)
-    assert (hang.name, hang.text, hang.step) == ("hang", "rank 1 is missing", 10)
+    assert (hang.name, hang.text, hang.step) == ("hang", "rank 1 (process 7) is missing", 10)
 
 
 def test_recompilations_are_events_and_a_conclusion(tmp_path: Path) -> None:

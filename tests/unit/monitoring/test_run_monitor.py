@@ -31,7 +31,8 @@ from accelerate.monitoring import (
     find_records,
     recorded_paths,
 )
-from accelerate.monitoring.run_monitor import format_table
+from accelerate.monitoring.run_monitor import format_table, join_windows
+from accelerate.monitoring.step_clock import ClosedWindow
 from accelerate.state import AcceleratorState, record_event, services
 
 pytestmark = pytest.mark.usefixtures("states")
@@ -212,6 +213,35 @@ def test_variables_and_arguments_of_the_script_are_not_recorded(
     assert start.script == "train.py"
     settings = {setting.name: setting.value for setting in start.settings}
     assert (settings["hang_timeout"], settings["stop_file"]) == ("77", "set")
+
+
+def test_a_long_run_writes_fewer_windows_of_the_same_steps_and_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("accelerate.monitoring.run_monitor.MAX_PART", 1000)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, 60)
+    seconds = accelerator.step_times().seconds
+    AcceleratorState._reset_state(reset_partial_state=True)
+    first, window = windows_of(tmp_path)
+    assert (first.first, first.last + 1, window.last) == (1, window.first, 60)
+    assert first.seconds + window.seconds == pytest.approx(seconds, rel=0.2)
+    assert sum(window.seconds_by.values()) == pytest.approx(window.seconds)
+    assert window.values.keys() == {"loss", "gradient_norm", "learning_rate"}
+
+
+def test_only_windows_whose_steps_follow_each_other_are_joined() -> None:
+    times = StepTimes(10, 2.0, dict.fromkeys(PHASES, 0.25), 40)
+    windows = [ClosedWindow(1.0, last, times, {"loss": last}, {"lost": 1.0}) for last in (10, 20, 15, 25)]
+    joined = join_windows(windows)
+    assert [(window.last, window.times.steps, window.times.seconds) for window in joined] == [
+        (20, 20, 4.0),
+        (25, 20, 4.0),
+    ]
+    assert [(window.values, window.recovery) for window in joined] == [
+        ({"loss": 20}, {"lost": 2.0}),
+        ({"loss": 25}, {"lost": 2.0}),
+    ]
 
 
 def test_windows_have_the_position_in_the_epoch(tmp_path: Path) -> None:
