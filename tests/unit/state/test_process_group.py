@@ -57,6 +57,7 @@ def test_a_timeout_is_set_in_an_open_group(monkeypatch: pytest.MonkeyPatch) -> N
     PartialState()
     assert timeout() == 50 * seconds
 
+    monkeypatch.delattr(dist, "set_timeout", raising=False)
     monkeypatch.setattr(torch_private, "set_group_timeout", None, raising=False)
     with pytest.warns(UserWarning, match=r"timeout=0:01:00 is not used.*the backend gloo"):
         PartialState(timeout=60 * seconds)
