@@ -15,7 +15,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.base import CheckpointError, PreparationError, StateError, is_torch_version
-from accelerate.utils import ExpertParallelConfig, PipelineConfig
+from accelerate.utils import ExpertParallelConfig, GradientAccumulationPlugin, PipelineConfig
 from accelerate.weights import read_safetensors
 
 Run = Callable[..., list[Any]]
@@ -84,6 +84,7 @@ class Net(nn.Module):
 
 def accelerator_of(layout: str, kind: str = WHOLE) -> Accelerator:
     """Returns the accelerator of a layout, or that of one process if the run has one."""
+    unchecked = GradientAccumulationPlugin(check_replicas=False)  # collectives of steps are counted
     options: dict[str, Any] = {}
     if layout.startswith("fsdp"):
         options = {"fsdp_version": int(layout[4]), "state_dict_type": kind}
@@ -104,7 +105,9 @@ def accelerator_of(layout: str, kind: str = WHOLE) -> Accelerator:
         hybrid = (
             ParallelismConfig(dp_replicate_size=2, dp_shard_size=2) if layout == "fsdp2, hybrid" else None
         )
-        return Accelerator(cpu=True, fsdp_plugin=plugin, parallelism_config=hybrid)
+        return Accelerator(
+            cpu=True, fsdp_plugin=plugin, parallelism_config=hybrid, gradient_accumulation_plugin=unchecked
+        )
     if layout == "one":
         return Accelerator(cpu=True)
     sizes: dict[str, dict[str, Any]] = {
@@ -117,9 +120,8 @@ def accelerator_of(layout: str, kind: str = WHOLE) -> Accelerator:
         },
         "pp": {"pp_size": 2, "pp_handler": PipelineConfig(microbatches=2, schedule="1f1b")},
     }
-    return Accelerator(
-        cpu=True, parallelism_config=ParallelismConfig(**sizes[layout]) if sizes[layout] else None
-    )
+    mesh = ParallelismConfig(**sizes[layout]) if sizes[layout] else None
+    return Accelerator(cpu=True, parallelism_config=mesh, gradient_accumulation_plugin=unchecked)
 
 
 def prepared(layout: str, kind: str = WHOLE, net: str = "", **options: Any) -> tuple[Any, Any, Any, Any]:
