@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -94,6 +96,9 @@ def test_another_number_of_ranks_and_nodes(
 
 def test_a_flipped_byte_is_named_and_the_file_is_read_from_another_node(run: Run, tmp_path: Path) -> None:
     run(train, tmp_path, 1, True, 4, processes=2)
+    (manifest,) = (tmp_path / "node_0").glob("checkpoint_*/manifest.json")
+    assert json.loads(manifest.read_text())["run"]["holders"] == ["node 0", "node 1"]
+    assert f"-{socket.gethostname()}-" not in manifest.read_text()
     (path,) = (tmp_path / "node_0").glob("checkpoint_*/optimizer_0/__0_0.distcp")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1

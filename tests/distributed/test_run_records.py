@@ -7,11 +7,15 @@ import os
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 
 from accelerate import Accelerator
+from accelerate.accelerator.recording import agree_on_run_id
 from accelerate.base import environ
 from accelerate.logging import get_logger
 from accelerate.monitoring import RecordThread, Start, find_records, find_runs
@@ -66,6 +70,23 @@ def test_a_run_leaves_in_its_project_only_what_the_script_asks_for(run, tmp_path
         assert sys.argv[0] not in text, path
     logged = {path.name.partition(".")[0] for path in project.glob("run/**/*") if path.is_file()}
     assert logged == {"events", "hparams"}, "the files of TensorBoard"
+
+
+def agree_as_two_nodes(local_size: int) -> str | None:
+    """Return the identifier of a run whose launchers have given each rank another one."""
+    accelerator = Accelerator(cpu=True)
+    state = accelerator.state
+    topology = replace(state.topology, local_size=local_size)
+    view: Any = SimpleNamespace(topology=topology, process_index=state.process_index)
+    own = {"ACCELERATE_RUN_ID": f"20260102-03040{state.process_index}-0123abcd"}
+    run_id = agree_on_run_id(view, own)
+    accelerator.wait_for_everyone()  # rank 0 has the store
+    return run_id
+
+
+def test_the_ranks_of_several_nodes_use_the_identifier_of_rank_0(run) -> None:
+    assert run(agree_as_two_nodes, 1, processes=2) == ["20260102-030400-0123abcd"] * 2
+    assert run(agree_as_two_nodes, 2, processes=2)[1] == "20260102-030401-0123abcd"
 
 
 SCRIPT = """

@@ -93,15 +93,20 @@ def agree_on_run_id(state: AcceleratorState, environ: Mapping[str, str]) -> str 
     It is that of the launcher of one node, and otherwise that of rank 0, which other ranks read in the store.
     """
     own, topology = run_id_of(environ), state.topology
-    is_known = topology.size == 1 or (own is not None and topology.local_size == topology.size)
-    channel = None if is_known else process_group.connect_channel("run", STORE_TIMEOUT)
-    if channel is None:
-        return own or (new_run_id() if state.is_main_process else None)
-    if state.is_main_process:
-        own = own or new_run_id()
-        channel.post("id", own)
+    if own is None and state.process_index == 0:
+        own = new_run_id()
+    if topology.size == 1 or (run_id_of(environ) is not None and topology.local_size == topology.size):
         return own
-    found = channel.wait(["id"], STORE_TIMEOUT.total_seconds())["id"]
+    try:
+        channel = process_group.connect_channel("run", STORE_TIMEOUT)
+        if channel is None:
+            return own
+        if state.process_index == 0:
+            channel.post("id", own)
+            return own
+        found = channel.wait(["id"], STORE_TIMEOUT.total_seconds())["id"]
+    except RuntimeError:  # the process that hosts the store has ended
+        return own
     return found if is_run_id(found) else own
 
 

@@ -7,6 +7,7 @@ the background. `generations.py` finds and collects the newest complete one afte
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
@@ -182,7 +183,8 @@ class GenerationSaver(Saver):
         folder = StagingFolder(request.target, nodes.own_staging / name)
         folder.folder.mkdir(parents=True, exist_ok=True)
         self._created = folder if nodes.is_owner else None
-        self.staging = Staging(folder, nodes.is_owner, request, f"{nodes.staging[0]}/{name}")
+        save_id = manifest.checksum_of(os.fsencode(f"{nodes.staging[0]}/{name}"))
+        self.staging = Staging(folder, nodes.is_owner, request, save_id)
 
     @property
     def _state(self) -> str:
