@@ -95,6 +95,11 @@ class Accumulation:
         self._sets.clear()
         self.current, self._step = None, step
 
+    @property
+    def has_held(self) -> bool:
+        """True if an optimizer holds gradients of a window that has not ended with a step."""
+        return any(optimizer.held is not None for optimizer in self.prepared.optimizers)
+
     def accumulate(self, models: Sequence[nn.Module], num_items: Any = None) -> AbstractContextManager[Any]:
         """Begins a micro-batch, and returns its context manager.
 
@@ -143,13 +148,13 @@ class Accumulation:
         if is_last:
             current.position = 0
         gradients._set_sync_gradients(is_last)
-        if not (is_first and is_last):
+        if not (is_first and is_last) or self.has_held:
             self.begin_window(models, is_first=is_first, is_last=is_last)
 
     def begin_window(
         self, models: Sequence[nn.Module] = (), *, is_first: bool = False, is_last: bool = False
     ) -> None:
-        """Begins a micro-batch in a window of several, whose gradients are held until its end.
+        """Begins a micro-batch, and holds the gradients of a window of several until its end.
 
         Args:
             models: The models that are trained, or none for all of them.
@@ -163,6 +168,9 @@ class Accumulation:
         for optimizer in self.prepared.optimizers:
             if optimizer.held is not None and optimizer not in trained:
                 optimizer.held.leave()
+        if is_first and is_last:
+            self.release(models)
+            return
         for optimizer in trained:
             if optimizer.held is None:
                 find_unreduced = partial(
@@ -185,7 +193,7 @@ class Accumulation:
                 optimizer.held.end_backward()
 
     def release(self, models: Sequence[nn.Module]) -> None:
-        """Ends a window of models without a step, in which their gradients are dropped."""
+        """Ends a window of models without a step."""
         for optimizer in self._optimizers_of(models):
             optimizer.held = None
 

@@ -388,6 +388,39 @@ def test_a_step_that_is_left_out_drops_its_gradients() -> None:
     torch.testing.assert_close(weights(model), weights(plain), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("way", ["accumulate", "items", "windows"])
+def test_gradients_can_be_read_and_removed_without_a_step(way: str) -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model = new_model()
+    model, _, loader = accelerator.prepare(model, sgd(model), new_loader(10))
+    found: list[Tensor] = []
+
+    def read(x: Tensor, y: Tensor) -> None:
+        accelerator.backward(mse_loss(model(x), y))
+        if accelerator.sync_gradients:
+            found.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+            model.zero_grad()
+
+    if way == "windows":
+        for window in accelerator.windows(loader):
+            for x, y in window:
+                read(x, y)
+    else:
+        items = {"num_items": 1} if way == "items" else {}
+        for x, y in loader:
+            with accelerator.accumulate(model, **items):
+                read(x, y)
+    batches = list(new_loader(10))
+    assert len(found) == 3
+    for position, gradient in enumerate(found):
+        window = batches[2 * position : 2 * position + 2]
+        plain = new_model()
+        for x, y in window:
+            (mse_loss(plain(x), y) / (2 if way == "accumulate" else len(window))).backward()
+        expected = torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
+        torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-12)
+
+
 # Warnings
 
 
