@@ -136,6 +136,7 @@ class RunSources:
         backend = runtime.state.device_backend
         self._meter = diagnostics.MemoryMeter(backend)
         self._module: Any = None if backend.is_host else backend.torch_module()
+        self._num_workers: int | None = None
 
     def start(self) -> Start:
         state, mesh = self._state, mesh_sizes(self._state.device_mesh)
@@ -193,8 +194,9 @@ class RunSources:
             return position.offset.seen, 0
 
     def num_workers(self) -> int | None:
-        loaders = self._prepared.loaders
-        return getattr(loaders[0], "num_workers", None) if loaders else None
+        if loaders := self._prepared.loaders:
+            self._num_workers = getattr(loaders[0], "num_workers", None)
+        return self._num_workers
 
     def recompilations(self) -> int:
         return torch_private.count_recompilations()

@@ -64,7 +64,7 @@ class MonitorSources(Protocol):
         """Returns a value that is recorded if it is a number or a tensor of one element."""
 
     def num_workers(self) -> int | None:
-        """Returns the number of workers of the first loader, or None."""
+        """Returns the number of workers of the first loader, also after it was freed, or None."""
 
     def batches(self) -> tuple[int, int]:
         """Returns the number of batches of this epoch so far and in total, which are 0 if unknown."""
@@ -105,6 +105,7 @@ class RunMonitor:
         self._start_time = time.time()
         self._pid = os.getpid()
         self._is_recorded, self._has_begun = records.folder is not None, False
+        self._num_workers: int | None = None
         self._recent: deque[ClosedWindow] = deque(maxlen=NUM_RECENT_WINDOWS)
         self._num_windows = 0
         self._unwritten: list[ClosedWindow] = []
@@ -184,6 +185,7 @@ class RunMonitor:
     def _window(self, window: ClosedWindow) -> Window:
         memory, peak = self._sources.memory()
         batch, num_batches = self._sources.batches()
+        self._num_workers = self._sources.num_workers()  # the loader may be freed before the last conclusion
         kept = {**window.values, "learning_rate": self._sources.learning_rate()}
         numbers = {name: read_number(value) for name, value in kept.items()}
         values = {name: number for name, number in numbers.items() if number is not None}
@@ -244,7 +246,7 @@ class RunMonitor:
             times,
             run,
             self.size,
-            self._sources.num_workers(),
+            self._num_workers,
             self._straggler,
             self._are_even,
             self._saves,
