@@ -56,6 +56,8 @@ def pytest_configure(config: pytest.Config) -> None:
         if name.startswith(PREFIXES) or name in STARTER_VARIABLES:
             del os.environ[name]
     os.environ.update(FIXED_VARIABLES)
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process of a test would compile the package anew
+    sys.dont_write_bytecode = False
 
 
 def pytest_collection_finish() -> None:

@@ -13,6 +13,7 @@ A reply:   {"codes": [exit code, ...], "first": index of the first rank that fai
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import faulthandler
 import gc
@@ -21,6 +22,7 @@ import importlib.util
 import json
 import os
 import pickle
+import pkgutil
 import select
 import signal
 import sys
@@ -28,11 +30,14 @@ import time
 import traceback
 import types
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numpy
 import psutil
+
+import accelerate
 
 PRELOADED = (
     "torch.distributed.checkpoint",
@@ -43,12 +48,14 @@ PRELOADED = (
     "torch.utils.data",
     "torch._dynamo",  # the first optimizer imports it
     "torch._inductor.config",
+    "torch.utils.serialization",
     "pytest",
-    "accelerate.accelerator",
-    "accelerate.local_sgd",
-    "accelerate.plugins.comm_hooks",
-    "accelerate.utils",
+    "safetensors.torch",
+    "xxhash",
 )
+"""What a training run imports, beside the modules of accelerate."""
+LIBRARIES: list[str] = []  # the modules that are imported before the first fork
+KEPT: list[types.ModuleType] = []
 TICK = 0.01
 GRACE = 5.0
 STACK_SIGNAL = signal.SIGUSR1
@@ -236,14 +243,39 @@ WARNINGS_OF_TORCH = (
 """Of older versions about calls of their own, as in `pyproject.toml`."""
 
 
+def import_modules() -> None:
+    """Import what ranks use: packages of accelerate import their modules on first use, in each rank anew."""
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for module in pkgutil.walk_packages(accelerate.__path__, "accelerate."):
+        if module.name != "accelerate.memory_utils":  # an old path, which gives a warning
+            importlib.import_module(module.name)
+    for library in weakref.finalize._registry:  # type: ignore[attr-defined]
+        library.atexit = False  # it would remove the operators of torch at the end of each rank
+    LIBRARIES.extend(sys.modules)
+
+
+def keep_libraries() -> None:
+    """Let this process end without clearing the modules of libraries, which takes longer than most tests.
+
+    The end of the interpreter replaces modules by None, too. It still clears that of the test, and those that
+    hold states and process groups.
+    """
+    cleared = ("__", "accelerate.state", "builtins", "sys", "torch.distributed.distributed_c10d")
+    for name in LIBRARIES:
+        if not name.startswith(cleared):
+            KEPT.append(sys.modules[name])
+            sys.modules[name] = None  # type: ignore[assignment]
+
+
 def main() -> None:
     reply = os.dup(1)
     os.dup2(2, 1)
     warnings.simplefilter("error")
     for message in WARNINGS_OF_TORCH:
         warnings.filterwarnings("ignore", message, module=r"torch")
-    for name in PRELOADED:
-        importlib.import_module(name)
+    atexit.register(keep_libraries)  # the first one registered is called last
+    import_modules()
     assert psutil.Process().num_threads() == 1, (
         "an import has started a thread: ranks cannot be forked safely"
     )
