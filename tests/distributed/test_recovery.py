@@ -97,6 +97,8 @@ with accelerator.main_process_first():
         (folder / "downloaded").touch()
     assert (folder / "downloaded").exists()
 accelerator.init_trackers("test", {"lr": 0.01})
+if (folder / "failed").exists():
+    (folder / "started again").touch()
 accelerator.register_save_state_pre_hook(lambda *_: fail("save", 1))
 log, samples = open(folder / f"samples-{replica}-{os.getpid()}.jsonl", "a", buffering=1), []
 report, pause = [], float(os.environ.get("PAUSE", "0"))
@@ -104,6 +106,8 @@ longest = int(os.environ.get("LONGEST", "1000"))  # number of steps after which 
 for epoch in range(len(os.environ.get("RESUME", "")), 3):
     num_steps = 0
     for number, (rows, labels, numbers) in enumerate(loader):
+        while "WAITS" in os.environ and 10 * epoch + number == 20 and not (folder / "started again").exists():
+            time.sleep(0.1)
         samples += numbers.tolist()
         fail("batch", 10 * epoch + number)
         fail("exit", 10 * epoch + number)
@@ -220,7 +224,7 @@ FAILURES = [
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_weights_are_those_without_a_failure(tmp_path: Path, expected: Outcome, failure: str) -> None:
-    found = launch(tmp_path, "--replicas", "2", FAILURE=failure, PAUSE="0.2")
+    found = launch(tmp_path, "--replicas", "2", FAILURE=failure, PAUSE="0.2", WAITS="yes")
     assert_equal(found, expected)
     assert "and is started again" in found.err
     assert "Traceback" not in found.err
@@ -288,7 +292,7 @@ def test_a_batch_that_shrinks_has_each_sample_once(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_evaluation_continues_without_a_member(tmp_path: Path, expected: Outcome) -> None:
     failure = failing("evaluation", 1)
-    found = launch(tmp_path, "--replicas", "2", FAILURE=failure, PAUSE="0.2")
+    found = launch(tmp_path, "--replicas", "2", FAILURE=failure, PAUSE="0.2", WAITS="yes")
     assert_equal(found, expected)
     assert "gathered values and metrics are those of each replica group" in found.err
     assert found.reports[0] == [True, False, True]  # the group that was started again saw parts only
