@@ -51,6 +51,7 @@ PRELOADED = (
     "torch.utils.serialization",
     "pytest",
     "safetensors.torch",
+    "transformers.modeling_utils",
     "xxhash",
 )
 """What a training run imports, beside the modules of accelerate."""
