@@ -246,10 +246,10 @@ SAVES: dict[str, tuple[dict[str, Any] | None, dict[str, int] | None, int]] = {
 
 MOVES = [
     ("fsdp2 reshard", "ddp"),
-    ("fsdp1 shards", "fsdp1 shards, own parameters"),
     *(
         pytest.param(before, after, marks=pytest.mark.slow)
         for before, after in [
+            ("fsdp1 shards", "fsdp1 shards, own parameters"),
             ("ddp", "fsdp1 full"),
             ("ddp", "fsdp2 offload"),
             ("fsdp2 2x2", "fsdp2 keep"),

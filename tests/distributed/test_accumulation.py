@@ -391,7 +391,7 @@ def differences_by_order(world: int) -> list[tuple[Any, ...]]:
                 wrong.append((way, order, count, early, str(error)))
                 AcceleratorState._reset_state(True)
                 continue
-            difference = float((found - train_plain(count, world)).abs().max())
+            difference = float((found.cpu() - train_plain(count, world)).abs().max())
             if difference > 1e-12:
                 wrong.append((way, order, count, early, difference))
     with pytest.raises(StateError, match="FSDP keeps their sum"):

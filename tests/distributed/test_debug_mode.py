@@ -98,9 +98,10 @@ accelerator.gather(torch.ones(1, width))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "way",
-    ["flag", pytest.param("variable", marks=pytest.mark.slow), pytest.param("file", marks=pytest.mark.slow)],
+    ["flag", "variable", "file"],
 )
 def test_a_launch_ends_with_the_message(tmp_path: Path, way: str) -> None:
     script, config = tmp_path / "train.py", tmp_path / "config.yaml"

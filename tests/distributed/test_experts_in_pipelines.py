@@ -129,17 +129,18 @@ def train(
 PP, EP = "pp_size", "ep_size"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "schedule", "has_fsdp", "steps"),
     [
         ({PP: 2, EP: 2}, "1f1b", False, 1),
-        pytest.param({PP: 2, EP: 2}, "1f1b", True, 2, marks=pytest.mark.slow),
-        pytest.param({PP: 2, EP: 2}, "zbvzerobubble", False, 1, marks=pytest.mark.slow),
-        pytest.param({PP: 2, EP: 2}, "interleavedzerobubble", True, 1, marks=pytest.mark.slow),
-        pytest.param({PP: 2, EP: 2, "dp_replicate_size": 2}, "1f1b", False, 1, marks=pytest.mark.slow),
-        pytest.param({PP: 2, EP: 2, "dp_shard_size": 2}, "interleaved1f1b", True, 2, marks=pytest.mark.slow),
-        pytest.param({PP: 2, EP: 2, "tp_size": 2}, "gpipe", True, 1, marks=pytest.mark.slow),
-        pytest.param({PP: 4, EP: 2}, "1f1b", True, 1, marks=pytest.mark.slow),
+        ({PP: 2, EP: 2}, "1f1b", True, 2),
+        ({PP: 2, EP: 2}, "zbvzerobubble", False, 1),
+        ({PP: 2, EP: 2}, "interleavedzerobubble", True, 1),
+        ({PP: 2, EP: 2, "dp_replicate_size": 2}, "1f1b", False, 1),
+        ({PP: 2, EP: 2, "dp_shard_size": 2}, "interleaved1f1b", True, 2),
+        ({PP: 2, EP: 2, "tp_size": 2}, "gpipe", True, 1),
+        ({PP: 4, EP: 2}, "1f1b", True, 1),
     ],
 )
 def test_training_is_that_of_one_process(

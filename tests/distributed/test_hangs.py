@@ -322,6 +322,7 @@ def work_apart() -> None:
     PartialState().wait_for_everyone()
 
 
+@pytest.mark.slow
 def test_long_work_is_no_hang(end: Run) -> None:
     ended = end(work_apart, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0]

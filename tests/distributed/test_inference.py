@@ -122,6 +122,7 @@ def send_views() -> bool:
         return torch.allclose(model(x).cpu(), plain(x))
 
 
+@pytest.mark.slow
 def test_views_cross_the_border_of_a_stage(run: Run) -> None:
     assert run(send_views, processes=2, timeout=120) == [True, True]
 

@@ -189,7 +189,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_one_process_reports_the_line_of_its_worker(tmp_path: Path, method: str) -> None:
     (tmp_path / "slow.py").write_text(SLOW_DATA.format(method=method))
     env = {**os.environ, "ACCELERATE_HANG_TIMEOUT": "1"}

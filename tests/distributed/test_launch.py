@@ -109,6 +109,7 @@ def test_two_processes_have_ranks_and_their_share_of_the_cores(scripts: Scripts)
     assert "assumed" not in ended.err
 
 
+@pytest.mark.slow
 def test_modules_and_programs_are_launched_too(scripts: Scripts) -> None:
     scripts.write(WRITER, "sample_module.py")
     ended = scripts.run("--cpu", "-m", "sample_module", "a")
@@ -150,6 +151,7 @@ def test_a_failed_run_ends_with_one_screen(scripts: Scripts) -> None:
     shutil.rmtree(Path(report).parent)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processes", TWO_IN_GATE)
 def test_a_failed_group_is_started_again_as_often_as_asked(scripts: Scripts, processes: str) -> None:
     text = "import os, sys\nsys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 3)"
@@ -264,6 +266,7 @@ def test_ending_the_launcher_ends_its_processes(
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", TWO_IN_GATE)
 def test_under_nohup_sighup_does_not_end_the_run(scripts: Scripts, count: str) -> None:
     waits = "\nimport time\nwhile not os.path.exists(folder + '/go'): time.sleep(0.05)\nprint('end')"
@@ -275,6 +278,7 @@ def test_under_nohup_sighup_does_not_end_the_run(scripts: Scripts, count: str) -
     assert ended.out.count("end") == int(count)  # processes write at the same time
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", TWO_IN_GATE)
 def test_stopped_processes_end_with_the_others(scripts: Scripts, count: str) -> None:
     stops = (
@@ -310,7 +314,8 @@ accelerator.end_training()
 """
 
 
-@pytest.mark.parametrize("count", ["1", pytest.param("2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", ["1", "2"])
 def test_a_request_while_the_processes_start_is_answered(scripts: Scripts, count: str) -> None:
     scripts.write(SLOW_START, "sitecustomize.py")
     launched = Launched(scripts, count, ASKS, PYTHONPATH=str(scripts.folder))
@@ -329,6 +334,7 @@ print(f"{[int(number) for number in NOTES.take()]}\\n", end="", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_a_request_while_processes_are_started_again_ends_none(scripts: Scripts) -> None:
     scripts.write(SLOW_START, "sitecustomize.py")
     path = str(scripts.folder)
@@ -419,6 +425,7 @@ def test_the_self_check_passes(scripts: Scripts, count: int) -> None:
     assert "FAILED" not in ended.out
 
 
+@pytest.mark.slow
 def test_a_key_press_reaches_the_script_once(scripts: Scripts) -> None:
     """A terminal sends Ctrl-C to launcher and script alike; the launcher must not send it a second time."""
     script = scripts.write(COUNTER)

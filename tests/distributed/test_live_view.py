@@ -123,7 +123,8 @@ def test_two_ranks_show_throughput_phases_and_their_output(run_in_terminal: Run)
     assert re.findall(r"^│ +(\d) +200 .* finished", last, re.MULTILINE) == ["0", "1"]
 
 
-@pytest.mark.parametrize("restarts", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
 def test_a_failed_run_shows_its_state_and_then_its_failure(run_in_terminal: Run, restarts: int) -> None:
     words = ("--num_processes", "2", "--max_restarts", str(restarts))
     ended = run_in_terminal(TRAIN, *words, "--", "60")

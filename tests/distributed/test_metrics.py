@@ -80,6 +80,7 @@ def evaluate(kind: str, samples: int, batch: int, settings: dict[str, Any]) -> l
 
 
 KINDS = ("plain", "shuffled", "batch sampler", "growing", "ready batches", "stream", "sized stream")
+SPLIT_KINDS = tuple(kind for kind in KINDS if kind not in ("growing", "ready batches"))
 SIZES = ((11, 3), (12, 3), (1, 4), (2, 4), (13, 5))
 
 
@@ -98,13 +99,17 @@ def evaluate_all(settings: dict[str, Any], kinds: tuple[str, ...]) -> dict[tuple
     ("settings", "kinds"),
     [
         ({}, KINDS),
-        ({"split_batches": True}, tuple(kind for kind in KINDS if kind not in ("growing", "ready batches"))),
+        pytest.param({"split_batches": True}, SPLIT_KINDS, marks=pytest.mark.slow),
         ({"dispatch_batches": True}, ("plain", "batch sampler", "growing", "ready batches", "stream")),
         ({"dispatch_batches": False}, ("stream", "sized stream")),
-        ({"even_batches": False}, ("stream", "sized stream")),
+        pytest.param({"even_batches": False}, ("stream", "sized stream"), marks=pytest.mark.slow),
         ({"even_batches": False, "dispatch_batches": True}, ("plain", "batch sampler", "growing", "stream")),
         ({"even_batches": False, "dispatch_batches": False}, ("stream", "sized stream")),
-        ({"even_batches": False, "dispatch_batches": True, "split_batches": True}, ("plain", "stream")),
+        pytest.param(
+            {"even_batches": False, "dispatch_batches": True, "split_batches": True},
+            ("plain", "stream"),
+            marks=pytest.mark.slow,
+        ),
         ({"even_batches": False, "dispatch_batches": False, "split_batches": True}, ("stream",)),
     ],
     ids=[

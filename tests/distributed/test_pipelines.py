@@ -188,7 +188,7 @@ def test_sizes_of_micro_batches_may_differ_while_torch_checks_collectives(run: R
 CASES = [
     ("", "1f1b", 2, {"is_tied": True}),
     ("", "zbvzerobubble", 2, {"steps": 2}),
-    ("fsdp", "interleavedzerobubble", 4, {}),
+    pytest.param("fsdp", "interleavedzerobubble", 4, {}, marks=pytest.mark.slow),
     *(
         pytest.param(layout, schedule, processes, {"steps": steps}, marks=pytest.mark.slow)
         for schedule in SCHEDULES

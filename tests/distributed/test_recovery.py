@@ -316,6 +316,7 @@ def test_groups_with_tensor_parallelism_continue(tmp_path: Path, expected: Outco
     assert_equal(found, expected)
 
 
+@pytest.mark.slow
 def test_a_signal_ends_all_replica_groups(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(

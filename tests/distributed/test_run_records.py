@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from accelerate import Accelerator
@@ -105,6 +106,7 @@ if os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0" and accelerator.process_i
 """
 
 
+@pytest.mark.slow
 def test_restarts_append_to_the_records_of_a_launch_and_nothing_is_printed_at_the_end(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

@@ -586,7 +586,7 @@ FOUR = ["hybrid", "replicas of shards", "plan and replicas", "plan outside", "pl
 CASES = [
     ("one unit", 2, {}),
     ("units", 2, {"adapters": True, "steps": 2}),
-    ("plan and units", 4, {"steps": 2}),
+    pytest.param("plan and units", 4, {"steps": 2}, marks=pytest.mark.slow),
     ("units", 2, {"adapters": True, "has_plugin": True}),
     ("plan", 2, {"adapters": True, "tp_size": 2}),
     *(pytest.param(layout, 2, {}, marks=pytest.mark.slow) for layout in ("units", "plan")),

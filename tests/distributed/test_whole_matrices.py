@@ -236,7 +236,7 @@ def train(layout: str, name: str, dtype: torch.dtype, num_steps: int = 4) -> Any
 LAYOUTS = [
     ("ddp", 2),
     ("fsdp2", 2),
-    ("hsdp", 4),
+    pytest.param("hsdp", 4, marks=slow),
     ("tp", 2),
     pytest.param("ddp", 4, marks=slow),
     pytest.param("fsdp2", 3, marks=slow),

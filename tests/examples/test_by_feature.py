@@ -24,8 +24,8 @@ SHARED = "digits_task"
 ACCURACY = re.compile(r"^accuracy: (\d\.\d+)$", re.MULTILINE)
 WANTED_ACCURACY = 0.93
 LAUNCHED = "early_stopping"
-IN_GATE = ("distributed_inference", "exact_metrics")
-"""The scripts that run on two processes outside the slow part too."""
+IN_GATE = ("distributed_inference",)
+"""The script that runs on two processes outside the slow part too."""
 
 RunRanks = Callable[..., str]
 
@@ -128,6 +128,7 @@ def test_a_resumed_script_ends_with_the_weights_of_one_run(run_ranks: RunRanks, 
     assert ACCURACY.findall(rest) == ACCURACY.findall(undisturbed)
 
 
+@pytest.mark.slow
 def test_tracked_values_are_in_the_folder(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -41,7 +41,6 @@ WAYS |= {
     ],
     "PP+TP": ["--num_processes", "4", *PIPELINE, "--parallelism_config_tp_size", "2"],
 }
-FAST = ("CP",)
 
 
 def losses(*command: str, options: Sequence[str] = ()) -> list[float]:
@@ -62,9 +61,8 @@ def alone() -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(
-    "way", [pytest.param(way, marks=() if way in FAST else pytest.mark.slow) for way in WAYS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_the_losses_are_those_of_one_process(alone: list[float], way: str) -> None:
     assert losses(*LAUNCH, *WAYS[way]) == pytest.approx(alone, abs=2e-3)
 

@@ -54,9 +54,10 @@ def undisturbed(run_ranks: Callable[..., str], tmp_path_factory: pytest.TempPath
 
 
 # The last checkpoint before a death: in the middle of an epoch; at its very end; none.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("die_at", "last_saved"),
-    [(40, 30), pytest.param(46, 45, marks=pytest.mark.slow), pytest.param(7, 0, marks=pytest.mark.slow)],
+    [(40, 30), (46, 45), (7, 0)],
 )
 def test_killed_once(tmp_path: Path, undisturbed: str, die_at: int, last_saved: int) -> None:
     starts, weights, err = train(tmp_path, "--die_at", str(die_at), restarts=1)

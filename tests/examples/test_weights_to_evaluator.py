@@ -14,12 +14,13 @@ LAUNCH = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2"]
 ACCURACY = re.compile(r"^step (\d+): accuracy (\d\.\d+)$", re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "options", "steps"),
     [
         ([], [], [20, 40]),
-        pytest.param(LAUNCH, [], [20, 40], marks=pytest.mark.slow),
-        pytest.param(LAUNCH, ["--fsdp"], [20, 40], marks=pytest.mark.slow),
+        (LAUNCH, [], [20, 40]),
+        (LAUNCH, ["--fsdp"], [20, 40]),
     ],
 )
 def test_the_evaluator_reports_rising_accuracies(

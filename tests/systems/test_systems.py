@@ -136,9 +136,8 @@ def test_a_failed_rank_ends_the_others_and_is_shown(windows: System) -> None:
     assert "KeyError: 'rank 1 fails'" in text
 
 
-@pytest.mark.parametrize(
-    ("count", "expected"), [pytest.param(1, 0, marks=pytest.mark.slow), (2, 128 + SIGBREAK)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "expected"), [(1, 0), (2, 128 + SIGBREAK)])
 def test_an_event_of_the_console_stops_all_ranks(windows: System, count: int, expected: int) -> None:
     process = windows.start(*launched("--num_processes", count, HERE / "stop.py"))
     deadline = time.monotonic() + SECONDS

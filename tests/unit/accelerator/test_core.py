@@ -229,6 +229,7 @@ def test_an_accelerator_can_be_pickled_with_all_that_is_prepared(
     assert accelerator._optimizers[0].param_groups[0]["lr"] != 7.0
 
 
+@pytest.mark.slow
 def test_a_process_without_a_run_reads_a_pickled_accelerator(tmp_path: Path) -> None:
     accelerator = Accelerator(cpu=True, mixed_precision="bf16")
     accelerator.prepare(*training_objects()[:2])

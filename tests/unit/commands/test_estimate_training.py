@@ -125,6 +125,7 @@ def test_each_optimizer_has_its_state(name: str, factories: str, capsys: pytest.
     assert found["device_bytes"]["optimizer"] == pytest.approx(OPTIMIZERS[name](weights), abs=64)
 
 
+@pytest.mark.slow
 def test_devices_get_a_bar_a_batch_size_and_layouts(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = (llama, "--batch_size", "8", "--sequence_length", "64", "--devices", "4x20MB")
     shown = estimate(capsys, *words)
@@ -145,6 +146,7 @@ def test_devices_get_a_bar_a_batch_size_and_layouts(llama: str, capsys: pytest.C
     assert [each["name"] for each in found["fitting_layouts"]][0] == found["layout"]["name"]
 
 
+@pytest.mark.slow
 def test_it_says_so_where_nothing_fits(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     shown = estimate(capsys, llama, "--batch_size", "8", "--devices", "2x1MB")
     assert "No layout fits 2x1MB" in shown
@@ -186,6 +188,7 @@ def test_experts_are_shared_by_ranks(mixtral: str, capsys: pytest.CaptureFixture
         estimate_command(args)
 
 
+@pytest.mark.slow
 def test_layouts_of_a_model_with_experts_share_them(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = (mixtral, "--batch_size", "2", "--sequence_length", "64", "--devices", "2x100MB")
     names = [each["name"] for each in facts(capsys, *words)["fitting_layouts"]]

@@ -85,6 +85,7 @@ def test_a_process_that_exits_in_the_middle_prints_nothing(tmp_path: Path, name:
     assert error_output(PROGRAMS[name], tmp_path / name) == ""
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_step_prints_its_traceback_only(tmp_path: Path) -> None:
     lines = error_output(PROGRAMS["exception"], tmp_path / "exception").splitlines()
     assert lines[0] == "Traceback (most recent call last):"

@@ -38,6 +38,7 @@ for each in waiting:
 """
 
 
+@pytest.mark.slow
 def test_the_ranks_of_one_launcher_are_found_also_inside_of_other_programs(tmp_path: Path) -> None:
     (tmp_path / "rank.py").write_text(RANK)
     words = [sys.executable, "-c", STARTER, str(tmp_path / "rank.py")]

@@ -178,6 +178,7 @@ def test_copied_models_have_their_own_weights_map() -> None:
     assert copied._hf_hook.weights_map["a.weight"] is not model._hf_hook.weights_map["a.weight"]
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiled_blocks() -> None:
     model = Net().eval()

@@ -122,7 +122,8 @@ def test_few_blocks_of_each_family_give_the_trace_of_all(
     assert max(sizes_traced) < len(blocks_of(step.model))
 
 
-@pytest.mark.parametrize("name", ["Qwen3-MoE", pytest.param("DeepSeek-V3", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["Qwen3-MoE", "DeepSeek-V3"])
 def test_few_blocks_with_some_experts_give_the_trace_of_all(name: str, sizes_traced: list[int]) -> None:
     step = replace(of_family(name), find_experts=strategies.list_experts)
 

@@ -151,7 +151,8 @@ def test_a_page_contains_no_control_characters_or_half_characters() -> None:
     assert page == '<!doctype html>\n<p title="\ufffd">a\ufffdb\ufffdc\ufffd[0m\ufffd</p>'
 
 
-@pytest.mark.parametrize("steps", [500, pytest.param(1500, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [500, 1500])
 def test_a_large_run_stays_below_three_megabytes(tmp_path: Path, steps: int) -> None:
     for rank in range(16):
         writer = RecordWriter(tmp_path / "run_records", rank)

@@ -73,6 +73,7 @@ def test_ctrl_c_ends_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     assert channel.wait(["here"], 1.0) == {"here": 1}  # the connection still works
 
 
+@pytest.mark.slow
 def test_a_value_of_more_than_8_megabytes_arrives() -> None:
     value = [["layers", number, [4096, 4096], "bfloat16"] for number in range(300_000)]
     assert len(json.dumps(value)) > 1 << 23

@@ -168,13 +168,8 @@ def test_each_policy_keeps_fewer_activations_than_the_one_before(prepared: Any) 
     assert sizes[-1] < by_operator < sizes[0]
 
 
-PLANNED = ("none", "every second", "by operator")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name in PLANNED else pytest.mark.slow) for name in ("none", *POLICIES)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["none", *POLICIES])
 def test_a_plan_predicts_the_activations_of_each_policy(prepared: Any, name: str) -> None:
     policy = POLICIES.get(name)
     accelerator, model = prepared(built(), policy)
@@ -191,7 +186,12 @@ def test_a_plan_predicts_the_activations_of_each_policy(prepared: Any, name: str
 
 @pytest.mark.parametrize(
     "share",
-    [1.1, 0.25, pytest.param(0.99, marks=pytest.mark.slow), pytest.param(2 / 3, marks=pytest.mark.slow)],
+    [
+        0.25,
+        pytest.param(1.1, marks=pytest.mark.slow),
+        pytest.param(0.99, marks=pytest.mark.slow),
+        pytest.param(2 / 3, marks=pytest.mark.slow),
+    ],
 )
 def test_the_activations_of_a_step_fit_in_the_budget(prepared: Any, caplog: Any, share: float) -> None:
     """The budget is that of the smallest policy, and a share of the difference to all activations."""
@@ -218,6 +218,7 @@ def test_inputs_may_have_gradients(prepared: Any) -> None:
     assert scale.grad is not None
 
 
+@pytest.mark.slow
 def test_a_budget_that_nothing_fits_names_the_smallest_need(prepared: Any) -> None:
     accelerator, model = prepared(built(), ActivationCheckpointing(budget="1KB"))
     with pytest.raises(
@@ -249,9 +250,10 @@ def sum_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("budget", "recomputed"),
-    [pytest.param("1GB", "nothing", marks=pytest.mark.slow), (SMALL, "every block")],
+    [("1GB", "nothing"), (SMALL, "every block")],
 )
 def test_plan_memory_has_the_policy_of_a_budget(prepared: Any, budget: Any, recomputed: str) -> None:
     accelerator, model = prepared(built(), ActivationCheckpointing(budget=budget))
@@ -374,15 +376,15 @@ def test_a_model_without_blocks_warns(prepared: Any, caplog: pytest.LogCaptureFi
     assert "ActivationCheckpointing has no effect on Linear: it has no lists of modules" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(
     ("policy", "regional"),
     [
         ("by operator", True),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [("every", False), ("every", True), ("by operator", False)]
-        ),
+        ("every", False),
+        ("every", True),
+        ("by operator", False),
     ],
 )
 def test_compiled_models_recompute(prepared: Any, policy: str, regional: bool) -> None:
@@ -418,8 +420,8 @@ def tiny(kind: str) -> nn.Module:
     return transformers.LlamaForCausalLM(config).train()
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama"])
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("kind", [pytest.param("gpt2", marks=pytest.mark.slow), "llama"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_models_of_transformers_recompute(prepared: Any, kind: str, precision: str) -> None:
     tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(1))
 

@@ -236,11 +236,11 @@ print("the end")
 @pytest.mark.parametrize(
     ("case", "is_ended", "is_alone"),
     [
-        ("hang", False, False),
         ("write", True, False),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in [
+                ("hang", False, False),
                 ("hang", True, False),
                 ("write", False, False),
                 ("hang", False, True),
