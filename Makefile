@@ -4,7 +4,7 @@
 PYTHON ?= python3
 # How many mutants of each module `make mutate` runs; 0 stands for all.
 SAMPLE ?= 10
-WORKERS ?= 2
+WORKERS ?= 3
 # The trials of `make fuzz`: what they compare, the first seed and the end of the range.
 KIND ?= resume
 SEEDS ?= 0:2000

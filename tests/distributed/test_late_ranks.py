@@ -46,6 +46,7 @@ def come_to_the_group(late: int, seconds: float) -> None:
     accelerator.end_training()
 
 
+@pytest.mark.slow
 def test_waiting_ranks_name_the_rank_that_joins_late(end: Run) -> None:
     ended = end(come_to_the_group, 1, 3.0, processes=3, env={"ACCELERATE_HANG_TIMEOUT": "1"})
     assert ended.codes == [0, 0, 0]

@@ -207,21 +207,17 @@ def failing(where: str, number: int, **more: int) -> str:
 
 FAILURES = [
     failing("batch", 13),
-    *(
-        pytest.param(failure, marks=pytest.mark.slow)
-        for failure in [
-            failing("batch", 0),
-            failing("exit", 5),
-            failing("backward", 11),
-            failing("step", 5),
-            failing("batch", 13, replica=0),
-            failing("step", 12, replica=0),
-            failing("save", 1, replica=0),
-        ]
-    ),
+    failing("batch", 0),
+    failing("exit", 5),
+    failing("backward", 11),
+    failing("step", 5),
+    failing("batch", 13, replica=0),
+    failing("step", 12, replica=0),
+    failing("save", 1, replica=0),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failure", FAILURES)
 def test_weights_are_those_without_a_failure(tmp_path: Path, expected: Outcome, failure: str) -> None:
     found = launch(tmp_path, "--replicas", "2", FAILURE=failure, PAUSE="0.2", WAITS="yes")

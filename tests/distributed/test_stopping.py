@@ -126,7 +126,7 @@ TWO = ("--num_processes", "2", "--main_process_port", "0")
 @pytest.mark.parametrize(
     ("options", "number", "code"),
     [
-        (TWO, signal.SIGTERM, 128 + signal.SIGTERM),
+        slow(TWO, signal.SIGTERM, 128 + signal.SIGTERM),
         slow(TWO, signal.SIGUSR1, 0),
         slow((*TWO, "--max_time", "00:00:08"), None, 0),
         slow(("--num_processes", "1"), signal.SIGTERM, 0),

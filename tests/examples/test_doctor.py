@@ -48,6 +48,7 @@ def test_blocking_saves_are_named(tmp_path: Path) -> None:
     assert conclusions(tmp_path) == {"blocking-saves"}
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(run_ranks: Callable[..., str], tmp_path: Path) -> None:
     run_ranks(FOLDER / "slow_rank.py", "--project", str(tmp_path), "--steps", "200")
     assert conclusions(tmp_path) == {"straggler"}

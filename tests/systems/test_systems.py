@@ -129,6 +129,7 @@ def test_processes_on_macos_train_save_load_and_resume(macos: System) -> None:
     assert all(f"rank {rank} of 2 is done" in text for rank in range(2))
 
 
+@pytest.mark.slow
 def test_a_failed_rank_ends_the_others_and_is_shown(windows: System) -> None:
     code, text = windows.run(*launched("--num_processes", 2, HERE / "fail.py"))
     assert code == 1

@@ -167,6 +167,7 @@ class SlowStart(SlowData):
         return torch.ones(4)
 
 
+@pytest.mark.slow
 def test_a_slow_first_batch_is_no_conclusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accelerate.monitoring.step_clock.INTERVAL", 0.05)
     monkeypatch.setattr("accelerate.monitoring.run_monitor.INTERVAL", 0.02)

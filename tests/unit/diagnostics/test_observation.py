@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 from accelerate.diagnostics import processes
 from accelerate.diagnostics.hang_report import DEVICE, Activity
@@ -31,6 +34,18 @@ def test_an_operation_is_a_wait_with_its_name_and_line(ring: FlightRecorder) -> 
     assert seconds >= 0.01
     assert (state.rank, state.host, state.pid, state.file) == (1, "host", 7, __file__)
     assert observer.state().activity == Activity.OTHER_CODE
+
+
+def test_an_observation_keeps_no_tensors_of_the_training_thread(ring: FlightRecorder) -> None:
+    observer = ThreadObserver(ring, 0, "host", 7)
+
+    def train() -> weakref.ref[torch.Tensor]:
+        activations = torch.zeros(3)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(observer.current_wait).result() == (None, 0.0)
+        return weakref.ref(activations)
+
+    assert train()() is None
 
 
 def test_a_backward_waits_only_while_the_processors_are_idle(
