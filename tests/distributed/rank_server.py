@@ -220,6 +220,12 @@ def call(folder: Path, index: int) -> None:
     raise SystemExit(0)
 
 
+def first_error(folder: Path, first: int) -> int:
+    """Return the rank that wrote its traceback first: others may end before the next look at the processes."""
+    times = {int(path.stem): path.stat().st_mtime_ns for path in folder.glob("*.error")}
+    return min(times, key=lambda rank: times[rank]) if first in times else first
+
+
 def serve_one(request: dict[str, Any]) -> dict[str, Any]:
     folder = Path(request["folder"])
     ranks = []
@@ -230,6 +236,8 @@ def serve_one(request: dict[str, Any]) -> dict[str, Any]:
             call(folder, index)
         ranks.append(Watched(pid))
     first, expired = watch(ranks, request["timeout"], request.get("grace", GRACE))
+    if first is not None:
+        first = first_error(folder, first)
     strays = [wait_for_strays(rank.pid) for rank in ranks]
     return {"codes": [rank.code for rank in ranks], "first": first, "expired": expired, "strays": strays}
 

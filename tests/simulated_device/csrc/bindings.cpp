@@ -1,5 +1,3 @@
-#include <torch/extension.h>
-
 #include <torch/csrc/utils/pybind.h>
 
 #include "kernels.h"
