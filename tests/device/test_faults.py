@@ -278,9 +278,9 @@ def train_ddp() -> None:
     test_training.train_as("ddp", late="none")
 
 
-FAULTS_OF_TWO_RANKS: list[tuple[Plant, Callable[[], None]]] = [
-    (offloaded_shards_gathered_where_they_are, train_offloaded),
-    (shared_and_whole_layers_updated_together, train_shared_layers),
+FAULTS_OF_TWO_RANKS: list[Any] = [
+    pytest.param(offloaded_shards_gathered_where_they_are, train_offloaded, marks=pytest.mark.slow),
+    pytest.param(shared_and_whole_layers_updated_together, train_shared_layers, marks=pytest.mark.slow),
     (collectives_not_waited_for, reduce),
     (barrier_of_no_device, wait),
     (every_rank_on_the_first_device, train_ddp),

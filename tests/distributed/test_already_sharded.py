@@ -625,7 +625,7 @@ def resume(kinds: list[str], stateful: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("stateful", [False, True])
+@pytest.mark.parametrize("stateful", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_an_interrupted_run_resumes_with_the_same_batches(
     run: Run, stateful: bool, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

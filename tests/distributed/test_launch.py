@@ -175,6 +175,7 @@ def test_a_busy_port_is_replaced_with_a_message(scripts: Scripts) -> None:
         assert ended.err.startswith(f"accelerate: error: Port {port} is in use on this machine")
 
 
+@pytest.mark.slow
 def test_logs_of_the_processes_are_kept(scripts: Scripts) -> None:
     script = scripts.write("import os\nprint('hello from', os.environ['RANK'])")
     logs = scripts.folder / "logs"
@@ -377,6 +378,7 @@ def written_pids(folder: Path) -> list[int]:
     return [json.loads(text)["pid"] for text in texts if text.endswith("}")]
 
 
+@pytest.mark.slow
 def test_a_configuration_file_is_used(scripts: Scripts) -> None:
     path = scripts.folder / "c.yaml"
     path.write_text("use_cpu: true\nnum_processes: 2\nmixed_precision: bf16\ndistributed_type: MULTI_CPU\n")

@@ -181,6 +181,7 @@ sys.exit(4)
 """
 
 
+@pytest.mark.slow
 def test_a_key_press_reaches_the_script_once(run_in_terminal: Run) -> None:
     pressed: list[int] = []
 

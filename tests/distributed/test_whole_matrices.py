@@ -315,7 +315,7 @@ def continue_in(layout: str, name: str, kind: str, net: str, folder: str) -> Any
     ("layout", "kind", "others"),
     [
         (("fsdp2", 2), SHARDS, [("one", 1), ("fsdp2", 3), ("ddp", 2)]),
-        (("ddp", 2), WHOLE, [("one", 1), ("fsdp2", 2), ("ddp", 3)]),
+        pytest.param(("ddp", 2), WHOLE, [("one", 1), ("fsdp2", 2), ("ddp", 3)], marks=slow),
         pytest.param(("fsdp2", 2), WHOLE, [("one", 1), ("ddp", 2), ("fsdp2", 3)], marks=slow),
         pytest.param(("hsdp", 4), SHARDS, [("one", 1), ("fsdp2 tp", 4)], marks=slow),
         pytest.param(("tp", 2), WHOLE, [("one", 1), ("fsdp2", 2)], marks=slow),

@@ -34,5 +34,6 @@ def test_items_make_the_gradients_of_the_big_batch_on_one_process() -> None:
     check(done.stdout)
 
 
+@pytest.mark.slow
 def test_items_make_the_gradients_of_the_big_batch_on_two(run_ranks: Callable[..., str]) -> None:
     check(run_ranks(SCRIPT, *OPTIONS))

@@ -101,6 +101,7 @@ def test_a_configuration_is_planned(llama: str, capsys: pytest.CaptureFixture[st
     assert twice["activations"] == pytest.approx(2 * once["activations"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_flags_change_the_parts(llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = (llama, "--batch_size", "64", "--sequence_length", "64")
     plain = facts(capsys, *words)["device_bytes"]
@@ -171,6 +172,7 @@ def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.mark.slow
 def test_experts_are_shared_by_ranks(mixtral: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = (mixtral, "--batch_size", "2", "--sequence_length", "64")
 
@@ -283,6 +285,7 @@ def test_weights_alone_cannot_be_trained(tmp_path: Path, llama: str) -> None:
         estimate_command(args)
 
 
+@pytest.mark.slow
 def test_a_step_is_planned_without_memory_for_the_model(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

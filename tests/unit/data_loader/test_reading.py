@@ -33,7 +33,7 @@ def tell(worker_id: int) -> None:
 
 @pytest.mark.usefixtures("states")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-@pytest.mark.parametrize("init", [tell, None])
+@pytest.mark.parametrize("init", [tell, pytest.param(None, marks=pytest.mark.slow)])
 def test_workers_dump_their_stack_and_call_the_worker_init_fn(method: str, init: Any) -> None:
     loader = prepare_data_loader(
         DataLoader(Offers(), num_workers=1, worker_init_fn=init, multiprocessing_context=method)

@@ -419,6 +419,7 @@ print("the end")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["failure", *(pytest.param(case, marks=pytest.mark.slow) for case in ("open", "write"))]
 )

@@ -283,6 +283,7 @@ def test_a_copy_recomputes_with_its_own_weights(prepared: Any, name: str) -> Non
         model.load_state_dict(other.state_dict())
 
 
+@pytest.mark.slow
 def test_a_copy_of_a_model_with_a_budget_chooses_nothing(prepared: Any) -> None:
     accelerator, model = prepared(built(), ActivationCheckpointing(budget=SMALL))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
