@@ -221,7 +221,7 @@ def call(folder: Path, index: int) -> None:
 
 
 def first_error(folder: Path, first: int) -> int:
-    """Return the rank that wrote its traceback first: others may end before the next look at the processes."""
+    """Return the rank that wrote its traceback first, since several may end between two checks."""
     times = {int(path.stem): path.stat().st_mtime_ns for path in folder.glob("*.error")}
     return min(times, key=lambda rank: times[rank]) if first in times else first
 
