@@ -4,6 +4,7 @@
 PYTHON ?= python3
 # How many mutants of each module `make mutate` runs; 0 stands for all.
 SAMPLE ?= 10
+# Processes that run tests or trials: one more than two cores, because some tests wait for other processes.
 WORKERS ?= 3
 # The trials of `make fuzz`: what they compare, the first seed and the end of the range.
 KIND ?= resume
