@@ -301,7 +301,7 @@ def test_fsdp2_weighs_and_drops_gradients_that_were_not_reduced_yet(run: Run, tm
         assert found == [pytest.approx([1.0] * 6)] * 3
 
 
-ORDERS = ("fbsG", "fbsZ", "Zfbs", "fZbs", "zfbs", "fbsz", "fbSZ", "fbsZz")
+ORDERS = ("fbsG", "fbsZ", "Zfbs", "fZbs", "zfbs", "fzbs", "fbsz", "fbSZ", "fbsZz")
 """Statements of a loop body: f forward, b backward, s step, Z optimizer.zero_grad, z model.zero_grad.
 
 S and G are step and zero_grad where gradients are synchronized.

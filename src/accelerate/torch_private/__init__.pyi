@@ -16,7 +16,9 @@ from accelerate.torch_private.fsdp import (
     set_gradient_sync as set_gradient_sync,
     unit_forwards_skipped as unit_forwards_skipped,
     unreduced_gradients as unreduced_gradients,
+    unreduced_gradients_kept as unreduced_gradients_kept,
     uses_original_parameters as uses_original_parameters,
+    zero_sharded_gradients as zero_sharded_gradients,
 )
 from accelerate.torch_private.loaders import (
     WAIT_FOR_BATCH as WAIT_FOR_BATCH,

@@ -197,6 +197,30 @@ def unreduced_gradients(model: nn.Module) -> list[Tensor]:
     return [gradient for gradient in kept if gradient is not None]
 
 
+@contextmanager
+def unreduced_gradients_kept(model: nn.Module) -> Iterator[None]:
+    """Hides the gradients of gathered parameters of FSDP 2 inside the block."""
+    gathered = [p._unsharded_param for p in _parameters_of_fsdp2(model) if hasattr(p, "_unsharded_param")]
+    gradients = [parameter.grad for parameter in gathered]
+    for parameter in gathered:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in zip(gathered, gradients, strict=True):
+            parameter.grad = gradient
+
+
+def zero_sharded_gradients(model: nn.Module, set_to_none: bool) -> None:
+    """Removes the gradients of the shards of FSDP 2, or sets them to zero."""
+    for parameter in _parameters_of_fsdp2(model):
+        gradient = parameter.sharded_param.grad
+        if gradient is not None and set_to_none:
+            parameter.sharded_param.grad = None
+        elif gradient is not None:
+            gradient.detach_().zero_()
+
+
 def drop_unreduced_gradients(model: nn.Module) -> None:
     """Deletes the gradients that `unreduced_gradients` returns."""
     for group in _groups_of_fsdp2(model):

@@ -88,13 +88,32 @@ def keep_gathered(units: Iterable[tuple[FSDPModule, bool]]) -> Iterator[None]:
             unit.reshard()
 
 
-def reshard_without_gradients(model: nn.Module) -> None:
-    """Makes a model of FSDP 2 free its gathered parameters after a forward without gradients.
+def apply_to_shards(model: nn.Module) -> None:
+    """Makes `zero_grad` and `requires_grad_` change the shards of a model of FSDP 2 that are trained.
 
-    FSDP 2 keeps those of the outermost unit for a backward pass. `Module.zero_grad` and `requires_grad_`
-    would change them, and not the shards that are trained.
+    While parameters are gathered, the methods of torch change the gathered ones. FSDP 2 keeps those of the
+    outermost unit after a forward, for a backward pass. A forward without gradients frees them here.
     """
     model.register_forward_hook(_reshard)
+    kinds: set[Any] = {type(unit) for unit in units_of(model)}  # FSDP 2 makes one for each class of modules
+    for kind in kinds:
+        if "zero_grad" not in vars(kind):
+            kind.zero_grad = _zero_grad
+
+
+def _zero_grad(unit: Any, set_to_none: bool = True) -> None:
+    """Removes the gradients of a unit of FSDP 2, but for those of a window that are not reduced yet.
+
+    See `torch.nn.Module.zero_grad`.
+    """
+    with torch_private.unreduced_gradients_kept(unit):
+        super(_class_of_zero_grad(unit), unit).zero_grad(set_to_none)
+    torch_private.zero_sharded_gradients(unit, set_to_none)
+
+
+def _class_of_zero_grad(unit: Any) -> Any:
+    """Returns the class of a unit that has `_zero_grad`, from which a user's class may be derived."""
+    return next(kind for kind in type(unit).__mro__ if vars(kind).get("zero_grad") is _zero_grad)
 
 
 def _reshard(model: nn.Module, args: Any, output: Any) -> None:

@@ -21,7 +21,7 @@ from accelerate.base import PreparationError, listed
 from accelerate.devices import of_device
 from accelerate.logging import get_logger
 from accelerate.plugins import bind_policy, find_units, read_policy
-from accelerate.strategies.fsdp.exchange import reshard_without_gradients
+from accelerate.strategies.fsdp.exchange import apply_to_shards
 from accelerate.strategies.fsdp.parameters import (
     MainWeights,
     check_ignored,
@@ -175,7 +175,7 @@ def _shard(
     # The backward begins with the outermost unit, so it is not freed after forward: None is this default.
     reshard = None if plugin.reshard_after_forward else False
     fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, **options)
-    reshard_without_gradients(model)
+    apply_to_shards(model)
 
 
 def _sharding_meshes(accelerator: Any) -> tuple[DeviceMesh, DeviceMesh]:

@@ -46,10 +46,10 @@ from accelerate.strategies.base import (
 )
 from accelerate.strategies.bundle import Bundle, Kind, as_list
 from accelerate.strategies.fsdp.exchange import (
+    apply_to_shards,
     gradient_sync,
     keep_gathered,
     reduction_in_replicas,
-    reshard_without_gradients,
     units_of,
 )
 from accelerate.strategies.fsdp.norms import Groups, clip_values, groups_of, scale_down
@@ -361,7 +361,7 @@ class ReplicatedTensorParallel(TensorParallel):
         model = TensorAxis(mesh).transform_model(model)
         for unit in (*units, model):
             fully_shard(unit, mesh=mesh["replicate", "shard"], reshard_after_forward=False)
-        reshard_without_gradients(model)
+        apply_to_shards(model)
         return model
 
     def _shard_experts_too(self, model: nn.Module) -> nn.Module:
@@ -377,7 +377,7 @@ class ReplicatedTensorParallel(TensorParallel):
         for unit in (*units, model):
             mesh = meshes.experts if unit in experts else meshes.others
             fully_shard(unit, mesh=mesh[FSDP_DIMENSIONS], reshard_after_forward=False)
-        reshard_without_gradients(model)
+        apply_to_shards(model)
         return model
 
 
