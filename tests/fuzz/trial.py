@@ -186,11 +186,11 @@ def draw(seed: int) -> Schedule:
         loads_inside=choose.random() < 0.4,
         again=pick([0, 0, 1, 2, 3, 5]),
     )
-    schedule = add_objects(schedule)
     divides = not (is_dispatched or config.get("dispatch_batches") or config.get("split_batches"))
     if source != "map" or sampler.startswith("batches") or not divides or choose.random() < 0.6:
-        return schedule
-    return replace(schedule, accumulation="constant", steps=pick([1, 2, 3, 5]), limit=None)
+        return add_objects(schedule)
+    schedule = replace(schedule, accumulation="constant", steps=pick([1, 2, 3, 5]), limit=None)
+    return add_objects(schedule)
 
 
 def add_objects(schedule: Schedule) -> Schedule:
