@@ -98,7 +98,7 @@ class Accumulation:
     @property
     def has_held(self) -> bool:
         """True if an optimizer holds gradients of a window that has not ended with a step."""
-        return any(optimizer.held is not None for optimizer in self.prepared.optimizers)
+        return bool(self._trained) and any(o.held is not None for o in self.prepared.optimizers)
 
     def accumulate(self, models: Sequence[nn.Module], num_items: Any = None) -> AbstractContextManager[Any]:
         """Begins a micro-batch, and returns its context manager.
