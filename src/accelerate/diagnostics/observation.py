@@ -155,6 +155,17 @@ def _frames_below_loop(frames: list[Frame]) -> list[Frame]:
     return frames[max(after_loop, default=0) :]
 
 
+def _was_seen(frame: FrameType) -> bool:
+    """Returns whether an earlier call had this frame, and not a freed frame with the same `id`.
+
+    The mark lives as long as the frame, and only affects tracing. A traced frame is not marked.
+    """
+    if not frame.f_trace_lines:
+        return True
+    frame.f_trace_lines = frame.f_trace is not None
+    return False
+
+
 class ThreadObserver:
     """Observer of the training thread of this process, which is used in another thread.
 
@@ -185,19 +196,20 @@ class ThreadObserver:
         batch = find_wait(frame)
         if batch is not None:
             return (Activity.DATA, batch.token), self._seconds_in(batch.token, 0)
+        if not _was_seen(frame):
+            self._last_wait = None
+        # Only the `id` is kept: the frame and its callers would keep their tensors after they return.
+        seconds = self._seconds_in(id(frame), frame.f_lasti)
         if not processes.may_wait(frame):
-            # Only the `id` is kept: the frame would keep its tensors. The device bounds the time of the wait.
-            seconds = self._seconds_in(id(frame), frame.f_lasti)
+            # The device bounds the time of the wait.
             seconds = min(seconds, seconds_on_device()) if seconds > SECONDS_BEFORE_DEVICE_CHECK else 0.0
             return (("device", self._since), seconds) if seconds else (None, 0.0)
-        seconds = self._seconds_in(frame, frame.f_lasti)
         if processes.may_compute(frame) and time.process_time() - self._cpu_time > MAX_CPU_USAGE * seconds:
             return None, 0.0
         return ("torch", self._since), seconds
 
     def _seconds_in(self, wait: object, instruction: int) -> float:
         """Returns the seconds since the first call with this instruction of a frame or wait for a batch."""
-        # A frame is kept until the next call, because another frame may have its `id` after it is freed.
         if self._last_wait != (wait, instruction):
             self._last_wait = (wait, instruction)
             self._since, self._cpu_time = time.monotonic(), time.process_time()

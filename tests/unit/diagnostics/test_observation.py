@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
 
 import pytest
 import torch
@@ -36,16 +37,40 @@ def test_an_operation_is_a_wait_with_its_name_and_line(ring: FlightRecorder) -> 
     assert observer.state().activity == Activity.OTHER_CODE
 
 
-def test_an_observation_keeps_no_tensors_of_the_training_thread(ring: FlightRecorder) -> None:
+@pytest.mark.parametrize("in_torch", [False, True])
+def test_an_observation_keeps_no_tensors_of_the_training_thread(
+    ring: FlightRecorder, monkeypatch: pytest.MonkeyPatch, in_torch: bool
+) -> None:
     observer = ThreadObserver(ring, 0, "host", 7)
+    monkeypatch.setattr(processes, "may_wait", lambda _: in_torch)
 
     def train() -> weakref.ref[torch.Tensor]:
         activations = torch.zeros(3)
         with ThreadPoolExecutor(1) as pool:
-            assert pool.submit(observer.current_wait).result() == (None, 0.0)
+            assert pool.submit(observer.current_wait).result()[1] < 1
         return weakref.ref(activations)
 
     assert train()() is None
+
+
+def test_a_frame_that_is_entered_again_begins_a_wait(
+    ring: FlightRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observer = ThreadObserver(ring, 0, "host", 7)
+    monkeypatch.setattr(processes, "may_wait", lambda _: True)
+
+    def observe() -> object:
+        for _ in range(1000):
+            time.sleep(0.001)
+            frame = processes.innermost(ring.owner or 0)
+            tokens = {observer.current_wait()[0] for _ in range(3)}
+            if frame is not None and frame.f_code is Condition.wait.__code__ and len(tokens) == 1:
+                return tokens.pop()
+        pytest.fail("The thread never waited.")
+
+    with ThreadPoolExecutor(1) as pool:
+        first, second = (pool.submit(observe).result() for _ in range(2))
+    assert first != second
 
 
 def test_a_backward_waits_only_while_the_processors_are_idle(
@@ -81,7 +106,7 @@ def test_a_line_that_does_not_advance_waits_for_unfinished_collectives_of_the_de
     monkeypatch.setattr("accelerate.diagnostics.observation.time.monotonic", lambda: clock[0])
     monkeypatch.setattr("accelerate.diagnostics.observation.seconds_on_device", lambda: on_device[0])
     assert frame is not None
-    standing = {"f_lasti": 1, "f_code": frame.f_code, "f_back": None}
+    standing = {"f_lasti": 1, "f_code": frame.f_code, "f_back": None, "f_trace": None, "f_trace_lines": True}
     still = type("Frame", (), standing)()  # the real one goes on by itself
     monkeypatch.setattr(processes, "innermost", lambda _: still)
 
