@@ -21,7 +21,7 @@ from accelerate.logging import get_logger
 from accelerate.nested import honor_type as honor_type, recursively_apply
 from accelerate.ops import reduce
 from accelerate.precision import explain_fp16_gradients
-from accelerate.state import AcceleratorState, GradientState, step_clock
+from accelerate.state import AcceleratorState, DrivingLoader, GradientState, step_clock
 
 logger = get_logger(__name__)
 
@@ -126,7 +126,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """Number of updates of the parameters, including those before a resume of the run."""
 
     last_pass: int = 0
-    """`GradientState.current_pass` in the last call of `step`."""
+    """`GradientState.find_pass` in the last call of `step`."""
 
     num_skipped: int = 0
     """Number of updates that `skip_nonfinite_updates` has skipped because gradients were not finite."""
@@ -170,6 +170,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         self.accelerator_state = AcceleratorState()
         self.gradient_state = GradientState()
         self.device_placement = device_placement
+        self._driver = DrivingLoader()
         self.gradients_unscaled = False
         self.steps_in_backward = steps_in_backward(optimizer)
         self.skips_nonfinite = bool(self.gradient_state.plugin_kwargs.get("skip_nonfinite_updates"))
@@ -280,7 +281,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ConfigurationError: A closure is passed in a micro-batch without synchronization, and the
                 optimizer may call it several times in a step.
         """
-        self.last_pass = self.gradient_state.current_pass
+        self.last_pass = self.gradient_state.find_pass(self._driver)
         if not self.gradient_state.sync_gradients:
             return self._accumulate(closure)
         if self.held is not None:

@@ -188,10 +188,12 @@ class AcceleratedScheduler:
         ]
         if min(num_steps, default=0) > 1:
             return True
-        if self._was_skipped() or self.gradient_state.in_dataloader:
+        if self._was_skipped():
             return False
-        passes = zip(self.optimizers, self._passes_at_call, strict=False)
-        return any(optimizer.last_pass not in (0, before) for optimizer, before in passes)
+        return any(
+            optimizer.last_pass not in (0, before) and self.gradient_state.has_ended(optimizer.last_pass)
+            for optimizer, before in zip(self.optimizers, self._passes_at_call, strict=False)
+        )
 
     def get_last_lr(self) -> Any:
         """Returns the last learning rate of each parameter group."""

@@ -205,7 +205,13 @@ class Loop:
     """Training loop over a loader, of which a scheduler counts the updates as on several processes."""
 
     def __init__(
-        self, build: Build, batches: int = 4, steps: int = 1, is_prepared: bool = True, **choices: Any
+        self,
+        build: Build,
+        batches: int = 4,
+        steps: int = 1,
+        is_prepared: bool = True,
+        keeps_iterator: bool = False,
+        **choices: Any,
     ) -> None:
         plugin = GradientAccumulationPlugin(num_steps=steps, sync_with_dataloader=False)
         self.accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin, **choices)
@@ -215,6 +221,8 @@ class Loop:
         self.model, self.optimizer, self.scheduler = self.accelerator.prepare(self.model, inner, build(inner))
         self.loader = self.accelerator.prepare(loader) if is_prepared else loader
         self.scheduler.num_processes = 2
+        other = self.accelerator.prepare(DataLoader([torch.ones(1)] * 100))
+        self.kept = iter(other) if keeps_iterator else None
 
     def update(self, batch: torch.Tensor, *, was_skipped: bool = False) -> None:
         with self.accelerator.accumulate(self.model):
@@ -227,6 +235,8 @@ class Loop:
 
     def epoch(self, first: int = 0, last: int | None = None, skipped: tuple[int, ...] = ()) -> None:
         for index, batch in enumerate(self.loader):
+            if self.kept is not None:
+                next(self.kept)
             if first <= index < (index + 1 if last is None else last):
                 self.update(batch, was_skipped=index in skipped)
 
@@ -291,6 +301,7 @@ EPOCHS: dict[str, tuple[dict[str, Any], tuple[Any, ...], dict[str, Any], list[fl
     "each call": ({"build": halved, "step_scheduler_with_optimizer": False}, (), {}, STEADY),
     "a loader that is not prepared": ({"build": halved, "is_prepared": False}, (), {}, STEADY),
     "an epoch of one update": ({"build": halved, "batches": 1}, (), {}, STEADY),
+    "an iterator that is kept": ({"build": halved, "batches": 1, "keeps_iterator": True}, (), {}, STEADY),
     "an end inside a window": ({"build": halved, "steps": 3, "batches": 8}, (), {}, STEADY),
     "epochs of one window and a part": ({"build": halved, "steps": 4, "batches": 6}, (), {}, STEADY),
     "windows of several epochs": ({"build": halved, "steps": 4, "batches": 3}, (), {}, STEADY),

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor, nn
 
 from accelerate import data_loader, strategies, torch_private
-from accelerate.accelerator.driving_loader import DrivingLoader
 from accelerate.accelerator.mistaken_windows import UndividedSteps, watch_unprepared_steps
 from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, drop_gradients, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.held_gradients import HeldGradients
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.state import GradientState, mesh_sizes
+from accelerate.state import DrivingLoader, GradientState, mesh_sizes
 
 if TYPE_CHECKING:
     from accelerate.recovery import Recovery

@@ -158,7 +158,7 @@ def _frames_below_loop(frames: list[Frame]) -> list[Frame]:
 def _was_seen(frame: FrameType) -> bool:
     """Returns whether an earlier call had this frame, and not a freed frame with the same `id`.
 
-    The mark lives as long as the frame, and only affects tracing. A traced frame is not marked.
+    The mark is deleted with the frame, and only affects tracing. A traced frame is not marked.
     """
     if not frame.f_trace_lines:
         return True

@@ -10,9 +10,18 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from accelerate.plugins import GradientAccumulationPlugin
+from accelerate.state.driving_loader import DrivingLoader
 from accelerate.state.shared import SharedDict, SharedState
 
-Reference = weakref.ReferenceType[Any]
+
+class PassReference(weakref.ReferenceType[Any]):
+    """Weak reference to a loader that is being read.
+
+    Attributes:
+        number: Number of the pass over it, counted from 1 over all loaders.
+    """
+
+    number: int
 
 
 class GradientState(SharedState):
@@ -35,7 +44,7 @@ class GradientState(SharedState):
 
     sync_gradients: bool
     plugin_kwargs: dict[str, Any]
-    _dataloader_references_ref: list[Reference | None]
+    _dataloader_references_ref: list[PassReference | None]
     _num_passes: int
     _is_xla_gradients_synced: bool
 
@@ -83,10 +92,23 @@ class GradientState(SharedState):
         """True while a prepared loader is being read."""
         return self.active_dataloader is not None
 
-    @property
-    def current_pass(self) -> int:
-        """Number of passes over prepared loaders that have begun, or 0 while no loader is being read."""
-        return self._num_passes if self.in_dataloader else 0
+    def find_pass(self, driver: DrivingLoader) -> int:
+        """Returns the number of the pass that drives the training loop, or 0 if no loader is being read.
+
+        Called once for each micro-batch.
+
+        Args:
+            driver: It finds the loader if several are being read.
+        """
+        references = self._dataloader_references_ref[1:]
+        if len(references) > 1:
+            driver.begin_micro_batch(self.dataloader_references[1:])
+            references = [found for found in references if found is not None and found() is driver.loader]
+        return 0 if not references or references[-1] is None else references[-1].number
+
+    def has_ended(self, number: int) -> bool:
+        """Returns whether the pass of this number has ended."""
+        return all(other is None or other.number != number for other in self._dataloader_references_ref)
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -131,9 +153,10 @@ class GradientState(SharedState):
 
     def _add_dataloader(self, dataloader: Any) -> None:
         """Registers a loader, which is active until it is removed or garbage collected."""
-        self._num_passes += 1
         references = self._dataloader_references_ref
-        references.append(weakref.ref(dataloader, lambda dead: _discard(references, dead)))
+        reference = PassReference(dataloader, lambda dead: _discard(references, dead))
+        self._num_passes = reference.number = self._num_passes + 1
+        references.append(reference)
 
     def _remove_dataloader(self, dataloader: Any) -> None:
         """Removes a loader that is no longer read, if it is registered."""
@@ -158,6 +181,6 @@ class GradientState(SharedState):
         )
 
 
-def _discard(references: list[Reference | None], removed: Reference) -> None:
+def _discard(references: list[PassReference | None], removed: Any) -> None:
     # Compared by identity, because two live references are equal if their loaders are.
     references[:] = [reference for reference in references if reference is not removed]

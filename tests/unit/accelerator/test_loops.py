@@ -291,6 +291,10 @@ def test_windows_end_with_the_loader_that_drives_the_loop() -> None:
     }
 
 
+def test_a_loader_of_one_batch_drives_the_loop() -> None:
+    assert updates_of(read_cycled, (1, 5)) == [1, 2]
+
+
 def test_the_last_batch_may_be_divided_into_micro_batches() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     model = new_model()

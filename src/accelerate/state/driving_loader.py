@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,16 +13,21 @@ class DrivingLoader:
     A loop may read several loaders: `zip` of two, a short one that is started again, one for an evaluation
     whose iterator is kept. Those that do not deliver a batch before each micro-batch do not drive the loop.
     Of several that do, the one that has driven it before is kept, and otherwise the outermost is chosen.
-
-    Attributes:
-        loader: The loader, or None if no loader is read.
     """
 
     def __init__(self) -> None:
-        self.loader: Any = None
+        self._reference: weakref.ref[Any] | None = None
         self._positions: dict[int, tuple[Any, Any]] = {}  # of all loaders in the micro-batch before
         self._batch: tuple[Any, ...] = ()
         self._calls = self._calls_before = 0  # micro-batches of this batch, and of the batch before
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return DrivingLoader, ()  # a copy finds its loader anew
+
+    @property
+    def loader(self) -> Any:
+        """The loader, or None if no loader is read."""
+        return None if self._reference is None else self._reference()
 
     def begin_micro_batch(self, loaders: Sequence[Any]) -> bool:
         """Finds the loader, and returns whether the micro-batch that begins is the last one of its pass.
@@ -31,7 +37,8 @@ class DrivingLoader:
         Args:
             loaders: The loaders that are being read, the outermost first.
         """
-        self.loader = loader = self._find(loaders)
+        loader = self._find(loaders)
+        self._reference = None if loader is None else weakref.ref(loader)
         if loader is None:
             return False
         batch = (id(loader), *_position(loader))
@@ -48,7 +55,7 @@ class DrivingLoader:
         candidates = delivered or loaders
         if any(loader is self.loader for loader in candidates):
             return self.loader
-        return next((loader for loader in candidates if not loader.end_of_dataloader), candidates[0])
+        return candidates[0]
 
 
 def _position(loader: Any) -> tuple[Any, Any]:
