@@ -377,6 +377,7 @@ def look_at_the_edges(version: int) -> list[str]:
     for call in (
         lambda: accelerator.join_uneven_inputs([prepared]).__enter__(),
         lambda: accelerator.prepare(*model_in_training()),
+        lambda: accelerator.prepare(torch.optim.LBFGS(prepared.parameters())),
     ):
         try:
             call()
@@ -413,6 +414,7 @@ def test_unsupported_uses_give_warnings_and_errors(run: Run, version: int) -> No
         assert ("train and are in ignored_modules" in text) is (rank == 0)
         assert "join_uneven_inputs does not work with FSDP or tensor parallelism" in text
         assert "holds the state of 2 parameters, which cannot be sharded" in text
+        assert "LBFGS joins all parameters into one vector" in text
 
 
 def evaluate_apart(version: int, number_format: str, trained: bool) -> int:
@@ -534,15 +536,31 @@ def test_trigger_sync_in_backward_reduces_gradients(run: Run, version: int) -> N
         assert ours == pytest.approx(expected, rel=1e-4)
 
 
+class OwnList(torch.optim.SGD):
+    """An optimizer that steps a list of its own, as LBFGS does."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=1.0)
+        self.own = list(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for parameter in self.own:
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+
+
 def prepare_in_odd_orders(version: int) -> dict[str, list[bool]]:
     """Which parameters a step moves when the optimizer came first, or after a forward without gradients."""
     found = {}
-    for order in ("optimizer first", "evaluated before"):
+    for order in ("optimizer first", "evaluated before", "own list"):
         AcceleratorState._reset_state()
         accelerator = Accelerator(fsdp_plugin=plugin_of(version, use_orig_params=True))
         model = plain()
         x, y = next(batches(accelerator.device))
-        if order == "optimizer first":
+        if order == "own list":
+            model, optimizer = accelerator.prepare(model, OwnList(model.parameters()))
+        elif order == "optimizer first":
             optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0))
             model = accelerator.prepare(model)
         else:

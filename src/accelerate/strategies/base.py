@@ -202,9 +202,15 @@ class Strategy:
 
     def check_optimizer(self, optimizer: Any) -> None:
         """Raises an error for an optimizer that cannot work, and logs a warning for one that steps early."""
+        name = type(optimizer).__name__
+        is_split = self.context.topology.size > 1 and not self.holds_whole_models
+        if is_split and any("LBFGS" in kind.__name__ for kind in type(optimizer).__mro__):
+            raise PreparationError(
+                f"{name} joins all parameters into one vector, and each rank has a part of them. Use "
+                "DistributedDataParallel, which replicates the model, or another optimizer."
+            )
         if not steps_in_backward(optimizer):
             return
-        name = type(optimizer).__name__
         if self.replicas > 1:
             raise PreparationError(
                 f"{name} updates parameters in the backward pass, before gradients are averaged: the models "

@@ -67,7 +67,7 @@ def names_by_group(optimizer: Any, named: Sequence[Mapping[str, nn.Parameter]]) 
 def fsdp2_switch_optimizer_parameters(
     optimizer: torch.optim.Optimizer, mapping: Mapping[Tensor, Tensor]
 ) -> None:
-    """Replaces parameters of an optimizer.
+    """Replaces parameters of an optimizer, in its groups and in other attributes, such as `_params` of LBFGS.
 
     Args:
         optimizer: Optimizer that has not taken a step.
@@ -80,6 +80,40 @@ def fsdp2_switch_optimizer_parameters(
     seen: set[int] = set()
     for group in optimizer.param_groups:
         _put(optimizer, group, [mapping.get(old, old) for old in group["params"]], seen)
+    visited = {id(optimizer.param_groups), id(optimizer.state)}
+    _switch_held(optimizer, mapping, visited)
+
+
+def _switch_held(held: Any, mapping: Mapping[Tensor, Tensor], visited: set[int]) -> Any:
+    """Returns an object of an optimizer with its parameters replaced, which is changed in place if possible.
+
+    Args:
+        held: Parameter, container or inner optimizer. Other objects are unchanged.
+        mapping: New parameter by old parameter.
+        visited: Identities of the containers that are replaced already.
+    """
+    if isinstance(held, Tensor):
+        return mapping.get(held, held)
+    if not isinstance(held, list | tuple | set | dict | torch.optim.Optimizer) or id(held) in visited:
+        return held
+    visited.add(id(held))
+    if isinstance(held, torch.optim.Optimizer):
+        vars(held).update({name: _switch_held(value, mapping, visited) for name, value in vars(held).items()})
+        return held
+    members = [part for item in held.items() for part in item] if isinstance(held, dict) else list(held)
+    switched = [_switch_held(member, mapping, visited) for member in members]
+    if all(new is old for new, old in zip(switched, members, strict=True)):
+        return held
+    if isinstance(held, tuple):
+        return held._make(switched) if hasattr(held, "_make") else type(held)(switched)
+    held.clear()
+    if isinstance(held, dict):
+        held.update(zip(switched[::2], switched[1::2], strict=True))
+    elif isinstance(held, set):
+        held.update(switched)
+    else:
+        held.extend(switched)
+    return held
 
 
 def get_parameters_from_modules(

@@ -110,6 +110,31 @@ def test_switching_by_identity() -> None:
     assert held(optimizer) == [[id(new), id(model.bias)]]
 
 
+def test_switching_in_attributes_of_an_optimizer() -> None:
+    model, new = nn.Linear(2, 2), nn.Parameter(torch.zeros(2, 2))
+    weight, bias = model.weight, model.bias
+    optimizer, inner = (torch.optim.SGD(model.parameters(), lr=1.0) for _ in range(2))
+    own = {
+        "one": weight,
+        "list": [bias, [weight]],
+        "pairs": ((weight, "w"), (bias, "b")),
+        "by_parameter": {weight: 1, bias: 2},
+        "by_name": {"w": weight},
+        "set": {weight},
+        "inner": inner,
+    }
+    vars(optimizer).update(own)
+    own["list"].append(own["list"])  # type: ignore[attr-defined]
+    fsdp2_switch_optimizer_parameters(optimizer, {weight: new})
+    assert held(inner) == [[id(new), id(bias)]]
+    found = vars(optimizer)
+    assert found["list"] is own["list"]
+    assert found["one"] is found["list"][1][0] is found["by_name"]["w"] is new
+    assert [pair[0] for pair in found["pairs"]] == [new, bias]
+    assert [*map(id, found["by_parameter"])] == [id(new), id(bias)]
+    assert [*map(id, found["set"])] == [id(new)]
+
+
 @pytest.mark.parametrize(
     ("modules", "expected"),
     [
