@@ -8,14 +8,15 @@ be equal, unless the package raises an error or logs a warning.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import re
 import sys
 import traceback
 import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate import Accelerator, DataLoaderConfiguration
-from accelerate.base import AccelerateError
+from accelerate.base import AccelerateError, environ
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, GradientAccumulationPlugin
 
@@ -263,6 +264,10 @@ def run_one(loop: Loop, folder: str) -> Result:
         return Result("raised", traceback.format_exc(), handler.texts)
     finally:
         logger.removeHandler(handler)
+    if loop.strategy == "replicas":  # each group has losses and metrics of its own
+        expected, actual = (
+            [each for each in e if each[0] not in ("loss", "metric")] for e in (expected, actual)
+        )
     difference = compare(expected, actual)
     return Result("different" if difference else "equal", difference, handler.texts)
 
@@ -278,9 +283,38 @@ def compare(expected: list[Event], actual: list[Event]) -> str:
     return "" if len(expected) == len(actual) else f"{len(expected)} events became {len(actual)}"
 
 
+@contextmanager
+def open_groups(count: int) -> Iterator[list[dict[str, str]]]:
+    """The variables of replica groups, as those of `accelerate launch --replicas`."""
+    from torch.distributed import TCPStore
+    from torchft.coordination import LighthouseServer
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    lighthouse = LighthouseServer(
+        bind="[::]:0",
+        min_replicas=count,
+        join_timeout_ms=60_000,
+        quorum_tick_ms=20,
+        heartbeat_timeout_ms=5_000,
+    )
+    variables = {
+        "ACCELERATE_REPLICAS": str(count),
+        "ACCELERATE_MIN_REPLICAS": str(count),
+        "ACCELERATE_REPLICA_BATCH": "constant",
+        "ACCELERATE_LIGHTHOUSE": f"http://localhost:{lighthouse.address().rpartition(':')[2]}",
+        "ACCELERATE_RUN_STORE": f"localhost:{store.port}",
+        "ACCELERATE_REPLICA_TIMEOUT": "60",
+    }
+    try:
+        yield [{**variables, environ.REPLICA: str(number)} for number in range(count)]
+    finally:
+        lighthouse.shutdown()
+
+
 def run_jobs(jobs: list[tuple[int, Loop]], root: str) -> None:
     """Run loops one after another on a rank, until one raises an error, and write their results to a file."""
-    with Path(f"results_{PartialState().process_index}").open("wb") as file:
+    rank = os.environ.get(environ.REPLICA) or PartialState().process_index
+    with Path(f"results_{rank}").open("wb") as file:
         for number, loop in jobs:
             result = run_one(loop, str(Path(root) / str(number)))
             pickle.dump(result, file)
@@ -292,11 +326,14 @@ def run_jobs(jobs: list[tuple[int, Loop]], root: str) -> None:
 def run(seeds: list[int], ask: Any) -> dict[int, str]:
     """Run trials, and return what each of them has found; empty text where nothing differs in silence."""
     groups: defaultdict[int, list[tuple[int, Loop]]] = defaultdict(list)
-    for seed in seeds:
-        groups[draw(seed).world].append((seed, draw(seed)))
-    results = {
-        seed: each for world, jobs in groups.items() for seed, each in ask(run_jobs, jobs, world).items()
-    }
+    results: dict[int, Any] = {}
+    for loop in map(draw, seeds):
+        if loop.strategy == "replicas":  # a run of its own
+            results |= ask(run_jobs, [(loop.seed, loop)], loop.world, open_groups)
+        else:
+            groups[loop.world].append((loop.seed, loop))
+    for world, jobs in groups.items():
+        results |= ask(run_jobs, jobs, world)
     return {seed: each if isinstance(each, str) else judge(each) for seed, each in results.items()}
 
 

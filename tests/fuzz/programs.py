@@ -143,6 +143,8 @@ def draw(seed: int) -> Loop:
     )
     if loop.world == 2 and sometimes(0.2):
         loop = replace(loop, strategy="fsdp")
+    elif loop.world == 2 and sometimes(0.06):
+        loop = replace(loop, strategy="replicas")
     return make_valid(loop)
 
 
@@ -153,6 +155,17 @@ RULES: tuple[Rule, ...] = (
     (lambda d: d.closure and d.is_manual, {"accumulation": "none"}),
     (lambda d: d.closure and d.accumulation == "constant", {"accumulation": "accumulate"}),
     (lambda d: d.closure and d.accumulation == "none", {"optimizer": "lbfgs"}),
+    # Replica groups divide a global batch, and each has losses of its own. They step after each batch.
+    (
+        lambda d: d.strategy == "replicas",
+        {"split": False, "even": True, "policy": "per_update", "loaders": "one", "stop": ""},
+    ),
+    (lambda d: d.strategy == "replicas", {"checkpoint": False, "guard_step": False, "change": None}),
+    (lambda d: d.strategy == "replicas" and d.scheduler == "plateau", {"scheduler": "step"}),
+    (
+        lambda d: d.strategy == "replicas" and d.accumulation != "none",
+        {"accumulation": "accumulate", "ends_with_loader": True},
+    ),
     (lambda d: d.accumulation == "none", {"steps": 1}),
     (lambda d: d.is_manual and d.steps == 1, {"accumulation": "none"}),
     (lambda d: d.accumulation == "no_sync" and len(d.models) > 1, {"family": "one"}),
@@ -402,7 +415,9 @@ def write_steps(loop: Loop) -> tuple[list[str], list[str]]:
         behind_log = []
     end = [write_schedule(loop, name) for name in schedulers_of(loop)] if loop.schedule == "batch" else []
     if loop.zero == "end" and not loop.closure:
-        end += [line for unit in units for line in write_guard(loop, write_zero(loop, unit), loop.is_manual)]
+        # In windows it is a part of the micro-batch, whose gradients plain torch would drop.
+        is_guarded = loop.is_manual or (loop.guard_step and loop.in_windows)
+        end += [line for unit in units for line in write_guard(loop, write_zero(loop, unit), is_guarded)]
     return (lines + behind_log, behind + end) if loop.outside else (lines + end + behind_log, [])
 
 

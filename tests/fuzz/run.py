@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,22 +34,37 @@ KINDS: dict[str, Any] = {"resume": resume, "loops": loops}
 runs trials and returns the difference that each has found by its seed, or an empty string. A module may have
 `outcomes`, a counter of what trials have found that is not a difference."""
 Job = tuple[Any, ...]  # picklable; the seed is its first item
-Ask = Callable[[Callable[[list[Any], str], None], list[Any], int], "dict[int, Any]"]
+Ask = Callable[..., "dict[int, Any]"]
 """Calls a function with jobs and a folder on a number of ranks, where it writes the result of one job after
-another to `results_RANK`. Returns for each seed the list of the results of the ranks, or what went wrong."""
+another to `results_RANK`. Returns for each seed the list of the results of the ranks, or what went wrong.
+Within `groups`, a context manager of a list of variables, each process is a replica group."""
 
 
 def asks_with(server: ranks.RankServer, root: Path) -> Ask:
-    def ask(run_jobs: Callable[[list[Job], str], None], jobs: list[Job], world: int) -> dict[int, Any]:
+    def ask(
+        run_jobs: Callable[[list[Job], str], None],
+        jobs: list[Job],
+        world: int,
+        groups: Callable[[int], AbstractContextManager[list[dict[str, str]]]] | None = None,
+    ) -> dict[int, Any]:
         found: dict[int, list[Any] | str] = {}
         while jobs:
-            with tempfile.TemporaryDirectory(dir=root) as name, ranks.hold_port() as port:
+            with (
+                tempfile.TemporaryDirectory(dir=root) as name,
+                ranks.hold_port() as port,
+                nullcontext() if groups is None else groups(world) as variables,
+            ):
                 folder = Path(name)
                 call = ranks.describe_call(run_jobs, (jobs, str(root)))
                 (folder / "call").write_bytes(pickle.dumps(call))
                 request = {
                     "folder": name,
-                    "environments": [ranks.rank_environment(rank, world, port, {}) for rank in range(world)],
+                    "environments": [
+                        ranks.rank_environment(0, 1, port, variables[rank])
+                        if variables
+                        else ranks.rank_environment(rank, world, port, {})
+                        for rank in range(world)
+                    ],
                     "timeout": SECONDS * (4 + len(jobs)),
                 }
                 reply = server.ask(request)

@@ -516,6 +516,10 @@ class Accelerator(ProcessControl):
         if self.gradient_state.global_batch_size is not None:
             name, reason = "gradient_accumulation_steps", "it follows from global_batch_size"
             raise wrong_value(name, gradient_accumulation_steps, reason, "Leave it out")
+        if self._recovery is not None and self._recovery.in_pass:
+            name, fix = "gradient_accumulation_steps", "Set it between two passes over a loader"
+            reason = "replica groups have divided the batches of this step"
+            raise wrong_value(name, gradient_accumulation_steps, reason, fix)
         self._runtime.gradient_state.plugin_kwargs["num_steps"] = gradient_accumulation_steps
 
     @property
@@ -616,10 +620,12 @@ class Accelerator(ProcessControl):
         if kwargs.pop("scale_wrt_gas", None) is not False:
             loss = self._accumulation.scale(loss)
         if not [optimizer for optimizer in self._optimizers if optimizer.steps_in_backward]:
-            self._runtime.backward(loss, **kwargs)
-            self._accumulation.end_backward()
             if self._recovery is not None:
-                self._recovery.sum_gradients()
+                self._recovery.begin_backward()
+            self._runtime.backward(loss, **kwargs)
+            if self._recovery is not None:
+                self._recovery.end_backward()
+            self._accumulation.end_backward()
             return
         if kwargs:
             reason = "an optimizer that updates parameters in the backward pass runs it without arguments"

@@ -125,6 +125,8 @@ class RunCheckpoints:
         """Loads the state of the run."""
         runtime, began = self._runtime, time.perf_counter()
         checkpointing.loading.check_policy(world_size_policy)
+        if runtime.recovery is not None:
+            runtime.recovery.check_load()
         runtime.checkpoints.background.wait()
         model_kwargs = dict(load_model_func_kwargs)
         device = checkpointing.read_device(model_kwargs.pop("map_location", None))

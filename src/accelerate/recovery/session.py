@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accelerate import rng, strategies
+from accelerate import rng, strategies, torch_private
 from accelerate.base import StateError, wrong_value
 from accelerate.data_loader import data_groups
 from accelerate.launch import committed_key
@@ -103,6 +103,8 @@ class Recovery:
         self._membership: Membership | None = None
         self._loader: RecoveryLoader | None = None
         self._outcome: bool | None = None
+        self._has_summed = False  # whether a backward pass of this micro-batch has added up gradients
+        self._sums: list[tuple[nn.Parameter, torch.Tensor]] = []  # of the earlier ones, during another one
         self._is_behind = False
         self._has_committed = False
         self._num_loaders = self._num_barriers = 0
@@ -247,6 +249,15 @@ class Recovery:
         answer: Result = transport.broadcast_object(ask() if transport.rank == 0 else None)
         return answer
 
+    def check_load(self) -> None:
+        """Raises an error if this replica group has taken steps, whose passes are over in all groups."""
+        if self._has_committed:
+            raise StateError(
+                "load_state() was called after replica groups have taken steps, and they would skip the "
+                "batches between the checkpoint and these steps. Call it before the first step, or leave "
+                "--replicas out."
+            )
+
     def held_by_all(self, names: list[str]) -> list[str]:
         """Returns the names that all replica groups pass, or all names while others train and send state."""
         return self._ask_store(lambda: names if self._has_begun() else self._run.common(self._store, names))
@@ -278,6 +289,7 @@ class Recovery:
             loss_scale: Factor of its loss, besides that of gradient accumulation.
         """
         self._loss_scale = loss_scale
+        self._has_summed = False
         digest = hashlib.blake2b(repr((self.seed, *number)).encode(), digest_size=8).digest()
         rng.set_seed(int.from_bytes(digest, "little") % 2**31 + current_transport().rank)
         is_first = self._gradients.sync_gradients  # the micro-batch before was the last of its step
@@ -285,15 +297,32 @@ class Recovery:
         if self.begin_window is not None and not (is_first and is_last):
             self.begin_window(is_first=is_first, is_last=is_last)
 
-    def sum_gradients(self) -> None:
-        """Adds up the gradients of all members, after the last micro-batch of this replica group."""
+    def begin_backward(self) -> None:
+        """Takes the sums of earlier backward passes of this step, which are not to be added up again."""
+        if not (self._has_summed and self.in_pass):
+            return
+        for parameter in self._trained():
+            if (earlier := parameter.grad) is not None:
+                # DistributedDataParallel writes the next gradients into the memory of its own views.
+                self._sums.append((parameter, earlier.clone() if torch_private.is_view(earlier) else earlier))
+                parameter.grad = None
+
+    def end_backward(self) -> None:
+        """Adds up the gradients of all members, after a backward pass of the last micro-batch."""
         if not (self.in_pass and self._gradients.sync_gradients):
             return
         assert self._membership is not None
-        models = self._prepared.models
-        trained = dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad)
         self._flags.grad = self._flags.new_tensor(list(self._requested.values()))
-        strategies.sum_gradients([*trained, self._flags], self._membership.sum, bucket_bytes=BUCKET_BYTES)
+        parameters = [*self._trained(), self._flags]
+        strategies.sum_gradients(parameters, self._membership.sum, bucket_bytes=BUCKET_BYTES)
+        self._has_summed = True
+        for parameter, earlier in self._sums:
+            parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
+        self._sums = []
+
+    def _trained(self) -> list[nn.Parameter]:
+        models = self._prepared.models
+        return list(dict.fromkeys(p for model in models for p in model.parameters() if p.requires_grad))
 
     @property
     def loss_scale(self) -> float:
@@ -320,7 +349,12 @@ class Recovery:
 
     def _share_requests(self) -> None:
         """Takes the requests of all members, which were added up with the gradients of the step."""
-        assert self._flags.grad is not None
+        if self._flags.grad is None:
+            raise StateError(
+                "optimizer.step() was called without accelerator.backward(loss) in this step, so gradients "
+                "of the replica groups are not added up. Call accelerator.backward(loss) in place of "
+                "loss.backward()."
+            )
         for name, count in zip(REQUESTS, self._flags.grad.tolist(), strict=True):
             if count:
                 self._shared[name], self._requested[name] = True, False
