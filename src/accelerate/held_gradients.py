@@ -27,16 +27,18 @@ class HeldGradients:
 
     Args:
         replicas: Number of ranks whose gradients are averaged in the last micro-batch.
-        find_unreduced: Returns gradients of the parameters that are not in their `grad` yet (FSDP 2).
+        take_unreduced: Takes gradients of parameters that are not in their `grad` yet (FSDP 2).
     """
 
-    def __init__(self, replicas: int, find_unreduced: Callable[[], list[Tensor]]) -> None:
-        self._replicas, self._find_unreduced = replicas, find_unreduced
+    def __init__(
+        self, replicas: int, take_unreduced: Callable[[list[Tensor]], torch_private.TakenGradients]
+    ) -> None:
+        self._replicas, self._take_unreduced = replicas, take_unreduced
         self._parameters: list[Tensor] = []
         self._held: list[Tensor | None] = []  # gradients of the window
         self._seen: list[Tensor | None] = []  # gradients in `grad` when no backward pass had changed them
         self._versions: list[int] = []  # of those
-        self._unreduced: list[tuple[Tensor, int]] = []
+        self._unreduced: torch_private.TakenGradients | None = None  # while later gradients are kept apart
         self._is_untouched = True  # no backward pass has begun since `_look`
         self._has_contributed = False  # `step` was called in this window
         self._has_stepped = False  # `step` was called in this micro-batch
@@ -47,7 +49,13 @@ class HeldGradients:
 
     @property
     def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each parameter with its gradient of the window, which may not be its `grad`."""
+        """Each parameter with its gradients of the window, which may not be its `grad`."""
+        yield from self._reduced
+        if self._unreduced is not None:
+            yield from self._unreduced.gradients
+
+    @property
+    def _reduced(self) -> Iterator[tuple[Tensor, Tensor]]:
         return ((p, held) for p, held in zip(self._parameters, self._held, strict=True) if held is not None)
 
     def begin(
@@ -68,6 +76,7 @@ class HeldGradients:
             self._warn_of_unused()
             self._held = [None] * len(self._parameters)
             self._is_apart = self._has_contributed = False
+            self._unreduced = None
             self._look()
         elif not (self._is_apart or self._has_stepped) and (self._restore() or self._has_new()):
             self._hold()  # no `step` was called in the micro-batch before
@@ -95,6 +104,7 @@ class HeldGradients:
         if self._has_stepped and not self._is_cleared():
             self._set_apart()
             return
+        self._put_unreduced(adds=False)
         self._refuse_zeros()
         if self._restore() and not self._has_stepped and self._has_new():
             _refuse_between()  # the caller has removed them after an earlier pass of this micro-batch
@@ -120,7 +130,7 @@ class HeldGradients:
             clear: Clears all gradients, which is called if the window has none yet.
         """
         if self._is_apart:
-            self._refuse_unreduced()
+            self._put_unreduced(adds=False)
             for parameter, held in zip(self._parameters, self._held, strict=True):
                 parameter.grad = held
             self._look()
@@ -156,7 +166,7 @@ class HeldGradients:
     def _set_parameters(self, parameters: list[Tensor]) -> None:
         """Sets the parameters, to which a group may have been added."""
         if len(parameters) != len(self._parameters):
-            held = dict(self.gradients)
+            held = dict(self._reduced)
             seen = zip(self._seen, self._versions, strict=True)
             known = dict(zip(self._parameters, seen, strict=False))
             self._held = [held.get(p) for p in parameters]
@@ -181,15 +191,14 @@ class HeldGradients:
         self._held = [
             held.clone() if held is not None and torch_private.is_view(held) else held for held in self._held
         ]
-        for parameter, _ in self.gradients:
+        for parameter, _ in self._reduced:
             parameter.grad = None
         self._is_apart = True
-        unreduced = self._find_unreduced()
-        self._unreduced = list(zip(unreduced, torch_private.in_place_versions(unreduced), strict=True))
+        self._unreduced = self._take_unreduced(self._parameters)
 
     def _restore(self) -> bool:
         """Sets the gradients that are held where they were removed, and returns whether one was."""
-        removed = [(p, held) for p, held in self.gradients if p.grad is None and p.requires_grad]
+        removed = [(p, held) for p, held in self._reduced if p.grad is None and p.requires_grad]
         for parameter, held in removed:
             parameter.grad = held
         return bool(removed)
@@ -199,9 +208,10 @@ class HeldGradients:
         if not self._is_apart:
             return self._restore()
         self._is_apart = False
-        has_joined = False
+        has_joined = bool(self._unreduced)
         with torch.no_grad():
-            for parameter, held in self.gradients:
+            self._put_unreduced(adds=True)
+            for parameter, held in self._reduced:
                 later = parameter.grad
                 parameter.grad = held if later is None else held + later
                 has_joined = True
@@ -209,7 +219,9 @@ class HeldGradients:
 
     def _is_cleared(self) -> bool:
         """Returns whether a caller has removed the gradients that are held."""
-        removed = [p.grad is None for p, _ in self.gradients]
+        removed = [p.grad is None for p, _ in self._reduced]
+        if self._unreduced:
+            removed.append(not self._unreduced.has_later and all(p.grad is None for p in self._parameters))
         return bool(removed) and all(removed)
 
     def _has_new(self) -> bool:
@@ -246,18 +258,19 @@ class HeldGradients:
                 "those of the micro-batches before."
             )
 
-    def _refuse_unreduced(self) -> None:
-        known = {id(gradient): version for gradient, version in self._unreduced}
-        own = {id(parameter.grad) for parameter in self._parameters}
-        unreduced = [gradient for gradient in self._find_unreduced() if id(gradient) not in own]
-        versions = torch_private.in_place_versions(unreduced)
-        if any(v != known.get(id(gradient)) for gradient, v in zip(unreduced, versions, strict=True)):
+    def _put_unreduced(self, *, adds: bool) -> None:
+        """Puts gradients back that FSDP has not reduced, with those that were added since then or without."""
+        if self._unreduced is None:
+            return
+        if self._unreduced.is_mixed:
             raise StateError(
                 "A backward pass after optimizer.step() has added gradients of another loss to those of the "
                 "window, and FSDP keeps their sum where zero_grad() cannot separate them. Freeze the "
                 "parameters of this optimizer in that pass with requires_grad_(False), or use "
-                "GradientAccumulationPlugin(num_steps=..., sync_each_batch=True)."
+                "GradientAccumulationPlugin(num_steps=..., sync_each_batch=False)."
             )
+        self._unreduced.put_back(adds=adds)
+        self._unreduced = None
 
 
 def _differs(gradient: Tensor | None, before: Tensor | None, version: int) -> bool:

@@ -92,6 +92,10 @@ def _optimizers_with_one_call() -> frozenset[type]:
     return frozenset(optimizers) - {torch.optim.LBFGS}
 
 
+def _identity(value: T) -> T:
+    return value
+
+
 def _set_mode(optimizer: Any, name: str) -> None:
     """Calls `train` or `eval` of the outermost optimizer that has it, below any number of wrappers."""
     visited: list[Any] = []
@@ -126,7 +130,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
     """Number of updates of the parameters, including those before a resume of the run."""
 
     last_pass: int = 0
-    """`GradientState.find_pass` in the last call of `step`."""
+    """`GradientState.find_pass` in the last call of `step`, or micro-batch of a window of several."""
 
     num_skipped: int = 0
     """Number of updates that `skip_nonfinite_updates` has skipped because gradients were not finite."""
@@ -142,6 +146,9 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
 
     held: HeldGradients | None = None
     """Gradients of the current window, if it has several micro-batches."""
+
+    holds_windows: bool = False
+    """True if `held` is set in each window of several micro-batches, and None means that none is open."""
 
     observers: tuple[Any, ...] = ()
     """Averages of weights and the comparison of replicas.
@@ -256,7 +263,7 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         clear = partial(self.optimizer.zero_grad, set_to_none is None or set_to_none)
         if self.held is not None:
             self.held.zero_grad(clear)
-        elif self.gradient_state.sync_gradients:
+        elif self.holds_windows or self.gradient_state.sync_gradients:
             clear()
 
     def train(self) -> None:
@@ -281,7 +288,8 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
             ConfigurationError: A closure is passed in a micro-batch without synchronization, and the
                 optimizer may call it several times in a step.
         """
-        self.last_pass = self.gradient_state.find_pass(self._driver)
+        if self.held is None:
+            self.record_pass()
         if not self.gradient_state.sync_gradients:
             return self._accumulate(closure)
         if self.held is not None:
@@ -303,24 +311,28 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         finally:
             step_clock.end_step(before, id(self), self.num_updates - num_updates, self.num_updates)
 
+    def record_pass(self) -> None:
+        """Sets `last_pass` in a micro-batch."""
+        self.last_pass = self.gradient_state.find_pass(self._driver)
+
     def _accumulate(self, closure: Callable[[], Any] | None) -> Any:
         """Keeps the gradients of a micro-batch without synchronization for the next ones."""
         result = None
         if closure is not None:
             # Closures share the variables of the loop, so that of an earlier batch cannot be called later.
-            if type(self.optimizer) not in _optimizers_with_one_call():
-                reason = (
-                    "the optimizer may call it several times, and each call has the data of one micro-batch"
-                )
-                fix = (
-                    "Use gradient_accumulation_steps=1, and sum the losses of several batches in the closure"
-                )
-                raise wrong_value("closure", type(self.optimizer).__name__, reason, fix)
-            with torch.enable_grad():
-                result = closure()
+            reason = "the optimizer may call it several times, and each call has the data of one micro-batch"
+            fix = "Use gradient_accumulation_steps=1, and sum the losses of several batches in the closure"
+            result = self._call_once(closure, reason, fix)
         if self.held is not None:
             self.held.contribute()
         return result
+
+    def _call_once(self, closure: Callable[[], Any], reason: str, fix: str) -> Any:
+        """Returns the result of a closure, and raises for optimizers that may call it several times."""
+        if type(self.optimizer) not in _optimizers_with_one_call():
+            raise wrong_value("closure", type(self.optimizer).__name__, reason, fix)
+        with torch.enable_grad():
+            return closure()
 
     def _complete(self, closure: Callable[[], Any] | None = None) -> Any:
         """Ends the window after its last backward pass, which may be that of a closure."""
@@ -331,6 +343,10 @@ class AcceleratedOptimizer(torch.optim.Optimizer):
         return result
 
     def _step(self, closure: Callable[[], Any] | None) -> Any:
+        if closure is not None and (self.commit is not None or self.skips_nonfinite):
+            reason = "the optimizer may call it several times, and a step is taken or skipped after one call"
+            fix = "Leave out --replicas and skip_nonfinite_updates, or use another optimizer"
+            closure = partial(_identity, self._call_once(closure, reason, fix))
         if self.commit is not None and not self.commit():
             self._is_overflow, self.gradients_unscaled = True, False
             if self.scaler is not None:

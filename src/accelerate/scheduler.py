@@ -191,7 +191,7 @@ class AcceleratedScheduler:
         if self._was_skipped():
             return False
         return any(
-            optimizer.last_pass not in (0, before) and self.gradient_state.has_ended(optimizer.last_pass)
+            optimizer.last_pass not in (0, before) and self.gradient_state.is_behind(optimizer.last_pass)
             for optimizer, before in zip(self.optimizers, self._passes_at_call, strict=False)
         )
 

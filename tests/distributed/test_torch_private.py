@@ -120,3 +120,40 @@ def test_unreduced_gradients_are_listed_once_and_dropped(run):
         assert dropped == []
         assert second == first
         assert sum(reduced) == pytest.approx(sum(first) * 3 / 2, rel=0.01)
+
+
+def take_gradients() -> list[Any]:
+    """Gradients that are in no `grad`, taken from some parameters of a unit and from all of them."""
+    PartialState()
+    torch.manual_seed(0)
+    model: Any = nn.Linear(2, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")))
+    parameters = list(model.parameters())
+    found: list[Any] = []
+    for disable in (model.set_requires_gradient_sync, model.set_requires_all_reduce):
+        disable(False)
+        model(torch.ones(1, 2)).sum().backward()
+        total = sum_of(torch_private.unreduced_gradients(model))
+        found.append(torch_private.TakenGradients([model], parameters[:1]).is_mixed)
+        torch_private.drop_unreduced_gradients(model)
+        for adds in (False, True):
+            model(torch.ones(1, 2)).sum().backward()
+            taken = torch_private.TakenGradients([model], parameters)
+            assert taken
+            assert not torch_private.unreduced_gradients(model)
+            assert not taken.has_later
+            model(torch.ones(1, 2)).sum().backward()
+            assert taken.has_later
+            taken.put_back(adds=adds)
+            found.append(sum_of(torch_private.unreduced_gradients(model)) / total)
+            torch_private.drop_unreduced_gradients(model)
+        disable(True)
+    return found
+
+
+def sum_of(gradients: list[torch.Tensor]) -> float:
+    return sum(gradient.sum().item() for gradient in gradients)
+
+
+def test_unreduced_gradients_are_taken_and_put_back(run):
+    assert run(take_gradients, processes=2) == [[False, 1.0, 2.0, True, 1.0, 2.0]] * 2

@@ -7,7 +7,7 @@ from one optimizer step to the next.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,11 +20,15 @@ from accelerate.accelerator.mistaken_windows import UndividedSteps, watch_unprep
 from accelerate.accelerator.weighting import ItemWeighting, LossWeighting, drop_gradients, read_items
 from accelerate.base import ConfigurationError, StateError, wrong_value
 from accelerate.held_gradients import HeldGradients
+from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import DrivingLoader, GradientState, mesh_sizes
 
 if TYPE_CHECKING:
     from accelerate.recovery import Recovery
+
+
+logger = get_logger(__name__)
 
 
 @dataclass(eq=False)
@@ -43,7 +47,7 @@ class MicroBatches:
     position: int = 0
     num_steps: int = 1
     items: ItemWeighting | None = None
-    driver: DrivingLoader = field(default_factory=DrivingLoader)
+    driver: DrivingLoader = field(default_factory=partial(DrivingLoader, prefers_unfinished=True))
 
 
 class Accumulation:
@@ -144,6 +148,8 @@ class Accumulation:
         else:
             is_last = current.position >= current.num_steps
             current.step += 1
+            if current.driver.is_uncertain and gradients.sync_with_dataloader and not is_last:
+                _warn_of_uncertain()
         if is_last:
             current.position = 0
         gradients._set_sync_gradients(is_last)
@@ -171,11 +177,11 @@ class Accumulation:
             self.release(models)
             return
         for optimizer in trained:
+            optimizer.record_pass()  # `step` may be called in the last micro-batch only
             if optimizer.held is None:
-                find_unreduced = partial(
-                    _unreduced_gradients, self.prepared.models, list(optimizer.parameters())
-                )
-                optimizer.held = HeldGradients(self._num_summed(), find_unreduced)
+                take_unreduced = partial(torch_private.TakenGradients, self.prepared.models)
+                optimizer.held = HeldGradients(self._num_summed(), take_unreduced)
+                optimizer.holds_windows = True
             optimizer.held.begin(
                 optimizer.parameters(), is_first=is_first, is_last=is_last, is_alone=len(trained) == 1
             )
@@ -200,8 +206,7 @@ class Accumulation:
         """Yields the optimizers of models, or of all for none, whose gradients are accumulated in `grad`."""
         if not self.strategy.holds_gradients:
             return
-        models = models or self.prepared.models
-        own = {id(parameter) for model in models for parameter in model.parameters()}
+        own = set(map(id, torch_private.parameters_and_shards(models or self.prepared.models)))
         for optimizer in self.prepared.optimizers:
             if not optimizer.steps_in_backward and not own.isdisjoint(map(id, optimizer.parameters())):
                 yield optimizer
@@ -341,17 +346,18 @@ class Accumulation:
             torch_private.reset_unscaled(self.strategy.precision.scaler)
 
 
-def _held_gradients(prepared: strategies.Prepared) -> Mapping[Tensor, Tensor]:
-    """Returns the gradients that prepared optimizers hold, by parameter."""
+def _warn_of_uncertain() -> None:
+    logger.warning_once(
+        "Several loaders have delivered a batch, which is the last one of some of them. accumulate() ends a "
+        "window with the pass over one loader, and has chosen one that goes on. If another one drives the "
+        "loop, iterate over accelerator.windows(loader) instead."
+    )
+
+
+def _held_gradients(prepared: strategies.Prepared) -> list[tuple[Tensor, Tensor]]:
+    """Returns the gradients that prepared optimizers hold, each after its parameter."""
     held = (optimizer.held for optimizer in prepared.optimizers if optimizer.held is not None)
-    return {parameter: gradient for each in held for parameter, gradient in each.gradients}
-
-
-def _unreduced_gradients(models: Sequence[nn.Module], parameters: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the gradients of parameters that FSDP 2 has not reduced yet."""
-    ids = set(map(id, parameters))
-    own = [model for model in models if not ids.isdisjoint(map(id, model.parameters()))]
-    return [gradient for model in own for gradient in torch_private.unreduced_gradients(model)]
+    return [pair for each in held for pair in each.gradients]
 
 
 def num_copies(strategy: strategies.Strategy) -> int:

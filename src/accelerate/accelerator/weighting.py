@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from numbers import Real
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ class ItemWeighting:
         self,
         replicas: int,
         num_copies: Callable[[], int] = lambda: 1,
-        held: Callable[[], Mapping[Tensor, Tensor]] = dict,
+        held: Callable[[], Iterable[tuple[Tensor, Tensor]]] = tuple,
     ) -> None:
         self._replicas, self._num_copies, self._held = replicas, num_copies, held
         self._factor = 1.0  # always equal on all ranks, which may exchange gradients in each batch
@@ -123,21 +123,21 @@ def sum_items(values: Sequence[Any]) -> float:
 
 
 def rescale_gradients(
-    models: Collection[nn.Module], factor: float, held: Mapping[Tensor, Tensor] | None = None
+    models: Collection[nn.Module], factor: float, held: Iterable[tuple[Tensor, Tensor]] = ()
 ) -> None:
     """Multiplies the gradients of models by a factor, in place, and those of shared parameters once.
 
     Args:
         models: The models.
         factor: The factor.
-        held: Further gradients of some parameters, which may be the same tensors.
+        held: Further gradients, each after its parameter, which may be the same tensors.
     """
     if factor == 1.0:
         return
-    parameters = {id(p): p for model in models for p in model.parameters()}
+    parameters = {id(p): p for p in torch_private.parameters_and_shards(models)}
     gradients = [p.grad for p in parameters.values() if p.grad is not None]
     gradients += [gradient for model in models for gradient in torch_private.unreduced_gradients(model)]
-    gradients += [gradient for parameter, gradient in (held or {}).items() if id(parameter) in parameters]
+    gradients += [gradient for parameter, gradient in held if id(parameter) in parameters]
     gradients = list({id(gradient): gradient for gradient in gradients}.values())  # some units are unsharded
     with torch.no_grad():
         # torch does not multiply a list of DTensors and plain tensors

@@ -124,6 +124,7 @@ class Window:
                 step_clock.items += self.num_items / self._accumulation.num_copies()
             self._reader.read_ahead()
         data_loader.set_batch_metadata(self._reader.loader, metadata)
+        self._accumulation.gradients.follow(self._reader.loader)
         self._accumulation.gradients._set_sync_gradients(is_last)
         if self._length > 1 or self._accumulation.has_held:
             self._accumulation.begin_window(self._models, is_first=is_first, is_last=is_last)

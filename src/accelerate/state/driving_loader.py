@@ -13,16 +13,24 @@ class DrivingLoader:
     A loop may read several loaders: `zip` of two, a short one that is started again, one for an evaluation
     whose iterator is kept. Those that do not deliver a batch before each micro-batch do not drive the loop.
     Of several that do, the one that has driven it before is kept, and otherwise the outermost is chosen.
+
+    Args:
+        prefers_unfinished: Whether the outermost is chosen among those whose pass goes on after this batch.
+
+    Attributes:
+        is_uncertain: Whether a loader whose pass ends with this batch may drive the loop instead.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, prefers_unfinished: bool = False) -> None:
+        self.prefers_unfinished = prefers_unfinished
+        self.is_uncertain = False
         self._reference: weakref.ref[Any] | None = None
         self._positions: dict[int, tuple[Any, Any]] = {}  # of all loaders in the micro-batch before
         self._batch: tuple[Any, ...] = ()
         self._calls = self._calls_before = 0  # micro-batches of this batch, and of the batch before
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return DrivingLoader, ()  # a copy finds its loader anew
+        return DrivingLoader, (self.prefers_unfinished,)  # a copy finds its loader anew
 
     @property
     def loader(self) -> Any:
@@ -48,6 +56,7 @@ class DrivingLoader:
         return bool(loader.end_of_dataloader) and self._calls >= self._calls_before
 
     def _find(self, loaders: Sequence[Any]) -> Any:
+        self.is_uncertain = False
         if len(loaders) < 2:
             return loaders[0] if loaders else None
         before, self._positions = self._positions, {id(loader): _position(loader) for loader in loaders}
@@ -55,7 +64,11 @@ class DrivingLoader:
         candidates = delivered or loaders
         if any(loader is self.loader for loader in candidates):
             return self.loader
-        return candidates[0]
+        if not self.prefers_unfinished:
+            return candidates[0]
+        unfinished = [loader for loader in candidates if not loader.end_of_dataloader]
+        self.is_uncertain = 0 < len(unfinished) < len(candidates)
+        return [*unfinished, *candidates][0]
 
 
 def _position(loader: Any) -> tuple[Any, Any]:

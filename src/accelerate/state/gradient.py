@@ -19,9 +19,11 @@ class PassReference(weakref.ReferenceType[Any]):
 
     Attributes:
         number: Number of the pass over it, counted from 1 over all loaders.
+        outer: Numbers of the passes that had not ended when it began.
     """
 
     number: int
+    outer: frozenset[int]
 
 
 class GradientState(SharedState):
@@ -46,6 +48,7 @@ class GradientState(SharedState):
     plugin_kwargs: dict[str, Any]
     _dataloader_references_ref: list[PassReference | None]
     _num_passes: int
+    _driving: weakref.ref[Any] | None
     _is_xla_gradients_synced: bool
 
     def __init__(self, gradient_accumulation_plugin: GradientAccumulationPlugin | None = None) -> None:
@@ -55,6 +58,7 @@ class GradientState(SharedState):
                 sync_gradients=True,
                 _dataloader_references_ref=[None],
                 _num_passes=0,
+                _driving=None,
                 plugin_kwargs={"num_steps": 1},
                 _is_xla_gradients_synced=False,
             )
@@ -92,23 +96,29 @@ class GradientState(SharedState):
         """True while a prepared loader is being read."""
         return self.active_dataloader is not None
 
-    def find_pass(self, driver: DrivingLoader) -> int:
-        """Returns the number of the pass that drives the training loop, or 0 if no loader is being read.
+    def follow(self, loader: Any) -> None:
+        """Sets the loader that drives the loop while it is being read, which `windows` knows."""
+        self._driving = None if loader is None else weakref.ref(loader)
 
-        Called once for each micro-batch.
+    def find_pass(self, driver: DrivingLoader) -> int:
+        """Returns the number of the pass that drives the loop, or 0 if no loader is being read.
 
         Args:
-            driver: It finds the loader if several are being read.
+            driver: It finds the loader if several are being read, and `follow` has not set it.
         """
         references = self._dataloader_references_ref[1:]
         if len(references) > 1:
-            driver.begin_micro_batch(self.dataloader_references[1:])
-            references = [found for found in references if found is not None and found() is driver.loader]
+            loaders, known = self.dataloader_references[1:], self._driving and self._driving()
+            if known is None or not any(loader is known for loader in loaders):
+                driver.begin_micro_batch(loaders)
+                known = driver.loader
+            references = [found for found in references if found is not None and found() is known]
         return 0 if not references or references[-1] is None else references[-1].number
 
-    def has_ended(self, number: int) -> bool:
-        """Returns whether the pass of this number has ended."""
-        return all(other is None or other.number != number for other in self._dataloader_references_ref)
+    def is_behind(self, number: int) -> bool:
+        """Returns whether the pass of this number has ended, and no other pass has begun since then."""
+        others = self._dataloader_references_ref[1:]
+        return all(other is None or other.number < number or number in other.outer for other in others)
 
     @property
     def end_of_dataloader(self) -> bool:
@@ -156,6 +166,7 @@ class GradientState(SharedState):
         references = self._dataloader_references_ref
         reference = PassReference(dataloader, lambda dead: _discard(references, dead))
         self._num_passes = reference.number = self._num_passes + 1
+        reference.outer = frozenset(outer.number for outer in references if outer is not None)
         references.append(reference)
 
     def _remove_dataloader(self, dataloader: Any) -> None:

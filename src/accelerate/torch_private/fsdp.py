@@ -5,6 +5,7 @@ The FSDP strategies and their checkpoints use them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from operator import attrgetter
@@ -157,6 +158,13 @@ def _parameters_of_fsdp2(model: nn.Module) -> Iterator[Any]:
         yield from group.fsdp_params
 
 
+def parameters_and_shards(models: Iterable[nn.Module]) -> Iterator[Tensor]:
+    """Yields the parameters of models, and the shards of those that FSDP 2 has gathered now."""
+    for model in models:
+        yield from model.parameters()
+        yield from (parameter.sharded_param for parameter in _parameters_of_fsdp2(model))
+
+
 def meshes_of_fsdp2(model: nn.Module) -> dict[Tensor, Any]:
     """Returns each parameter of FSDP 2 with the mesh over which FSDP 2 averages its gradient.
 
@@ -193,22 +201,106 @@ def unreduced_gradients(model: nn.Module) -> list[Tensor]:
         parameter._unsharded_param.grad for parameter in parameters if hasattr(parameter, "_unsharded_param")
     ]
     kept += [parameter.sharded_param.grad for parameter in parameters]
-    kept += [group._partial_reduce_output for group in _groups_of_fsdp2(model)]  # no all-reduce yet
+    kept += [getattr(group, _PARTIAL) for group in _groups_of_fsdp2(model)]  # no all-reduce yet
     return [gradient for gradient in kept if gradient is not None]
 
 
 @contextmanager
 def unreduced_gradients_kept(model: nn.Module) -> Iterator[None]:
-    """Hides the gradients of gathered parameters of FSDP 2 inside the block."""
-    gathered = [p._unsharded_param for p in _parameters_of_fsdp2(model) if hasattr(p, "_unsharded_param")]
-    gradients = [parameter.grad for parameter in gathered]
+    """Hides the gradients of gathered parameters of FSDP 2 inside the block.
+
+    Those that were added after `TakenGradients` had taken others are deleted.
+    """
+    gathered = [p for p in _parameters_of_fsdp2(model) if hasattr(p, "_unsharded_param")]
+    gradients = [parameter._unsharded_param.grad for parameter in gathered]
     for parameter in gathered:
-        parameter.grad = None
+        parameter._unsharded_param.grad = None
     try:
         yield
     finally:
         for parameter, gradient in zip(gathered, gradients, strict=True):
-            parameter.grad = gradient
+            if (taken := vars(parameter).get(_TAKEN)) is None or taken() is None:
+                parameter._unsharded_param.grad = gradient
+            elif vars(parameter).get(ACCUMULATED) is not None:
+                setattr(parameter, ACCUMULATED, None)
+
+
+_TAKEN = "_accelerate_taken"
+"""Attribute of parameters of FSDP 2 with a weak reference to their `TakenGradients`."""
+
+
+class TakenGradients:
+    """Gradients that FSDP 2 has not reduced, removed from parameters until they are put back.
+
+    Args:
+        models: Models with the parameters.
+        parameters: Sharded parameters.
+    """
+
+    def __init__(self, models: Iterable[nn.Module], parameters: Iterable[Tensor]) -> None:
+        ids = set(map(id, parameters))
+        self._slots: list[tuple[Any, Any, str]] = []  # a parameter of FSDP 2, and where it has a gradient
+        self._shared: list[Any] = []  # groups with other parameters, too
+        for group in (group for model in models for group in _groups_of_fsdp2(model)):
+            own = [parameter for parameter in group.fsdp_params if id(parameter.sharded_param) in ids]
+            for parameter in own:
+                self._slots.append((parameter, parameter, ACCUMULATED))
+                if hasattr(parameter, "_unsharded_param"):
+                    self._slots.append((parameter, parameter._unsharded_param, "grad"))
+                vars(parameter)[_TAKEN] = weakref.ref(self)
+            if own and len(own) == len(group.fsdp_params):
+                self._slots.append((own[0], group, _PARTIAL))
+            elif own:
+                self._shared.append(group)
+        self._gradients = [_gradient_in(owner, name) for _, owner, name in self._slots]
+        self._remove()
+
+    def __bool__(self) -> bool:
+        return any(gradient is not None for gradient in self._gradients)
+
+    @property
+    def gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each sharded parameter with a gradient that was taken."""
+        for (parameter, _, _), gradient in zip(self._slots, self._gradients, strict=True):
+            if gradient is not None:
+                yield parameter.sharded_param, gradient
+
+    @property
+    def has_later(self) -> bool:
+        """True if the parameters have other gradients now that are not reduced."""
+        return any(_gradient_in(owner, name) is not None for _, owner, name in self._slots)
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if gradients that wait for an all-reduce are in one tensor with those of other parameters."""
+        return any(getattr(group, _PARTIAL) is not None for group in self._shared)
+
+    def put_back(self, *, adds: bool) -> None:
+        """Sets the gradients again, and deletes those that were added since then, or adds them."""
+        if adds:
+            later = [_gradient_in(owner, name) for _, owner, name in self._slots]
+            self._gradients = [
+                later if gradient is None else gradient if later is None else gradient + later
+                for gradient, later in zip(self._gradients, later, strict=True)
+            ]
+        self._remove()
+        for (_, owner, name), gradient in zip(self._slots, self._gradients, strict=True):
+            if gradient is not None:
+                setattr(owner, name, gradient)
+
+    def _remove(self) -> None:
+        for _, owner, name in self._slots:
+            if _gradient_in(owner, name) is not None:
+                setattr(owner, name, None)
+
+
+_PARTIAL = "_partial_reduce_output"
+"""Attribute of groups of FSDP 2 with gradients that are reduced in a replica, and not over replicas."""
+
+
+def _gradient_in(owner: Any, name: str) -> Any:
+    # `unsharded_accumulated_grad` is an attribute of the object, or a property without a setter.
+    return vars(owner).get(name) if name == ACCUMULATED else getattr(owner, name)
 
 
 def zero_sharded_gradients(model: nn.Module, set_to_none: bool) -> None:
@@ -224,7 +316,7 @@ def zero_sharded_gradients(model: nn.Module, set_to_none: bool) -> None:
 def drop_unreduced_gradients(model: nn.Module) -> None:
     """Deletes the gradients that `unreduced_gradients` returns."""
     for group in _groups_of_fsdp2(model):
-        group._partial_reduce_output = None
+        setattr(group, _PARTIAL, None)
     for parameter in _parameters_of_fsdp2(model):
         if vars(parameter).get(ACCUMULATED) is not None:
             setattr(parameter, ACCUMULATED, None)

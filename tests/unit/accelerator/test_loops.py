@@ -291,8 +291,11 @@ def test_windows_end_with_the_loader_that_drives_the_loop() -> None:
     }
 
 
-def test_a_loader_of_one_batch_drives_the_loop() -> None:
-    assert updates_of(read_cycled, (1, 5)) == [1, 2]
+def test_a_warning_names_the_loader_that_drives_the_loop_if_that_is_uncertain(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert updates_of(read_cycled, (1, 5)) == []  # one micro-batch in each epoch
+    assert "has chosen one that goes on" in caplog.text
 
 
 def test_the_last_batch_may_be_divided_into_micro_batches() -> None:

@@ -150,7 +150,7 @@ class DeepSpeedOptimizerWrapper(AcceleratedOptimizer):
         """
         if closure is not None:
             raise wrong_value("closure", closure, "DeepSpeed's engine steps without one", "Leave it out")
-        self.last_pass = self.gradient_state.find_pass(self._driver)
+        self.record_pass()
         if self.gradient_state.sync_gradients:
             before, updates = step_clock.begin_step(), self.num_updates
             for observer in self.observers:
