@@ -31,7 +31,7 @@ ONE_THREAD := OMP_NUM_THREADS=1
 .DEFAULT_GOAL := help
 # Arguments of `make gpu`.
 ARGS ?=
-.PHONY: help demo test test-device test-slow test-versions gpu mutate fuzz chaos check check-systems bench scale reference pictures docs clean
+.PHONY: help demo installed test test-device simulated-device test-slow test-versions gpu mutate fuzz chaos check check-systems bench scale reference pictures docs clean
 .DELETE_ON_ERROR:
 
 help: ## list the targets
@@ -43,16 +43,17 @@ demo: $(VENV)/.examples-installed ## train a small net on real images in two CPU
 test: $(VENV)/.test-installed $(CHECKPOINT) ## run the test suite, but for the slow part
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m "not slow"
 
-test-device: $(VENV)/.test-installed $(CHECKPOINT) ## run the tests on a simulated accelerator, which is built on first use (about a minute)
-	@command -v c++ >/dev/null || { $(INSTALL) g++; }
-	$(ON_SIMULATED_DEVICE) $(BIN)/python -c "import torch"
+test-device: simulated-device $(CHECKPOINT) ## run the tests on a simulated accelerator, which is built on first use (about a minute)
 	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal @tests/device/suites.args
 
-test-slow: check-systems $(VENV)/.test-installed $(VENV)/.clients-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun, SLURM and Chromium for it
+simulated-device: $(VENV)/.test-installed
+	@command -v c++ >/dev/null || { $(INSTALL) g++; }
+	$(ON_SIMULATED_DEVICE) $(BIN)/python -c "import torch"
+
+test-slow: check-systems simulated-device $(VENV)/.clients-installed $(CHECKPOINT) ## run the slow part of the test suite; as root it installs mpirun, SLURM and Chromium for it
 	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then $(INSTALL) $(PROGRAMS); fi || \
 		echo "not installed: $(PROGRAMS); tests that need them will skip"
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal -m slow
-	$(ON_SIMULATED_DEVICE) $(BIN)/python -c "import torch"
 	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -m slow tests/device
 	$(ON_SIMULATED_DEVICE) $(ONE_THREAD) $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal @tests/device/slow_suites.args
 
@@ -100,6 +101,8 @@ docs: $(VENV)/.docs-installed ## build the site into site/; a warning is an erro
 
 clean: ## remove .venv and what the other targets wrote
 	rm -rf $(VENV) .versions .cache site dist mutants .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+installed: $(VENV)/.check-installed $(VENV)/.docs-installed $(VENV)/.test-installed
 
 # One stamp for each extra of pyproject.toml: `.test-installed` holds as long as the declared versions do.
 $(VENV)/.%-installed: pyproject.toml constraints.txt $(TORCH)

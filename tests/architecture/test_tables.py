@@ -19,11 +19,15 @@ def names_of(table: Path) -> set[str]:
     return {alias.asname or alias.name for node in imports for alias in node.names}
 
 
-def used_names(tree: ast.Module, package: str) -> set[str]:
+def read_uses(tree: ast.Module) -> list[ast.AST]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom | ast.Dict | ast.Attribute)]
+
+
+def used_names(uses: list[ast.AST], package: str) -> set[str]:
     """The names of a package that a file imports from it, reads from it as attributes, or forwards."""
     parent, _, leaf = package.rpartition(".")
     used, aliases = set(), {package}
-    for node in ast.walk(tree):
+    for node in uses:
         if isinstance(node, ast.ImportFrom) and node.module == package:
             used |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module == parent:
@@ -34,9 +38,7 @@ def used_names(tree: ast.Module, package: str) -> set[str]:
             used |= {
                 each.value for value in words for each in ast.walk(value) if isinstance(each, ast.Constant)
             }
-    attributes = (
-        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and node.attr not in used
-    )
+    attributes = (node for node in uses if isinstance(node, ast.Attribute) and node.attr not in used)
     return used | {node.attr for node in attributes if dotted(node.value) in aliases}
 
 
@@ -48,15 +50,15 @@ def dotted(node: ast.expr) -> str:
 
 
 @pytest.fixture(scope="module")
-def trees() -> list[ast.Module]:
+def uses() -> list[list[ast.AST]]:
     paths = (path for suffix in ("py", "pyi") for path in SOURCE.rglob(f"*.{suffix}"))
-    return [ast.parse(path.read_text(encoding="utf-8")) for path in paths]
+    return [read_uses(ast.parse(path.read_text(encoding="utf-8"))) for path in paths]
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_each_name_of_a_table_is_used_by_another_file(name: str, trees: list[ast.Module]) -> None:
+def test_each_name_of_a_table_is_used_by_another_file(name: str, uses: list[list[ast.AST]]) -> None:
     table = SOURCE.joinpath(*name.split("."), "__init__.pyi")
-    used: set[Any] = set().union(*(used_names(tree, f"accelerate.{name}") for tree in trees))
+    used: set[Any] = set().union(*(used_names(each, f"accelerate.{name}") for each in uses))
     unused = sorted(names_of(table) - used)
     assert not unused, f"remove them from {table}, and let tests import them from their files: {unused}"
 
@@ -66,4 +68,4 @@ def test_the_check_finds_each_kind_of_use() -> None:
         "from accelerate import launch\nfrom accelerate.launch import a\n"
         "launch.b\nattach(__name__, {'accelerate.launch': ('c',)})\nother.d\n"
     )
-    assert used_names(ast.parse(text), "accelerate.launch") == {"a", "b", "c"}
+    assert used_names(read_uses(ast.parse(text)), "accelerate.launch") == {"a", "b", "c"}

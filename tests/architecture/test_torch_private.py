@@ -142,7 +142,7 @@ def assigned(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             yield ast.unparse(node), node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("setattr", "delattr"):
             yield f"{ast.unparse(node.args[0])}.{ast.unparse(node.args[1])}", node.lineno
 
 
@@ -154,7 +154,8 @@ def test_no_other_file_assigns_to_torch(sources: list[Any]) -> None:
     wrong = [
         f"{source}:{line} sets {target}"
         for source in outside(sources)
+        for names in [torch_names(source)]
         for target, line in assigned(source.tree)
-        if target.split(".")[0] in torch_names(source) and not target.startswith(SETTINGS)
+        if target.split(".")[0] in names and not target.startswith(SETTINGS)
     ]
     assert not wrong, f"torch is changed in {HOME} alone:\n" + "\n".join(wrong)
