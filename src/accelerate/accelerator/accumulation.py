@@ -139,6 +139,8 @@ class Accumulation:
         is_first = current.position == 0
         if is_first:
             current.num_steps = gradients.num_steps
+        if current.driver.is_uncertain and gradients.sync_with_dataloader and current.num_steps > 1:
+            _warn_of_uncertain()
         current.position += 1
         if part is not None:
             is_last = part.is_last
@@ -148,8 +150,6 @@ class Accumulation:
         else:
             is_last = current.position >= current.num_steps
             current.step += 1
-            if current.driver.is_uncertain and gradients.sync_with_dataloader and not is_last:
-                _warn_of_uncertain()
         if is_last:
             current.position = 0
         gradients._set_sync_gradients(is_last)
@@ -348,9 +348,9 @@ class Accumulation:
 
 def _warn_of_uncertain() -> None:
     logger.warning_once(
-        "Several loaders have delivered a batch, which is the last one of some of them. accumulate() ends a "
-        "window with the pass over one loader, and has chosen one that goes on. If another one drives the "
-        "loop, iterate over accelerator.windows(loader) instead."
+        "Several loaders deliver a batch for each micro-batch, and the passes over some have one batch. "
+        "accumulate() ends a window with the pass over one loader, and has chosen one that goes on. If "
+        "another one drives the loop, iterate over accelerator.windows(loader) instead."
     )
 
 

@@ -18,13 +18,14 @@ class DrivingLoader:
         prefers_unfinished: Whether the outermost is chosen among those whose pass goes on after this batch.
 
     Attributes:
-        is_uncertain: Whether a loader whose pass ends with this batch may drive the loop instead.
+        is_uncertain: Whether another loader, whose pass ended with the batch before, drives the loop, too.
     """
 
     def __init__(self, prefers_unfinished: bool = False) -> None:
         self.prefers_unfinished = prefers_unfinished
         self.is_uncertain = False
         self._reference: weakref.ref[Any] | None = None
+        self._others: set[int] = set()  # whose passes ended with the batch before
         self._positions: dict[int, tuple[Any, Any]] = {}  # of all loaders in the micro-batch before
         self._batch: tuple[Any, ...] = ()
         self._calls = self._calls_before = 0  # micro-batches of this batch, and of the batch before
@@ -56,19 +57,21 @@ class DrivingLoader:
         return bool(loader.end_of_dataloader) and self._calls >= self._calls_before
 
     def _find(self, loaders: Sequence[Any]) -> Any:
+        others, self._others = self._others, set()
         self.is_uncertain = False
         if len(loaders) < 2:
             return loaders[0] if loaders else None
         before, self._positions = self._positions, {id(loader): _position(loader) for loader in loaders}
         delivered = [loader for loader in loaders if self._positions[id(loader)] != before.get(id(loader))]
+        self.is_uncertain = not others.isdisjoint(map(id, delivered))
         candidates = delivered or loaders
         if any(loader is self.loader for loader in candidates):
             return self.loader
-        if not self.prefers_unfinished:
-            return candidates[0]
         unfinished = [loader for loader in candidates if not loader.end_of_dataloader]
-        self.is_uncertain = 0 < len(unfinished) < len(candidates)
-        return [*unfinished, *candidates][0]
+        if self.prefers_unfinished and unfinished:
+            self._others = {id(loader) for loader in candidates if loader.end_of_dataloader}
+            return unfinished[0]
+        return candidates[0]
 
 
 def _position(loader: Any) -> tuple[Any, Any]:
