@@ -28,6 +28,7 @@ class ReadSegment(NamedTuple):
 
     steps: int  # in each of which every group read one batch
     samples: int  # of the dataset, in all these steps
+    parts: int | None = None  # that the workers yielded in turn; None if each step was one of them
 
 
 @dataclass(eq=False, repr=False)
@@ -132,7 +133,8 @@ def skip_used(source: Iterator[Any], used: tuple[ReadSegment, ...]) -> None:
     """
     info = get_worker_info()
     workers, worker = (1, 0) if info is None else (info.num_workers, info.id)
-    parts = [(-((worker - segment.steps) // workers), segment.samples // segment.steps) for segment in used]
+    counts = [(segment.parts or segment.steps, segment.samples) for segment in used]
+    parts = [(-((worker - count) // workers), samples // count) for count, samples in counts]
     expected = sum(steps * size for steps, size in parts)
     missing = expected - sum(1 for _ in islice(source, expected))
     last_size = next((size for steps, size in reversed(parts) if steps), 0)

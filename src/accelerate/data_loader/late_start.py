@@ -51,7 +51,7 @@ def skip_prepared(loader: Any, skipped: int) -> Any:
     used, rows = _used_segments(loader, point), loader.plan.rows_in_batch or point.rows_in_batch or 1
     if not used:
         return _skip_steps(loader, skipped)
-    steps, samples = map(sum, zip(*used, strict=True))
+    steps, samples = sum(segment.steps for segment in used), sum(segment.samples for segment in used)
     late = _shard_rest(loader, Offset(steps, samples // rows), used)
     if steps < skipped:
         late = _skip_steps(late, skipped - steps)
@@ -74,7 +74,9 @@ def _used_segments(loader: Any, point: ResumePoint) -> tuple[ReadSegment, ...]:
     rows = point.rows_in_batch or loader.plan.rows_in_batch or 1
     steps = point.offset.seen - sum(segment.steps for segment in point.used)
     samples = point.offset.consumed * rows - sum(segment.samples for segment in point.used)
-    return (*point.used, ReadSegment(steps, samples)) if steps else point.used
+    # If one rank reads for all, a step has a batch for each group, and its workers yield single batches.
+    parts = samples // rows if point.is_dispatched else steps
+    return (*point.used, ReadSegment(steps, samples, parts)) if steps else point.used
 
 
 def _refuse_other_workers(loader: Any, point: ResumePoint) -> None:

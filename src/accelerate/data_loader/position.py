@@ -38,6 +38,7 @@ class ResumePoint:
     is_over: bool = False  # the point is after the last batch of the epoch
     ends_step: bool = True  # as in `Position`
     global_batch_size: int | None = None  # as in `ShardPlan`
+    is_dispatched: bool = False  # one process read for all
     has_own_shards: bool = False  # each group read a shard that the dataset or the user made
     rows_in_batch: int | None = None  # samples in a batch of the dataset; None if it was not known
     state: Mapping[str, Any] = field(default_factory=dict)  # as `resume.capture` returned it

@@ -113,7 +113,7 @@ class RunMonitor:
         self._all = StepTimes()  # all windows
         self._known: set[str] = set()  # names of the conclusions that hold
         self._saves = self._saves_in_background = 0
-        self._has_stopped = self._is_finished = False
+        self._has_stopped = self._is_finished = self._is_reset = False
         self._exchange: RankExchange | None = None
         self._compared_at = 0.0
         self._compared: deque[ClosedWindow] = deque(maxlen=NUM_RECENT_WINDOWS)  # since the last comparison
@@ -270,6 +270,8 @@ class RunMonitor:
         if not self._is_recorded or not records:
             return
         if not self._has_begun:
+            if self._is_reset:  # the thread has written nothing so far, so the end is not recorded either
+                return
             self.records.put(replace(self._sources.start(), time=self._start_time))
             self._has_begun = True
         self.records.put(*records)
@@ -326,8 +328,7 @@ class RunMonitor:
 
     def end(self) -> None:
         """Ends the monitor when the state is reset, in a process that goes on."""
-        if not self._has_begun:
-            self._is_recorded = False  # no record was written, so the end is not recorded either
+        self._is_reset = True
         self.finish("finished")
 
     def print_times(self) -> None:

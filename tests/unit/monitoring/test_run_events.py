@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,11 +12,13 @@ import pytest
 import torch
 
 from accelerate import Accelerator
+from accelerate.accelerator.recording import RunSources
 from accelerate.base import CheckpointError
 from accelerate.checkpointing import saving
 from accelerate.diagnostics.hang_report import HangReporter, Report
-from accelerate.monitoring import Checkpoint, Conclusion, End, Event, Record, find_records
-from accelerate.state import AcceleratorState
+from accelerate.monitoring import Checkpoint, Conclusion, End, Event, Record, Start, find_records
+from accelerate.monitoring.run_monitor import RunMonitor
+from accelerate.state import AcceleratorState, record_event
 
 pytestmark = pytest.mark.usefixtures("states")
 Kind = TypeVar("Kind", bound=Record)
@@ -40,7 +43,10 @@ def train(accelerator: Accelerator, steps: int, widths: tuple[int, ...] = (2,), 
 
 
 def end(folder: Path, kind: type[Kind]) -> list[Kind]:
-    """End the run, and return its records of a kind."""
+    """End the run when its thread has begun to write, and return its records of a kind."""
+    deadline = time.monotonic() + 30
+    while not find_records(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
     AcceleratorState._reset_state(reset_partial_state=True)
     (records,) = find_records(folder)
     return [record for record in records if isinstance(record, kind)]
@@ -116,3 +122,31 @@ def test_recompilations_are_events_and_a_conclusion(tmp_path: Path) -> None:
     (conclusion,) = [record for record in records if isinstance(record, Conclusion)]
     assert conclusion.name == "recompilations"
     assert "compiled 5 times again" in conclusion.text
+
+
+def test_a_run_that_is_reset_while_its_first_records_are_written_has_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, may_go_on = threading.Event(), threading.Event()
+    start, finish = RunSources.start, RunMonitor.finish
+
+    def wait_and_start(sources: RunSources) -> Start:
+        first = start(sources)
+        begun.set()
+        may_go_on.wait(30)
+        return first
+
+    def go_on_and_finish(monitor: RunMonitor, how: str) -> None:
+        may_go_on.set()
+        finish(monitor, how)
+
+    monkeypatch.setattr(RunSources, "start", wait_and_start)
+    monkeypatch.setattr(RunMonitor, "finish", go_on_and_finish)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path)
+    train(accelerator, 10)
+    assert begun.wait(30)
+    record_event("warning", "something")
+    AcceleratorState._reset_state(reset_partial_state=True)
+    (records,) = find_records(tmp_path)
+    kinds = [type(record) for record in records]
+    assert (kinds.count(Event), kinds.count(End)) == (1, 1)
