@@ -399,10 +399,11 @@ print(f"{state.process_index} {state.num_processes} {state.device.type}\\n", end
     "command",
     [
         ["accelerate", "launch"],
-        pytest.param(["accelerate-launch"], marks=pytest.mark.slow),
-        pytest.param(LAUNCH, marks=pytest.mark.slow),
+        ["accelerate-launch"],
+        LAUNCH,
     ],
 )
+@pytest.mark.slow
 def test_every_way_to_call_the_launcher_works(scripts: Scripts, command: list[str]) -> None:
     words = (
         command
@@ -414,7 +415,8 @@ def test_every_way_to_call_the_launcher_works(scripts: Scripts, command: list[st
     assert sorted(ended.out.split("\n")) == ["", "0 2 cpu", "1 2 cpu"]
 
 
-@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2])
 def test_the_self_check_passes(scripts: Scripts, count: int) -> None:
     path = scripts.folder / "c.yaml"
     path.write_text(f"use_cpu: true\nnum_processes: {count}\nmixed_precision: 'no'\n")

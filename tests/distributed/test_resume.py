@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler, get_worker_info
 
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.utils import set_seed
@@ -54,6 +54,15 @@ class BareStream(IterableDataset[Any]):
         return iter([Numbers()[index] for index in range(SAMPLES)])
 
 
+class WorkersStream(BareStream):
+    """Gives each of its workers a part of the samples."""
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter([Numbers()[index] for index in range(first, SAMPLES, step)])
+
+
 class DrawingStream(BareStream):
     """Draws from the generator of torch, from which training draws, too."""
 
@@ -90,6 +99,8 @@ def build(kind: str, workers: int = 0) -> DataLoader[Any]:
             return DataLoader(Stream(), **shared)
         case "bare stream":
             return DataLoader(BareStream(), **shared)
+        case "three workers":
+            return DataLoader(WorkersStream(), num_workers=3, batch_size=BATCH)
         case "drawing stream":
             return DataLoader(DrawingStream(), **shared)
         case "persistent workers":
@@ -265,13 +276,20 @@ RESIZED: dict[str, tuple[str, dict[str, Any]]] = {
     "dispatched": ("shuffled", {"dispatch_batches": True}),
     "stream": ("stream", {"dispatch_batches": False}),
     "bare stream": ("bare stream", {}),
+    "three workers": ("three workers", {}),
     "bare stream, by itself": (
         "bare stream",
         {"dispatch_batches": False, "use_stateful_dataloader": True},
     ),
 }
 SIZES = [(2, 3), (3, 1), (1, 2)]
-IN_GATE = {"sharded": (2, 3), "dispatched": (3, 1), "stream": (1, 2), "bare stream": (2, 3)}
+IN_GATE = {
+    "sharded": (2, 3),
+    "dispatched": (3, 1),
+    "stream": (1, 2),
+    "bare stream": (2, 3),
+    "three workers": (3, 1),
+}
 
 
 @pytest.mark.parametrize(

@@ -119,13 +119,12 @@ def run_seeds(kind: Any, seeds: list[int], workers: int) -> Iterator[tuple[int, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=KINDS, default="resume", help="what the trials compare")
-    parser.add_argument("--seeds", default="0:2000", help="first seed and end of the range")
+    parser.add_argument("--seeds", default="0:2000", help="first seed and end of each range: 0:9,20:30")
     parser.add_argument("--seed", type=int, help="run one trial, and print its schedule")
     parser.add_argument("--workers", type=int, default=2, help="blocks of trials that run at once")
     arguments = parser.parse_args()
-    seeds = (
-        [arguments.seed] if arguments.seed is not None else list(range(*map(int, arguments.seeds.split(":"))))
-    )
+    ranges = [range(*map(int, each.split(":"))) for each in arguments.seeds.split(",")]
+    seeds = [seed for each in ranges for seed in each] if arguments.seed is None else [arguments.seed]
     kind = KINDS[arguments.kind]
     begin = time.monotonic()
     different = []

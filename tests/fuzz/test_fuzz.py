@@ -18,10 +18,8 @@ def test_interrupted_runs_equal_those_without_a_break(seeds: str) -> None:
 @pytest.mark.parametrize(
     "seeds",
     [
-        "5:13",
-        "851:852",  # two backward passes in replica groups
-        pytest.param("620:621", marks=pytest.mark.slow),  # a closure in replica groups
-        pytest.param("13:100", marks=pytest.mark.slow),
+        "5:13,851:852",  # the last one has two backward passes in replica groups
+        pytest.param("13:100,620:621", marks=pytest.mark.slow),  # the last one has a closure in them
     ],
 )
 def test_loops_on_several_ranks_equal_plain_torch(seeds: str) -> None:
