@@ -99,8 +99,8 @@ def build(kind: str, workers: int = 0) -> DataLoader[Any]:
             return DataLoader(Stream(), **shared)
         case "bare stream":
             return DataLoader(BareStream(), **shared)
-        case "three workers":
-            return DataLoader(WorkersStream(), num_workers=3, batch_size=BATCH)
+        case "two workers":
+            return DataLoader(WorkersStream(), num_workers=2, batch_size=BATCH)
         case "drawing stream":
             return DataLoader(DrawingStream(), **shared)
         case "persistent workers":
@@ -276,7 +276,7 @@ RESIZED: dict[str, tuple[str, dict[str, Any]]] = {
     "dispatched": ("shuffled", {"dispatch_batches": True}),
     "stream": ("stream", {"dispatch_batches": False}),
     "bare stream": ("bare stream", {}),
-    "three workers": ("three workers", {}),
+    "two workers": ("two workers", {}),
     "bare stream, by itself": (
         "bare stream",
         {"dispatch_batches": False, "use_stateful_dataloader": True},
@@ -288,7 +288,7 @@ IN_GATE = {
     "dispatched": (3, 1),
     "stream": (1, 2),
     "bare stream": (2, 3),
-    "three workers": (3, 1),
+    "two workers": (3, 1),
 }
 
 
@@ -304,11 +304,12 @@ def test_another_world_size_resumes_at_the_next_sample(
     run: Run, tmp_path: Path, name: str, before: int, now: int
 ) -> None:
     kind, config = RESIZED[name]
+    batches = 1 if kind == "two workers" else 2  # of which the workers have read different numbers
     folder = str(tmp_path / "saved")
-    parts = run(begin, folder, kind, config, 2, processes=before)
+    parts = run(begin, folder, kind, config, batches, processes=before)
     seen = sorted(sample for part in parts for sample in part)
-    assert len(seen) == 2 * BATCH * before
-    for rest, following in run(finish, folder, kind, config, 2, processes=now):
+    assert len(seen) == batches * BATCH * before
+    for rest, following in run(finish, folder, kind, config, batches, processes=now):
         assert sorted(seen + rest) == list(range(SAMPLES))
         assert sorted(following) == list(range(SAMPLES))
 
