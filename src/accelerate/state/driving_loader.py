@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 
@@ -18,14 +19,14 @@ class DrivingLoader:
         prefers_unfinished: Whether the outermost is chosen among those whose pass goes on after this batch.
 
     Attributes:
-        is_uncertain: Whether another loader, whose pass ended with the batch before, drives the loop, too.
+        is_uncertain: Whether an outer loader, whose pass ended with the batch before, drives the loop, too.
     """
 
     def __init__(self, prefers_unfinished: bool = False) -> None:
         self.prefers_unfinished = prefers_unfinished
         self.is_uncertain = False
         self._reference: weakref.ref[Any] | None = None
-        self._others: set[int] = set()  # whose passes ended with the batch before
+        self._others: set[int] = set()  # outer ones, whose passes ended with the batch before
         self._positions: dict[int, tuple[Any, Any]] = {}  # of all loaders in the micro-batch before
         self._batch: tuple[Any, ...] = ()
         self._calls = self._calls_before = 0  # micro-batches of this batch, and of the batch before
@@ -69,7 +70,9 @@ class DrivingLoader:
             return self.loader
         unfinished = [loader for loader in candidates if not loader.end_of_dataloader]
         if self.prefers_unfinished and unfinished:
-            self._others = {id(loader) for loader in candidates if loader.end_of_dataloader}
+            self._others = {
+                id(loader) for loader in takewhile(lambda each: each.end_of_dataloader, candidates)
+            }
             return unfinished[0]
         return candidates[0]
 
