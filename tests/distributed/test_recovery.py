@@ -106,7 +106,7 @@ longest = int(os.environ.get("LONGEST", "1000"))  # number of steps after which 
 for epoch in range(len(os.environ.get("RESUME", "")), 3):
     num_steps = 0
     for number, (rows, labels, numbers) in enumerate(loader):
-        while "WAITS" in os.environ and 10 * epoch + number == 20 and not (folder / "started again").exists():
+        while "WAITS" in os.environ and (epoch, number) == (2, 0) and not (folder / "started again").exists():
             time.sleep(0.1)
         samples += numbers.tolist()
         fail("batch", 10 * epoch + number)
